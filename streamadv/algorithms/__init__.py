@@ -1,0 +1,1 @@
+"""Pure functions over packed batches: rewards, KL, estimators, normalisation. No Redis in here."""

@@ -1,0 +1,119 @@
+"""Token columns: the known names with their dtypes, and the one place where arrays are checked.
+
+A column belongs to a row and, unless it is an extra that says otherwise, holds one value per token:
+position t describes token t itself (no shift by one). Arrays are numpy here; torch appears only in stages
+that compute.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: dtype of every column the library itself understands, in the order they are written.
+KNOWN_COLUMNS: Final[dict[str, np.dtype[Any]]] = {
+    "input_ids": np.dtype("<i4"),
+    "response_mask": np.dtype("u1"),
+    "rollout_log_probs": np.dtype("<f4"),
+    "old_log_probs": np.dtype("<f4"),
+    "ref_log_probs": np.dtype("<f4"),
+    "teacher_log_probs": np.dtype("<f4"),
+    "values": np.dtype("<f4"),
+    "token_level_rewards": np.dtype("<f4"),
+    "sum_pi_squared": np.dtype("<f4"),
+    "versions": np.dtype("<i4"),
+}
+
+#: Columns the pipeline adds; never pushed by a producer.
+OUTPUT_COLUMNS: Final[dict[str, np.dtype[Any]]] = {
+    "advantages": np.dtype("<f4"),
+    "returns": np.dtype("<f4"),
+    "raw_advantages": np.dtype("<f4"),
+    "rollout_is_weights": np.dtype("<f4"),
+}
+
+REQUIRED_COLUMNS: Final = ("input_ids", "response_mask")
+
+#: dtypes an extra column may have (little-endian, fixed size: no objects, so nothing is ever unpickled).
+EXTRA_DTYPES: Final = frozenset("|u1 |i1 <u2 <i2 <u4 <i4 <u8 <i8 <f2 <f4 <f8".split())
+
+MAX_COLUMNS: Final = 64
+MAX_DIMENSIONS: Final = 6
+COLUMN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
+
+Array = NDArray[Any]
+
+
+def known_array(name: str, value: Any) -> Array:
+    """`value` (list, numpy array or tensor) as the 1-D array of the known column `name`.
+
+    Raises ValueError when it is not one-dimensional, empty, not numeric, changes value in the column's
+    dtype, or holds NaN or infinity.
+    """
+    dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name]
+    array = _numeric(value)
+    if array.ndim != 1:
+        raise ValueError(f"has {array.ndim} dimensions, needs 1: one value per token")
+    if array.size == 0:
+        raise ValueError("is empty, needs at least one token")
+    if array.dtype != dtype:
+        array = _cast(array, dtype)
+    check_values(name, array)
+    return np.ascontiguousarray(array)
+
+
+def extra_array(value: Any) -> Array:
+    """`value` as the array of an extra column: any fixed-size number type, at least one dimension."""
+    array = _numeric(value)
+    if array.ndim == 0:  # most often a misspelt field
+        raise ValueError(f"is the single value {array}, needs a list")
+    if array.dtype == np.bool_:
+        array = array.view(np.uint8)
+    little_endian = array.dtype.newbyteorder("<")
+    if little_endian.str not in EXTRA_DTYPES:
+        raise ValueError(f"has dtype {array.dtype}, needs one of {', '.join(sorted(EXTRA_DTYPES))}")
+    if array.ndim > MAX_DIMENSIONS:
+        raise ValueError(f"has {array.ndim} dimensions, at most {MAX_DIMENSIONS} are allowed")
+    return np.ascontiguousarray(array.astype(little_endian, copy=False))
+
+
+def check_values(name: str, array: Array) -> None:
+    """Raise ValueError if a known column holds NaN, infinity or, for `response_mask`, anything but 0 and 1."""
+    if array.dtype.kind == "f":
+        # A sum is finite only if every element is (float64: no overflow from finite float32 values).
+        if not math.isfinite(float(array.sum(dtype=np.float64))):
+            first = int(np.flatnonzero(~np.isfinite(array))[0])
+            raise ValueError(f"is {array[first]} at token {first}, needs finite numbers")
+    elif name == "response_mask" and array.size and int(array.max()) > 1:
+        first = int(np.flatnonzero(array > 1)[0])
+        raise ValueError(f"is {array[first]} at token {first}, needs 0 or 1")
+
+
+def _numeric(value: Any) -> Array:
+    if hasattr(value, "detach"):  # a torch tensor, without importing torch
+        value = value.detach().cpu().numpy()
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ValueError("is ragged, needs lists of equal length") from error
+    if array.size == 0 and array.dtype == np.float64:
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"holds {array.dtype} values, needs numbers")
+    return array
+
+
+def _cast(array: Array, dtype: np.dtype[Any]) -> Array:
+    if dtype.kind in "iu":
+        if array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
+            raise ValueError("holds fractions, needs whole numbers")
+        bounds = np.iinfo(dtype)
+        if array.size and (array.max() > bounds.max or array.min() < bounds.min):
+            raise ValueError(f"holds values outside {bounds.min}..{bounds.max}")
+        return array.astype(dtype)
+    with np.errstate(over="ignore"):  # overflow becomes inf and is reported as such
+        return array.astype(dtype)

@@ -1,0 +1,51 @@
+"""Everything streamadv raises on purpose. Each message is one line: setting or field, value, remedy."""
+
+from __future__ import annotations
+
+
+class StreamadvError(Exception):
+    """Base class of all errors raised by streamadv."""
+
+
+class SettingError(StreamadvError):
+    """A setting is missing, unknown, out of range or contradicts another one."""
+
+
+class ManifestMismatchError(SettingError):
+    """A process was given a value that differs from the one the run was created with."""
+
+
+class TrajectoryError(StreamadvError):
+    """A trajectory breaks the data model: wrong field, dtype, length, size or a non-finite number."""
+
+
+class WireError(StreamadvError):
+    """Bytes read from Redis are not a payload of a schema version this release understands."""
+
+
+class MissingDependencyError(StreamadvError):
+    """An optional package is needed; the message names the extra that brings it."""
+
+
+class ServerError(StreamadvError):
+    """The embedded server could not be found or started."""
+
+
+class Busy(StreamadvError):  # noqa: N818  a condition to wait out, not a fault
+    """Admission refused a group: the run is at its byte budget or as far ahead as max_staleness allows."""
+
+
+class GroupEndedError(StreamadvError):
+    """The group has ended (complete, expired or dropped); it takes no more rollouts."""
+
+
+class EpochFencedError(StreamadvError):
+    """Another trainer has taken over this run; this one may no longer name, train or commit."""
+
+
+class BatchLostError(StreamadvError):
+    """A named batch misses groups (the server lost them): restart the trainer from its checkpoint."""
+
+
+class UncommittedBudgetError(StreamadvError):
+    """Trained but uncommitted batches fill the byte budget, so nothing new can arrive."""
