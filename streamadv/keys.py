@@ -1,0 +1,152 @@
+"""Names of all Redis keys of a run. ARCHITECTURE.md has the table of what each holds and who writes it.
+
+Every shard's keys carry one hash tag `{run:shard:salt}`, so all of them share a cluster slot and one script
+can change several. The salt spreads shards evenly over the slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from redis.crc import key_slot
+
+from .errors import SettingError
+
+RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
+CLUSTER_SLOTS: Final = 16384
+
+#: Hash of all runs of this server: name -> time of creation in ms.
+RUNS: Final = "streamadv:runs"
+
+
+def check_run_name(run: str) -> str:
+    """`run` if it may name a run. Raises SettingError."""
+    if not RUN_NAME.fullmatch(run):
+        raise SettingError(f"run is {run!r}: use letters, digits, '.', '_', '-' and '/', at most 100")
+    return run
+
+
+def manifest_key(run: str) -> str:
+    """The run's manifest, found before shards and salts are known."""
+    return f"{{{run}}}:manifest"
+
+
+def find_salt(run: str, shard: int, shards: int) -> int:
+    """The smallest salt that puts `shard` into its own share of the slot space."""
+    salt = 0
+    while key_slot(f"{run}:{shard}:{salt}".encode()) * shards // CLUSTER_SLOTS != shard:
+        salt += 1
+    return salt
+
+
+@dataclass(frozen=True, slots=True)
+class ShardKeys:
+    """Keys of one shard. Attributes are keys, methods take the id of what they name."""
+
+    tag: str
+
+    def _key(self, name: str) -> str:
+        return f"{{{self.tag}}}:{name}"
+
+    @property
+    def void(self) -> str:
+        """Never exists: deleting it is a write that needs no memory (see `lua/`)."""
+        return self._key("void")
+
+    @property
+    def rollouts(self) -> str:
+        return self._key("rollouts")
+
+    @property
+    def open(self) -> str:
+        return self._key("open")
+
+    @property
+    def groups(self) -> str:
+        return self._key("groups")
+
+    @property
+    def work(self) -> str:
+        return self._key("work")
+
+    @property
+    def ready(self) -> str:
+        return self._key("ready")
+
+    @property
+    def applied(self) -> str:
+        return self._key("applied")
+
+    @property
+    def ledger(self) -> str:
+        return self._key("ledger")
+
+    @property
+    def trainer(self) -> str:
+        return self._key("trainer")
+
+    @property
+    def ended(self) -> str:
+        return self._key("ended")
+
+    @property
+    def ended_before(self) -> str:
+        return self._key("ended_before")
+
+    @property
+    def garbage(self) -> str:
+        return self._key("garbage")
+
+    def group(self, group_id: str) -> str:
+        return self._key(f"group:{group_id}")
+
+    def scoring(self, scorer: str) -> str:
+        return self._key(f"scoring:{scorer}")
+
+    def payload(self, nonce: str) -> str:
+        return self._key(f"payload:{nonce}")
+
+    def output(self, nonce: str) -> str:
+        return self._key(f"output:{nonce}")
+
+    # Of the home shard (shard 0) only:
+
+    @property
+    def lineage(self) -> str:
+        return self._key("lineage")
+
+    @property
+    def batches(self) -> str:
+        return self._key("batches")
+
+    @property
+    def producers(self) -> str:
+        return self._key("producers")
+
+
+@dataclass(frozen=True, slots=True)
+class RunKeys:
+    """All keys of a run, given the salts of its shards."""
+
+    run: str
+    salts: tuple[int, ...]
+
+    @property
+    def shards(self) -> list[ShardKeys]:
+        return [self.shard(index) for index in range(len(self.salts))]
+
+    @property
+    def home(self) -> ShardKeys:
+        """The shard that also holds what concerns the whole run: lineage, batches, producers."""
+        return self.shard(0)
+
+    def shard(self, index: int) -> ShardKeys:
+        return ShardKeys(f"{self.run}:{index}:{self.salts[index]}")
+
+    def shard_of(self, group_id: str) -> int:
+        """The shard a group lives in: a stable hash, the same in every process and release."""
+        digest = hashlib.blake2b(group_id.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % len(self.salts)

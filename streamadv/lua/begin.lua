@@ -1,0 +1,29 @@
+-- Admit and open a group before its rollouts are played.
+-- KEYS  group, open, groups, ended, ended_before, ledger, trainer
+-- ARGV  group id, size, places, data source, deadline (ms), max_trajectory_bytes, max_bytes of this shard, shards
+-- Returns  {'ok' | 'open', epoch, version or ''}   opened, or open already
+--          {'ended', letter}                       it has ended
+--          {'busy', reason, used, limit}           not admitted now
+--          {'mismatch', size}                      open with another size
+-- include clock
+-- include admit
+-- include ended
+local keys = {group = KEYS[1], open = KEYS[2], groups = KEYS[3], ended = KEYS[4], ended_before = KEYS[5],
+  ledger = KEYS[6], trainer = KEYS[7]}
+local spec = {id = ARGV[1], size = ARGV[2], places = tonumber(ARGV[3]), data_source = ARGV[4],
+  deadline_ms = tonumber(ARGV[5]), max_trajectory_bytes = tonumber(ARGV[6]), max_bytes = tonumber(ARGV[7]),
+  shards = tonumber(ARGV[8])}
+
+local text = find_ended(keys, spec.id)
+if text then return {'ended', string.sub(text, 1, 1)} end
+local state = 'open'
+local size = redis.call('HGET', keys.group, 'size')
+if not size then
+  local refused = open_group(keys, spec)
+  if refused then return refused end
+  state = 'ok'
+elseif size ~= spec.size then
+  return {'mismatch', size}
+end
+local tickets = redis.call('HMGET', keys.group, 'epoch', 'version')
+return {state, tickets[1], tickets[2]}

@@ -1,0 +1,15 @@
+-- The last step of a commit in a shard: a batch's results and its mark are removed.
+-- KEYS  void, trainer, ready, applied, ledger, output columns of each entry ('void' key without any) ...
+-- ARGV  epoch, batch id, then for each entry of the ready log: entry id, bytes of its output columns
+-- Returns  1, or -1 when fenced
+-- include fence
+redis.call('DEL', KEYS[1])
+if fenced(KEYS[2], ARGV[1]) then return -1 end
+for i = 3, #ARGV, 2 do
+  if redis.call('XDEL', KEYS[3], ARGV[i]) == 1 then
+    redis.call('UNLINK', KEYS[6 + (i - 3) / 2])
+    redis.call('HINCRBY', KEYS[5], 'live_bytes', '-' .. ARGV[i + 1])
+  end
+end
+redis.call('HDEL', KEYS[4], ARGV[2])
+return 1

@@ -1,0 +1,104 @@
+-- How a group ends. A member is a field '<index>' of the group's hash:
+--   'p'   pushed, still in the rollouts stream or with a scorer
+--   'x'   ended without a usable trajectory (failed, cancelled, unscorable ...); already counted as dropped
+--   'u ...' usable: 'u <reward or -> <bytes> <payload key> <role> <reference JSON>'
+-- The hash counts them as usable (with a reward), unscored (usable, no reward yet) and terminal ('x').
+--   keys    group, open, groups, ended, ended_before, ledger, garbage
+--   policy  partial_min_usable ('' = drop), zero_variance ('1' = filter), difficulty_low, difficulty_high
+--           ('' = off), dedupe_groups
+
+local function member_fields(text)
+  return string.match(text, '^u (%S+) (%S+) (%S+) (%S+) (.*)$')
+end
+
+-- Why a group with these rewards is not trained on, or nil.
+local function filter_reason(rewards, policy)
+  if #rewards == 0 then return 'no_train_members' end
+  local low, high, sum = rewards[1], rewards[1], 0
+  for _, reward in ipairs(rewards) do
+    low, high, sum = math.min(low, reward), math.max(high, reward), sum + reward
+  end
+  if policy.zero_variance == '1' and low == high then return 'zero_variance' end
+  local mean = sum / #rewards
+  local easy, hard = tonumber(policy.difficulty_high), tonumber(policy.difficulty_low)
+  if (easy and mean >= easy) or (hard and mean <= hard) then return 'difficulty' end
+  return nil
+end
+
+-- End the group for `outcome`: 'complete' and 'partial' go on to the groups log unless filtered, anything else
+-- is dropped under that name. `letter` is what the tombstone says of it. Returns the outcome counted.
+local function end_group(keys, id, outcome, letter, policy)
+  local flat = redis.call('HGETALL', keys.group)
+  local group = {}
+  for i = 1, #flat, 2 do group[flat[i]] = flat[i + 1] end
+  local places, bitmap = tonumber(group.places), {}
+  local kept, rewards, left_out = {}, {}, {}
+  for index = 0, places - 1 do
+    local text = group[tostring(index)]
+    bitmap[#bitmap + 1] = text and '1' or '0'
+    if text and string.sub(text, 1, 1) == 'u' then
+      local reward, bytes, key, role, reference = member_fields(text)
+      if reward == '-' then
+        left_out[#left_out + 1] = {key = key, bytes = bytes}
+      else
+        kept[#kept + 1] = {key = key, bytes = bytes, reference = reference, index = index}
+        if role == 'train' then rewards[#rewards + 1] = tonumber(reward) end
+      end
+    end
+  end
+  local surplus_reason = 'surplus'
+  if outcome == 'complete' or outcome == 'partial' then
+    outcome = filter_reason(rewards, policy) or outcome
+  end
+  local n_open = #kept + #left_out
+  redis.call('ZREM', keys.open, id)
+  redis.call('DEL', keys.group)
+  redis.call('HINCRBY', keys.ledger, 'groups_open', -1)
+  redis.call('HINCRBY', keys.ledger, 'reserved_bytes', string.format('%.17g', -tonumber(group.reserved)))
+  if n_open > 0 then redis.call('HINCRBY', keys.ledger, 'open', -n_open) end
+  if outcome == 'complete' or outcome == 'partial' then
+    local references, scores = {}, {}
+    for _, member in ipairs(kept) do
+      references[#references + 1] = member.reference
+      local score = group['score:' .. member.index]
+      if score then scores[#scores + 1] = '"' .. member.index .. '":' .. score end
+    end
+    redis.call('XADD', keys.groups, '*', 'group_id', id, 'size', group.size, 'data_source', group.data_source,
+      'opened_ms', group.opened_ms, 'outcome', outcome, 'epoch', group.epoch, 'version', group.version,
+      'count', #kept, 'members', '[' .. table.concat(references, ',') .. ']',
+      'scores', '{' .. table.concat(scores, ',') .. '}')
+    redis.call('HINCRBY', keys.ledger, 'grouped', #kept)
+    redis.call('HINCRBY', keys.ledger, 'groups_logged', 1)
+  else
+    for _, member in ipairs(kept) do left_out[#left_out + 1] = member end
+    surplus_reason = outcome
+  end
+  if #left_out > 0 then
+    redis.call('HINCRBY', keys.ledger, 'dropped:' .. surplus_reason, #left_out)
+    for _, member in ipairs(left_out) do
+      redis.call('RPUSH', keys.garbage, member.key .. ' ' .. member.bytes)
+    end
+  end
+  redis.call('HINCRBY', keys.ledger, 'outcome:' .. outcome, 1)
+  remember_ended(keys, id, letter, table.concat(bitmap), policy.dedupe_groups)
+  return outcome
+end
+
+-- What a group short of usable members becomes.
+local function short_outcome(usable, policy, otherwise)
+  local minimum = tonumber(policy.partial_min_usable)
+  if minimum and usable >= minimum then return 'partial' end
+  return otherwise
+end
+
+-- End the group if enough usable members are there, or nothing more can come. Returns the outcome or nil.
+local function try_complete(keys, id, policy)
+  local n = redis.call('HMGET', keys.group, 'size', 'places', 'usable', 'terminal')
+  local size, places = tonumber(n[1]), tonumber(n[2])
+  local usable, terminal = tonumber(n[3] or '') or 0, tonumber(n[4] or '') or 0
+  if usable >= size then return end_group(keys, id, 'complete', 'c', policy) end
+  if usable + terminal >= places then
+    return end_group(keys, id, short_outcome(usable, policy, 'incomplete'), 'c', policy)
+  end
+  return nil
+end

@@ -1,0 +1,17 @@
+-- Tombstones of ended groups: id -> letter and bitmap. 'c' = completed, 'e' = expired; then one '0' or '1' per
+-- place: was it ever pushed. Two generations: when the young one is full it replaces the old one, so at least
+-- the last dedupe_groups groups are remembered.
+local function find_ended(keys, id)
+  local text = redis.call('HGET', keys.ended, id)
+  if text then return text, keys.ended end
+  text = redis.call('HGET', keys.ended_before, id)
+  if text then return text, keys.ended_before end
+  return nil
+end
+
+local function remember_ended(keys, id, letter, bitmap, dedupe_groups)
+  if redis.call('HLEN', keys.ended) >= dedupe_groups then
+    redis.call('RENAME', keys.ended, keys.ended_before)
+  end
+  redis.call('HSET', keys.ended, id, letter .. bitmap)
+end

@@ -1,0 +1,109 @@
+-- Register terminal records of one group: the only place of dedupe. Runs in one MULTI behind the HSETs of the
+-- payloads; what is not registered is unlinked here, so a payload without a reference cannot stay behind.
+-- KEYS  group, open, groups, ended, ended_before, ledger, trainer, rollouts, stream of the first scorer ('void'
+--       key without scorers), payload of each record ('void' key for a record without one) ...
+-- ARGV  group id, size, places, data source, deadline (ms), max_trajectory_bytes, max_bytes of this shard, shards,
+--       '1' if the run has scorers, then for each record: index (-1 = lowest free), kind, reward ('' = none yet),
+--       bytes, payload key, role, reference JSON
+--       kind is 'usable', or the reason the place ended: failed, aborted, cancelled, unscorable
+-- Returns  {'ok', code of each record ...}  'pushed', 'duplicate', 'surplus' or 'late' (the group had ended),
+--                                           'range' (no such place)
+--          {'busy', reason, used, limit}    the group was unknown and is not admitted now
+--          {'mismatch', size}               open with another size
+-- include clock
+-- include admit
+-- include ended
+local keys = {group = KEYS[1], open = KEYS[2], groups = KEYS[3], ended = KEYS[4], ended_before = KEYS[5],
+  ledger = KEYS[6], trainer = KEYS[7], rollouts = KEYS[8]}
+local id, max_bytes_each, scored_later = ARGV[1], tonumber(ARGV[6]), ARGV[9] == '1'
+local first_payload, first_record, width = 10, 10, 7
+local records = (#ARGV - first_record + 1) / width
+
+local function unlink_all(reply)
+  for i = 0, records - 1 do redis.call('UNLINK', KEYS[first_payload + i]) end
+  return reply
+end
+
+local ended, ended_key = find_ended(keys, id)
+local places = tonumber(ARGV[3])
+if not ended then
+  local group = redis.call('HMGET', keys.group, 'size', 'places')
+  if not group[1] then
+    local refused = open_group(keys, {id = id, size = ARGV[2], places = places, data_source = ARGV[4],
+      deadline_ms = tonumber(ARGV[5]), max_trajectory_bytes = max_bytes_each, max_bytes = tonumber(ARGV[7]),
+      shards = tonumber(ARGV[8])})
+    if refused then return unlink_all(refused) end
+  elseif group[1] ~= ARGV[2] then
+    return unlink_all({'mismatch', group[1]})
+  else
+    places = tonumber(group[2])
+  end
+else
+  places = #ended - 1
+end
+
+-- Take the place: true if nobody had it before.
+local function take(index)
+  if ended then
+    if string.sub(ended, index + 2, index + 2) == '1' then return false end
+    ended = string.sub(ended, 1, index + 1) .. '1' .. string.sub(ended, index + 3)
+    redis.call('HSET', ended_key, id, ended)
+    return true
+  end
+  return redis.call('HSETNX', keys.group, index, 'p') == 1
+end
+
+local codes = {'ok'}
+local pushed, duplicates, in_rollouts, in_scoring, bytes_in, dropped = 0, 0, 0, 0, 0, {}
+for i = 0, records - 1 do
+  local at = first_record + i * width
+  local index, kind, reward, bytes = tonumber(ARGV[at]), ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
+  local code, registered
+  if index == -1 then
+    index = 0
+    while index < places and not take(index) do index = index + 1 end
+    registered = index < places
+    code = registered and 'pushed' or 'range'
+  elseif index >= places then
+    registered, code = false, 'range'
+  else
+    registered = take(index)
+    code = registered and 'pushed' or 'duplicate'
+  end
+  if code == 'duplicate' then duplicates = duplicates + 1 end
+  if registered then
+    pushed = pushed + 1
+    if ended then
+      code = string.sub(ended, 1, 1) == 'c' and 'surplus' or 'late'
+      local reason = kind == 'usable' and code or kind
+      dropped[reason] = (dropped[reason] or 0) + 1
+      registered = false
+    else
+      bytes_in = bytes_in + bytes
+      local stream = keys.rollouts
+      if scored_later and kind == 'usable' and reward == '' then
+        stream, in_scoring = KEYS[9], in_scoring + 1
+      else
+        in_rollouts = in_rollouts + 1
+      end
+      redis.call('XADD', stream, '*', 'group_id', id, 'index', index, 'kind', kind, 'reward', reward,
+        'bytes', ARGV[at + 3], 'key', ARGV[at + 4], 'role', ARGV[at + 5], 'reference', ARGV[at + 6])
+    end
+  end
+  if not registered then redis.call('UNLINK', KEYS[first_payload + i]) end
+  codes[#codes + 1] = code
+end
+
+if pushed > 0 then redis.call('HINCRBY', keys.ledger, 'pushed', pushed) end
+if duplicates > 0 then redis.call('HINCRBY', keys.ledger, 'duplicates', duplicates) end
+if in_rollouts > 0 then redis.call('HINCRBY', keys.ledger, 'rollouts', in_rollouts) end
+if in_scoring > 0 then redis.call('HINCRBY', keys.ledger, 'scoring', in_scoring) end
+for reason, count in pairs(dropped) do redis.call('HINCRBY', keys.ledger, 'dropped:' .. reason, count) end
+local used = in_rollouts + in_scoring
+if used > 0 then
+  redis.call('HINCRBY', keys.ledger, 'live_bytes', string.format('%.17g', bytes_in))
+  local released = string.format('%.17g', -used * max_bytes_each)
+  redis.call('HINCRBY', keys.group, 'reserved', released)
+  redis.call('HINCRBY', keys.ledger, 'reserved_bytes', released)
+end
+return codes

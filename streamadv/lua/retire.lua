@@ -1,0 +1,16 @@
+-- Remove consumers that are gone: nothing pending and silent for long. Deleting one with pending entries would
+-- lose them, hence the check in the same step.
+-- KEYS  void, stream
+-- ARGV  consumer group, silent for at least (ms), consumer to keep
+-- Returns  number of consumers removed
+redis.call('DEL', KEYS[1])
+local removed = 0
+for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[2], ARGV[1])) do
+  local consumer = {}
+  for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
+  if consumer.pending == 0 and consumer.idle >= tonumber(ARGV[2]) and consumer.name ~= ARGV[3] then
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[2], ARGV[1], consumer.name)
+    removed = removed + 1
+  end
+end
+return removed

@@ -1,0 +1,73 @@
+"""The Lua scripts: loading, and calling them by their hash.
+
+Every change of state is one script in `lua/`; each file opens with its keys, arguments and returns. A line
+`-- include name` is replaced by `lua/lib/name.lua`. All scripts but `push`, `begin` and `manifest` first delete
+a key that never exists: over `maxmemory` a server refuses a script whose first write needs memory, and these
+are the ones that let a full server drain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+from redis.exceptions import NoScriptError
+
+_INCLUDE = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
+
+
+class Script(NamedTuple):
+    name: str
+    text: str
+    sha: str
+
+
+class ScriptCall(NamedTuple):
+    """One call of a script, ready to be sent by a sync or an asyncio client."""
+
+    script: Script
+    keys: Sequence[str]
+    args: Sequence[Any]
+
+    @property
+    def by_text(self) -> tuple[Any, ...]:
+        """Arguments of EVAL: inside MULTI a hash unknown to a restarted server would fail after the HSETs."""
+        return (self.script.text, len(self.keys), *self.keys, *self.args)
+
+    @property
+    def by_hash(self) -> tuple[Any, ...]:
+        """Arguments of EVALSHA."""
+        return (self.script.sha, len(self.keys), *self.keys, *self.args)
+
+
+@cache
+def load(name: str) -> Script:
+    """The script `lua/<name>.lua` with its includes."""
+    folder = resources.files("streamadv") / "lua"
+    text = (folder / f"{name}.lua").read_text()
+    text = _INCLUDE.sub(lambda match: (folder / "lib" / f"{match[1]}.lua").read_text(), text)
+    return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def script_call(name: str, keys: Sequence[str], args: Sequence[Any] = ()) -> ScriptCall:
+    return ScriptCall(load(name), keys, args)
+
+
+def run_script(client: Any, call: ScriptCall) -> Any:
+    """Execute `call`, sending the text once to a server that does not know the hash."""
+    try:
+        return client.evalsha(*call.by_hash)
+    except NoScriptError:
+        return client.eval(*call.by_text)
+
+
+async def run_script_async(client: Any, call: ScriptCall) -> Any:
+    """`run_script` for an asyncio client."""
+    try:
+        return await client.evalsha(*call.by_hash)
+    except NoScriptError:
+        return await client.eval(*call.by_text)

@@ -1,0 +1,263 @@
+"""The wire format: a trajectory as one Redis hash, and its reference in the streams.
+
+Payload hash: field `header` holds JSON (everything that is no array), then one field per column with the raw
+little-endian bytes of all rows end to end. Decoding is zero-copy: arrays are views of the received bytes.
+
+Reference: the JSON that travels through streams instead of the payload, with the scalars that grouping,
+planning and outcome estimators need, so that those stages never touch a column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
+
+from .columns import (
+    EXTRA_DTYPES,
+    KNOWN_COLUMNS,
+    MAX_COLUMNS,
+    MAX_DIMENSIONS,
+    REQUIRED_COLUMNS,
+    Array,
+    check_values,
+)
+from .errors import TrajectoryError, WireError
+from .schema import MAX_ROWS, MAX_STEPS, Column, Role, Row, ShortText, Status, Step, Trajectory, first_problem
+
+SCHEMA_VERSION: Final = 1
+HEADER: Final = b"header"
+MAX_HEADER_BYTES: Final = 1 << 20
+MAX_ROW_TOKENS: Final = 1 << 27
+
+Length = Annotated[int, Field(ge=0, le=MAX_ROW_TOKENS)]
+
+
+class StepSpan(NamedTuple):
+    """A `schema.Step` as the compact list it is in a reference."""
+
+    row: int
+    start: int
+    end: int
+    reward: float
+    state_key: str | None
+
+
+class ColumnSpec(BaseModel):
+    """How to read one column's bytes: dtype, shape behind the first dimension, entries of each row."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: str
+    shape: tuple[Annotated[int, Field(ge=0, le=1 << 24)], ...] = Field(default=(), max_length=MAX_DIMENSIONS - 1)
+    lengths: list[Length] | None = Field(default=None, max_length=MAX_ROWS)  # None = one entry per token
+
+
+class RowHeader(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    length: Annotated[int, Field(ge=1, le=MAX_ROW_TOKENS)]
+    agent: ShortText | None = None
+    reward: FiniteFloat | None = None
+
+
+class Header(BaseModel):
+    """All of a trajectory but its arrays. Fields are only ever added within a schema version."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    group_id: str
+    group_size: int
+    rollout_index: int
+    status: Status
+    reward: FiniteFloat | None = None
+    rewards: dict[str, FiniteFloat] = Field(default_factory=dict)
+    model_version: int | tuple[int, int] | None = None
+    data_source: str | None = None
+    role: Role = Role.TRAIN
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    steps: list[StepSpan] = Field(default_factory=list, max_length=MAX_STEPS)
+    rows: list[RowHeader] = Field(default_factory=list, max_length=MAX_ROWS)
+    columns: dict[str, ColumnSpec] = Field(default_factory=dict, max_length=2 * MAX_COLUMNS)
+
+
+class Reference(BaseModel):
+    """One trajectory as the streams know it. Satisfies `algorithms.packed.Packable`."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    group_id: str
+    rollout_index: int
+    key: str  # nonce of the payload's key
+    size: int  # payload bytes
+    status: Status = Status.COMPLETED
+    reward: FiniteFloat | None = None
+    rewards: dict[str, FiniteFloat] = Field(default_factory=dict)
+    role: Role = Role.TRAIN
+    versions: tuple[int, int] | None = None
+    epoch: int = 0  # of the trainer when the group was begun
+    data_source: str | None = None
+    row_lengths: list[int]
+    row_trainable: list[int]
+    steps: list[StepSpan] = Field(default_factory=list)
+    columns: list[str] = Field(default_factory=list)
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.role is Role.BASELINE
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.row_lengths)
+
+
+class Payload(NamedTuple):
+    """A decoded payload: the header and, per column, one array with all rows end to end."""
+
+    header: Header
+    columns: dict[str, Array]
+
+
+def encode_payload(trajectory: Trajectory) -> dict[str | bytes, Any]:
+    """The fields of the payload hash. Raises TrajectoryError when header or metadata are too large."""
+    header = Header(
+        **trajectory.model_dump(exclude={"rows", "steps", "batch", "staleness"}),
+        steps=[StepSpan(s.row, s.start, s.end, s.reward, s.state_key) for s in trajectory.steps],
+        rows=[RowHeader(length=len(row), agent=row.agent, reward=row.reward) for row in trajectory.rows],
+        columns=_column_specs(trajectory),
+    )
+    text = header.model_dump_json(exclude_defaults=True).encode()
+    if len(text) > MAX_HEADER_BYTES:
+        raise TrajectoryError(
+            f"metadata: header of {trajectory.group_id}/{trajectory.rollout_index} has {len(text)} bytes, "
+            f"at most {MAX_HEADER_BYTES} are allowed: move large data into an extra column"
+        )
+    fields: dict[str | bytes, Any] = {HEADER: text}
+    for name in header.columns:
+        arrays = [_row_array(row, name) for row in trajectory.rows]
+        array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        fields[name] = memoryview(array).cast("B") if array.size else b""
+    return fields
+
+
+def payload_bytes(fields: Mapping[str | bytes, Any]) -> int:
+    """Bytes of all field values; names and Redis' own overhead are not counted."""
+    return sum(len(value) for value in fields.values())
+
+
+def make_reference(trajectory: Trajectory, key: str, size: int, epoch: int) -> Reference:
+    """The reference of a trajectory whose payload is stored under the nonce `key`."""
+    return Reference(
+        group_id=trajectory.group_id,
+        rollout_index=trajectory.rollout_index,
+        key=key,
+        size=size,
+        status=trajectory.status,
+        reward=trajectory.reward,
+        rewards=trajectory.rewards,
+        role=trajectory.role,
+        versions=trajectory.version_span,
+        epoch=epoch,
+        data_source=trajectory.data_source,
+        row_lengths=[len(row) for row in trajectory.rows],
+        row_trainable=[int(row.response_mask.sum()) for row in trajectory.rows],
+        steps=[StepSpan(s.row, s.start, s.end, s.reward, s.state_key) for s in trajectory.steps],
+        columns=sorted(_column_specs(trajectory)),
+    )
+
+
+def decode_payload(fields: Mapping[bytes, bytes], only: Sequence[str] | None = None) -> Payload:
+    """Header and columns (all, or those named in `only`) from the fields of a payload hash.
+
+    Nothing is copied; every size is checked against the header before an array is made. Raises WireError.
+    """
+    text = fields.get(HEADER)
+    if text is None:
+        raise WireError("payload has no header field")
+    if len(text) > MAX_HEADER_BYTES:
+        raise WireError(f"payload header has {len(text)} bytes, at most {MAX_HEADER_BYTES} are allowed")
+    try:
+        header = Header.model_validate_json(text)
+    except ValidationError as error:
+        raise WireError(f"payload header: {first_problem(error)}") from error
+    names = header.columns if only is None else [name for name in only if name in header.columns]
+    columns = {}
+    for name in names:
+        raw = fields.get(name.encode())
+        if raw is None:
+            raise WireError(f"column {name} is named in the header but missing")
+        columns[name] = decode_column(name, header.columns[name], [row.length for row in header.rows], raw)
+    return Payload(header, columns)
+
+
+def decode_column(name: str, spec: ColumnSpec, row_lengths: Sequence[int], raw: bytes) -> Array:
+    """A read-only view of `raw` as the column `name`, all rows end to end. Raises WireError."""
+    known = KNOWN_COLUMNS.get(name)
+    if known is not None and (spec.dtype != known.str or spec.shape or spec.lengths is not None):
+        raise WireError(f"column {name} has dtype {spec.dtype}, needs {known.str}, one value per token")
+    if known is None and spec.dtype not in EXTRA_DTYPES:
+        raise WireError(f"column {name} has dtype {spec.dtype!r}, not one of the allowed ones")
+    if spec.lengths is not None and len(spec.lengths) != len(row_lengths):
+        raise WireError(f"column {name} lists {len(spec.lengths)} rows, the header has {len(row_lengths)}")
+    dtype = np.dtype(spec.dtype)
+    entries = sum(row_lengths if spec.lengths is None else spec.lengths)
+    needed = entries * math.prod(spec.shape) * dtype.itemsize
+    if len(raw) != needed:
+        raise WireError(f"column {name} has {len(raw)} bytes, its header says {needed}")
+    array = np.frombuffer(raw, dtype).reshape(entries, *spec.shape)
+    if known is not None:
+        try:
+            check_values(name, array)
+        except ValueError as error:
+            raise WireError(f"column {name} {error}") from error
+    return array
+
+
+def payload_trajectory(payload: Payload, outputs: Mapping[str, Array] | None = None, **fields: Any) -> Trajectory:
+    """The trajectory of a payload with all its columns, plus output columns and fields (batch, reward ...)."""
+    header = payload.header
+    columns = {**payload.columns, **(outputs or {})}
+    data = {name: getattr(header, name) for name in header.model_fields_set & Trajectory.model_fields.keys()}
+    rows = []
+    for position, row in enumerate(header.rows):
+        values = {name: _slice(header, name, array, position) for name, array in columns.items()}
+        rows.append(Row(agent=row.agent, reward=row.reward, **values))
+    steps = [Step(**span._asdict()) for span in header.steps]
+    return Trajectory.model_validate({**data, "rows": rows, "steps": steps, **fields})
+
+
+def _slice(header: Header, name: str, array: Array, position: int) -> Any:
+    spec = header.columns.get(name)
+    lengths = [row.length for row in header.rows] if spec is None or spec.lengths is None else spec.lengths
+    start = sum(lengths[:position])
+    part = array[start : start + lengths[position]]
+    if spec is None or name in KNOWN_COLUMNS:
+        return part
+    return Column(data=part, per_token=spec.lengths is None)
+
+
+def _row_array(row: Row, name: str) -> Array:
+    array: Array = row.extras[name].data if name in row.extras else getattr(row, name)
+    return array
+
+
+def _column_specs(trajectory: Trajectory) -> dict[str, ColumnSpec]:
+    if not trajectory.rows:
+        return {}
+    first = trajectory.rows[0]
+    specs = {name: ColumnSpec(dtype=first.columns[name].dtype.str) for name in first.columns}
+    for name, column in first.extras.items():
+        columns = [row.extras[name] for row in trajectory.rows]
+        kinds = {(c.data.dtype.str, c.data.shape[1:], c.per_token) for c in columns}
+        if len(kinds) > 1:
+            raise TrajectoryError(f"extra column {name} differs between rows in dtype, shape or per_token")
+        lengths = None if column.per_token else [len(c.data) for c in columns]
+        specs[name] = ColumnSpec(dtype=column.data.dtype.str, shape=column.data.shape[1:], lengths=lengths)
+    missing = [name for name in REQUIRED_COLUMNS if name not in specs]
+    if missing:
+        raise TrajectoryError(f"{missing[0]}: every row needs it")
+    return specs
