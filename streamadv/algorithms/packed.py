@@ -8,11 +8,38 @@ workers or the order of arrival.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ..columns import Array
+from ..errors import TrajectoryError
+from ..schema import Step
+
+Level = Literal["row", "step", "token"]
+
+
+class Packable(Protocol):
+    """What `pack` needs to know of a trajectory; its columns come separately."""
+
+    @property
+    def group_id(self) -> str: ...
+    @property
+    def rollout_index(self) -> int: ...
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def is_baseline(self) -> bool: ...
+    @property
+    def row_lengths(self) -> Sequence[int]: ...
+    @property
+    def row_trainable(self) -> Sequence[int]: ...
+    @property
+    def steps(self) -> Sequence[Step]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +52,7 @@ class Steps:
     end: Tensor  # int64: exclusive
     rewards: Tensor  # float64
     state: Tensor  # int64: equal numbers = equal state_key; -1 = no state_key
+    num_tokens: int  # tokens in all spans
 
     def __len__(self) -> int:
         return len(self.trajectory)
@@ -39,15 +67,14 @@ class PackedBatch:
 
     cu_seqlens: Tensor  # [R + 1] int64: row r holds tokens cu_seqlens[r] : cu_seqlens[r + 1]
     row_trajectory: Tensor  # [R] int64
+    row_trainable: Tensor  # [R] int64: trainable tokens of the row, known without its columns
     trajectory_group: Tensor  # [M] int64
     rewards: Tensor  # [M] float64: the trajectory's reward, shaped by the steps of the chain
     baseline: Tensor  # [M] bool: role is baseline
     steps: Steps
+    num_tokens: int  # N, on the host: reading it from a device would wait for it
+    num_groups: int  # G: groups are numbered from 0 without gaps
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # each [N]; response_mask uint8
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.cu_seqlens[-1])
 
     @property
     def num_rows(self) -> int:
@@ -58,20 +85,189 @@ class PackedBatch:
         return len(self.trajectory_group)
 
     @property
-    def num_groups(self) -> int:
-        """G: groups are numbered from 0 without gaps."""
-        return int(self.trajectory_group[-1]) + 1 if len(self.trajectory_group) else 0
-
-    @property
     def device(self) -> torch.device:
         return self.rewards.device
 
     @property
+    def row_lengths(self) -> Tensor:
+        """[R] int64: tokens of each row."""
+        return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+
+    @property
     def token_row(self) -> Tensor:
         """[N] int64: the row of each token."""
-        lengths = self.cu_seqlens[1:] - self.cu_seqlens[:-1]
-        return torch.repeat_interleave(lengths, output_size=None)
+        return torch.repeat_interleave(self.row_lengths, output_size=self.num_tokens)
+
+    @property
+    def group_offsets(self) -> Tensor:
+        """[G + 1] int64: group g holds trajectories group_offsets[g] : group_offsets[g + 1]."""
+        return offsets_of(self.trajectory_group, self.num_groups)
+
+    @property
+    def row_offsets(self) -> Tensor:
+        """[M + 1] int64: trajectory m holds rows row_offsets[m] : row_offsets[m + 1]."""
+        return offsets_of(self.row_trajectory, self.num_trajectories)
+
+    def column(self, name: str) -> Tensor:
+        """[N]: the column `name`. Raises TrajectoryError when the batch was packed without it."""
+        try:
+            return self.columns[name]
+        except KeyError:
+            present = ", ".join(self.columns) or "none"
+            raise TrajectoryError(f"column {name} is needed, the batch has {present}: supply it") from None
 
     def with_columns(self, **columns: Tensor) -> PackedBatch:
         """A copy with columns added or replaced."""
         return replace(self, columns={**self.columns, **columns})
+
+    def with_step_rewards(self, rewards: Tensor) -> PackedBatch:
+        """A copy with other step rewards, [S] float64."""
+        return replace(self, steps=replace(self.steps, rewards=rewards))
+
+
+def offsets_of(labels: Tensor, count: int) -> Tensor:
+    """[count + 1] int64: where each of the ascending labels 0 .. count-1 starts in `labels` ([K] int64)."""
+    return torch.searchsorted(labels, torch.arange(count + 1, device=labels.device))
+
+
+def pack(
+    members: Sequence[Packable],
+    columns: Sequence[Mapping[str, Array]] | None = None,
+    device: torch.device | str = "cpu",
+) -> PackedBatch:
+    """Lay `members` end to end; `columns[i][name]` is member i's 1-D array, its rows concatenated.
+
+    Each column is copied once. Baseline members have no trainable tokens: they are never delivered. Raises TrajectoryError if members are not in ascending (group_id,
+    rollout_index) order, have no reward, or a column is missing or of another length than the rows.
+    """
+    _check_order(members)
+    row_lengths = [length for member in members for length in member.row_lengths]
+    cu_seqlens = np.zeros(len(row_lengths) + 1, np.int64)
+    np.cumsum(row_lengths, out=cu_seqlens[1:])
+    first_row = np.zeros(len(members) + 1, np.int64)
+    np.cumsum([len(member.row_lengths) for member in members], out=first_row[1:])
+    groups = _codes([member.group_id for member in members])
+
+    def tensor(values: Any, dtype: Any) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype)).to(device)
+
+    return PackedBatch(
+        cu_seqlens=tensor(cu_seqlens, np.int64),
+        row_trajectory=tensor(np.repeat(np.arange(len(members)), np.diff(first_row)), np.int64),
+        row_trainable=tensor(
+            [0 if member.is_baseline else n for member in members for n in member.row_trainable], np.int64
+        ),
+        trajectory_group=tensor(groups, np.int64),
+        rewards=tensor([member.reward for member in members], np.float64),
+        baseline=tensor([member.is_baseline for member in members], np.bool_),
+        steps=_steps(members, cu_seqlens, first_row, tensor),
+        num_tokens=int(cu_seqlens[-1]),
+        num_groups=groups[-1] + 1 if groups else 0,
+        columns=_columns(members, columns, device) if columns is not None else {},
+    )
+
+
+def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
+    """[N] float32: `values` of a level on the trainable tokens they belong to, 0 elsewhere.
+
+    level "row": [R], on the row's trainable tokens; "step": [S], on those of the span (the later step where
+    spans overlap); "token": [N], times the mask. Needs the column response_mask.
+    """
+    mask = batch.column("response_mask").bool()
+    values = values.to(torch.float32)
+    zero = values.new_zeros(())
+    if level == "row":
+        values = values[batch.token_row]
+    elif level == "step":
+        step = token_step(batch)
+        mask = mask & (step >= 0)
+        values = values[step.clamp(min=0)] if len(values) else zero.expand(batch.num_tokens)
+    return torch.where(mask, values, zero)
+
+
+def token_step(batch: PackedBatch) -> Tensor:
+    """[N] int64: the step each token belongs to (the later one where spans overlap), -1 outside all spans."""
+    steps = batch.steps
+    lengths = steps.end - steps.start
+    owner = torch.repeat_interleave(lengths, output_size=steps.num_tokens)
+    begins = torch.cumsum(lengths, 0) - lengths
+    position = torch.arange(steps.num_tokens, device=batch.device) + (steps.start - begins)[owner]
+    nothing = torch.full((batch.num_tokens,), -1, dtype=torch.int64, device=batch.device)
+    return nothing.scatter_reduce(0, position, owner, "amax")
+
+
+def _check_order(members: Sequence[Packable]) -> None:
+    previous: tuple[str, int] | None = None
+    for member in members:
+        identity = (member.group_id, member.rollout_index)
+        if previous is not None and not previous < identity:
+            raise TrajectoryError(f"member {identity} follows {previous}: sort by (group_id, rollout_index)")
+        if member.reward is None:
+            raise TrajectoryError(f"member {identity} has reward None: leave unscorable members out")
+        previous = identity
+
+
+def _codes(keys: Sequence[str]) -> list[int]:
+    """Equal text, equal number, counted from 0 in order of appearance."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _steps(members: Sequence[Packable], cu_seqlens: Array, first_row: Array, tensor: Any) -> Steps:
+    numbers: dict[str, int] = {}
+    rows, starts, ends, rewards, states, trajectories = [], [], [], [], [], []
+    for index, member in enumerate(members):
+        for step in member.steps:
+            row = int(first_row[index]) + step.row
+            trajectories.append(index)
+            rows.append(row)
+            starts.append(int(cu_seqlens[row]) + step.start)
+            ends.append(int(cu_seqlens[row]) + step.end)
+            rewards.append(step.reward)
+            key = step.state_key
+            states.append(-1 if key is None else numbers.setdefault(key, len(numbers)))
+    return Steps(
+        trajectory=tensor(trajectories, np.int64),
+        row=tensor(rows, np.int64),
+        start=tensor(starts, np.int64),
+        end=tensor(ends, np.int64),
+        rewards=tensor(rewards, np.float64),
+        state=tensor(states, np.int64),
+        num_tokens=sum(ends) - sum(starts),
+    )
+
+
+def _columns(
+    members: Sequence[Packable], columns: Sequence[Mapping[str, Array]], device: torch.device | str
+) -> dict[str, Tensor]:
+    if len(columns) != len(members):
+        raise TrajectoryError(f"columns of {len(columns)} members for {len(members)}: one mapping each")
+    names = dict.fromkeys(name for mapping in columns for name in mapping)
+    for member, mapping in zip(members, columns, strict=True):
+        length = sum(member.row_lengths)
+        for name in names:
+            where = f"member {(member.group_id, member.rollout_index)}"
+            if name not in mapping:
+                raise TrajectoryError(f"{where} has no column {name}, others have: supply it for all")
+            if mapping[name].shape != (length,):
+                raise TrajectoryError(f"{where}: {name} has shape {mapping[name].shape}, needs ({length},)")
+    packed = {name: np.concatenate([mapping[name] for mapping in columns]) for name in names}
+    if "response_mask" in packed:
+        _check_mask(members, packed["response_mask"])
+    return {name: torch.from_numpy(array).to(device) for name, array in packed.items()}
+
+
+def _check_mask(members: Sequence[Packable], mask: Array) -> None:
+    """Compare the mask with the announced row_trainable, and clear it for baseline members."""
+    start = 0
+    for member in members:
+        for row, (length, announced) in enumerate(zip(member.row_lengths, member.row_trainable, strict=True)):
+            found = int(np.count_nonzero(mask[start : start + length]))
+            if found != announced:
+                where = f"member {(member.group_id, member.rollout_index)} row {row}"
+                raise TrajectoryError(
+                    f"{where}: response_mask has {found} ones, its reference says {announced}"
+                )
+            if member.is_baseline:
+                mask[start : start + length] = 0
+            start += length

@@ -1,0 +1,162 @@
+"""The chain: reward shaping, KL, estimator, whitening and clipping, composed from a configuration.
+
+Each step says which columns it needs and how much of the batch it must see. The pipeline runs the chain on
+chunks of groups or on whole batches accordingly, and cuts it where a column is made by the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import SettingError
+from .config import ChainConfig, parse_config
+from .metrics import Metric, fetch, summary
+from .packed import Level, PackedBatch
+from .presets import preset
+from .registry import SCOPES, Estimator, Scope, get_estimator
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the steps of a chain hand on to each other."""
+
+    batch: PackedBatch
+    kl_coefficient: float
+    level: Level
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    changed: Mapping[str, Tensor] = field(default_factory=dict)  # columns made or changed
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+    def with_metrics(self, metrics: Mapping[str, Metric]) -> State:
+        return replace(self, metrics={**self.metrics, **metrics})
+
+    def with_columns(self, **columns: Tensor) -> State:
+        return replace(self, batch=self.batch.with_columns(**columns), changed={**self.changed, **columns})
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStep:
+    """One step: a function of the state, the columns it reads and makes, and how much it must see."""
+
+    name: str
+    needs: tuple[str, ...]
+    scope: Scope
+    text: str  # one line for people
+    run: Callable[[State], State]
+    makes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Steps in order. Empty steps are possible: a chain cut at its first step has an empty first part."""
+
+    config: ChainConfig
+    steps: tuple[ChainStep, ...]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Columns that must come with the batch: needed by a step and made by none before it."""
+        made: set[str] = set()
+        needed: dict[str, None] = {}
+        for step in self.steps:
+            needed |= dict.fromkeys(name for name in step.needs if name not in made)
+            made |= set(step.makes)
+        return tuple(needed)
+
+    @property
+    def scope(self) -> Scope:
+        """The widest scope of any step: "row" for no steps."""
+        return SCOPES[max((SCOPES.index(step.scope) for step in self.steps), default=0)]
+
+    @property
+    def level(self) -> Level:
+        """What one number of the result belongs to."""
+        return get_estimator(self.config.estimator).level
+
+    @property
+    def estimates(self) -> bool:
+        """Whether the estimator is among the steps; if not, the result has no advantages."""
+        return any(step.name == "estimator" for step in self.steps)
+
+    def cut(self, late: Set[str]) -> tuple[Chain, Chain]:
+        """The steps before the first one that needs a column in `late`, and the steps from it on."""
+        position = next((i for i, step in enumerate(self.steps) if late & set(step.needs)), len(self.steps))
+        return replace(self, steps=self.steps[:position]), replace(self, steps=self.steps[position:])
+
+    def describe(self) -> list[str]:
+        """One line per step, in order: name, what it does, scope, columns."""
+        return [
+            f"{number}. {step.name}: {step.text} [{step.scope}]"
+            + (f" needs {', '.join(step.needs)}" if step.needs else "")
+            for number, step in enumerate(self.steps, 1)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainResult:
+    """What a chain gives. `advantages` is None after the first part of a chain cut before its estimator."""
+
+    level: Level
+    advantages: Tensor | None  # [R], [S] or [N] float32
+    returns: Tensor | None  # same shape; None where they equal the advantages
+    rewards: Tensor  # [M] float64, as shaped so far
+    step_rewards: Tensor  # [S] float64
+    columns: Mapping[str, Tensor]  # made or changed, each [N]
+    metrics: Mapping[str, float]
+    weights: Mapping[str, float]  # what each metric is a mean over; see merge_metrics
+
+
+def build_chain(source: ChainConfig | str | Mapping[str, Any]) -> Chain:
+    """The chain of a configuration, a preset's name or a mapping; SettingError if it is wrong."""
+    config = preset(source) if isinstance(source, str) else parse_config(source)
+    chosen = get_estimator(config.estimator)
+    steps: list[ChainStep] = []
+    steps.append(_estimator_step(config, chosen))
+    return Chain(config, tuple(steps))
+
+
+def run_chain(chain: Chain, batch: PackedBatch, kl_coefficient: float | None = None) -> ChainResult:
+    """Run the steps on `batch`, which must hold at least what `chain.scope` says, and `chain.needs`.
+
+    kl_coefficient: the one stamped into the batch record; None takes the configuration's. Pure: `batch` is
+    not changed. Raises TrajectoryError for a missing column.
+    """
+    coefficient = kl_coefficient if kl_coefficient is not None else 0.0
+    state = State(batch, coefficient, chain.level)
+    for step in chain.steps:
+        state = step.run(state)
+    metrics, weights = fetch(state.metrics)
+    return ChainResult(
+        level=state.level,
+        advantages=None if state.advantages is None else state.advantages.to(torch.float32),
+        returns=None if state.returns is None else state.returns.to(torch.float32),
+        rewards=state.batch.rewards,
+        step_rewards=state.batch.steps.rewards,
+        columns=state.changed,
+        metrics=metrics,
+        weights=weights,
+    )
+
+
+def _estimator_step(config: ChainConfig, chosen: Estimator) -> ChainStep:
+    options = {**chosen.options, **config.options}
+
+    def run(state: State) -> State:
+        estimate = chosen.function(state.batch, **options)
+        if estimate.level != chosen.level:
+            raise SettingError(
+                f"estimator {chosen.name} returned level {estimate.level!r}, declared {chosen.level!r}: "
+                f"register it with level={estimate.level!r}"
+            )
+        state = replace(state, advantages=estimate.advantages, returns=estimate.returns)
+        trained = ~state.batch.baseline
+        return state.with_metrics(summary("critic/rewards", state.batch.rewards, trained))
+
+    text = ", ".join(f"{name} {value}" for name, value in options.items())
+    return ChainStep("estimator", chosen.needs, chosen.scope, f"{chosen.name} ({text})", run)

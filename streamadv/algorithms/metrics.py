@@ -1,0 +1,65 @@
+"""Metrics of a chain: 0-d tensors while it runs, fetched in one transfer, merged across chunks afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Metric(NamedTuple):
+    """A value and what it is a mean over; names ending in /max or /min merge as such."""
+
+    value: Tensor  # 0-d
+    weight: Tensor  # 0-d: number of trajectories, rows or tokens behind it
+
+
+def summary(name: str, values: Tensor, weight: Tensor) -> dict[str, Metric]:
+    """`name`/mean, /max and /min of `values` [K], each counted `weight` [K] times (0 = left out)."""
+    weight = weight.to(torch.float64)
+    total = weight.sum()
+    counted = weight > 0
+    values = values.to(torch.float64)
+    mean = torch.where(counted, values * weight, 0.0).sum() / total.clamp(min=1)
+    largest = torch.where(counted, values, -torch.inf).amax() if len(values) else -total.new_ones(()) / 0
+    smallest = torch.where(counted, values, torch.inf).amin() if len(values) else total.new_ones(()) / 0
+    return {
+        f"{name}/mean": Metric(mean, total),
+        f"{name}/max": Metric(largest, total),
+        f"{name}/min": Metric(smallest, total),
+    }
+
+
+def fetch(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str, float]]:
+    """Values and weights as plain numbers; metrics over nothing (weight 0) are left out."""
+    if not metrics:
+        return {}, {}
+    both = torch.stack(
+        [torch.stack([m.value.double(), m.weight.double()]) for m in metrics.values()]
+    ).tolist()
+    kept = {name: pair for name, pair in zip(metrics, both, strict=True) if pair[1] > 0}
+    return {name: pair[0] for name, pair in kept.items()}, {name: pair[1] for name, pair in kept.items()}
+
+
+def merge_metrics(
+    parts: Iterable[tuple[Mapping[str, float], Mapping[str, float]]],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(metrics, weights) of a whole from those of its chunks: weighted means, greatest /max, least /min."""
+    values: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for metrics, counts in parts:
+        for name, value in metrics.items():
+            count = counts[name]
+            if name not in values:
+                values[name], weights[name] = value, count
+                continue
+            if name.endswith("/max"):
+                values[name] = max(values[name], value)
+            elif name.endswith("/min"):
+                values[name] = min(values[name], value)
+            else:
+                values[name] = (values[name] * weights[name] + value * count) / (weights[name] + count)
+            weights[name] += count
+    return values, weights

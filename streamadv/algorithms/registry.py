@@ -1,0 +1,84 @@
+"""Estimators by name. An estimator is a function of a packed batch; its keyword arguments are its options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from ..errors import SettingError
+from .packed import Level
+
+Scope = Literal["row", "group", "batch"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)  # from narrow to wide
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What an estimator returns: one value per row, step or token, float64 until the chain rounds it."""
+
+    level: Level
+    advantages: Tensor  # [R], [S] or [N]
+    returns: Tensor | None = None  # same shape; None = equal to the advantages
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    name: str
+    scope: Scope
+    level: Level
+    needs: tuple[str, ...]
+    function: Callable[..., Estimate]
+    options: Mapping[str, Any]  # name -> default
+
+
+_REGISTRY: dict[str, Estimator] = {}
+
+
+def estimator(
+    name: str, *, scope: Scope, needs: Sequence[str] = (), level: Level = "row"
+) -> Callable[[Callable[..., Estimate]], Callable[..., Estimate]]:
+    """Register `function(batch, *, option=default, ...) -> Estimate` under `name`.
+
+    scope: how much must be in the batch for a result: one "row", the whole "group", the whole "batch".
+    level: what one value of its result belongs to: a "row", a "step" or a "token".
+    needs: columns it reads. `token_level_rewards` is made by the chain from rewards if nobody supplies it.
+    Raises SettingError for an unknown scope, a name already taken by another function, or an option
+    without a default.
+    """
+    if scope not in SCOPES:
+        raise SettingError(f"estimator {name}: scope is {scope!r}, needs one of {', '.join(SCOPES)}")
+
+    def register(function: Callable[..., Estimate]) -> Callable[..., Estimate]:
+        known = _REGISTRY.get(name)
+        if known is not None and known.function.__qualname__ != function.__qualname__:
+            raise SettingError(f"estimator {name} is registered already: choose another name")
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        for parameter in parameters:
+            if parameter.kind is not parameter.KEYWORD_ONLY or parameter.default is parameter.empty:
+                raise SettingError(
+                    f"estimator {name}: option {parameter.name} must be keyword-only with a default"
+                )
+        options = {parameter.name: parameter.default for parameter in parameters}
+        _REGISTRY[name] = Estimator(name, scope, level, tuple(needs), function, options)
+        return function
+
+    return register
+
+
+def get_estimator(name: str) -> Estimator:
+    """The estimator registered as `name`; SettingError listing the known ones if there is none."""
+    try:
+        return _REGISTRY[name]
+    except KeyError:
+        raise SettingError(
+            f"estimator {name!r} is unknown: choose one of {', '.join(estimator_names())}"
+        ) from None
+
+
+def estimator_names() -> list[str]:
+    """Names of all registered estimators, sorted."""
+    return sorted(_REGISTRY)
