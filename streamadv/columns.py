@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -39,7 +40,7 @@ OUTPUT_COLUMNS: Final[dict[str, np.dtype[Any]]] = {
 REQUIRED_COLUMNS: Final = ("input_ids", "response_mask")
 
 #: dtypes an extra column may have (little-endian, fixed size: no objects, so nothing is ever unpickled).
-EXTRA_DTYPES: Final = frozenset("|u1 |i1 <u2 <i2 <u4 <i4 <u8 <i8 <f2 <f4 <f8".split())
+EXTRA_DTYPES: Final = frozenset(["|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8"])
 
 MAX_COLUMNS: Final = 64
 MAX_DIMENSIONS: Final = 6
@@ -60,8 +61,10 @@ def known_array(name: str, value: Any) -> Array:
         raise ValueError(f"has {array.ndim} dimensions, needs 1: one value per token")
     if array.size == 0:
         raise ValueError("is empty, needs at least one token")
+    if array.dtype.kind == "b" and name != "response_mask":
+        raise ValueError("holds booleans, needs numbers")
     if array.dtype != dtype:
-        array = _cast(array, dtype)
+        array = cast_array(array, dtype)
     check_values(name, array)
     return np.ascontiguousarray(array)
 
@@ -82,7 +85,7 @@ def extra_array(value: Any) -> Array:
 
 
 def check_values(name: str, array: Array) -> None:
-    """Raise ValueError if a known column holds NaN, infinity or, for `response_mask`, anything but 0 and 1."""
+    """Raise ValueError if a known column holds NaN, infinity or, for `response_mask`, other than 0 and 1."""
     if array.dtype.kind == "f":
         # A sum is finite only if every element is (float64: no overflow from finite float32 values).
         if not math.isfinite(float(array.sum(dtype=np.float64))):
@@ -95,7 +98,10 @@ def check_values(name: str, array: Array) -> None:
 
 def _numeric(value: Any) -> Array:
     if hasattr(value, "detach"):  # a torch tensor, without importing torch
-        value = value.detach().cpu().numpy()
+        value = value.detach().cpu()
+        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+    if isinstance(value, list | tuple):
+        _check_nesting(value, MAX_DIMENSIONS)
     try:
         array = np.asarray(value)
     except ValueError as error:
@@ -107,7 +113,27 @@ def _numeric(value: Any) -> Array:
     return array
 
 
-def _cast(array: Array, dtype: np.dtype[Any]) -> Array:
+def _check_nesting(value: Sequence[Any], depth: int) -> None:
+    """Raise ValueError on lists that hold text or mix numbers and lists, before numpy allocates for them.
+
+    One long string among many short ones would make numpy reserve the long one's size for each.
+    """
+    if depth == 0:
+        raise ValueError(f"has more than {MAX_DIMENSIONS} dimensions")
+    kinds = set(map(type, value))
+    if kinds & {str, bytes, bytearray}:
+        raise ValueError("holds text, needs numbers")
+    if bool in kinds and len(kinds) > 1:
+        raise ValueError("mixes booleans with other values, needs numbers")
+    if kinds & {list, tuple}:
+        if not kinds <= {list, tuple}:
+            raise ValueError("is ragged, needs lists of equal length")
+        for item in value:
+            _check_nesting(item, depth - 1)
+
+
+def cast_array(array: Array, dtype: np.dtype[Any]) -> Array:
+    """`array` as `dtype`; floats are rounded. Raises ValueError where an integer would change its value."""
     if dtype.kind in "iu":
         if array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
             raise ValueError("holds fractions, needs whole numbers")

@@ -6,10 +6,13 @@ trajectory is represented in streams by its reference (`wire.Reference`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Final, Self
 
+import numpy as np
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -18,19 +21,24 @@ from pydantic import (
     FiniteFloat,
     JsonValue,
     PlainSerializer,
+    StrictBool,
     StringConstraints,
     ValidationError,
     WithJsonSchema,
+    computed_field,
     model_validator,
 )
+from pydantic_core import CoreSchema, core_schema
 
 from .columns import (
     COLUMN_NAME,
+    EXTRA_DTYPES,
     KNOWN_COLUMNS,
     MAX_COLUMNS,
     OUTPUT_COLUMNS,
     REQUIRED_COLUMNS,
     Array,
+    cast_array,
     extra_array,
     known_array,
 )
@@ -39,10 +47,55 @@ from .errors import TrajectoryError
 MAX_ROWS: Final = 4096
 MAX_STEPS: Final = 65536
 MAX_GROUP_SIZE: Final = 4096
+MAX_METADATA_DEPTH: Final = 32
+MAX_MESSAGE_CHARS: Final = 400
 
+#: pydantic puts the branch of a union into the path of an error, though it is no field.
+_BRANCHES: Final = ("constrained-", "tuple[", "function-")
+
+
+def _no_text(value: Any) -> Any:
+    if isinstance(value, str | bytes):
+        raise ValueError(f"is the text {brief(value)}, needs a number")
+    return value
+
+
+def _no_text_or_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"is {value}, needs a whole number")
+    return _no_text(value)
+
+
+def _plain_metadata(value: Any) -> Any:
+    """Refuse what would not survive as JSON: NaN, infinity, lone surrogates, endless nesting."""
+    level = [value]
+    for _ in range(MAX_METADATA_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                below += [*item.keys(), *item.values()]
+            elif isinstance(item, list | tuple):
+                below += item
+            elif isinstance(item, float) and not math.isfinite(item):
+                raise ValueError(f"holds {item}, needs finite numbers")
+            elif isinstance(item, str):
+                try:
+                    item.encode()
+                except UnicodeEncodeError:
+                    raise ValueError(f"holds {brief(item)}, which is no Unicode text") from None
+        if not below:
+            return value
+        level = below
+    raise ValueError(f"is nested more than {MAX_METADATA_DEPTH} levels deep")
+
+
+Whole: Final = BeforeValidator(_no_text_or_bool)
+Reward = Annotated[
+    FiniteFloat, BeforeValidator(_no_text), WithJsonSchema({"type": ["number", "boolean"]})
+]  # True and False are 1 and 0
 GroupId = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\s\x00-\x1f]+$")]
 ShortText = Annotated[str, StringConstraints(max_length=200)]
-Version = Annotated[int, Field(ge=0, lt=2**53)]
+Version = Annotated[int, Field(ge=0, lt=2**53), Whole]
 
 
 class Status(StrEnum):
@@ -68,24 +121,63 @@ class Role(StrEnum):
 class Column(BaseModel):
     """An extra column that says itself whether it has one entry per token."""
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True, extra="forbid", frozen=True, ser_json_inf_nan="constants"
+    )
 
-    data: Annotated[Any, BeforeValidator(extra_array), PlainSerializer(lambda array: array.tolist())]
-    per_token: bool
-
-
-def _column_field(name: str) -> Any:
-    """The pydantic type of one known column: validated to its dtype, written as a list."""
-    dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name]
-    item: dict[str, Any] = {"type": "number"} if dtype.kind == "f" else {"type": "integer"}
-    if name == "response_mask":
-        item = {"enum": [0, 1]}
-    return Annotated[
+    data: Annotated[
         Any,
-        BeforeValidator(lambda value: None if value is None else known_array(name, value)),
-        PlainSerializer(lambda array: None if array is None else array.tolist()),
-        WithJsonSchema({"type": "array", "minItems": 1, "items": item}),
+        BeforeValidator(extra_array),
+        PlainSerializer(lambda array: array.tolist()),
+        WithJsonSchema({"type": "array"}),
     ]
+    per_token: StrictBool
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def dtype(self) -> str:
+        """numpy's name, such as `<f4`; written to files so that reading them restores the very array."""
+        return str(self.data.dtype.str)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_dtype(cls, value: Any) -> Any:
+        """The interchange form names the dtype, which a list of numbers has lost."""
+        if not isinstance(value, Mapping) or "dtype" not in value:
+            return value
+        value = dict(value)
+        dtype = value.pop("dtype")
+        if not isinstance(dtype, str) or dtype not in EXTRA_DTYPES:
+            raise ValueError(f"dtype is {brief(dtype)}, needs one of {', '.join(sorted(EXTRA_DTYPES))}")
+        if "data" in value:
+            value["data"] = cast_array(extra_array(value["data"]), np.dtype(dtype))
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumn:
+    """The pydantic type of one known column: validated to its dtype, written as a list."""
+
+    name: str
+
+    def validate(self, value: Any) -> Array | None:
+        if value is None and self.name not in REQUIRED_COLUMNS:
+            return None
+        return known_array(self.name, value)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        write = core_schema.plain_serializer_function_ser_schema(
+            lambda array: None if array is None else array.tolist()
+        )
+        return core_schema.no_info_plain_validator_function(self.validate, serialization=write)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        dtype = KNOWN_COLUMNS.get(self.name) or OUTPUT_COLUMNS[self.name]
+        item: dict[str, Any] = {"type": "number"} if dtype.kind == "f" else {"type": "integer"}
+        if self.name == "response_mask":
+            item = {"enum": [0, 1, False, True]}
+        kind = "array" if self.name in REQUIRED_COLUMNS else ["array", "null"]
+        return {"type": kind, "minItems": 1, "items": item}
 
 
 class Row(BaseModel):
@@ -98,22 +190,22 @@ class Row(BaseModel):
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="allow", frozen=True)
 
     agent: ShortText | None = None
-    reward: FiniteFloat | None = None  # of this row; None = the trajectory's reward
+    reward: Reward | None = None  # of this row; None = the trajectory's reward
 
-    input_ids: _column_field("input_ids")
-    response_mask: _column_field("response_mask")
-    rollout_log_probs: _column_field("rollout_log_probs") = None
-    old_log_probs: _column_field("old_log_probs") = None
-    ref_log_probs: _column_field("ref_log_probs") = None
-    teacher_log_probs: _column_field("teacher_log_probs") = None
-    values: _column_field("values") = None
-    token_level_rewards: _column_field("token_level_rewards") = None
-    sum_pi_squared: _column_field("sum_pi_squared") = None
-    versions: _column_field("versions") = None
-    advantages: _column_field("advantages") = None
-    returns: _column_field("returns") = None
-    raw_advantages: _column_field("raw_advantages") = None
-    rollout_is_weights: _column_field("rollout_is_weights") = None
+    input_ids: Annotated[Array, TokenColumn("input_ids")]
+    response_mask: Annotated[Array, TokenColumn("response_mask")]
+    rollout_log_probs: Annotated[Array | None, TokenColumn("rollout_log_probs")] = None
+    old_log_probs: Annotated[Array | None, TokenColumn("old_log_probs")] = None
+    ref_log_probs: Annotated[Array | None, TokenColumn("ref_log_probs")] = None
+    teacher_log_probs: Annotated[Array | None, TokenColumn("teacher_log_probs")] = None
+    values: Annotated[Array | None, TokenColumn("values")] = None
+    token_level_rewards: Annotated[Array | None, TokenColumn("token_level_rewards")] = None
+    sum_pi_squared: Annotated[Array | None, TokenColumn("sum_pi_squared")] = None
+    versions: Annotated[Array | None, TokenColumn("versions")] = None
+    advantages: Annotated[Array | None, TokenColumn("advantages")] = None
+    returns: Annotated[Array | None, TokenColumn("returns")] = None
+    raw_advantages: Annotated[Array | None, TokenColumn("raw_advantages")] = None
+    rollout_is_weights: Annotated[Array | None, TokenColumn("rollout_is_weights")] = None
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
@@ -158,6 +250,7 @@ def _extra_column(name: str, value: Any, length: int) -> Column:
         raise ValueError(f"extra column {name} {first_problem(error)}") from error
     if value.per_token and len(value.data) != length:
         raise ValueError(f"extra column {name} has {len(value.data)} entries, input_ids has {length}")
+    assert isinstance(value, Column)
     return value
 
 
@@ -166,10 +259,10 @@ class Step(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    row: Annotated[int, Field(ge=0, lt=MAX_ROWS)] = 0
-    start: Annotated[int, Field(ge=0)]
-    end: Annotated[int, Field(gt=0)]  # exclusive
-    reward: FiniteFloat = 0.0
+    row: Annotated[int, Field(ge=0, lt=MAX_ROWS), Whole] = 0
+    start: Annotated[int, Field(ge=0), Whole]
+    end: Annotated[int, Field(gt=0), Whole]  # exclusive
+    reward: Reward = 0.0
     state_key: ShortText | None = None  # hash of the observation; equal keys share a state group (GiGPO)
 
 
@@ -183,15 +276,15 @@ class Trajectory(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     group_id: GroupId
-    group_size: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE)]
-    rollout_index: Annotated[int, Field(ge=0, lt=2 * MAX_GROUP_SIZE)]
-    reward: FiniteFloat | None = None
-    rewards: dict[ShortText, FiniteFloat] = Field(default_factory=dict, max_length=64)
+    group_size: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE), Whole]
+    rollout_index: Annotated[int, Field(ge=0, lt=2 * MAX_GROUP_SIZE), Whole]
+    reward: Reward | None = None
+    rewards: dict[ShortText, Reward] = Field(default_factory=dict, max_length=64)
     status: Status = Status.COMPLETED
     model_version: Version | tuple[Version, Version] | None = None  # a number, or [start, end]
     data_source: ShortText | None = None
     role: Role = Role.TRAIN
-    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    metadata: Annotated[dict[str, JsonValue], BeforeValidator(_plain_metadata)] = Field(default_factory=dict)
     steps: list[Step] = Field(default_factory=list, max_length=MAX_STEPS)
     rows: list[Row] = Field(default_factory=list, max_length=MAX_ROWS)
     batch: Version | None = None  # output: the batch (version) it was delivered in
@@ -210,7 +303,8 @@ class Trajectory(BaseModel):
             raise ValueError(f"{next(iter(columns))!r} stands beside rows: move it into a row or remove it")
         missing = [name for name in REQUIRED_COLUMNS if name not in columns]
         if len(missing) == len(REQUIRED_COLUMNS):
-            raise ValueError(f"unknown field {next(iter(columns))!r}: columns need input_ids and response_mask")
+            unknown = brief(next(iter(columns)))
+            raise ValueError(f"unknown field {unknown}: columns need input_ids and response_mask")
         rest = {name: value for name, value in data.items() if name in cls.model_fields}
         return {**rest, "rows": [columns]}
 
@@ -226,10 +320,10 @@ class Trajectory(BaseModel):
         for position, step in enumerate(self.steps):
             if step.row >= len(self.rows):
                 raise ValueError(f"steps.{position}.row is {step.row}, there are {len(self.rows)} rows")
-            if not step.start < step.end <= len(self.rows[step.row]):
-                raise ValueError(
-                    f"steps.{position} spans {step.start}..{step.end}, its row has {len(self.rows[step.row])} tokens"
-                )
+            tokens = len(self.rows[step.row])
+            if not step.start < step.end <= tokens:
+                span = f"{brief(step.start)}..{brief(step.end)}"
+                raise ValueError(f"steps.{position} spans {span}, its row has {tokens} tokens")
         return self
 
     @property
@@ -272,30 +366,50 @@ def parse_trajectory(data: Any, where: str = "trajectory") -> Trajectory:
 
     Raises TrajectoryError with one line: `where`, the field and what it needs.
     """
+    if not isinstance(data, Mapping | Trajectory):
+        raise TrajectoryError(f"{where}: is {brief(data)}, needs an object with the fields of a trajectory")
     try:
         return Trajectory.model_validate(data)
     except ValidationError as error:
-        raise TrajectoryError(f"{where}: {first_problem(error)}") from error
+        problem = first_problem(error)
+        if isinstance(data, Mapping) and "rows" not in data:  # the columns stood at top level
+            problem = problem.removeprefix("rows.0.").removeprefix("rows.0: ")
+        raise TrajectoryError(f"{where}: {problem}") from error
 
 
 def first_problem(error: ValueError) -> str:
     """The first problem of a validation error on one line: `field.path: what is wrong`."""
     if not isinstance(error, ValidationError):
-        return str(error)
+        return one_line(str(error))
     problem = error.errors(include_url=False, include_input=True)[0]
     message = problem["msg"].removeprefix("Value error, ")
-    path = ".".join(str(part) for part in problem["loc"])
+    path = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(_BRANCHES))
     value = problem.get("input")
     if problem["type"] not in ("value_error", "missing") and isinstance(value, str | int | float | None):
-        message = f"{message} (got {value!r})"
-    return f"{path}: {message}" if path else message
+        message = f"{message} (got {brief(value)})"
+    return one_line(f"{path}: {message}" if path else message)
+
+
+def one_line(text: str) -> str:
+    """`text` fit for an error message: control characters escaped, cut to a bounded length."""
+    text = text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "..."
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def brief(value: Any) -> str:
+    """A value for an error message; Python refuses to print very long integers at all."""
+    if isinstance(value, str | bytes):
+        return repr(value[:60]) + ("..." if len(value) > 60 else "")
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value) if isinstance(value, int | float | None) else f"a {type(value).__name__}"
 
 
 def trajectory_json_schema() -> dict[str, Any]:
     """JSON schema of one line of an interchange file: a row's columns at top level, or `rows`."""
     schema = Trajectory.model_json_schema(mode="validation")
     row = schema["$defs"]["Row"]
-    flat = {name: value for name, value in row["properties"].items() if name not in ("agent", "reward")}
+    flat = {name: value for name, value in row["properties"].items() if name != "reward"}
     schema["properties"] |= flat
     schema["additionalProperties"] = {"$ref": "#/$defs/ExtraColumn"}
     row["additionalProperties"] = {"$ref": "#/$defs/ExtraColumn"}
@@ -304,9 +418,8 @@ def trajectory_json_schema() -> dict[str, Any]:
         "description": "Any further column: carried through to the trainer, not interpreted.",
         "anyOf": [{"type": "array"}, {"$ref": "#/$defs/Column"}],
     }
-    schema["$defs"].setdefault("Column", Column.model_json_schema())
+    column = schema["$defs"].setdefault("Column", Column.model_json_schema())
+    column["properties"]["dtype"] = {"enum": sorted(EXTRA_DTYPES)}
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "streamadv trajectory"
     return schema
-
-
