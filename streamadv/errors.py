@@ -31,6 +31,10 @@ class ServerError(StreamadvError):
     """The embedded server could not be found or started."""
 
 
+class ServerUnreachableError(StreamadvError):
+    """The server at the given URL did not answer in time."""
+
+
 class Busy(StreamadvError):  # noqa: N818  a condition to wait out, not a fault
     """Admission refused a group: the run is at its byte budget or as far ahead as max_staleness allows."""
 

@@ -1,0 +1,64 @@
+"""Fixtures all tests share: one real server per session, emptied for each test, and an in-process fake."""
+
+from __future__ import annotations
+
+import os
+
+import uuid
+from collections.abc import Iterator
+
+import fakeredis
+import pytest
+import redis
+
+from streamadv.connection import Connection
+from streamadv.errors import ServerError
+from streamadv.server import EmbeddedServer, find_server_binary
+
+
+def pytest_configure() -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")  # before torch is imported; worker processes inherit it
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests see the defaults, whatever the shell has set; only where to find things is kept."""
+    kept = ("STREAMADV_SERVER_BINARY", "STREAMADV_DATA", "STREAMADV_GOLDEN")
+    for name in [n for n in os.environ if n.startswith("STREAMADV_") and n not in kept]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[EmbeddedServer]:
+    """A real server in memory, for the whole session. Do not change its configuration: start your own."""
+    try:
+        find_server_binary()
+    except ServerError as error:
+        if os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+    with EmbeddedServer() as running:
+        yield running
+
+
+@pytest.fixture
+def redis_url(server: EmbeddedServer) -> str:
+    """URL of the real server, empty."""
+    if not server.running:
+        server.start()
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+    return server.url
+
+
+@pytest.fixture
+def run() -> str:
+    """A run name nobody else uses."""
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def fake() -> Connection:
+    """An empty in-process server. It has no INFO and never blocks: reads with COUNT and BLOCK return at once."""
+    return Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
