@@ -71,9 +71,8 @@ def read_chat(path: Path, tokenizer: Tokenizer | None = None) -> Iterator[Trajec
     for record in records:
         unknown = sorted(record.fields.keys() - RECORD_FIELDS - {"messages"})
         if unknown:
-            raise TrajectoryError(
-                f"{record.where}: {one_line(unknown[0])}: unknown field, move it to metadata"
-            )
+            name = one_line(unknown[0])
+            raise TrajectoryError(f"{record.where}: {name}: is no known field, move it into metadata")
         fields = {name: record.fields[name] for name in RECORD_FIELDS & record.fields.keys()}
         fields["group_id"] = group_name(record, "group_id")
         if "group_size" not in fields:
@@ -105,48 +104,44 @@ def tokenize_chat(
 
     Raises TrajectoryError, `where: field.3.content: problem`.
     """
-    turns = list(_turns(messages, where, field))
-    parts: list[Sequence[int]] = []
-    mask: list[tuple[int, int]] = []  # runs of (length, 0 or 1)
+    ids: list[int] = []
+    mask: list[int] = []
     steps: list[dict[str, Any]] = []
-    observation = hashlib.blake2b(digest_size=16)
-    observed = False
-    length = 0
-    for turn in turns:
+    observation: list[Turn] = []
+    for turn in _turns(messages, where, field):
         trained = turn.role == "assistant"
-        opening = _boundary(turn.role, tokenizer)
-        text = _encode(turn.text, tokenizer) if turn.text else ()
-        body = [*text, *_boundary("end", tokenizer)]
-        parts += [opening, body]
-        mask += [(len(opening), 0), (len(body), int(trained))]
-        start, length = length + len(opening), length + len(opening) + len(body)
+        ids += _boundary(turn.role, tokenizer)
+        start = len(ids)
+        mask += [0] * (start - len(mask))
+        ids += _encode(turn.text, tokenizer)
+        ids += _boundary("end", tokenizer)
+        mask += [int(trained)] * (len(ids) - start)
         if trained:
-            key = observation.hexdigest() if observed else None
-            steps.append({"start": start, "end": length, "state_key": key})
-            observation, observed = hashlib.blake2b(digest_size=16), False
+            steps.append({"start": start, "end": len(ids), "state_key": state_key(observation)})
+            observation = []
         else:
-            content = turn.text.encode("utf-8", "surrogatepass")
-            observation.update(f"{turn.role} {len(content)} ".encode() + content)
-            observed = True
+            observation.append(turn)
     if not steps:
         raise TrajectoryError(f"{where}: {field}: has no assistant message, so there is nothing to train on")
-    lengths, flags = zip(*mask, strict=True)
-    tokens = [token for part in parts for token in part]
     try:
-        input_ids = np.array(tokens, np.int32)
+        return ChatTokens(np.array(ids, np.int32), np.array(mask, np.uint8), steps)
     except OverflowError as error:
-        raise TrajectoryError(
-            f"{where}: {field}: the tokenizer gave {max(tokens)}, no int32 token"
-        ) from error
-    return ChatTokens(
-        input_ids,
-        np.repeat(np.array(flags, np.uint8), lengths),
-        steps,
-    )
+        raise TrajectoryError(f"{where}: {field}: the tokenizer gave an id beyond int32") from error
+
+
+def state_key(observation: Sequence[Turn]) -> str | None:
+    """128-bit hash of the messages an assistant turn answers; None if there are none."""
+    digest = hashlib.blake2b(digest_size=16)
+    for role, text in observation:
+        content = _encode(text, None)
+        digest.update(f"{role} {len(content)} ".encode() + bytes(content))
+    return digest.hexdigest() if observation else None
 
 
 def _encode(text: str, tokenizer: Tokenizer | None) -> Sequence[int]:
-    return text.encode("utf-8", "surrogatepass") if tokenizer is None else tokenizer(text)
+    if tokenizer is None:
+        return text.encode("utf-8", "surrogatepass")
+    return tokenizer(text) if text else ()
 
 
 def _boundary(name: str, tokenizer: Tokenizer | None) -> Sequence[int]:
