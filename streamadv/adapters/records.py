@@ -80,6 +80,4 @@ def ranks(identities: Iterable[tuple[str, int]]) -> Mapping[str, Mapping[int, in
     seen: dict[str, set[int]] = {}
     for group_id, number in identities:
         seen.setdefault(group_id, set()).add(number)
-    return {
-        group_id: {n: rank for rank, n in enumerate(sorted(numbers))} for group_id, numbers in seen.items()
-    }
+    return {group_id: {n: rank for rank, n in enumerate(sorted(ns))} for group_id, ns in seen.items()}

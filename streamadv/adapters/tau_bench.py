@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from ..errors import TrajectoryError
 from ..schema import Trajectory, brief
@@ -42,7 +41,8 @@ def read_tau_bench(path: Path, tokenizer: Tokenizer | None = None) -> Iterator[T
 
 
 def _failed(record: Record) -> bool:
-    info: Any = record.fields.get("info")
-    if info is not None and not isinstance(info, Mapping):
+    info = record.fields.get("info")
+    info = {} if info is None else info
+    if not isinstance(info, Mapping):
         raise TrajectoryError(f"{record.where}: info: is {brief(info)}, needs an object")
-    return record.fields.get("traj") == [] and bool(info) and "error" in info
+    return record.fields.get("traj") == [] and "error" in info
