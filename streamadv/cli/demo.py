@@ -1,0 +1,128 @@
+"""`streamadv demo`: the main job in one go."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import MissingDependencyError, SettingError
+
+NEEDED: Final = ("gymnasium", "matplotlib", "rich")
+SUPPLIED: Final = ("input_ids", "response_mask", "rollout_log_probs", "token_level_rewards")
+DEFAULT_ESTIMATOR: Final = "grpo"
+DEFAULT_UPDATES: Final = 80
+INTERRUPTED: Final = 130
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the `demo` command to the command line."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="rollouts of a real environment, all stages as processes, a trainer that learns",
+        description="Rollouts of a real environment, all stages as processes, and a trainer that learns. At 40 %% of "
+        "the run three processes are killed with SIGKILL and new ones started. Exit status 0 if the policy learnt "
+        "(fixed map: success rate of at least 80 %%) and every trajectory is accounted for.",
+    )
+    parser.add_argument("--redis", metavar="URL", help="use this server instead of an embedded one")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, episodes and evaluation (default 0)")
+    parser.add_argument(
+        "--maps", choices=("fixed", "random"), default="fixed", help="random is harder, without a goal"
+    )
+    parser.add_argument(
+        "--estimator", default=DEFAULT_ESTIMATOR, metavar="NAME", help="of the advantages (grpo)"
+    )
+    parser.add_argument(
+        "--correction", choices=("none", "tis", "ppo"), default="ppo", help="of the loss for stale rollouts"
+    )
+    parser.add_argument(
+        "--max-staleness", type=int, default=4, metavar="N", help="in policy versions (default 4)"
+    )
+    parser.add_argument("--updates", type=int, default=DEFAULT_UPDATES, metavar="N", help="(default 80)")
+    parser.add_argument("--no-kill", action="store_true", help="kill nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        default=Path("streamadv-demo.png"),
+        help="learning curve (default streamadv-demo.png)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo; returns the exit status."""
+    check_dependencies()
+    check_arguments(arguments)
+    # After the checks: these need the packages of the demo.
+    from rich.console import Console
+
+    from ..demo.picture import draw
+    from ..demo.settings import DemoSettings
+    from ..demo.supervisor import demonstrate
+    from ..demo.view import open_view, summary
+
+    settings = DemoSettings(
+        run=f"demo-{secrets.token_hex(4)}",
+        seed=arguments.seed,
+        maps=arguments.maps,
+        estimator=arguments.estimator,
+        correction=arguments.correction,
+        max_staleness=arguments.max_staleness,
+        updates=arguments.updates,
+    )
+    console = Console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill PID` ends like Ctrl-C: children first
+    url = arguments.redis or os.environ.get("STREAMADV_REDIS_URL")
+    try:
+        with open_view(console) as view:
+            progress = demonstrate(settings, url, view, kill=not arguments.no_kill)
+    except KeyboardInterrupt:
+        print("demo: interrupted, all its processes have ended", file=sys.stderr)
+        return INTERRUPTED
+    draw(progress, arguments.picture)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(progress.result(), indent=2) + "\n")
+    console.print(summary(progress))
+    console.print(f"learning curve: {arguments.picture}", markup=False, highlight=False)
+    return 0 if progress.learnt and progress.balanced else 1
+
+
+def check_dependencies() -> None:
+    """Raise MissingDependencyError if a package that only the demo needs is not installed."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(f'the demo needs {", ".join(missing)}: pip install "streamadv[demo]"')
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise SettingError for what the processes would trip over later."""
+    if arguments.updates < 1:
+        raise SettingError(f"--updates {arguments.updates}: give at least 1")
+    if arguments.max_staleness < 0:
+        raise SettingError(f"--max-staleness {arguments.max_staleness}: give 0 or more")
+    for flag, path in (("--json", arguments.json), ("--picture", arguments.picture)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise SettingError(f"{flag} {path}: there is no folder {path.absolute().parent}")
+    if arguments.estimator != DEFAULT_ESTIMATOR:
+        check_estimator(arguments.estimator)
+
+
+def check_estimator(name: str) -> None:
+    """Raise SettingError if `name` is no estimator, or needs a column the demo does not have."""
+    from ..algorithms.config import parse_config  # imports torch
+    from ..algorithms.registry import get_estimator
+
+    parse_config({"estimator": name})
+    lacking = [column for column in get_estimator(name).needs if column not in SUPPLIED]
+    if lacking:
+        raise SettingError(
+            f"--estimator {name} needs {', '.join(lacking)}, which the demo's policy does not have"
+        )

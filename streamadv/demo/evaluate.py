@@ -1,0 +1,52 @@
+"""The evaluation process: plays 512 sampled episodes with published weights, apart from all training.
+
+`python -m streamadv.demo.evaluate DIRECTORY`; reads one version a line from stdin, answers each with a message,
+ends with its input. The success rate of the training batches would flatter: groups without variance are not in
+them, and groups share prompts.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from . import messages, weights
+from .environment import Lakes, draw_map
+from .play import play
+from .policy import Policy
+from .settings import EVALUATION_EPISODES, DemoSettings
+
+LOCK_STEP: Final = 64
+
+
+def success_rate(policy: Policy, maps: str, seed: str) -> float:
+    """Share of EVALUATION_EPISODES sampled episodes that reach the goal."""
+    chance = random.Random(seed)
+    generator = torch.Generator().manual_seed(chance.randrange(2**63))
+    lakes = Lakes()
+    solved = 0.0
+    for _ in range(EVALUATION_EPISODES // LOCK_STEP):
+        drawn = [draw_map(maps, chance) for _ in range(LOCK_STEP)]
+        solved += sum(episode.reward for episode in play(policy, lakes, drawn, generator))
+    return solved / EVALUATION_EPISODES
+
+
+def main(arguments: list[str]) -> int:
+    torch.set_num_threads(1)
+    directory = Path(arguments[0])
+    settings = DemoSettings.read(directory)
+    policy = Policy()
+    for line in sys.stdin:
+        version = int(line)
+        weights.load(directory, version, policy)
+        rate = success_rate(policy, settings.maps, f"evaluation/{settings.seed}/{version}")
+        messages.send("evaluation", version=version, success_rate=rate)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""What is known of a demo while it runs: fed by messages, status readings and kills; read by view and summary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from .settings import GOAL, DemoSettings
+
+SMOOTHING_S: Final = 3.0  # window of the throughput shown
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One policy update, as the trainer reported it."""
+
+    version: int  # after the update
+    seconds: float  # since the demo began
+    reward: float
+    kl: float
+    entropy: float
+    clip_fraction: float
+    trajectories: int
+    staleness_sum: int
+    staleness_max: int
+
+    @property
+    def staleness_mean(self) -> float:
+        return self.staleness_sum / self.trajectories if self.trajectories else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    version: int
+    seconds: float
+    success_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    process: str
+    pid: int
+    version: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Progress:
+    """The demo so far. Versions, rates in 0..1, seconds since the start."""
+
+    settings: DemoSettings
+    updates: list[Update] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    kills: list[Kill] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)  # the newest reading
+    seconds: float = 0.0
+    phase: str = "starting"
+    _pushed: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def version(self) -> int:
+        return self.updates[-1].version if self.updates else 0
+
+    def hear(self, message: dict[str, Any], seconds: float) -> None:
+        """Take in an `update` or `evaluation` message; others are not progress."""
+        if message["kind"] == "update":
+            # A trainer that came back from its checkpoint repeats versions: what came after them is void.
+            self.updates = [update for update in self.updates if update.version < message["version"]]
+            names = [name for name in Update.__dataclass_fields__ if name != "seconds"]
+            self.updates.append(Update(seconds=seconds, **{name: message[name] for name in names}))
+        elif message["kind"] == "evaluation":
+            self.evaluations.append(Evaluation(message["version"], seconds, message["success_rate"]))
+            self.evaluations.sort(key=lambda evaluation: evaluation.version)
+
+    def read(self, status: dict[str, Any], seconds: float) -> None:
+        """Take in a status reading."""
+        self.status = status
+        self._pushed.append((seconds, int(status["ledger"]["pushed"])))
+        while len(self._pushed) > 2 and self._pushed[1][0] <= seconds - SMOOTHING_S:
+            self._pushed.pop(0)
+
+    @property
+    def ledger(self) -> dict[str, Any]:
+        empty = {"pushed": 0, "trained": 0, "dropped": {}, "dead": {}, "queued": 0, "in_flight": 0}
+        return {**empty, **self.status.get("ledger", {})}
+
+    @property
+    def trajectories_per_second(self) -> float:
+        if len(self._pushed) < 2:
+            return 0.0
+        (start, before), (end, now) = self._pushed[0], self._pushed[-1]
+        return (now - before) / (end - start) if end > start else 0.0
+
+    @property
+    def staleness_mean(self) -> float:
+        """Over all trajectories trained on."""
+        trained = sum(update.trajectories for update in self.updates)
+        return sum(update.staleness_sum for update in self.updates) / trained if trained else 0.0
+
+    @property
+    def staleness_max(self) -> int:
+        return max((update.staleness_max for update in self.updates), default=0)
+
+    def success_rate(self, version: int) -> float | None:
+        """As evaluated on that version; None if it was not."""
+        return next((e.success_rate for e in self.evaluations if e.version == version), None)
+
+    @property
+    def learnt(self) -> bool:
+        """Whether the goal is reached. Random maps have none: nobody has promised to solve them."""
+        rate = self.success_rate(self.version)
+        return rate is not None and (rate >= GOAL or self.settings.maps == "random")
+
+    @property
+    def balanced(self) -> bool:
+        """pushed = trained + dropped + dead + queued + in_flight, and the server says so too."""
+        ledger = self.ledger
+        parts = [ledger["trained"], *ledger["dropped"].values(), *ledger["dead"].values()]
+        adds_up = ledger["pushed"] == sum(parts) + ledger["queued"] + ledger["in_flight"]
+        return bool(self.status.get("balanced")) and adds_up
+
+    def result(self) -> dict[str, Any]:
+        """What `--json` writes."""
+        return {
+            "seed": self.settings.seed,
+            "maps": self.settings.maps,
+            "estimator": self.settings.estimator,
+            "correction": self.settings.correction,
+            "max_staleness": self.settings.max_staleness,
+            "updates": self.version,
+            "success_rate_start": self.success_rate(0),
+            "success_rate": self.success_rate(self.version),
+            "staleness_mean": round(self.staleness_mean, 3),
+            "staleness_max": self.staleness_max,
+            "trajectories": self.ledger["pushed"],
+            "kills": len(self.kills),
+            "killed": [kill.process for kill in self.kills],
+            "seconds": round(self.seconds, 2),
+            "ledger": self.ledger,
+            "balanced": self.balanced,
+        }

@@ -1,0 +1,262 @@
+"""Conducts the demo: starts every process, kills three of them at 40 %, starts new ones, and ends in order."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Protocol
+
+from ..connection import Connection
+from ..errors import ProcessEndedError
+from ..manifest import run_settings
+from ..run import open_run
+from ..server import EmbeddedServer
+from ..status import read_status
+from .children import Child, Message
+from .progress import Kill, Progress
+from .settings import ADVANTAGE_WORKERS, EVALUATE_EVERY, ROLLOUT_PROCESSES, DemoSettings
+
+KILL_AT: Final = 0.4  # of the updates asked for
+KILLED: Final = ("rollouts-0", "advantage-0", "grouper")
+MAX_UNEXPECTED_ENDS: Final = 3  # per process; more is a fault, not an accident
+GROUP_DEADLINE_S: Final = 15.0  # a round takes a fraction of a second; then a killed process's groups end
+STALL_S: Final = 60.0  # without an update, an evaluation or an end
+TICK_S: Final = 0.2
+STATUS_EVERY_S: Final = 0.5
+
+
+class View(Protocol):
+    """What the supervisor needs of a view."""
+
+    def show(self, progress: Progress, crew: dict[str, Child]) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+def demonstrate(settings: DemoSettings, url: str | None, view: View, *, kill: bool) -> Progress:
+    """Run the whole demo, on an embedded server unless a URL is given; returns what came of it.
+
+    Every process has ended when this returns or raises, Ctrl-C included. Raises ProcessEndedError when one keeps
+    ending or nothing moves for STALL_S, ServerError when no server can be started.
+    """
+    with ExitStack() as stack:
+        if url is None:
+            url = stack.enter_context(EmbeddedServer()).url
+        connection = stack.enter_context(Connection(url))
+        open_run(
+            connection,
+            settings.run,
+            run_settings(zero_variance_filter=True, group_deadline_s=GROUP_DEADLINE_S),
+        )
+        return conduct(settings, url, lambda: read_status(connection, settings.run), view, kill=kill)
+
+
+def new_crew(
+    settings: DemoSettings, url: str, directory: Path, inbox: SimpleQueue[Message]
+) -> dict[str, Child]:
+    """The processes in data order, not started. The URL goes by environment: arguments are public on a machine."""
+    environment = {
+        **os.environ,
+        "STREAMADV_REDIS_URL": url,
+        "STREAMADV_RUN": settings.run,
+        "OMP_NUM_THREADS": "1",  # five torch processes share the machine
+    }
+    rollouts = [f"rollouts-{index}" for index in range(ROLLOUT_PROCESSES)]
+    advantage = [f"advantage-{index}" for index in range(ADVANTAGE_WORKERS)]
+    commands = {
+        **{name: ["-m", "streamadv.demo.rollouts", str(directory), name[-1]] for name in rollouts},
+        "grouper": ["-m", "streamadv", "worker", "grouper"],
+        **{name: ["-m", "streamadv", "worker", "advantage"] for name in advantage},
+        "trainer": ["-m", "streamadv.demo.trainer", str(directory)],
+        "evaluate": ["-m", "streamadv.demo.evaluate", str(directory)],
+    }
+    return {
+        name: Child(
+            name,
+            command,
+            environment=environment,
+            log=directory / f"{name}.log",
+            inbox=inbox,
+            numbered=name in rollouts,
+        )
+        for name, command in commands.items()
+    }
+
+
+def conduct(
+    settings: DemoSettings, url: str, read_status: Callable[[], dict[str, Any]], view: View, *, kill: bool
+) -> Progress:
+    """Run the processes until the last version is evaluated; all have ended when this returns or raises.
+
+    `read_status` returns the run's status (`ledger`, `balanced`, `depths`).
+    """
+    with tempfile.TemporaryDirectory(prefix="streamadv-demo-") as folder:
+        directory = Path(folder)
+        settings.write(directory)
+        inbox: SimpleQueue[Message] = SimpleQueue()
+        crew = new_crew(settings, url, directory, inbox)
+        conductor = _Conductor(Progress(settings), crew, inbox, read_status, view, kill=kill)
+        try:
+            conductor.run()
+        finally:
+            for child in crew.values():
+                child.terminate()
+            for child in crew.values():
+                child.stop()
+        conductor.read_status()
+        view.show(conductor.progress, crew)
+        return conductor.progress
+
+
+class _Conductor:
+    """The loop of `conduct`, and what it has to remember."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        crew: dict[str, Child],
+        inbox: SimpleQueue[Message],
+        read_status: Callable[[], dict[str, Any]],
+        view: View,
+        *,
+        kill: bool,
+    ) -> None:
+        self.progress = progress
+        self._crew = crew
+        self._inbox = inbox
+        self._read_status = read_status
+        self._view = view
+        self._kill_due = kill
+        self._began = time.monotonic()
+        self._moved = self._began
+        self._status_due = self._began
+        self._ready: set[str] = set()  # rollout processes that can be asked to stop
+        self._ended: set[str] = set()  # processes whose work is done
+        self._unexpected: dict[str, int] = {}
+        self._asked: int | None = None  # version being evaluated
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def _rollouts(self) -> list[Child]:
+        return [child for name, child in self._crew.items() if name.startswith("rollouts-")]
+
+    def run(self) -> None:
+        # Rollouts start when there are weights to play with.
+        for child in self._crew.values():
+            if child not in self._rollouts:
+                child.start()
+        while self.progress.phase != "done":
+            try:
+                name, message = self._inbox.get(timeout=TICK_S)
+            except Empty:
+                pass
+            else:
+                self._hear(name, message)
+            self._watch()
+            if time.monotonic() >= self._status_due:
+                self._status_due = time.monotonic() + STATUS_EVERY_S
+                self.read_status()
+                self._view.show(self.progress, self._crew)
+
+    def read_status(self) -> None:
+        self.progress.seconds = self._seconds
+        self.progress.read(self._read_status(), self._seconds)
+
+    def _hear(self, name: str, message: dict[str, Any]) -> None:
+        self._moved = time.monotonic()
+        self.progress.hear(message, self._seconds)
+        match message["kind"]:
+            case "published" if self.progress.phase == "starting":
+                self.progress.phase = "learning"
+                self._evaluate(0)
+                for child in self._rollouts:
+                    child.start()
+            case "ready":
+                self._ready.add(name)
+                if self.progress.phase == "draining":
+                    self._finish(name)
+            case "update":
+                self._after_update(int(message["version"]))
+            case "evaluation":
+                self._asked = None
+                self._view.say(f"version {message['version']}: success rate {message['success_rate']:.1%}")
+                if self.progress.phase == "evaluating":
+                    self._evaluate_last()
+            case "finished":
+                self._ended.add("trainer")
+                self.progress.phase = "evaluating"
+                self._evaluate_last()
+
+    def _after_update(self, version: int) -> None:
+        settings = self.progress.settings
+        if self._kill_due and version >= KILL_AT * settings.updates:
+            self._kill_due = False
+            self._kill_some(version)
+        if version % EVALUATE_EVERY == 0 and self._asked is None:
+            self._evaluate(version)
+        if version >= settings.updates and self.progress.phase == "learning":
+            self.progress.phase = "draining"
+            self._view.say(f"{version} updates: rollouts finish, what is under way is still trained")
+            for name in sorted(self._ready):
+                self._finish(name)
+
+    def _kill_some(self, version: int) -> None:
+        for name in KILLED:
+            child = self._crew[name]
+            if child.running and child.pid is not None:
+                self.progress.kills.append(Kill(name, child.pid, version, self._seconds))
+                child.kill()
+        killed = ", ".join(f"{kill.process} ({kill.pid})" for kill in self.progress.kills)
+        self._view.say(f"version {version}: kill -9 of {killed}")
+        for name in KILLED:
+            self._start_again(name)
+        self._view.say("started " + ", ".join(f"{name} ({self._crew[name].pid})" for name in KILLED))
+
+    def _start_again(self, name: str) -> None:
+        self._ready.discard(name)
+        self._crew[name].start()
+        if name == "evaluate" and self._asked is not None:
+            self._evaluate(self._asked)
+
+    def _finish(self, name: str) -> None:
+        self._ended.add(name)
+        self._crew[name].terminate()
+
+    def _evaluate(self, version: int) -> None:
+        self._asked = version
+        self._crew["evaluate"].ask(str(version))
+
+    def _evaluate_last(self) -> None:
+        version = self.progress.version
+        if self.progress.success_rate(version) is not None:
+            self.progress.phase = "done"
+        elif self._asked is None:
+            self._evaluate(version)
+
+    def _watch(self) -> None:
+        """Start again what ended without being asked to; give up when that does not help."""
+        for name, child in self._crew.items():
+            status = child.exit_status
+            # It may have said that it has finished: hear everything before judging.
+            if status is None or name in self._ended or not self._inbox.empty():
+                continue
+            self._unexpected[name] = self._unexpected.get(name, 0) + 1
+            if self._unexpected[name] > MAX_UNEXPECTED_ENDS:
+                raise ProcessEndedError(
+                    f"{name} keeps ending, last with exit status {status}: {child.log_tail()}"
+                )
+            self._view.say(f"{name} ended with exit status {status}: started again")
+            self._start_again(name)
+        if time.monotonic() - self._moved > STALL_S:
+            tails = "; ".join(f"{name}: {child.log_tail()}" for name, child in self._crew.items())
+            raise ProcessEndedError(
+                f"no update for {STALL_S:g} s while {self.progress.phase}; logs end with {tails}"
+            )
