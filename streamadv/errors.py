@@ -35,7 +35,11 @@ class ServerUnreachableError(StreamadvError):
     """The server at the given URL did not answer in time."""
 
 
-class Busy(StreamadvError):  # noqa: N818  a condition to wait out, not a fault
+class ProcessEndedError(StreamadvError):
+    """A process of the demo keeps ending, or has stopped moving."""
+
+
+class Busy(StreamadvError):
     """Admission refused a group: the run is at its byte budget or as far ahead as max_staleness allows."""
 
 
