@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -112,6 +113,7 @@ class EmbeddedServer:
         appendfsync: "everysec", "always" or "no"; matters with `data_dir` only.
         maxmemory: limit as the server understands it ("512mb", or bytes); None is unlimited. Never evicts.
         binary: see `find_server_binary`.
+        extra_options: more of the server's own configuration, name to value.
 
     On Linux the server ends when the thread that called `start()` ends, or its process, however it died.
     Elsewhere it outlives a parent killed with SIGKILL. Two servers cannot share a `data_dir`.
@@ -126,6 +128,7 @@ class EmbeddedServer:
         appendfsync: str = "everysec",
         maxmemory: str | int | None = None,
         binary: str | None = None,
+        extra_options: Mapping[str, str] | None = None,
     ) -> None:
         if appendfsync not in APPENDFSYNC:
             raise SettingError(f"appendfsync={appendfsync!r}: use one of {', '.join(APPENDFSYNC)}")
@@ -137,6 +140,7 @@ class EmbeddedServer:
         self._unix_socket = unix_socket
         self._appendfsync = appendfsync
         self._maxmemory = maxmemory
+        self._extra_options = dict(extra_options or {})
         self._binary = find_server_binary(binary)
         self._folder = tempfile.TemporaryDirectory(prefix="streamadv-")  # log, socket, and data when not kept
         self._process: subprocess.Popen[bytes] | None = None
@@ -287,6 +291,7 @@ class EmbeddedServer:
         }
         if self._unix_socket:
             options |= {"port": "0", "unixsocket": str(self._socket_path), "unixsocketperm": "700"}
+        options |= self._extra_options
         return [word for name, value in options.items() for word in (f"--{name}", value)]
 
     def _wait_until_it_answers(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-
 import uuid
 from collections.abc import Iterator
 
@@ -60,5 +59,5 @@ def run() -> str:
 
 @pytest.fixture
 def fake() -> Connection:
-    """An empty in-process server. It has no INFO and never blocks: reads with COUNT and BLOCK return at once."""
+    """An empty in-process server: no INFO, and reads with COUNT and BLOCK return at once."""
     return Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))

@@ -1,0 +1,262 @@
+"""Connections against a real server: what is sent again and what never is, blocks, waiting, clusters."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+import redis.exceptions
+
+from streamadv.connection import RETRYABLE, AsyncConnection, Backoff, Connection
+from streamadv.errors import ServerUnreachableError, SettingError
+from streamadv.server import EmbeddedServer
+
+
+class ReplyEater:
+    """A TCP proxy that passes everything, but drops the connection instead of the reply to the first INCR."""
+
+    def __init__(self) -> None:
+        self.target_url = ""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.eaten = False
+        self.port = int(self._listener.getsockname()[1])
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        target = urlsplit(self.target_url)
+        eat = False
+        with client, socket.create_connection((target.hostname, target.port)) as server:
+            while True:
+                for ready in select.select([client, server], [], [])[0]:
+                    data = ready.recv(65536)
+                    if not data:
+                        return
+                    if ready is client:
+                        eat = b"INCR" in data and not self.eaten
+                        server.sendall(data)
+                    elif eat:
+                        self.eaten = True
+                        return
+                    else:
+                        client.sendall(data)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+@pytest.fixture
+def lossy_url(redis_url: str) -> Iterator[str]:
+    proxy = ReplyEater()
+    proxy.target_url = redis_url
+    yield proxy.url
+    proxy.close()
+
+
+def value(url: str) -> int:
+    with redis.Redis.from_url(url) as client:
+        return int(client.get("n") or 0)
+
+
+def increment(client: redis.Redis) -> None:
+    pipe = client.pipeline(transaction=True)
+    pipe.incr("n")
+    pipe.execute()
+
+
+def test_push_never_sends_twice(redis_url: str, lossy_url: str) -> None:
+    with Connection(lossy_url) as connection:
+        with pytest.raises(redis.exceptions.ConnectionError):
+            increment(connection.push)
+        assert value(redis_url) == 1
+        increment(connection.push)  # usable afterwards
+    assert value(redis_url) == 2
+
+
+def test_a_blocking_client_never_sends_twice(redis_url: str, lossy_url: str) -> None:
+    with Connection(lossy_url) as connection, pytest.raises(redis.exceptions.ConnectionError):
+        connection.blocking(100).incr("n")
+    assert value(redis_url) == 1
+
+
+def test_scripts_are_sent_again(redis_url: str, lossy_url: str) -> None:
+    with Connection(lossy_url) as connection:
+        assert connection.scripts.incr("n") == 2
+    assert value(redis_url) == 2
+
+
+async def test_the_async_push_never_sends_twice(redis_url: str, lossy_url: str) -> None:
+    async with AsyncConnection(lossy_url) as connection:
+        pipe = connection.push.pipeline(transaction=True)
+        pipe.incr("n")
+        with pytest.raises(redis.exceptions.ConnectionError):
+            await pipe.execute()
+        assert value(redis_url) == 1
+
+
+async def test_async_scripts_are_sent_again(redis_url: str, lossy_url: str) -> None:
+    async with AsyncConnection(lossy_url) as connection:
+        assert await connection.scripts.incr("n") == 2
+
+
+def test_a_long_block_is_one_read(redis_url: str) -> None:
+    """redis-py 8 would cut a read off after 5 s and send it again."""
+    with Connection(redis_url) as connection:
+        connection.scripts.xgroup_create("stream", "group", "0", mkstream=True)
+        connection.scripts.config_resetstat()
+        reader = connection.blocking(5200)
+        assert not reader.xreadgroup("group", "me", {"stream": ">"}, count=1, block=5200)
+        stats: dict[str, Any] = connection.scripts.info("commandstats")
+    assert stats["cmdstat_xreadgroup"]["calls"] == 1
+
+
+def test_replies_are_bytes_in_one_shape(redis_url: str) -> None:
+    with Connection(redis_url) as connection:
+        connection.scripts.xgroup_create("stream", "group", "0", mkstream=True)
+        entry = connection.push.xadd("stream", {"field": b"\xff\x00"})
+        reply = connection.blocking(1000).xreadgroup("group", "me", {"stream": ">"}, count=1, block=1000)
+    assert reply == [[b"stream", [(entry, {b"field": b"\xff\x00"})]]]
+
+
+def test_a_push_into_a_restarted_server_works_at_once(server: EmbeddedServer, redis_url: str) -> None:
+    with Connection(redis_url) as connection:
+        connection.push.ping()  # an open connection that the restart breaks
+        server.stop()
+        server.start()
+        connection.push.ping()
+
+
+def test_waiting_for_a_server_that_starts_later(tmp_path: Any) -> None:
+    with EmbeddedServer() as server:
+        url = server.url
+        server.stop()
+        attempts: list[Exception] = []
+
+        def on_wait(error: Exception) -> None:
+            attempts.append(error)
+            if len(attempts) == 2:
+                server.start()
+
+        with Connection(url) as connection:
+            connection.wait_until_ready(60, on_wait)
+        assert len(attempts) >= 2
+        assert all(isinstance(error, RETRYABLE) for error in attempts)
+
+
+async def test_a_server_that_never_answers() -> None:
+    with EmbeddedServer() as server:
+        url = server.url
+    with Connection(url) as connection, pytest.raises(ServerUnreachableError, match="no answer"):
+        connection.wait_until_ready(0)
+    async with AsyncConnection(url) as connection:
+        with pytest.raises(ServerUnreachableError, match="no answer"):
+            await connection.wait_until_ready(0)
+
+
+async def test_a_refusal_is_an_error_at_once(redis_url: str) -> None:
+    for part in ("redis://:wrong-pw@", "redis://nobody:wrong-pw@"):
+        url = redis_url.replace("redis://", part)
+        with Connection(url) as connection, pytest.raises(SettingError) as caught:
+            connection.wait_until_ready()
+        assert "wrong-pw" not in str(caught.value)
+        async with AsyncConnection(url) as other:
+            with pytest.raises(SettingError):
+                await other.wait_until_ready()
+    with (
+        Connection(redis_url.replace("/0", "/999")) as connection,
+        pytest.raises(SettingError, match="DB index"),
+    ):
+        connection.wait_until_ready()
+
+
+async def test_many_tasks_share_a_bounded_number_of_connections(redis_url: str) -> None:
+    import asyncio
+
+    async with AsyncConnection(redis_url + "?max_connections=4") as connection:
+        await connection.push.set("key", b"v")
+        assert await asyncio.gather(*(connection.push.get("key") for _ in range(200))) == [b"v"] * 200
+        clients: dict[str, Any] = await connection.push.info("clients")
+    assert clients["connected_clients"] <= 5
+
+
+@contextmanager
+def one_node_cluster(**options: str) -> Iterator[str]:
+    """The URL of a cluster of one, without its scheme."""
+    with EmbeddedServer(extra_options={"cluster-enabled": "yes"} | options) as server:
+        with redis.Redis.from_url(server.url) as client:
+            execute = cast(Callable[..., Any], client.execute_command)
+            execute("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            backoff = Backoff(0.01, 0.1)
+            while execute("CLUSTER INFO")["cluster_state"] != "ok":
+                backoff.wait()
+        yield server.url.removeprefix("redis").removesuffix("/0")
+
+
+async def test_a_cluster_has_the_same_roles() -> None:
+    script = "return redis.call('HLEN', KEYS[1])"
+    with one_node_cluster() as rest:
+        with (
+            Connection("redis" + rest) as connection,
+            pytest.raises(SettingError, match=r"redis\+cluster://"),
+        ):
+            connection.wait_until_ready(10)
+        with Connection("redis+cluster" + rest) as connection:
+            connection.wait_until_ready(30)
+            pipe = connection.push.pipeline(transaction=True)
+            pipe.hset("{run:0}:a", mapping={"x": b"\xff"})
+            cast(Any, pipe).execute_command("EVAL", script, 1, "{run:0}:a")
+            assert pipe.execute() == [1, 1]
+            connection.scripts.xgroup_create("{run:0}:s", "group", "0", mkstream=True)
+            assert connection.scripts.register_script(script)(keys=["{run:0}:a"]) == 1
+            assert not connection.blocking(50).xreadgroup(
+                "group", "me", {"{run:0}:s": ">"}, count=1, block=50
+            )
+        async with AsyncConnection("redis+cluster" + rest) as other:
+            await other.wait_until_ready(30)
+            async_pipe = other.push.pipeline(transaction=True)
+            async_pipe.hset("{run:0}:b", mapping={"x": b"\xff"})
+            cast(Any, async_pipe).execute_command("EVAL", script, 1, "{run:0}:b")
+            assert await async_pipe.execute() == [1, 1]
+
+
+async def test_push_into_a_cluster_never_sends_twice() -> None:
+    proxy = ReplyEater()
+    with one_node_cluster(**{"cluster-announce-port": str(proxy.port)}) as rest:
+        proxy.target_url = "redis" + rest
+        with Connection("redis+cluster" + rest) as connection:
+            with pytest.raises(RETRYABLE):
+                increment(connection.push)
+            assert value("redis" + rest) == 1
+            increment(connection.push)
+        assert value("redis" + rest) == 2
+        proxy.eaten = False
+        async with AsyncConnection("redis+cluster" + rest) as other:
+            with pytest.raises(RETRYABLE):
+                async with other.push.pipeline(transaction=True) as pipe:
+                    pipe.incr("n")
+                    await pipe.execute()
+        assert value("redis" + rest) == 3
+    proxy.close()
+
+
+def test_a_cluster_that_is_down_is_waited_for() -> None:
+    with one_node_cluster() as rest:
+        url = "redis+cluster" + rest
+    with Connection(url) as connection, pytest.raises(ServerUnreachableError):
+        connection.wait_until_ready(0)

@@ -1,0 +1,140 @@
+"""URLs, hidden passwords, backoff and the in-process client: what needs no server."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import pytest
+import redis.exceptions
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamadv.connection import RETRYABLE, AsyncConnection, Backoff, Connection, hide_password
+from streamadv.errors import SettingError
+
+
+@pytest.mark.parametrize(
+    ("url", "part"),
+    [
+        ("http://localhost", "redis://"),
+        ("localhost:6379", "redis://"),
+        ("redis://localhost/abc", "database"),
+        ("redis://localhost:99999", "Port"),
+        ("redis://localhost?no_such_option=1", "no_such_option"),
+        ("redis://localhost?socket_timeout=3", "socket_timeout"),
+        ("redis://localhost?decode_responses=1", "decode_responses"),
+        ("unix://", "socket"),
+        ("redis+cluster://localhost/3", "database 0"),
+        ("redis://user:p@ss/word@localhost", "%40"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Connection, AsyncConnection])
+def test_a_bad_url_is_a_one_line_error_before_any_network(
+    kind: type[Connection] | type[AsyncConnection], url: str, part: str
+) -> None:
+    with pytest.raises(SettingError) as caught:
+        kind(url)
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://localhost",
+        "redis://user:secret@localhost:6380/2",
+        "rediss://localhost?ssl_cert_reqs=none",
+        "unix:///run/redis.sock?db=1",
+        "redis+cluster://localhost:7000",
+        "rediss+cluster://localhost:7000/0",
+    ],
+)
+def test_every_scheme_is_accepted_without_a_server(url: str) -> None:
+    assert Connection(url).url == url
+    assert AsyncConnection(url).url == url
+
+
+@given(st.text(max_size=30))
+def test_no_message_shows_a_password(text: str) -> None:
+    for password in (f"pw-{text}", quote(f"pw-{text}", safe="")):
+        url = f"redis://user:{password}@localhost:6379/0"
+        try:
+            shown = repr(Connection(url))
+        except SettingError as error:
+            shown = str(error)
+        assert "pw-" not in shown
+        assert "pw-" not in hide_password(f"unix:///run/redis.sock?password={quote(password, safe='')}&db=1")
+
+
+def test_what_is_not_a_password_stays_readable() -> None:
+    assert hide_password("redis://me:secret@host:6379/2") == "redis://me:***@host:6379/2"
+    assert hide_password("redis://host:6379/2") == "redis://host:6379/2"
+    assert hide_password("unix:///a.sock?password=x&db=1") == "unix:///a.sock?password=***&db=1"
+
+
+@given(
+    base=st.floats(1e-3, 10),
+    cap=st.floats(1e-3, 60),
+    draws=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=100),
+)
+def test_delays_are_fully_jittered_and_capped(base: float, cap: float, draws: list[float]) -> None:
+    slept: list[float] = []
+    rest = iter(draws)
+    backoff = Backoff(base, cap, sleep=slept.append, draw=lambda: next(rest))
+    for _ in draws:
+        backoff.wait()
+    assert slept == [min(cap, base * 2**n) * draw for n, draw in enumerate(draws)]
+
+
+def test_a_success_starts_the_backoff_again() -> None:
+    backoff = Backoff(1.0, 100.0, draw=lambda: 0.5)
+    assert [backoff.delay() for _ in range(3)] == [0.5, 1.0, 2.0]
+    backoff.reset()
+    assert backoff.delay() == 0.5
+
+
+def test_the_backoff_survives_a_long_outage() -> None:
+    backoff = Backoff(0.05, 2.0, draw=lambda: 1.0)
+    for _ in range(5000):
+        assert backoff.delay() <= 2.0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis.exceptions.ConnectionError("refused"),
+        redis.exceptions.TimeoutError("no reply"),
+        redis.exceptions.BusyLoadingError("LOADING"),
+        redis.exceptions.ReadOnlyError("READONLY"),
+        redis.exceptions.ClusterDownError("CLUSTERDOWN"),
+        redis.exceptions.MasterDownError("MASTERDOWN"),
+        redis.exceptions.TryAgainError("TRYAGAIN"),
+        redis.exceptions.MovedError("1 127.0.0.1:7000"),
+        redis.exceptions.RedisClusterException("no node answers"),
+    ],
+)
+def test_what_passes_by_itself_is_retryable(error: Exception) -> None:
+    assert isinstance(error, RETRYABLE)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis.exceptions.ResponseError("ERR wrong number of arguments"),
+        redis.exceptions.OutOfMemoryError("OOM"),
+        redis.exceptions.DataError("bad type"),
+        SettingError("x"),
+        OSError("disk"),
+    ],
+)
+def test_what_does_not_pass_by_itself_is_not(error: Exception) -> None:
+    assert not isinstance(error, RETRYABLE)
+
+
+def test_a_given_client_plays_every_role(fake: Connection) -> None:
+    fake.push.set("key", b"\xff")
+    assert fake.scripts.get("key") == b"\xff"
+    assert fake.blocking(100).get("key") == b"\xff"
+    fake.wait_until_ready(1)
+    fake.close()
+    assert fake.scripts.get("key") == b"\xff"  # its owner closes it
