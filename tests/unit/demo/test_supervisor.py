@@ -83,7 +83,11 @@ def conduct(view: Listener, *, kill: bool = False) -> Progress:
 def test_the_whole_course(crews: Callable[..., list[dict[str, Child]]], tmp_path: Path) -> None:
     fifo = tmp_path / "run has ended"  # the trainer's iteration ends when the producers have finished
     os.mkfifo(fifo)
-    finish = f"def stop(*_): open({str(fifo)!r}, 'w').close(); sys.exit(0)\n"
+    finish = (
+        "def stop(*_):\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"    open({str(fifo)!r}, 'w').close(); sys.exit(0)\n"
+    )
     made = crews(
         rollouts_0=finish + "signal.signal(signal.SIGTERM, stop)\nsend('ready')\nsignal.pause()\n",
         trainer=TRAINER + f"open({str(fifo)!r}).close()\nsend('finished', version=10)\n",
@@ -127,7 +131,7 @@ def test_an_accident_is_made_good(crews: Callable[..., list[dict[str, Child]]], 
 def test_a_process_that_keeps_ending_is_an_error(crews: Callable[..., list[dict[str, Child]]]) -> None:
     made = crews(trainer="sys.exit('no such estimator')\n")
     with pytest.raises(
-        ProcessEndedError, match="trainer keeps ending, last with exit status 1: .*no such estimator"
+        ProcessEndedError, match=r"trainer keeps ending, last with exit status 1: .*no such estimator"
     ):
         conduct(Listener())
     assert all(not process.running for process in made[0].values())
