@@ -88,7 +88,9 @@ def check_values(name: str, array: Array) -> None:
     """Raise ValueError if a known column holds NaN, infinity or, for `response_mask`, other than 0 and 1."""
     if array.dtype.kind == "f":
         # A sum is finite only if every element is (float64: no overflow from finite float32 values).
-        if not math.isfinite(float(array.sum(dtype=np.float64))):
+        with np.errstate(invalid="ignore"):  # inf and -inf together
+            total = float(array.sum(dtype=np.float64))
+        if not math.isfinite(total):
             first = int(np.flatnonzero(~np.isfinite(array))[0])
             raise ValueError(f"is {array[first]} at token {first}, needs finite numbers")
     elif name == "response_mask" and array.size and int(array.max()) > 1:
@@ -100,12 +102,15 @@ def _numeric(value: Any) -> Array:
     if hasattr(value, "detach"):  # a torch tensor, without importing torch
         value = value.detach().cpu()
         value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
-    if isinstance(value, list | tuple):
-        _check_nesting(value, MAX_DIMENSIONS)
+    kinds = _check_nesting(value, MAX_DIMENSIONS) if isinstance(value, list | tuple) else set()
     try:
         array = np.asarray(value)
+        if array.dtype.kind == "f" and kinds and all(issubclass(kind, int) for kind in kinds):
+            array = np.asarray(value, np.uint64)  # numpy makes floats of integers on both sides of 2^63
     except ValueError as error:
         raise ValueError("is ragged, needs lists of equal length") from error
+    except OverflowError as error:
+        raise ValueError("holds whole numbers that share no 64-bit type") from error
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int64)
     if array.dtype.kind not in "biuf":
@@ -113,14 +118,15 @@ def _numeric(value: Any) -> Array:
     return array
 
 
-def _check_nesting(value: Sequence[Any], depth: int) -> None:
-    """Raise ValueError on lists that hold text or mix numbers and lists, before numpy allocates for them.
+def _check_nesting(value: Sequence[Any], depth: int) -> set[type]:
+    """The types of the values in a nested list, looked at before numpy allocates for them.
 
+    Raises ValueError if there is text, or if values and lists are mixed.
     One long string among many short ones would make numpy reserve the long one's size for each.
     """
     if depth == 0:
         raise ValueError(f"has more than {MAX_DIMENSIONS} dimensions")
-    kinds = set(map(type, value))
+    kinds: set[type] = set(map(type, value))
     if kinds & {str, bytes, bytearray}:
         raise ValueError("holds text, needs numbers")
     if bool in kinds and len(kinds) > 1:
@@ -128,8 +134,8 @@ def _check_nesting(value: Sequence[Any], depth: int) -> None:
     if kinds & {list, tuple}:
         if not kinds <= {list, tuple}:
             raise ValueError("is ragged, needs lists of equal length")
-        for item in value:
-            _check_nesting(item, depth - 1)
+        return set().union(*(_check_nesting(item, depth - 1) for item in value))
+    return kinds
 
 
 def cast_array(array: Array, dtype: np.dtype[Any]) -> Array:

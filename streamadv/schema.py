@@ -299,7 +299,7 @@ class Trajectory(BaseModel):
         columns = {name: value for name, value in data.items() if name not in cls.model_fields}
         if not columns:
             return data
-        if data.get("rows"):
+        if data.get("rows", []) != []:
             raise ValueError(f"{next(iter(columns))!r} stands beside rows: move it into a row or remove it")
         missing = [name for name in REQUIRED_COLUMNS if name not in columns]
         if len(missing) == len(REQUIRED_COLUMNS):
