@@ -6,50 +6,19 @@ chunks of groups or on whole batches accordingly, and cuts it where a column is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import SettingError
+from .chain_steps import ChainStep, State, chain_steps
 from .config import ChainConfig, parse_config
-from .metrics import Metric, fetch, summary
+from .metrics import fetch
 from .packed import Level, PackedBatch
 from .presets import preset
-from .registry import SCOPES, Estimator, Scope, get_estimator
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What the steps of a chain hand on to each other."""
-
-    batch: PackedBatch
-    kl_coefficient: float
-    level: Level
-    advantages: Tensor | None = None
-    returns: Tensor | None = None
-    changed: Mapping[str, Tensor] = field(default_factory=dict)  # columns made or changed
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-
-    def with_metrics(self, metrics: Mapping[str, Metric]) -> State:
-        return replace(self, metrics={**self.metrics, **metrics})
-
-    def with_columns(self, **columns: Tensor) -> State:
-        return replace(self, batch=self.batch.with_columns(**columns), changed={**self.changed, **columns})
-
-
-@dataclass(frozen=True, slots=True)
-class ChainStep:
-    """One step: a function of the state, the columns it reads and makes, and how much it must see."""
-
-    name: str
-    needs: tuple[str, ...]
-    scope: Scope
-    text: str  # one line for people
-    run: Callable[[State], State]
-    makes: tuple[str, ...] = ()
+from .registry import SCOPES, Scope, get_estimator
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +84,7 @@ class ChainResult:
 def build_chain(source: ChainConfig | str | Mapping[str, Any]) -> Chain:
     """The chain of a configuration, a preset's name or a mapping; SettingError if it is wrong."""
     config = preset(source) if isinstance(source, str) else parse_config(source)
-    chosen = get_estimator(config.estimator)
-    steps: list[ChainStep] = []
-    steps.append(_estimator_step(config, chosen))
-    return Chain(config, tuple(steps))
+    return Chain(config, tuple(chain_steps(config)))
 
 
 def run_chain(chain: Chain, batch: PackedBatch, kl_coefficient: float | None = None) -> ChainResult:
@@ -127,8 +93,9 @@ def run_chain(chain: Chain, batch: PackedBatch, kl_coefficient: float | None = N
     kl_coefficient: the one stamped into the batch record; None takes the configuration's. Pure: `batch` is
     not changed. Raises TrajectoryError for a missing column.
     """
-    coefficient = kl_coefficient if kl_coefficient is not None else 0.0
-    state = State(batch, coefficient, chain.level)
+    if kl_coefficient is None:
+        kl_coefficient = chain.config.kl.coefficient if chain.config.kl is not None else 0.0
+    state = State(batch, chain.level, kl_coefficient)
     for step in chain.steps:
         state = step.run(state)
     metrics, weights = fetch(state.metrics)
@@ -142,21 +109,3 @@ def run_chain(chain: Chain, batch: PackedBatch, kl_coefficient: float | None = N
         metrics=metrics,
         weights=weights,
     )
-
-
-def _estimator_step(config: ChainConfig, chosen: Estimator) -> ChainStep:
-    options = {**chosen.options, **config.options}
-
-    def run(state: State) -> State:
-        estimate = chosen.function(state.batch, **options)
-        if estimate.level != chosen.level:
-            raise SettingError(
-                f"estimator {chosen.name} returned level {estimate.level!r}, declared {chosen.level!r}: "
-                f"register it with level={estimate.level!r}"
-            )
-        state = replace(state, advantages=estimate.advantages, returns=estimate.returns)
-        trained = ~state.batch.baseline
-        return state.with_metrics(summary("critic/rewards", state.batch.rewards, trained))
-
-    text = ", ".join(f"{name} {value}" for name, value in options.items())
-    return ChainStep("estimator", chosen.needs, chosen.scope, f"{chosen.name} ({text})", run)

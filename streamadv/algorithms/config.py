@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 
 from ..errors import SettingError
 from ..schema import first_problem
 from . import estimators as _registered  # noqa: F401  registers the built-in estimators
+from .kl import KLPenalty
 from .registry import get_estimator
+from .rewards import NormScope
 
-NormScope = Literal["batch", "group"]
-KLPenalty = Literal["k1", "k2", "k3", "kl", "abs", "mse", "low_var_kl"]
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -48,7 +48,6 @@ class ChainConfig(_Section):
     estimator: str = "grpo"
     options: dict[str, JsonValue] = Field(default_factory=dict)
     reward: RewardConfig = RewardConfig()
-    step_gamma: Annotated[float, Field(ge=0, le=1)] | None = None  # discount step rewards into step returns
     token_rewards: Literal["outcome", "steps", "column"] = "outcome"  # where token-level rewards come from
     kl: KLConfig | None = None
     whiten_rewards: bool = False  # token rewards to mean 0, std 1 over the batch
@@ -80,15 +79,16 @@ class ChainConfig(_Section):
             if name not in chosen.options:
                 offered = ", ".join(chosen.options) or "no options"
                 raise ValueError(f"options.{name} is unknown to {self.estimator}, which takes {offered}")
-            _check_type(f"options.{name}", value, chosen.options[name])
+            try:
+                TypeAdapter(chosen.types[name]).validate_python(value, strict=True)
+            except ValidationError as error:
+                raise ValueError(f"options.{name}: {first_problem(error)}") from error
         if self.whiten_rewards and "token_level_rewards" not in chosen.needs:
             raise ValueError(f"whiten_rewards does nothing: {self.estimator} reads no token rewards")
         if self.token_rewards != "outcome" and "token_level_rewards" not in chosen.needs:
             raise ValueError(
                 f"token_rewards {self.token_rewards!r} does nothing: {self.estimator} reads no token rewards"
             )
-        if self.step_gamma is not None and chosen.level != "step":
-            raise ValueError(f"step_gamma does nothing: {self.estimator} works on no steps")
         if self.raw_advantages and not (self.whiten_advantages or self.advantage_clip):
             raise ValueError("raw_advantages does nothing without whiten_advantages or advantage_clip")
         return self
@@ -102,16 +102,3 @@ def parse_config(data: Any) -> ChainConfig:
         return ChainConfig.model_validate(data)
     except ValidationError as error:
         raise SettingError(f"chain: {first_problem(error)}") from error
-
-
-def _check_type(name: str, value: JsonValue, default: Any) -> None:
-    if isinstance(default, bool):
-        fits = isinstance(value, bool)
-    elif isinstance(default, int | float):
-        fits = isinstance(value, int | float) and not isinstance(value, bool)
-    elif isinstance(default, str):
-        fits = isinstance(value, str)
-    else:
-        return
-    if not fits:
-        raise ValueError(f"{name} is {value!r}, needs a value like {default!r}")

@@ -23,24 +23,33 @@ def summary(name: str, values: Tensor, weight: Tensor) -> dict[str, Metric]:
     counted = weight > 0
     values = values.to(torch.float64)
     mean = torch.where(counted, values * weight, 0.0).sum() / total.clamp(min=1)
-    largest = torch.where(counted, values, -torch.inf).amax() if len(values) else -total.new_ones(()) / 0
-    smallest = torch.where(counted, values, torch.inf).amin() if len(values) else total.new_ones(()) / 0
+    # One element more, so that an empty batch has extremes; fetch drops it with its weight of 0.
+    highest = torch.cat([torch.where(counted, values, -torch.inf), -total.new_full((1,), torch.inf)]).amax()
+    lowest = torch.cat([torch.where(counted, values, torch.inf), total.new_full((1,), torch.inf)]).amin()
     return {
         f"{name}/mean": Metric(mean, total),
-        f"{name}/max": Metric(largest, total),
-        f"{name}/min": Metric(smallest, total),
+        f"{name}/max": Metric(highest, total),
+        f"{name}/min": Metric(lowest, total),
     }
+
+
+def fraction(hits: Tensor, weight: Tensor) -> Metric:
+    """The share of `hits` [K] bool among elements counted `weight` [K] times each."""
+    weight = weight.to(torch.float64)
+    total = weight.sum()
+    return Metric(torch.where(hits, weight, 0.0).sum() / total.clamp(min=1), total)
 
 
 def fetch(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str, float]]:
     """Values and weights as plain numbers; metrics over nothing (weight 0) are left out."""
     if not metrics:
         return {}, {}
-    both = torch.stack(
-        [torch.stack([m.value.double(), m.weight.double()]) for m in metrics.values()]
-    ).tolist()
-    kept = {name: pair for name, pair in zip(metrics, both, strict=True) if pair[1] > 0}
-    return {name: pair[0] for name, pair in kept.items()}, {name: pair[1] for name, pair in kept.items()}
+    flat = [number.to(torch.float64) for metric in metrics.values() for number in metric]
+    numbers = torch.stack(flat).tolist()
+    kept = [
+        (name, numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(metrics) if numbers[2 * i + 1] > 0
+    ]
+    return {name: value for name, value, _ in kept}, {name: weight for name, _, weight in kept}
 
 
 def merge_metrics(

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..columns import Array
 from ..errors import TrajectoryError
 from ..schema import Step
+from .segments import segment_sum
 
 Level = Literal["row", "step", "token"]
 
@@ -137,8 +138,9 @@ def pack(
 ) -> PackedBatch:
     """Lay `members` end to end; `columns[i][name]` is member i's 1-D array, its rows concatenated.
 
-    Each column is copied once. Baseline members have no trainable tokens: they are never delivered. Raises TrajectoryError if members are not in ascending (group_id,
-    rollout_index) order, have no reward, or a column is missing or of another length than the rows.
+    Each column is copied once. Baseline members have no trainable tokens: they are never delivered.
+    Raises TrajectoryError if members are not in ascending (group_id, rollout_index) order, have no reward,
+    or a column is missing, of another length than the rows, or another mask than row_trainable says.
     """
     _check_order(members)
     row_lengths = [length for member in members for length in member.row_lengths]
@@ -187,13 +189,25 @@ def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
 
 def token_step(batch: PackedBatch) -> Tensor:
     """[N] int64: the step each token belongs to (the later one where spans overlap), -1 outside all spans."""
-    steps = batch.steps
+    owner, position = _span_tokens(batch.steps)
+    nothing = torch.full((batch.num_tokens,), -1, dtype=torch.int64, device=batch.device)
+    return nothing.scatter_reduce(0, position, owner, "amax")
+
+
+def span_sum(batch: PackedBatch, values: Tensor) -> Tensor:
+    """[S] float64: sum of a column [N] over each step's span."""
+    lengths = batch.steps.end - batch.steps.start
+    offsets = torch.cat([lengths.new_zeros(1), torch.cumsum(lengths, 0)])
+    return segment_sum(values[_span_tokens(batch.steps)[1]], offsets)
+
+
+def _span_tokens(steps: Steps) -> tuple[Tensor, Tensor]:
+    """The tokens of all spans, span by span: which step, which position in the batch (int64 each)."""
     lengths = steps.end - steps.start
     owner = torch.repeat_interleave(lengths, output_size=steps.num_tokens)
     begins = torch.cumsum(lengths, 0) - lengths
-    position = torch.arange(steps.num_tokens, device=batch.device) + (steps.start - begins)[owner]
-    nothing = torch.full((batch.num_tokens,), -1, dtype=torch.int64, device=batch.device)
-    return nothing.scatter_reduce(0, position, owner, "amax")
+    place = torch.arange(steps.num_tokens, device=owner.device)
+    return owner, place + (steps.start - begins)[owner]
 
 
 def _check_order(members: Sequence[Packable]) -> None:
@@ -266,7 +280,7 @@ def _check_mask(members: Sequence[Packable], mask: Array) -> None:
             if found != announced:
                 where = f"member {(member.group_id, member.rollout_index)} row {row}"
                 raise TrajectoryError(
-                    f"{where}: response_mask has {found} ones, its reference says {announced}"
+                    f"{where}: response_mask has {found} ones, row_trainable says {announced}"
                 )
             if member.is_baseline:
                 mask[start : start + length] = 0

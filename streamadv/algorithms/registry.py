@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 from torch import Tensor
 
@@ -33,6 +33,7 @@ class Estimator:
     needs: tuple[str, ...]
     function: Callable[..., Estimate]
     options: Mapping[str, Any]  # name -> default
+    types: Mapping[str, Any]  # name -> annotation
 
 
 _REGISTRY: dict[str, Estimator] = {}
@@ -63,7 +64,9 @@ def estimator(
                     f"estimator {name}: option {parameter.name} must be keyword-only with a default"
                 )
         options = {parameter.name: parameter.default for parameter in parameters}
-        _REGISTRY[name] = Estimator(name, scope, level, tuple(needs), function, options)
+        hints = get_type_hints(function)
+        types = {option: hints.get(option, Any) for option in options}
+        _REGISTRY[name] = Estimator(name, scope, level, tuple(needs), function, options, types)
         return function
 
     return register

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .segments import moments, spread
+from .segments import moments, spread, whole
 
 NormScope = Literal["batch", "group"]
 
@@ -19,24 +19,24 @@ def normalise(
     mean: NormScope | None,
     std: NormScope | None,
     epsilon: float = 1e-6,
-    counted: Tensor | None = None,
+    std_floor: float = 0.0,
+    weight: Tensor | None = None,
 ) -> Tensor:
-    """(x - mean) / (std + epsilon) over the group or the whole batch, [K] float64.
+    """(x - mean) / (std + epsilon), each taken over the group or the whole batch, [K] float64.
 
     values [K] in contiguous groups given by `group_offsets` [G + 1]; std has ddof 1, epsilon stands outside
-    the root. `counted` [K] bool leaves elements out of the statistics. Where the std is taken over fewer
-    than two elements or over equal ones the result is exactly 0 (ROLL: NaN, or noise divided by epsilon).
+    the root. `weight` [K] says how often an element counts in the statistics (0: not at all). Where std is
+    not above `std_floor`, as with one element or equal ones, the result is exactly 0 (ROLL's reward_norm
+    gives NaN, or rounding noise divided by epsilon).
     """
     values = values.to(torch.float64)
-    whole = torch.tensor([0, len(values)], device=values.device)
-    offsets = {"batch": whole, "group": group_offsets}
+    offsets = {"batch": whole(values), "group": group_offsets}
     result = values
     if mean is not None:
-        result = moments(values, offsets[mean], counted).centred
+        result = moments(values, offsets[mean], weight).centred
     if std is not None:
-        stats = moments(values, offsets[std], counted)
-        divisor = spread(stats.std, offsets[std], len(values))
-        result = torch.where(divisor > 0, result / (divisor + epsilon), torch.zeros_like(result))
+        divisor = spread(moments(values, offsets[std], weight).std, offsets[std], len(values))
+        result = torch.where(divisor > std_floor, result / (divisor + epsilon), 0.0)
     return result
 
 

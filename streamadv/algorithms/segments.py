@@ -1,7 +1,7 @@
 """Sums and moments over contiguous segments, in float64.
 
-A segment is summed member by member in order, so its result depends on its own members alone: not on what
-else is in the batch, nor on the number of threads. Values of K elements; `offsets` [G + 1] int64 gives each
+A segment is summed element by element in order, so its result depends on its own elements alone: not on
+what else is in the batch, nor on the number of threads. `values` [K]; `offsets` [G + 1] int64 gives each
 segment its range, empty ones allowed.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 class Moments(NamedTuple):
     """Per-segment statistics and, per element, the distance from its segment's mean."""
 
-    count: Tensor  # [G] float64: elements that count
+    size: Tensor  # [G] float64: elements that count (sum of weights)
     mean: Tensor  # [G] float64, 0 for an empty segment
     std: Tensor  # [G] float64, ddof 1; 0 below two elements
     centred: Tensor  # [K] float64: value - mean, exactly 0 where all counted values are equal
@@ -24,42 +24,48 @@ class Moments(NamedTuple):
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """[G] float64: sum of `values` [K] over each segment, 0 for an empty one."""
-    return torch.segment_reduce(values.to(torch.float64), "sum", offsets=offsets, initial=0, unsafe=True)
+    values = values.to(torch.float64)
+    return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
 
 
 def segment_min(values: Tensor, offsets: Tensor) -> Tensor:
     """[G] float64: least value of each segment, inf for an empty one."""
-    return torch.segment_reduce(
-        values.to(torch.float64), "min", offsets=offsets, initial=torch.inf, unsafe=True
-    )
+    values = values.to(torch.float64)
+    return torch.segment_reduce(values, "min", offsets=offsets, initial=torch.inf, unsafe=True)
 
 
 def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
     """[G] float64: greatest value of each segment, -inf for an empty one."""
-    return -segment_min(-values, offsets)
+    values = values.to(torch.float64)
+    return torch.segment_reduce(values, "max", offsets=offsets, initial=-torch.inf, unsafe=True)
 
 
 def spread(values: Tensor, offsets: Tensor, size: int) -> Tensor:
     """[size]: each segment's value repeated over its elements."""
-    lengths = offsets[1:] - offsets[:-1]
-    return torch.repeat_interleave(values, lengths, output_size=size)
+    return torch.repeat_interleave(values, offsets[1:] - offsets[:-1], output_size=size)
 
 
-def moments(values: Tensor, offsets: Tensor, counted: Tensor | None = None) -> Moments:
-    """Count, mean, standard deviation (ddof 1) and centred values over each segment.
+def whole(values: Tensor) -> Tensor:
+    """Offsets of the one segment that holds all of `values`."""
+    return torch.tensor([0, len(values)], device=values.device)
 
-    `counted` [K] bool leaves elements out of the statistics; they are centred all the same.
+
+def moments(values: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Moments:
+    """Size, mean, standard deviation (ddof 1) and centred values over each segment.
+
+    `weight` [K] says how often each element counts; an element of weight 0 stays outside the statistics,
+    whatever its value, and is centred all the same.
     """
     values = values.to(torch.float64)
     size = len(values)
-    weight = torch.ones_like(values) if counted is None else counted.to(torch.float64)
-    count = segment_sum(weight, offsets)
+    weight = torch.ones_like(values) if weight is None else weight.to(torch.float64)
+    total = segment_sum(weight, offsets)
     # Measured from the least value, equal values differ by exactly 0 and a large common offset cancels.
-    least = segment_min(values if counted is None else values.masked_fill(~counted, torch.inf), offsets)
-    least = torch.where(count > 0, least, torch.zeros_like(least))
+    least = segment_min(torch.where(weight > 0, values, torch.inf), offsets)
+    least = torch.where(total > 0, least, 0.0)
     above = values - spread(least, offsets, size)
-    above_counted = above if counted is None else torch.where(counted, above, torch.zeros_like(above))
-    mean_above = segment_sum(above_counted, offsets) / count.clamp(min=1)
+    counted_above = torch.where(weight > 0, above * weight, 0.0)
+    mean_above = segment_sum(counted_above, offsets) / total.clamp(min=1)
     centred = above - spread(mean_above, offsets, size)
-    squares = segment_sum(centred.square() * weight, offsets)
-    return Moments(count, least + mean_above, (squares / (count - 1).clamp(min=1)).sqrt(), centred)
+    squares = segment_sum(torch.where(weight > 0, centred.square() * weight, 0.0), offsets)
+    return Moments(total, least + mean_above, (squares / (total - 1).clamp(min=1)).sqrt(), centred)

@@ -6,7 +6,7 @@ import torch
 
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..segments import moments, spread
+from ..rewards import normalise
 
 
 @estimator("grpo", scope="group")
@@ -15,13 +15,14 @@ def grpo(batch: PackedBatch, *, norm_by_std: bool = True, epsilon: float = 1e-6)
 
     norm_by_std False is Dr.GRPO (arXiv:2503.20783): A_i = r_i - mean(r_g). std has ddof 1. A group of one
     and a group of equal rewards give exactly 0 (verl gives a lone rollout its raw reward, ROLL NaN).
-    Baseline members stay outside mean and std and get 0.
+    Baseline members stay outside mean and std.
     """
-    offsets = batch.group_offsets
-    stats = moments(batch.rewards, offsets, ~batch.baseline)
-    advantages = stats.centred
-    if norm_by_std:
-        advantages = advantages / (spread(stats.std, offsets, len(advantages)) + epsilon)
-    alone = spread(stats.count, offsets, len(advantages)) < 2
-    advantages = torch.where(alone | batch.baseline, torch.zeros_like(advantages), advantages)
+    advantages = normalise(
+        batch.rewards,
+        batch.group_offsets,
+        mean="group",
+        std="group" if norm_by_std else None,
+        epsilon=epsilon,
+        weight=(~batch.baseline).to(torch.float64),
+    )
     return Estimate("row", advantages[batch.row_trajectory])

@@ -1,0 +1,48 @@
+"""GiGPO: episode advantage plus the advantage of a step among steps from the same state (arXiv:2505.10978)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ..packed import PackedBatch
+from ..registry import Estimate, estimator
+from ..rewards import NormScope, normalise
+from ..step_returns import discounted_returns, state_groups
+
+
+@estimator("gigpo", scope="group", level="step")
+def gigpo(
+    batch: PackedBatch,
+    *,
+    gamma: float = 0.95,
+    episode_weight: float = 1.0,
+    step_weight: float = 1.0,
+    norm_by_std: bool = True,
+    epsilon: float = 1e-6,
+    statistics: Literal["trajectory", "step"] = "trajectory",
+) -> Estimate:
+    """A_k = episode_weight * norm(r over the group) + step_weight * norm(G_k over the state group).
+
+    G_k are the step rewards discounted by `gamma` along the trajectory; a state group holds the steps of one
+    group with equal state_key. norm is (x - mean) / (std + epsilon), or x - mean. A trajectory counts once
+    in the episode statistics; statistics "step" counts it once per step, as ROLL does. Alone in its group
+    or state, or among equals, a term is exactly 0.
+    """
+    steps = batch.steps
+    std: NormScope | None = "group" if norm_by_std else None
+    weight = (~batch.baseline).double()
+    if statistics == "step":
+        weight = weight * torch.bincount(steps.trajectory, minlength=batch.num_trajectories)
+    episode = normalise(
+        batch.rewards, batch.group_offsets, mean="group", std=std, epsilon=epsilon, weight=weight
+    )
+    order, offsets = state_groups(steps, batch.trajectory_group[steps.trajectory])
+    counted = (~batch.baseline)[steps.trajectory][order]
+    returns = discounted_returns(batch, gamma)
+    sorted_step = normalise(
+        returns[order], offsets, mean="group", std=std, epsilon=epsilon, weight=counted.double()
+    )
+    step = torch.empty_like(returns).scatter(0, order, sorted_step)
+    return Estimate("step", episode_weight * episode[steps.trajectory] + step_weight * step)

@@ -1,0 +1,31 @@
+"""Returns over the steps of a trajectory, and the groups of steps that acted in the same state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .packed import PackedBatch, Steps, offsets_of
+from .scan import blocks, reverse_scan
+
+
+def discounted_returns(batch: PackedBatch, gamma: float) -> Tensor:
+    """[S] float64: G_k = s_k + gamma * G_{k+1} over each trajectory's steps, in time order."""
+    steps = batch.steps
+    offsets = offsets_of(steps.trajectory, batch.num_trajectories)
+    return reverse_scan(steps.rewards, gamma, blocks(offsets, len(steps)))
+
+
+def state_groups(steps: Steps, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Steps of one group that acted in the same state: (order [S], offsets [S + 1]).
+
+    group [S]: the group of each step. `order` lists the steps state group by state group, in time order
+    inside; `offsets` are the state groups' ranges in it, empty ones at the end. A step without state_key is
+    alone. (ROLL's state groups ignore the prompt group and pool equal states of different prompts.)
+    """
+    order = torch.argsort(steps.state, stable=True)
+    order = order[torch.argsort(group[order], stable=True)]
+    state, owner = steps.state[order], group[order]
+    begins = torch.ones(len(steps), dtype=torch.bool, device=state.device)
+    begins[1:] = (state[1:] != state[:-1]) | (owner[1:] != owner[:-1]) | (state[1:] < 0)
+    return order, offsets_of(torch.cumsum(begins, 0) - 1, len(steps))

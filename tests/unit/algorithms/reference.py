@@ -1,0 +1,137 @@
+"""Members, batches and plain float64 loops that the algorithm tests compare against."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from streamadv.algorithms import PackedBatch, pack
+from streamadv.columns import Array
+from streamadv.schema import Step
+
+
+@dataclass(frozen=True)
+class Member:
+    group_id: str
+    rollout_index: int
+    reward: float | None
+    row_lengths: Sequence[int]
+    row_trainable: Sequence[int]
+    steps: Sequence[Step] = ()
+    is_baseline: bool = False
+
+
+Pair = tuple[Member, dict[str, Array]]
+
+
+def member(
+    group_id: str,
+    index: int,
+    reward: float | None,
+    masks: Sequence[Sequence[int]] = ((0, 1, 1),),
+    steps: Sequence[Step] = (),
+    is_baseline: bool = False,
+    **columns: Sequence[float],
+) -> Pair:
+    """One trajectory with a row per mask, and its columns."""
+    mask = np.concatenate([np.asarray(row, np.uint8) for row in masks])
+    info = Member(
+        group_id,
+        index,
+        reward,
+        [len(row) for row in masks],
+        [int(sum(row)) for row in masks],
+        steps,
+        is_baseline,
+    )
+    return info, {
+        "response_mask": mask,
+        **{name: np.asarray(value, np.float32) for name, value in columns.items()},
+    }
+
+
+def batch_of(pairs: Sequence[Pair]) -> PackedBatch:
+    return pack([info for info, _ in pairs], [columns for _, columns in pairs])
+
+
+def random_pairs(seed: int, groups: int, most_members: int = 4, longest: int = 90) -> list[Pair]:
+    """Ragged groups of trajectories with one to three rows, gapped masks, steps and float columns."""
+    rng = np.random.default_rng(seed)
+    pairs = []
+    for group in range(groups):
+        for index in range(rng.integers(1, most_members + 1)):
+            lengths = rng.integers(2, longest, rng.integers(1, 4))
+            masks = [rng.integers(0, 2, length) for length in lengths]
+            steps = [
+                Step(
+                    row=row,
+                    start=int(length) // 2 * half,
+                    end=int(length) // 2 * (half + 1),
+                    reward=float(rng.normal()),
+                    state_key=None if rng.random() < 0.2 else str(rng.integers(0, 2)),
+                )
+                for row, length in enumerate(lengths)
+                for half in (0, 1)
+            ]
+            reward = float(rng.choice([0.0, 1.0, 0.1, -100.0, 100.0, rng.normal()]))
+            size = int(lengths.sum())
+            names = ("values", "old_log_probs", "rollout_log_probs", "ref_log_probs", "token_level_rewards")
+            columns: dict[str, Any] = {name: rng.normal(size=size).astype(np.float32) for name in names}
+            baseline = index > 0 and rng.random() < 0.1
+            pairs.append(member(f"g{group:03d}", index, reward, masks, steps, baseline, **columns))
+    return pairs
+
+
+discounts = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])
+
+
+def rows_of(batch: PackedBatch) -> list[tuple[int, int]]:
+    bounds = batch.cu_seqlens.tolist()
+    return list(itertools.pairwise(bounds))
+
+
+def scan_loop(values: Sequence[float], discount: Sequence[float], rows: Sequence[tuple[int, int]]) -> Array:
+    """x_t = v_t + c_t x_{t+1} within each row."""
+    out = np.zeros(len(values))
+    for start, end in rows:
+        ahead = 0.0
+        for t in range(end - 1, start - 1, -1):
+            ahead = values[t] + discount[t] * ahead
+            out[t] = ahead
+    return out
+
+
+def gae_loop(
+    rewards: Array, values: Array, mask: Array, rows: Sequence[tuple[int, int]], gamma: float, lam: float
+) -> Array:
+    """GAE over the trainable tokens of each row, 0 elsewhere."""
+    out = np.zeros(len(values))
+    for start, end in rows:
+        next_value = ahead = 0.0
+        for t in range(end - 1, start - 1, -1):
+            if mask[t]:
+                ahead = rewards[t] + gamma * next_value - values[t] + gamma * lam * ahead
+                next_value = values[t]
+                out[t] = ahead
+    return out
+
+
+def normalise_loop(
+    values: Array, groups: Sequence[Any], counted: Array, by_std: bool, epsilon: float
+) -> Array:
+    """(x - mean) / (std + epsilon) by group, 0 alone or among equals."""
+    out = np.zeros(len(values))
+    for i, group in enumerate(groups):
+        peers = [v for v, g, c in zip(values, groups, counted, strict=True) if g == group and c]
+        if len(set(peers)) < 2:
+            out[i] = 0.0 if by_std or not peers else values[i] - peers[0]
+            continue
+        out[i] = values[i] - np.mean(peers)
+        if by_std:
+            out[i] /= np.std(peers, ddof=1) + epsilon
+    return out
