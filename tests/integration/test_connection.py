@@ -247,9 +247,9 @@ async def test_push_into_a_cluster_never_sends_twice() -> None:
         assert value("redis" + rest) == 2
         proxy.eaten = False
         async with AsyncConnection("redis+cluster" + rest) as other:
-            with pytest.raises(RETRYABLE):
-                async with other.push.pipeline(transaction=True) as pipe:
-                    pipe.incr("n")
+            async with other.push.pipeline(transaction=True) as pipe:
+                pipe.incr("n")
+                with pytest.raises(RETRYABLE):
                     await pipe.execute()
         assert value("redis" + rest) == 3
     proxy.close()
