@@ -246,11 +246,13 @@ async def test_push_into_a_cluster_never_sends_twice() -> None:
             increment(connection.push)
         assert value("redis" + rest) == 2
         proxy.eaten = False
-        async with AsyncConnection("redis+cluster" + rest) as other:
-            async with other.push.pipeline(transaction=True) as pipe:
-                pipe.incr("n")
-                with pytest.raises(RETRYABLE):
-                    await pipe.execute()
+        async with (
+            AsyncConnection("redis+cluster" + rest) as other,
+            other.push.pipeline(transaction=True) as pipe,
+        ):
+            pipe.incr("n")
+            with pytest.raises(RETRYABLE):
+                await pipe.execute()
         assert value("redis" + rest) == 3
     proxy.close()
 
