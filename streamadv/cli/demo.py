@@ -12,12 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from ..demo.settings import CORRECTIONS, DEFAULT_ESTIMATOR, DEFAULT_UPDATES, MAPS
 from ..errors import MissingDependencyError, SettingError
 
 NEEDED: Final = ("gymnasium", "matplotlib", "rich")
 SUPPLIED: Final = ("input_ids", "response_mask", "rollout_log_probs", "token_level_rewards")
-DEFAULT_ESTIMATOR: Final = "grpo"
-DEFAULT_UPDATES: Final = 80
 INTERRUPTED: Final = 130
 
 
@@ -32,19 +31,19 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--redis", metavar="URL", help="use this server instead of an embedded one")
     parser.add_argument("--seed", type=int, default=0, help="of weights, episodes and evaluation (default 0)")
-    parser.add_argument(
-        "--maps", choices=("fixed", "random"), default="fixed", help="random is harder, without a goal"
-    )
+    parser.add_argument("--maps", choices=MAPS, default=MAPS[0], help="random is harder, without a goal")
     parser.add_argument(
         "--estimator", default=DEFAULT_ESTIMATOR, metavar="NAME", help="of the advantages (grpo)"
     )
     parser.add_argument(
-        "--correction", choices=("none", "tis", "ppo"), default="ppo", help="of the loss for stale rollouts"
+        "--correction", choices=CORRECTIONS, default="ppo", help="of the loss for stale rollouts"
     )
     parser.add_argument(
         "--max-staleness", type=int, default=4, metavar="N", help="in policy versions (default 4)"
     )
-    parser.add_argument("--updates", type=int, default=DEFAULT_UPDATES, metavar="N", help="(default 80)")
+    parser.add_argument(
+        "--updates", type=int, default=DEFAULT_UPDATES, metavar="N", help=f"(default {DEFAULT_UPDATES})"
+    )
     parser.add_argument("--no-kill", action="store_true", help="kill nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument(

@@ -14,7 +14,6 @@ from .policy import Policy, log_probs_and_entropy
 
 CLIP_RATIO: Final = 0.2
 TIS_CAP: Final = 2.0
-CORRECTIONS: Final = ("none", "tis", "ppo")
 LEARNING_RATE: Final = 1e-3
 MAX_GRAD_NORM: Final = 1.0
 ENTROPY_COEFFICIENT: Final = 0.01

@@ -18,6 +18,9 @@ EVALUATION_EPISODES: Final = 512
 EVALUATE_EVERY: Final = 10  # versions
 GOAL: Final = 0.8  # success rate that counts as learnt, on the fixed map
 DEFAULT_UPDATES: Final = 80
+DEFAULT_ESTIMATOR: Final = "grpo"
+MAPS: Final = ("fixed", "random")
+CORRECTIONS: Final = ("none", "tis", "ppo")  # of the loss for stale rollouts, see `learning.policy_loss`
 
 _FILE = "settings.json"
 
@@ -28,9 +31,9 @@ class DemoSettings:
 
     run: str
     seed: int = 0
-    maps: str = "fixed"  # fixed | random
-    estimator: str = "grpo"
-    correction: str = "ppo"  # none | tis | ppo
+    maps: str = MAPS[0]
+    estimator: str = DEFAULT_ESTIMATOR
+    correction: str = "ppo"
     max_staleness: int = 4
     updates: int = DEFAULT_UPDATES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -144,15 +144,9 @@ class _Conductor:
     def _seconds(self) -> float:
         return time.monotonic() - self._began
 
-    @property
-    def _rollouts(self) -> list[Child]:
-        return [child for name, child in self._crew.items() if name.startswith("rollouts-")]
-
     def run(self) -> None:
         # Rollouts start when there are weights to play with.
-        for child in self._crew.values():
-            if child not in self._rollouts:
-                child.start()
+        self._start([name for name in self._crew if not name.startswith("rollouts-")])
         while self.progress.phase != "done":
             try:
                 name, message = self._inbox.get(timeout=TICK_S)
@@ -177,8 +171,7 @@ class _Conductor:
             case "published" if self.progress.phase == "starting":
                 self.progress.phase = "learning"
                 self._evaluate(0)
-                for child in self._rollouts:
-                    child.start()
+                self._start([name for name in self._crew if name.startswith("rollouts-")])
             case "ready":
                 self._ready.add(name)
                 if self.progress.phase == "draining":
@@ -216,15 +209,16 @@ class _Conductor:
                 child.kill()
         killed = ", ".join(f"{kill.process} ({kill.pid})" for kill in self.progress.kills)
         self._view.say(f"version {version}: kill -9 of {killed}")
-        for name in KILLED:
-            self._start_again(name)
-        self._view.say("started " + ", ".join(f"{name} ({self._crew[name].pid})" for name in KILLED))
+        self._start(KILLED)
 
-    def _start_again(self, name: str) -> None:
-        self._ready.discard(name)
-        self._crew[name].start()
-        if name == "evaluate" and self._asked is not None:
-            self._evaluate(self._asked)
+    def _start(self, names: Sequence[str]) -> None:
+        """Start processes, for the first time or again."""
+        for name in names:
+            self._ready.discard(name)
+            self._crew[name].start()
+            if name == "evaluate" and self._asked is not None:
+                self._evaluate(self._asked)
+        self._view.say("started " + ", ".join(f"{name} ({self._crew[name].pid})" for name in names))
 
     def _finish(self, name: str) -> None:
         self._ended.add(name)
@@ -253,8 +247,8 @@ class _Conductor:
                 raise ProcessEndedError(
                     f"{name} keeps ending, last with exit status {status}: {child.log_tail()}"
                 )
-            self._view.say(f"{name} ended with exit status {status}: started again")
-            self._start_again(name)
+            self._view.say(f"{name} ended with exit status {status}")
+            self._start([name])
         if time.monotonic() - self._moved > STALL_S:
             tails = "; ".join(f"{name}: {child.log_tail()}" for name, child in self._crew.items())
             raise ProcessEndedError(

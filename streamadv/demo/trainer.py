@@ -77,7 +77,7 @@ def report(batch: Any, measured: Any) -> dict[str, Any]:
     """What the supervisor shows of one update."""
     staleness = list(batch.staleness)
     return {
-        "reward": batch.metrics.get("critic/rewards/mean", 0.0),
+        "reward": batch.metrics["critic/score/mean"],
         "kl": measured.kl,
         "entropy": measured.entropy,
         "clip_fraction": measured.clip_fraction,
