@@ -24,8 +24,8 @@ def add_parser(subparsers: Any) -> None:
     """Add the `demo` command to the command line."""
     parser = subparsers.add_parser(
         "demo",
-        help="rollouts of a real environment, all stages as processes, a trainer that learns",
-        description="Rollouts of a real environment, all stages as processes, and a trainer that learns. At 40 %% of "
+        help="the whole pipeline at work: real rollouts, all stages, a policy that learns",
+        description="Rollouts of a real environment, all stages as processes, and a trainer that learns. At 40 % of "
         "the run three processes are killed with SIGKILL and new ones started. Exit status 0 if the policy learnt "
         "(fixed map: success rate of at least 80 %%) and every trajectory is accounted for.",
     )
@@ -42,7 +42,12 @@ def add_parser(subparsers: Any) -> None:
         "--max-staleness", type=int, default=4, metavar="N", help="in policy versions (default 4)"
     )
     parser.add_argument(
-        "--updates", type=int, default=DEFAULT_UPDATES, metavar="N", help=f"(default {DEFAULT_UPDATES})"
+        "--updates",
+        type=int,
+        metavar="N",
+        help="policy updates (default "
+        + ", ".join(f"{maps} {n}" for maps, n in DEFAULT_UPDATES.items())
+        + ")",
     )
     parser.add_argument("--no-kill", action="store_true", help="kill nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
@@ -59,6 +64,8 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; returns the exit status."""
     check_dependencies()
+    if arguments.updates is None:
+        arguments.updates = DEFAULT_UPDATES[arguments.maps]
     check_arguments(arguments)
     # After the checks: these need the packages of the demo.
     from rich.console import Console

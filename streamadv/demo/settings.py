@@ -17,9 +17,9 @@ ADVANTAGE_WORKERS: Final = 2
 EVALUATION_EPISODES: Final = 512
 EVALUATE_EVERY: Final = 10  # versions
 GOAL: Final = 0.8  # success rate that counts as learnt, on the fixed map
-DEFAULT_UPDATES: Final = 80
+DEFAULT_UPDATES: Final = {"fixed": 80, "random": 200}  # by maps
 DEFAULT_ESTIMATOR: Final = "grpo"
-MAPS: Final = ("fixed", "random")
+MAPS: Final = tuple(DEFAULT_UPDATES)
 CORRECTIONS: Final = ("none", "tis", "ppo")  # of the loss for stale rollouts, see `learning.policy_loss`
 
 _FILE = "settings.json"
@@ -35,7 +35,7 @@ class DemoSettings:
     estimator: str = DEFAULT_ESTIMATOR
     correction: str = "ppo"
     max_staleness: int = 4
-    updates: int = DEFAULT_UPDATES
+    updates: int = DEFAULT_UPDATES[MAPS[0]]
 
     def write(self, directory: Path) -> None:
         (directory / _FILE).write_text(json.dumps(asdict(self)))
