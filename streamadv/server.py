@@ -188,7 +188,7 @@ class EmbeddedServer:
                 self._launch(port)
             except ServerError:
                 # Somebody else took the port after it was probed.
-                if attempt + 1 == PORT_ATTEMPTS or "already in use" not in self._log():
+                if attempt + 1 == PORT_ATTEMPTS or "already in use" not in self.log_tail():
                     raise
             else:
                 return
@@ -300,7 +300,7 @@ class EmbeddedServer:
         try:
             while True:
                 if not self.running:
-                    raise ServerError(f"{self._binary.name} ended at start: {self._log()}")
+                    raise ServerError(f"{self._binary.name} ended at start: {self.log_tail()}")
                 try:
                     client.ping()
                     answering = client.info("server")["process_id"]
@@ -314,13 +314,13 @@ class EmbeddedServer:
                 if time.monotonic() > deadline:
                     raise ServerError(
                         f"{self._binary.name} gave no answer at {self.url} "
-                        f"within {ANSWER_SECONDS:g} s: {self._log()}"
+                        f"within {ANSWER_SECONDS:g} s: {self.log_tail()}"
                     )
                 time.sleep(POLL_SECONDS)
         finally:
             client.close()
 
-    def _log(self) -> str:
+    def log_tail(self) -> str:
         """The last lines of the server's log, on one line."""
         lines = self._log_path.read_text(errors="replace").splitlines() if self._log_path.exists() else []
         return " | ".join(line.strip() for line in lines[-5:] if line.strip()) or "(empty log)"

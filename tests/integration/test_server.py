@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -208,3 +208,55 @@ def test_it_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
             with pytest.raises(redis.exceptions.ConnectionError):
                 connection.read_response()  # the server closes it by ending
             connection.disconnect()
+
+
+@pytest.fixture
+def command() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `streamadv server`; what still runs at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "streamadv", "server", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with process:
+            if process.poll() is None:
+                process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_prints_its_url_and_stops_cleanly(
+    command: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
+) -> None:
+    process = command("--data-dir", str(tmp_path))
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    with redis.Redis.from_url(url) as client:
+        client.set("key", b"value")
+        process.send_signal(number)
+        assert process.wait(60) == 0
+        with pytest.raises(redis.exceptions.ConnectionError):
+            client.ping()
+    again = command("--data-dir", str(tmp_path), "--appendfsync", "always", "--maxmemory", "64mb")
+    assert again.stdout is not None
+    with redis.Redis.from_url(again.stdout.readline().strip()) as client:
+        assert client.get("key") == b"value"
+        assert client.config_get("maxmemory") == {"maxmemory": str(64 * 2**20)}
+
+
+def test_the_command_fails_when_its_server_dies(command: Callable[..., subprocess.Popen[str]]) -> None:
+    process = command()
+    assert process.stdout is not None
+    with redis.Redis.from_url(process.stdout.readline().strip()) as client:
+        os.kill(client.info("server")["process_id"], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.startswith("streamadv: error: the server ended")

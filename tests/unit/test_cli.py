@@ -1,0 +1,147 @@
+"""The frame of the command line: exit statuses, one-line errors, what is imported, schema and config."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.exceptions
+
+from streamadv import cli
+from streamadv.errors import SettingError
+from streamadv.settings import load_settings
+
+
+@pytest.mark.parametrize("words", [["no-such-command"], [], ["schema", "--no-such-flag"]])
+def test_wrong_usage_is_exit_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (SettingError("port=0: give\nanother"), 1, "streamadv: error: port=0: give another\n"),
+        (redis.exceptions.OutOfMemoryError("OOM"), 1, "streamadv: error: OOM\n"),
+        (FileNotFoundError(2, "No such file", "a.jsonl"), 1, "streamadv: error: a.jsonl: No such file\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_an_error_is_one_line_and_a_status(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    status: int,
+    message: str,
+) -> None:
+    def fail() -> Any:
+        raise error
+
+    monkeypatch.setattr("streamadv.cli.schema.trajectory_json_schema", fail)
+    assert cli.main(["schema"]) == status
+    assert capsys.readouterr().err == message
+
+
+def test_an_unexpected_error_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("streamadv.cli.schema.trajectory_json_schema", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["schema"])
+
+
+def test_a_reader_that_leaves_early_is_no_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "streamadv", "schema"], stdout=closed, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_help_and_schema_do_not_import_torch() -> None:
+    code = (
+        "import sys\n"
+        "from streamadv.cli import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    for word in ("--help", "schema"):
+        done = subprocess.run([sys.executable, "-c", code, word], capture_output=True, check=False)
+        assert (word, done.returncode, done.stderr) == (word, 0, b"")
+
+
+def test_schema_prints_a_valid_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schema"]) == 0
+    jsonschema: Any = pytest.importorskip("jsonschema")
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert "group_id" in schema["properties"]
+
+
+def test_config_shows_sources_and_the_chain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STREAMADV_RUN", "mine")
+    assert cli.main(["config", "--json", "--redis", "redis://me:secret@host"]) == 0
+    out = capsys.readouterr().out
+    assert "secret" not in out
+    printed = json.loads(out)
+    assert printed["settings"]["run"] == {"value": "mine", "source": "STREAMADV_RUN"}
+    assert printed["settings"]["redis_url"] == {"value": "redis://me:***@host", "source": "flag"}
+    assert any("grpo" in step for step in printed["chain"])
+    assert cli.main(["config"]) == 0
+    text = capsys.readouterr().out
+    assert all(step in text for step in printed["chain"])
+
+
+def test_config_reads_a_chain_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "chain.json"
+    file.write_text('{"estimator": "grpo", "norm_by_std": false}')
+    assert cli.main(["config", "--config", str(file)]) == 0
+    assert "norm_by_std False" in capsys.readouterr().out
+    file.write_text("{")
+    assert cli.main(["config", "--config", str(file)]) == 1
+    assert "chain.json" in capsys.readouterr().err
+
+
+def test_a_command_without_a_server_names_the_remedy() -> None:
+    with pytest.raises(SettingError, match="--redis URL"):
+        cli.connect(load_settings())
+
+
+def test_a_likely_typo_in_the_environment_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STREAMADV_REDISURL", "redis://host")
+    assert cli.main(["schema"]) == 0
+    assert "did you mean STREAMADV_REDIS_URL" in capsys.readouterr().err
+
+
+def test_a_log_record_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.set_up_logging("info")
+    logging.getLogger("streamadv.test").warning("first\nsecond")
+    logging.getLogger("streamadv.test").debug("not shown")
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.fixture(autouse=True)
+def _keep_logging() -> Any:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
