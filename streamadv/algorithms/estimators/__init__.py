@@ -2,6 +2,14 @@
 
 from . import gae as gae
 from . import gigpo as gigpo
+from . import gpg as gpg
 from . import grpo as grpo
+from . import maxrl as maxrl
+from . import opo as opo
+from . import pass_at_k as pass_at_k
 from . import reinforce as reinforce
+from . import reinforce_plus_plus as reinforce_plus_plus
+from . import remax as remax
+from . import rloo as rloo
 from . import step_reinforce as step_reinforce
+from . import token_baseline as token_baseline

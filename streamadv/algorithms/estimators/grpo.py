@@ -6,23 +6,32 @@ import torch
 
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..rewards import normalise
+from ..segments import moments, spread
+from .singleton import Singleton, settle_singletons
 
 
 @estimator("grpo", scope="group")
-def grpo(batch: PackedBatch, *, norm_by_std: bool = True, epsilon: float = 1e-6) -> Estimate:
+def grpo(
+    batch: PackedBatch,
+    *,
+    norm_by_std: bool = True,
+    epsilon: float = 1e-6,
+    least_std: float = 0.0,
+    singleton: Singleton = "zero",
+) -> Estimate:
     """A_i = (r_i - mean(r_g)) / (std(r_g) + epsilon), one number per row.
 
-    norm_by_std False is Dr.GRPO (arXiv:2503.20783): A_i = r_i - mean(r_g). std has ddof 1. A group of one
-    and a group of equal rewards give exactly 0 (verl gives a lone rollout its raw reward, ROLL NaN).
-    Baseline members stay outside mean and std.
+    norm_by_std False is Dr.GRPO (arXiv:2503.20783): A_i = r_i - mean(r_g). std has ddof 1 and is taken as
+    `least_std` at least (verl's vectorized form: sqrt(epsilon)). A group of equal rewards gives exactly 0,
+    and so does a group of one; singleton "raw" keeps its reward, as verl does (ROLL: NaN). Baseline members
+    stay outside mean and std.
     """
-    advantages = normalise(
-        batch.rewards,
-        batch.group_offsets,
-        mean="group",
-        std="group" if norm_by_std else None,
-        epsilon=epsilon,
-        weight=(~batch.baseline).to(torch.float64),
-    )
+    offsets = batch.group_offsets
+    stats = moments(batch.rewards, offsets, ~batch.baseline)
+    advantages = stats.centred
+    if norm_by_std:
+        divisor = spread(stats.std, offsets, len(advantages)).clamp(min=least_std) + epsilon
+        advantages = torch.where(advantages != 0, advantages / divisor, 0.0)
+    divisor_alone = 1 + epsilon if norm_by_std else 1.0
+    advantages = settle_singletons(batch, stats.size, advantages, batch.rewards / divisor_alone, singleton)
     return Estimate("row", advantages[batch.row_trajectory])

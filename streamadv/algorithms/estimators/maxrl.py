@@ -1,0 +1,31 @@
+"""MaxRL: centred rewards over the mean reward, so rarely solved prompts weigh more (prime-rl, SkyRL)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..packed import PackedBatch
+from ..registry import Estimate, estimator
+from ..segments import moments, spread
+from .singleton import Singleton, settle_singletons
+
+
+@estimator("maxrl", scope="group")
+def maxrl(
+    batch: PackedBatch,
+    *,
+    epsilon: float = 0.0,
+    negative_means: bool = False,
+    singleton: Singleton = "zero",
+) -> Estimate:
+    """A_i = (r_i - mean(r_g)) / (mean(r_g) + epsilon); 0 where the mean is not positive (prime-rl).
+
+    negative_means divides by negative means too, which turns the signs round (SkyRL).
+    """
+    offsets = batch.group_offsets
+    stats = moments(batch.rewards, offsets, ~batch.baseline)
+    mean = spread(stats.mean, offsets, len(batch.rewards))
+    defined = (mean + epsilon != 0) if negative_means else mean > 0
+    advantages = torch.where(defined & (stats.centred != 0), stats.centred / (mean + epsilon), 0.0)
+    advantages = settle_singletons(batch, stats.size, advantages, batch.rewards, singleton)
+    return Estimate("row", advantages[batch.row_trajectory])

@@ -1,0 +1,32 @@
+"""GRPO for pass@k: only the best of a group is reinforced (arXiv:2503.19595)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..packed import PackedBatch
+from ..registry import Estimate, estimator
+from ..segments import moments, segment_max, segment_min, spread
+
+
+@estimator("grpo_passk", scope="group")
+def grpo_passk(batch: PackedBatch, *, norm_by_std: bool = True, epsilon: float = 1e-6) -> Estimate:
+    """The best rollout of a group gets its lead over the second best, the others 0.
+
+    norm_by_std divides by std(r_g) + epsilon, ddof 1. Ties for the best and groups of one give 0 (verl
+    raises for a group of one).
+    """
+    offsets, trained = batch.group_offsets, ~batch.baseline
+    size = len(batch.rewards)
+    counted = torch.where(trained, batch.rewards, -torch.inf)
+    best = counted == spread(segment_max(counted, offsets), offsets, size)
+    place = torch.arange(size, device=batch.device).double()
+    first = spread(segment_min(torch.where(best, place, torch.inf), offsets), offsets, size) == place
+    others = torch.where(first, -torch.inf, counted)
+    lead = batch.rewards - spread(segment_max(others, offsets), offsets, size)
+    stats = moments(batch.rewards, offsets, trained)
+    if norm_by_std:
+        lead = lead / (spread(stats.std, offsets, size) + epsilon)
+    alone = spread(stats.size, offsets, size) < 2
+    advantages = torch.where(first & trained & ~alone, lead, 0.0)
+    return Estimate("row", advantages[batch.row_trajectory])

@@ -1,0 +1,22 @@
+"""RLOO: a reward against the mean of the others (Ahmadian et al., arXiv:2402.14740, eq. 8)."""
+
+from __future__ import annotations
+
+from ..packed import PackedBatch
+from ..registry import Estimate, estimator
+from ..segments import moments, spread
+from .singleton import Singleton, settle_singletons
+
+
+@estimator("rloo", scope="group")
+def rloo(batch: PackedBatch, *, singleton: Singleton = "zero") -> Estimate:
+    """A_i = r_i - mean of the other rewards = (r_i - mean(r_g)) * n / (n - 1), one number per row.
+
+    A group of one gives 0; singleton "raw" keeps its reward, as verl's rloo does (its vectorized form: 0).
+    """
+    offsets = batch.group_offsets
+    stats = moments(batch.rewards, offsets, ~batch.baseline)
+    size = spread(stats.size, offsets, len(batch.rewards))
+    advantages = stats.centred * size / (size - 1).clamp(min=1)
+    advantages = settle_singletons(batch, stats.size, advantages, batch.rewards, singleton)
+    return Estimate("row", advantages[batch.row_trajectory])

@@ -1,0 +1,320 @@
+"""Estimators on padded response tensors, under verl's names: [B, T] in, (advantages, returns) [B, T] out.
+
+Column t of every array is the same token. `index` holds one label per row, equal labels are one prompt
+group, in any order. Every function is pure and gives float32. `peer_quirks="verl"` reproduces verl where
+streamadv differs (docs/estimators.md); the deviations are named in each docstring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .estimators.gae import gae_scan
+from .estimators.singleton import Singleton
+from .estimators.token_baseline import baseline_scan, optimal_token_baseline
+from .packed import PackedBatch
+from .padded_layout import Labels, PeerQuirks, as_batch, to_padded
+from .registry import get_estimator
+from .scan import blocks, next_in_row, reverse_scan
+from .token_rewards import credited
+from .whitening import whiten
+
+Pair = tuple[Tensor, Tensor]
+
+
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """GAE over trainable tokens, advantages whitened over the batch; see `estimators.gae`.
+
+    Rewards on masked tokens are credited to the action before and both results are 0 there. verl loses
+    such rewards and leaves carried-over values outside the mask.
+    """
+    batch = _token_batch(response_mask, token_level_rewards, peer_quirks, values=values)
+    mask = batch.column("response_mask")
+    rewards, value = batch.column("token_level_rewards"), batch.column("values")
+    estimate = gae_scan(rewards, value, mask, batch.cu_seqlens, gamma, lam)
+    advantages, returns = estimate.advantages, estimate.returns
+    assert returns is not None
+    advantages = whiten(advantages, mask, batch.cu_seqlens)
+    if peer_quirks is None:
+        advantages, returns = _masked(advantages, mask), _masked(returns, mask)
+    order = torch.arange(len(response_mask), device=mask.device)
+    return to_padded(advantages, order), to_padded(returns, order)
+
+
+def compute_grpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """(r - mean(group)) / (std(group) + epsilon) on trainable tokens, r = sum of a row's rewards.
+
+    A group of one gives 0 (verl: its reward). norm_adv_by_std_in_grpo False is Dr.GRPO.
+    """
+    return _outcome(
+        "grpo",
+        token_level_rewards,
+        response_mask,
+        index,
+        norm_by_std=norm_adv_by_std_in_grpo,
+        epsilon=epsilon,
+        singleton=_singleton(peer_quirks),
+    )
+
+
+def compute_grpo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """As `compute_grpo_outcome_advantage`, with the std taken as sqrt(epsilon) at least."""
+    return _outcome(
+        "grpo",
+        token_level_rewards,
+        response_mask,
+        index,
+        norm_by_std=norm_adv_by_std_in_grpo,
+        epsilon=epsilon,
+        least_std=epsilon**0.5,
+        singleton=_singleton(peer_quirks),
+    )
+
+
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> Pair:
+    """The best of each group gets its lead over the second best; a group of one gives 0 (verl raises)."""
+    return _outcome(
+        "grpo_passk",
+        token_level_rewards,
+        response_mask,
+        index,
+        norm_by_std=norm_adv_by_std_in_grpo,
+        epsilon=epsilon,
+    )
+
+
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """r minus the mean of the group's others; alone 0 (verl's rloo: the reward, its vectorized form: 0)."""
+    return _outcome("rloo", token_level_rewards, response_mask, index, singleton=_singleton(peer_quirks))
+
+
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """r minus the group's length-weighted mean reward; alone 0 (verl: the reward)."""
+    return _outcome("opo", token_level_rewards, response_mask, index, singleton=_singleton(peer_quirks))
+
+
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels,
+    f_norm: float = 1.0,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """alpha (r - mean) / f_norm, alpha = B / samples with a signal (verl: with a reward other than 0)."""
+    return _outcome(
+        "gpg",
+        token_level_rewards,
+        response_mask,
+        index,
+        f_norm=f_norm,
+        counted="rewards" if peer_quirks else "advantages",
+        singleton=_singleton(peer_quirks),
+    )
+
+
+def compute_maxrl_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels,
+    epsilon: float = 1e-6,
+    *,
+    negative_means: bool = False,
+    singleton: Singleton = "zero",
+) -> Pair:
+    """(r - mean) / (mean + epsilon), 0 where the mean is not positive; SkyRL divides by any mean."""
+    return _outcome(
+        "maxrl",
+        token_level_rewards,
+        response_mask,
+        index,
+        epsilon=epsilon,
+        negative_means=negative_means,
+        singleton=singleton,
+    )
+
+
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """r - mean(group) on trainable tokens, whitened over them; alone 0 before whitening (verl: r)."""
+    return _outcome(
+        "reinforce_plus_plus_baseline",
+        token_level_rewards,
+        response_mask,
+        index,
+        singleton=_singleton(peer_quirks),
+    )
+
+
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    gamma: float = 1.0,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """Discounted returns over trainable tokens, whitened; returns unwhitened.
+
+    verl sets the return to 0 at every masked token, so only a row's last turn hears of the reward.
+    """
+    batch = _token_batch(response_mask, token_level_rewards, peer_quirks)
+    order = torch.arange(len(response_mask), device=response_mask.device)
+    mask = batch.column("response_mask")
+    if peer_quirks is None:
+        estimate = get_estimator("reinforce_plus_plus").function(batch, gamma=gamma)
+        advantages, returns = estimate.advantages, estimate.returns
+        return to_padded(_masked(advantages, mask), order), to_padded(_masked(returns, mask), order)
+    carried = gamma * next_in_row(mask.to(torch.float64), batch.cu_seqlens)
+    cut = blocks(batch.cu_seqlens, batch.num_tokens)
+    returns = reverse_scan(batch.column("token_level_rewards"), carried, cut)
+    advantages = _masked(whiten(returns, mask, batch.cu_seqlens), mask)
+    return to_padded(advantages, order), to_padded(returns, order)
+
+
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor,
+    response_mask: Tensor,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """Return from each token on, minus the row's `reward_baselines` [B]; 0 outside the mask (verl: not)."""
+    batch = _token_batch(response_mask, token_level_rewards, peer_quirks)
+    order = torch.arange(len(response_mask), device=response_mask.device)
+    mask = batch.column("response_mask").double()
+    rewards = batch.column("token_level_rewards") * mask
+    returns = reverse_scan(rewards, 1.0, blocks(batch.cu_seqlens, batch.num_tokens))
+    advantages = returns - reward_baselines.double()[batch.token_row] * mask
+    if peer_quirks is None:
+        advantages, returns = _masked(advantages, mask), _masked(returns, mask)
+    return to_padded(advantages, order), to_padded(returns, order)
+
+
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = False,
+) -> Pair:
+    """The optimal token baseline with samples compared column by column; see `estimators.token_baseline`."""
+    batch, order = _baseline_batch(
+        token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
+    )
+    width = response_mask.shape[1]
+    column = torch.arange(width, device=response_mask.device).repeat(len(response_mask))
+    estimate = baseline_scan(batch, column, handle_zero_tail)
+    assert estimate.returns is not None
+    return to_padded(estimate.advantages, order), to_padded(estimate.returns, order)
+
+
+def compute_tir_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+) -> Pair:
+    """The optimal token baseline with samples compared at equal numbers of trainable tokens."""
+    batch, order = _baseline_batch(
+        token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
+    )
+    estimate = optimal_token_baseline(batch, handle_zero_tail=handle_zero_tail)
+    assert estimate.returns is not None
+    return to_padded(estimate.advantages, order), to_padded(estimate.returns, order)
+
+
+def _outcome(
+    name: str, token_level_rewards: Tensor, response_mask: Tensor, index: Labels, **options: object
+) -> Pair:
+    """An outcome estimator over row sums of the rewards, spread over trainable tokens."""
+    scores = token_level_rewards.to(torch.float64).sum(1)
+    batch, order = as_batch(response_mask, rewards=scores, index=index)
+    rows = get_estimator(name).function(batch, **options).advantages
+    advantages = to_padded(rows, order, response_mask)
+    return advantages, advantages
+
+
+def _token_batch(
+    response_mask: Tensor, token_level_rewards: Tensor, peer_quirks: PeerQuirks | None, **columns: Tensor
+) -> PackedBatch:
+    batch, _ = as_batch(response_mask, {"token_level_rewards": token_level_rewards, **columns})
+    return batch if peer_quirks else batch.with_columns(token_level_rewards=credited(batch))
+
+
+def _baseline_batch(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None,
+) -> tuple[PackedBatch, Tensor]:
+    columns = {
+        "token_level_rewards": token_level_rewards,
+        "old_log_probs": old_log_probs,
+        "sum_pi_squared": sum_pi_squared,
+    }
+    if rollout_is_weights is not None:
+        columns["rollout_is_weights"] = rollout_is_weights
+    return as_batch(response_mask, columns, index=index)
+
+
+def _masked(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask != 0, values, 0.0)
+
+
+def _singleton(peer_quirks: PeerQuirks | None) -> Singleton:
+    return "raw" if peer_quirks else "zero"

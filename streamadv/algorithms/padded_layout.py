@@ -1,0 +1,92 @@
+"""Between padded [B, T] tensors and the packed batch the algorithms work on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..columns import Array
+from ..errors import TrajectoryError
+from .packed import PackedBatch, Steps
+
+Labels = Sequence[object] | Array | Tensor  # one per row; equal labels = the same group
+PeerQuirks = Literal["roll", "verl"]
+
+
+def label_codes(labels: Labels) -> Tensor:
+    """[B] int64: equal labels, equal number, counted from 0 in order of appearance."""
+    items = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else list(labels)
+    numbers: dict[object, int] = {}
+    return torch.tensor([numbers.setdefault(item, len(numbers)) for item in items], dtype=torch.int64)
+
+
+def group_order(labels: Labels, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(order, offsets): rows group by group, in their own order inside; [B] and [G + 1] int64."""
+    codes = label_codes(labels)
+    order = torch.argsort(codes, stable=True)
+    count = int(codes.max()) + 1 if len(codes) else 0
+    offsets = torch.searchsorted(codes[order], torch.arange(count + 1))
+    return order.to(device), offsets.to(device)
+
+
+def as_batch(
+    mask: Tensor,
+    columns: Mapping[str, Tensor] | None = None,
+    rewards: Tensor | None = None,
+    index: Labels | None = None,
+) -> tuple[PackedBatch, Tensor]:
+    """Rows of `mask` [B, T] as a packed batch of B one-row trajectories, padding included as masked tokens.
+
+    columns: [B, T] each; rewards [B]; index: group labels [B], None = every row alone. Returns the batch
+    and the row order [B] it stands in, for `to_padded`. Raises TrajectoryError if shapes disagree.
+    """
+    rows, width = mask.shape
+    device = mask.device
+    for name, column in (columns or {}).items():
+        if column.shape != mask.shape:
+            raise TrajectoryError(
+                f"{name} has shape {tuple(column.shape)}, response_mask {tuple(mask.shape)}: give both alike"
+            )
+    order = torch.arange(rows, device=device)
+    group, groups = order, rows
+    if index is not None:
+        if len(index) != rows:
+            raise TrajectoryError(f"index has {len(index)} labels, response_mask {rows} rows: one each")
+        codes = label_codes(index).to(device)
+        order = torch.argsort(codes, stable=True)
+        group, groups = codes[order], int(codes.max()) + 1 if rows else 0
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        return (tensor if index is None else tensor[order]).reshape(-1)
+
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    reward = torch.zeros(rows, device=device) if rewards is None else rewards
+    batch = PackedBatch(
+        cu_seqlens=torch.arange(rows + 1, device=device) * width,
+        row_trajectory=torch.arange(rows, device=device),
+        row_trainable=(mask[order] != 0).sum(1),
+        trajectory_group=group,
+        rewards=reward[order].to(torch.float64),
+        baseline=torch.zeros(rows, dtype=torch.bool, device=device),
+        steps=Steps(none, none, none, none, none.double(), none, 0),
+        num_tokens=rows * width,
+        num_groups=groups,
+        columns={
+            "response_mask": laid_out((mask != 0).to(torch.uint8)),
+            **{name: laid_out(column) for name, column in (columns or {}).items()},
+        },
+    )
+    return batch, order
+
+
+def to_padded(values: Tensor, order: Tensor, mask: Tensor | None = None) -> Tensor:
+    """[B, T] float32 (or [B] values over [B, T] `mask`): packed results back in the rows' own order."""
+    rows = values.reshape(len(order), -1)
+    padded = torch.empty_like(rows).scatter(0, order[:, None].expand_as(rows), rows)
+    if mask is None:
+        return padded.to(torch.float32)
+    return torch.where(mask != 0, padded, 0.0).to(torch.float32)
