@@ -1,1 +1,63 @@
+"""streamadv: the durable middle of asynchronous, off-policy RL training of LLM agents, on Redis Streams.
+
+Names are loaded on first use, so that a producer never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import errors
+    from .algorithms.registry import estimator
+    from .connection import Connection
+    from .manifest import RunSettings
+    from .producer import Producer
+    from .producing import Ticket
+    from .schema import Column, Role, Row, Status, Step, Trajectory
+    from .scorer import Scorer
+    from .trainer_queue import TrainerQueue
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Column": "schema",
+    "Connection": "connection",
+    "Producer": "producer",
+    "Role": "schema",
+    "Row": "schema",
+    "RunSettings": "manifest",
+    "Scorer": "scorer",
+    "Status": "schema",
+    "Step": "schema",
+    "Ticket": "producing",
+    "TrainerQueue": "trainer_queue",
+    "Trajectory": "schema",
+    "errors": "errors",
+    "estimator": "algorithms.registry",
+}
+
+__all__ = [
+    "Column",
+    "Connection",
+    "Producer",
+    "Role",
+    "Row",
+    "RunSettings",
+    "Scorer",
+    "Status",
+    "Step",
+    "Ticket",
+    "TrainerQueue",
+    "Trajectory",
+    "errors",
+    "estimator",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'streamadv' has no attribute {name!r}")
+    module = importlib.import_module(f".{_HOMES[name]}", __name__)
+    return module if name == "errors" else getattr(module, name)

@@ -47,6 +47,10 @@ class GroupEndedError(StreamadvError):
     """The group has ended (complete, expired or dropped); it takes no more rollouts."""
 
 
+class NoBatchError(StreamadvError):
+    """No batch could be formed within the time the caller gave."""
+
+
 class EpochFencedError(StreamadvError):
     """Another trainer has taken over this run; this one may no longer name, train or commit."""
 

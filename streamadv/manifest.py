@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from .errors import ManifestMismatchError, SettingError
-from .keys import RunKeys, check_run_name, find_salt, manifest_key
+from .keys import RUNS, RunKeys, check_run_name, find_salt, manifest_key
 from .schema import MAX_GROUP_SIZE, first_problem
 from .scripts import ScriptCall, script_call
 from .wire import SCHEMA_VERSION
@@ -94,7 +94,9 @@ class Manifest(BaseModel):
         ]
 
 
-def manifest_call(run: str, settings: RunSettings | None, columns: Mapping[str, str] | None = None) -> ScriptCall:
+def manifest_call(
+    run: str, settings: RunSettings | None, columns: Mapping[str, str] | None = None
+) -> ScriptCall:
     """Read the manifest, writing what `settings` give and nobody gave before."""
     check_run_name(run)
     settings = settings or RunSettings()
@@ -130,8 +132,15 @@ def parse_manifest(run: str, settings: RunSettings | None, reply: list[bytes]) -
                 f"{name} is {given[name]}, run {run} was created with {values[name]}: "
                 f"leave it out, or use another run name"
             )
-    columns = {name.removeprefix("column."): kind for name, kind in stored.items() if name.startswith("column.")}
+    columns = {
+        name.removeprefix("column."): kind for name, kind in stored.items() if name.startswith("column.")
+    }
     return Manifest(keys=RunKeys(run, salts), columns=columns, **values)
+
+
+def register_call(run: str) -> ScriptCall:
+    """Put the run on the server's list of runs."""
+    return script_call("register", [RUNS], [run])
 
 
 def run_settings(**values: Any) -> RunSettings:

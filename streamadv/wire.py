@@ -52,7 +52,9 @@ class ColumnSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     dtype: str
-    shape: tuple[Annotated[int, Field(ge=0, le=1 << 24)], ...] = Field(default=(), max_length=MAX_DIMENSIONS - 1)
+    shape: tuple[Annotated[int, Field(ge=0, le=1 << 24)], ...] = Field(
+        default=(), max_length=MAX_DIMENSIONS - 1
+    )
     lengths: list[Length] | None = Field(default=None, max_length=MAX_ROWS)  # None = one entry per token
 
 
@@ -122,7 +124,7 @@ class Payload(NamedTuple):
     columns: dict[str, Array]
 
 
-def encode_payload(trajectory: Trajectory) -> dict[str | bytes, Any]:
+def encode_payload(trajectory: Trajectory) -> dict[Any, Any]:
     """The fields of the payload hash. Raises TrajectoryError when header or metadata are too large."""
     header = Header(
         **trajectory.model_dump(exclude={"rows", "steps", "batch", "staleness"}),
@@ -136,15 +138,15 @@ def encode_payload(trajectory: Trajectory) -> dict[str | bytes, Any]:
             f"metadata: header of {trajectory.group_id}/{trajectory.rollout_index} has {len(text)} bytes, "
             f"at most {MAX_HEADER_BYTES} are allowed: move large data into an extra column"
         )
-    fields: dict[str | bytes, Any] = {HEADER: text}
+    fields: dict[Any, Any] = {HEADER: text}
     for name in header.columns:
         arrays = [_row_array(row, name) for row in trajectory.rows]
         array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        fields[name] = memoryview(array).cast("B") if array.size else b""
+        fields[name] = array.data.cast("B") if array.size else b""
     return fields
 
 
-def payload_bytes(fields: Mapping[str | bytes, Any]) -> int:
+def payload_bytes(fields: Mapping[Any, Any]) -> int:
     """Bytes of all field values; names and Redis' own overhead are not counted."""
     return sum(len(value) for value in fields.values())
 
@@ -217,7 +219,9 @@ def decode_column(name: str, spec: ColumnSpec, row_lengths: Sequence[int], raw: 
     return array
 
 
-def payload_trajectory(payload: Payload, outputs: Mapping[str, Array] | None = None, **fields: Any) -> Trajectory:
+def payload_trajectory(
+    payload: Payload, outputs: Mapping[str, Array] | None = None, **fields: Any
+) -> Trajectory:
     """The trajectory of a payload with all its columns, plus output columns and fields (batch, reward ...)."""
     header = payload.header
     columns = {**payload.columns, **(outputs or {})}

@@ -29,7 +29,7 @@ while at <= #ARGV do
 end
 if groups > 0 then
   redis.call('HINCRBY', KEYS[4], 'groups_logged', -groups)
-  redis.call('HINCRBY', KEYS[4], 'live_bytes', string.format('%.17g', -bytes))
+  redis.call('HINCRBY', KEYS[4], 'live_bytes', string.format('%d', -bytes))
   redis.call('HINCRBY', KEYS[2], 'held', -groups)
 end
 return groups

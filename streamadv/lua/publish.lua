@@ -1,8 +1,8 @@
 -- An advantage worker's hand-off: results of one work entry become visible to the trainer. Runs behind the HSET
 -- of the output columns, in one MULTI, when there are any.
 -- KEYS  void, work, ready, applied, ledger, output columns ('void' key without any)
--- ARGV  consumer group, entry id, batch id, header JSON, results ('' or raw bytes) as field, value ..., last: bytes
---       of the output columns
+-- ARGV  consumer group, entry id, batch id, header JSON, bytes of the output columns, results (raw bytes) as
+--       field, value ...
 -- Returns  1, or 0 when somebody else has finished the entry or the batch is gone: the output is unlinked
 redis.call('DEL', KEYS[1])
 if redis.call('XACK', KEYS[2], ARGV[1], ARGV[2]) == 0 then
@@ -14,8 +14,9 @@ if redis.call('HEXISTS', KEYS[4], ARGV[3]) == 0 then
   redis.call('UNLINK', KEYS[6])
   return 0
 end
-local entry = {'batch', ARGV[3], 'header', ARGV[4]}
-for i = 5, #ARGV - 1 do entry[#entry + 1] = ARGV[i] end
+local output = tonumber(ARGV[5]) > 0 and KEYS[6] or ''
+local entry = {'batch', ARGV[3], 'header', ARGV[4], 'output', output, 'output_bytes', ARGV[5]}
+for i = 6, #ARGV do entry[#entry + 1] = ARGV[i] end
 redis.call('XADD', KEYS[3], '*', unpack(entry))
-redis.call('HINCRBY', KEYS[5], 'live_bytes', ARGV[#ARGV])
+redis.call('HINCRBY', KEYS[5], 'live_bytes', ARGV[5])
 return 1

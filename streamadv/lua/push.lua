@@ -4,7 +4,7 @@
 --       key without scorers), payload of each record ('void' key for a record without one) ...
 -- ARGV  group id, size, places, data source, deadline (ms), max_trajectory_bytes, max_bytes of this shard, shards,
 --       '1' if the run has scorers, then for each record: index (-1 = lowest free), kind, reward ('' = none yet),
---       bytes, payload key, role, reference JSON
+--       bytes, payload key (a nonce for index -1), role, reference JSON
 --       kind is 'usable', or the reason the place ended: failed, aborted, cancelled, unscorable
 -- Returns  {'ok', code of each record ...}  'pushed', 'duplicate', 'surplus' or 'late' (the group had ended),
 --                                           'range' (no such place)
@@ -60,10 +60,17 @@ for i = 0, records - 1 do
   local index, kind, reward, bytes = tonumber(ARGV[at]), ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
   local code, registered
   if index == -1 then
-    index = 0
-    while index < places and not take(index) do index = index + 1 end
-    registered = index < places
-    code = registered and 'pushed' or 'range'
+    registered = false
+    if ended then
+      code = string.sub(ended, 1, 1) == 'c' and 'surplus' or 'late'
+    elseif redis.call('HSETNX', keys.group, 'cancel:' .. ARGV[at + 4], 1) == 0 then
+      code = 'pushed'
+    else
+      index = 0
+      while index < places and not take(index) do index = index + 1 end
+      registered = index < places
+      code = registered and 'pushed' or 'range'
+    end
   elseif index >= places then
     registered, code = false, 'range'
   else
@@ -101,8 +108,8 @@ if in_scoring > 0 then redis.call('HINCRBY', keys.ledger, 'scoring', in_scoring)
 for reason, count in pairs(dropped) do redis.call('HINCRBY', keys.ledger, 'dropped:' .. reason, count) end
 local used = in_rollouts + in_scoring
 if used > 0 then
-  redis.call('HINCRBY', keys.ledger, 'live_bytes', string.format('%.17g', bytes_in))
-  local released = string.format('%.17g', -used * max_bytes_each)
+  redis.call('HINCRBY', keys.ledger, 'live_bytes', string.format('%d', bytes_in))
+  local released = string.format('%d', -used * max_bytes_each)
   redis.call('HINCRBY', keys.group, 'reserved', released)
   redis.call('HINCRBY', keys.ledger, 'reserved_bytes', released)
 end

@@ -22,7 +22,7 @@ local function open_group(keys, spec)
     'opened_ms', string.format('%.17g', now), 'reserved', string.format('%.17g', reserve),
     'epoch', trainer[4] or '0', 'version', trainer[5] or '')
   redis.call('ZADD', keys.open, string.format('%.17g', now + spec.deadline_ms), spec.id)
-  redis.call('HINCRBY', keys.ledger, 'reserved_bytes', string.format('%.17g', reserve))
+  redis.call('HINCRBY', keys.ledger, 'reserved_bytes', string.format('%d', reserve))
   redis.call('HINCRBY', keys.ledger, 'groups_open', 1)
   return nil
 end

@@ -54,7 +54,7 @@ local function end_group(keys, id, outcome, letter, policy)
   redis.call('ZREM', keys.open, id)
   redis.call('DEL', keys.group)
   redis.call('HINCRBY', keys.ledger, 'groups_open', -1)
-  redis.call('HINCRBY', keys.ledger, 'reserved_bytes', string.format('%.17g', -tonumber(group.reserved)))
+  redis.call('HINCRBY', keys.ledger, 'reserved_bytes', string.format('%d', -tonumber(group.reserved)))
   if n_open > 0 then redis.call('HINCRBY', keys.ledger, 'open', -n_open) end
   if outcome == 'complete' or outcome == 'partial' then
     local references, scores = {}, {}

@@ -1,0 +1,327 @@
+"""The advantage stage: reads work of named batches, runs the chain, publishes the results.
+
+Three threads overlap: a reader fetches references and the columns the chain needs, the main thread computes, a
+publisher hands off. Results are pure functions of the work entry, so a worker that was too slow just finds its
+entry acked by somebody else and drops what it has.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import metrics
+from .algorithms.chain import Chain, ChainResult, build_chain, run_chain
+from .algorithms.packed import PackedBatch, pack
+from .batches import LoggedGroup, Work, read_groups
+from .columns import Array
+from .connection import RETRYABLE, Backoff
+from .errors import BatchLostError, SettingError
+from .keys import ShardKeys
+from .run import Run
+from .schema import Status
+from .scripts import script_call
+from .streams import Consumer, Entry
+from .wire import HEADER, Payload, Reference, decode_payload
+
+logger = logging.getLogger(__name__)
+
+STAGE: Final = "advantage"
+LEASE_S: Final = 15.0
+#: Units of work read ahead of the one being computed.
+PREFETCH: Final = 2
+#: Bytes of payload asked for before the reply is read: the server buffers all of it.
+REPLY_BYTES: Final = 8 << 20
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Work with everything its computation needs."""
+
+    entry: Entry
+    work: Work
+    groups: list[LoggedGroup]
+    columns: list[dict[str, Array]]  # of each member, in the order of the groups
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Results of one unit of work, ready to be written."""
+
+    entry: Entry
+    work: Work
+    header: str
+    results: dict[str, bytes]  # one number per trajectory, row or step: travels in the ready log
+    outputs: dict[str, bytes]  # '<member>:<column>' -> one number per token: a hash of its own
+
+
+def run_worker(
+    run: Run,
+    stop: threading.Event,
+    *,
+    device: Device = "auto",
+    lease_s: float = LEASE_S,
+    name: str | None = None,
+) -> None:
+    """Compute until `stop` is set. Redis being away is waited out."""
+    where = choose_device(device)
+    consumer = Consumer(run, STAGE, lambda keys: keys.work, lease_s=lease_s, stop=stop, name=name)
+    prepared: queue.Queue[Prepared | None] = queue.Queue(PREFETCH)
+    computed: queue.Queue[Computed | None] = queue.Queue(PREFETCH)
+    failures: list[BaseException] = []
+
+    def guarded(target: Any, *args: Any) -> threading.Thread:
+        def body() -> None:
+            try:
+                target(*args)
+            except BaseException as error:  # handed to the main thread, which raises it
+                failures.append(error)
+                stop.set()
+
+        thread = threading.Thread(target=body, name=f"streamadv-{target.__name__}", daemon=True)
+        thread.start()
+        return thread
+
+    reader = guarded(_read, run, consumer, prepared, stop)
+    publisher = guarded(_publish_all, run, consumer, computed, stop)
+    while not stop.is_set():
+        try:
+            item = prepared.get(timeout=0.2)
+        except queue.Empty:
+            continue
+        if item is None:
+            break
+        with metrics.timed(STAGE, "compute"):
+            result = compute(item, where)
+        _put(computed, result, stop)
+    stop.set()
+    reader.join()
+    _put(computed, None, threading.Event())
+    publisher.join()
+    if failures:
+        raise failures[0]
+    consumer.give_back()
+
+
+def choose_device(device: Device) -> torch.device:
+    """`auto` is cuda when there is one. Raises SettingError when cuda is asked for and missing."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingError("device is 'cuda', this machine has none: use 'auto' or 'cpu'")
+    return torch.device(device)
+
+
+def _read(
+    run: Run, consumer: Consumer, prepared: queue.Queue[Prepared | None], stop: threading.Event
+) -> None:
+    while not stop.is_set():
+        for entry in consumer.read(1):
+            try:
+                with metrics.timed(STAGE, "read"):
+                    item = prepare(run, entry)
+            except BatchLostError as error:
+                logger.warning("%s: %s", STAGE, error)
+                keys = run.keys.shard(entry.shard)
+                run.call("discard", [keys.void, keys.work], [STAGE, entry.id])
+                consumer.done([entry])
+                continue
+            except RETRYABLE as error:
+                metrics.retried(STAGE)
+                logger.warning("%s: cannot read a batch: %s", STAGE, error)
+                consumer.done([entry])  # still pending: offered again after the lost connection is noticed
+                consumer.recover_own()
+                stop.wait(0.1)
+                continue
+            _put(prepared, item, stop)
+
+
+def prepare(run: Run, entry: Entry) -> Prepared:
+    """Fetch what a work entry needs: references, and of the columns only those its chain reads."""
+    work = Work.model_validate_json(entry.fields["work"])
+    groups = read_groups(run, work.groups)
+    chain = worker_chain(work)
+    members = [(group.shard, member) for group in groups for member in group.members]
+    payloads = fetch_payloads(run, [member for _, member in members], chain.needs)
+    return Prepared(entry, work, groups, [payload.columns for payload in payloads])
+
+
+def worker_chain(work: Work) -> Chain:
+    """The part of the chain that runs here: up to the first step needing a late column."""
+    return build_chain(work.chain).cut(set(work.late))[0]
+
+
+def fetch_payloads(run: Run, members: Sequence[Reference], columns: Sequence[str] | None) -> list[Payload]:
+    """Payloads of `members` with the named columns (None = all; none named = nothing is fetched).
+
+    Asks for at most REPLY_BYTES before reading the replies. Raises BatchLostError, WireError.
+    """
+    if columns is not None and not columns:
+        return [Payload(None, {}) for _ in members]  # type: ignore[arg-type]
+    names = None if columns is None else [HEADER, *[name.encode() for name in columns]]
+    payloads: list[Payload] = []
+    start = 0
+    while start < len(members):
+        stop, size = start, 0
+        pipe = run.connection.scripts.pipeline(transaction=False)
+        while stop < len(members) and (stop == start or size + members[stop].size <= REPLY_BYTES):
+            size += members[stop].size
+            if names is None:
+                pipe.hgetall(members[stop].key)
+            else:
+                pipe.hmget(members[stop].key, names)
+            stop += 1
+        for member, reply in zip(members[start:stop], pipe.execute(), strict=True):
+            fields = reply if names is None else dict(zip(names, reply, strict=True))
+            fields = {name: value for name, value in fields.items() if value is not None}
+            if not fields:
+                raise BatchLostError(
+                    f"payload of {member.group_id}/{member.rollout_index} is gone: "
+                    f"restart the trainer from its checkpoint"
+                )
+            payloads.append(decode_payload(fields, columns))
+        start = stop
+    return payloads
+
+
+def compute(prepared: Prepared, device: torch.device) -> Computed:
+    """Run the worker's part of the chain. Pure: the same entry gives the same bits on any worker."""
+    work = prepared.work
+    chain = worker_chain(work)
+    members = [member for group in prepared.groups for member in group.members]
+    batch = pack(members, prepared.columns if chain.needs else None, device)
+    result = run_chain(chain, batch, work.kl_coefficient)
+    own = torch.tensor([group.shard == work.shard for group in prepared.groups], device=device)
+    selection = Selection(batch, own[batch.trajectory_group])
+    results, outputs = split_result(result, selection)
+    _observe(prepared, result)
+    header = {
+        "chunk": work.chunk,
+        "level": result.level,
+        "columns": sorted({name.partition(":")[2] for name in outputs}),
+        "metrics": dict(result.metrics),
+        "weights": dict(result.weights),
+    }
+    return Computed(prepared.entry, work, json.dumps(header), results, outputs)
+
+
+class Selection:
+    """Which trajectories of a packed batch, and so which rows, steps and tokens, to write out."""
+
+    def __init__(self, batch: PackedBatch, trajectories: Tensor) -> None:
+        self.batch = batch
+        self.trajectories = trajectories  # [M] bool
+        self.by_level = {
+            "row": trajectories[batch.row_trajectory],
+            "step": trajectories[batch.steps.trajectory],
+        }
+
+
+def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Numbers per trajectory, row or step as one array each; numbers per token by member and column."""
+    results = {
+        "rewards": _bytes(result.rewards[selection.trajectories]),
+        "step_rewards": _bytes(result.step_rewards[selection.by_level["step"]]),
+    }
+    tokens = dict(result.columns)
+    for name, values in (("advantages", result.advantages), ("returns", result.returns)):
+        if values is None:
+            continue
+        if result.level == "token":
+            tokens[name] = values
+        else:
+            results[name] = _bytes(values[selection.by_level[result.level]])
+    outputs: dict[str, bytes] = {}
+    if tokens:
+        batch = selection.batch
+        bounds = batch.cu_seqlens[batch.row_offsets].tolist()
+        for name, values in tokens.items():
+            array = values.cpu().numpy()
+            number = 0
+            for position, chosen in enumerate(selection.trajectories.tolist()):
+                if chosen:
+                    outputs[f"{number}:{name}"] = array[bounds[position] : bounds[position + 1]].tobytes()
+                    number += 1
+    return results, outputs
+
+
+def publish(run: Run, computed: Computed) -> bool:
+    """Hand results off; False when somebody else had finished the entry or the batch is gone."""
+    keys: ShardKeys = run.keys.shard(computed.entry.shard)
+    size = sum(len(value) for value in computed.outputs.values())
+    output = keys.output(secrets.token_hex(12)) if computed.outputs else keys.void
+    names = [keys.void, keys.work, keys.ready, keys.applied, keys.ledger, output]
+    args: list[Any] = [STAGE, computed.entry.id, computed.work.batch, computed.header, size]
+    for name, value in computed.results.items():
+        args += [name, value]
+    call = script_call("publish", names, args)
+    pipe = run.connection.push.pipeline(transaction=True)
+    if computed.outputs:
+        pipe.hset(output, mapping=computed.outputs)
+    pipe.eval(*call.by_text)
+    return bool(pipe.execute()[-1])
+
+
+def _publish_all(
+    run: Run, consumer: Consumer, computed: queue.Queue[Computed | None], stop: threading.Event
+) -> None:
+    while (item := computed.get()) is not None:
+        backoff = Backoff()
+        while True:
+            try:
+                with metrics.timed(STAGE, "publish"):
+                    first = publish(run, item)
+            except RETRYABLE as error:
+                metrics.retried(STAGE)
+                logger.warning("%s: cannot publish: %s", STAGE, error)
+                if stop.is_set():  # still pending: another worker takes it
+                    return
+                backoff.wait()
+                continue
+            metrics.entries(STAGE, "acked" if first else "duplicate")
+            break
+        consumer.done([item.entry])
+
+
+def _put(target: queue.Queue[Any], item: Any, stop: threading.Event) -> None:
+    while not stop.is_set():
+        try:
+            target.put(item, timeout=0.2)
+            return
+        except queue.Full:
+            continue
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.cpu().numpy().tobytes()
+
+
+def _observe(prepared: Prepared, result: ChainResult) -> None:
+    members = [member for group in prepared.groups for member in group.members]
+    stds = []
+    for group in prepared.groups:
+        rewards = [member.reward for member in group.members if member.reward is not None]
+        if len(rewards) > 1:
+            stds.append(float(np.std(rewards, ddof=1)))
+    metrics.chunk_computed(
+        rewards=[member.reward for member in members if member.reward is not None],
+        advantages=[] if result.advantages is None else result.advantages.cpu().numpy(),
+        response_tokens=[sum(member.row_trainable) for member in members],
+        turns=[len(member.steps) for member in members if member.steps],
+        truncated=[float(member.status is Status.TRUNCATED) for member in members],
+        group_reward_std=stds,
+        group_completion_s=[(group.logged_ms - group.opened_ms) / 1000 for group in prepared.groups],
+        metrics=result.metrics,
+    )

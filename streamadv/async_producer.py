@@ -1,0 +1,260 @@
+"""The producer for asyncio code: the same methods as `producer.py`, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from redis.exceptions import ResponseError
+
+from .connection import RETRYABLE, AsyncConnection, Backoff
+from .producing import (
+    HEARTBEAT_S,
+    Memory,
+    Pause,
+    ProducerLogic,
+    PushResult,
+    Request,
+    Steps,
+    T,
+    Ticket,
+    Transaction,
+    prepare,
+)
+from .schema import Trajectory
+from .scripts import run_script_async
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncProducer:
+    """What `async with Producer(...)` gives. Any number of tasks may use it at once."""
+
+    def __init__(self, connection: AsyncConnection, logic: ProducerLogic) -> None:
+        self._connection = connection
+        self._logic = logic
+        self._heart: asyncio.Task[None] | None = None
+
+    async def open(self) -> Self:
+        await self._drive(self._logic.open())
+        self._heart = asyncio.create_task(self._beat(), name="streamadv-heartbeat")
+        return self
+
+    async def close(self) -> None:
+        """As `Producer.close`."""
+        if self._heart is None:
+            return
+        self._heart.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._heart
+        self._heart = None
+        with suppress(*RETRYABLE):  # an unheard goodbye is made good by the missing heartbeat
+            await self._drive(self._logic.goodbye(), patient=False)
+        await self._connection.close()
+
+    def group(self, size: int, **options: Any) -> _Admission:
+        """`async with producer.group(size) as group`: on leaving, rollouts not pushed are failed."""
+        return _Admission(self, size, options)
+
+    async def begin_group(
+        self,
+        size: int,
+        *,
+        group_id: str | None = None,
+        data_source: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        redundancy: int | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109  covers waiting for admission, not a lost server
+    ) -> AsyncGroup:
+        """As `Producer.begin_group`."""
+        steps = self._logic.begin(size, group_id, data_source, metadata, deadline_s, redundancy, timeout)
+        return AsyncGroup(self, await self._drive(steps))
+
+    async def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
+        """As `Producer.push`."""
+        return await self._drive(self._logic.push(trajectories, None, None))
+
+    def rollout(self, ticket: Ticket) -> AsyncRollout:
+        """The rollout of a ticket, for instance one received from another process."""
+        return AsyncRollout(self, ticket)
+
+    async def score(
+        self,
+        group_id: str,
+        rollout_index: int,
+        reward: float | None,
+        rewards: Mapping[str, float] | None = None,
+    ) -> str:
+        """As `Producer.score`."""
+        return await self._drive(self._logic.score(group_id, rollout_index, reward, rewards))
+
+    async def touch(self, group_id: str, deadline_s: float | None = None) -> bool:
+        """As `Producer.touch`."""
+        return await self._drive(self._logic.touch(group_id, deadline_s))
+
+    async def model_version(self) -> int | None:
+        """As `Producer.model_version`."""
+        value: Any = await self._connection.scripts.hget(self._logic.ready.keys.home.lineage, "version")
+        return None if value is None else int(value)
+
+    async def finish(self) -> None:
+        """As `Producer.finish`."""
+        await self._drive(self._logic.finish())
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            try:
+                await self._drive(self._logic.heartbeat(), patient=False)
+            except RETRYABLE as error:
+                logger.warning("heartbeat of producer %s failed: %s", self._logic.name, error)
+
+    async def _drive(self, steps: Steps[T], patient: bool = True) -> T:
+        """As `Producer._drive`."""
+        reply: Any = None
+        error: BaseException | None = None
+        backoff = Backoff()
+        while True:
+            try:
+                request = steps.send(reply) if error is None else steps.throw(error)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            reply, error = None, None
+            while True:
+                try:
+                    reply = await self._carry_out(request)
+                except RETRYABLE as failure:
+                    if not isinstance(request, Transaction) and patient:
+                        level = logging.DEBUG if backoff.failures else logging.WARNING
+                        logger.log(
+                            level, "%s does not answer, waiting: %s", self._connection.safe_url, failure
+                        )
+                        await asyncio.sleep(backoff.delay())
+                        continue
+                    error = failure
+                break
+
+    async def _carry_out(self, request: Request) -> Any:
+        if isinstance(request, Pause):
+            return await asyncio.sleep(request.seconds)
+        if isinstance(request, Memory):
+            try:
+                return await self._connection.scripts.info("memory")
+            except ResponseError:  # not permitted, or not known to this server
+                return {}
+        if isinstance(request, Transaction):
+            pipe = self._connection.push.pipeline(transaction=True)
+            for key, fields in request.payloads:
+                pipe.hset(key, mapping=fields)
+            pipe.eval(*request.call.by_text)
+            return (await pipe.execute())[-1]
+        return await run_script_async(self._connection.scripts, request)
+
+
+class AsyncGroup:
+    """As `producer.Group`."""
+
+    def __init__(self, producer: AsyncProducer, tickets: list[Ticket]) -> None:
+        self._producer = producer
+        self.tickets = tickets
+        self.group_id = tickets[0].group_id
+        self.size = tickets[0].group_size
+        self.model_version = tickets[0].model_version
+        self._rollouts = [AsyncRollout(producer, ticket) for ticket in tickets]
+
+    def __iter__(self) -> Iterator[AsyncRollout]:
+        return iter(self._rollouts)
+
+    def __len__(self) -> int:
+        return len(self._rollouts)
+
+    async def push(self, records: Sequence[Trajectory | Mapping[str, Any]]) -> PushResult:
+        """As `Group.push`."""
+        ready = prepare(records, self.tickets[0])
+        logic, ticket = self._producer._logic, self.tickets[0]
+        result = await self._producer._drive(logic.push(ready, ticket.epoch, ticket.places))
+        for trajectory in ready:
+            self._rollouts[trajectory.rollout_index].ended = True
+        return result
+
+    async def cancel(self, count: int) -> PushResult:
+        """As `Group.cancel`."""
+        logic = self._producer._logic
+        return await self._producer._drive(logic.end_places(self.tickets[0], [-1] * count, "cancelled"))
+
+    async def touch(self, deadline_s: float | None = None) -> bool:
+        """As `Group.touch`."""
+        return await self._producer.touch(self.group_id, deadline_s)
+
+    async def fail_missing(self) -> None:
+        """Fail every rollout that was not pushed through this object."""
+        missing = [rollout.rollout_index for rollout in self._rollouts if not rollout.ended]
+        if missing:
+            logic = self._producer._logic
+            await self._producer._drive(logic.end_places(self.tickets[0], missing, "failed"))
+
+
+class _Admission:
+    """A group to be admitted on entering the block."""
+
+    def __init__(self, producer: AsyncProducer, size: int, options: dict[str, Any]) -> None:
+        self._producer = producer
+        self._size = size
+        self._options = options
+
+    async def __aenter__(self) -> AsyncGroup:
+        self._group = await self._producer.begin_group(self._size, **self._options)
+        return self._group
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._group.fail_missing()
+
+
+class AsyncRollout:
+    """As `producer.Rollout`."""
+
+    def __init__(self, producer: AsyncProducer, ticket: Ticket) -> None:
+        self._producer = producer
+        self.ticket = ticket
+        self.group_id = ticket.group_id
+        self.rollout_index = ticket.rollout_index
+        self.model_version = ticket.model_version
+        self.ended = False
+
+    async def push(self, **fields: Any) -> str:
+        """As `Rollout.push`."""
+        fields.setdefault("model_version", self.model_version)
+        trajectories = prepare([fields], self.ticket)
+        logic = self._producer._logic
+        result = await self._producer._drive(logic.push(trajectories, self.ticket.epoch, self.ticket.places))
+        self.ended = True
+        return result.codes[0]
+
+    async def fail(self, reason: str = "failed") -> str:
+        """As `Rollout.fail`."""
+        if reason not in ("failed", "aborted"):
+            raise ValueError(f"reason is {reason!r}, needs 'failed' or 'aborted'")
+        logic = self._producer._logic
+        result = await self._producer._drive(logic.end_places(self.ticket, [self.rollout_index], reason))
+        self.ended = True
+        return result.codes[0]
+
+    async def __aenter__(self) -> Self:
+        version = self._producer._logic.version
+        self.model_version = version if version is not None else self.model_version
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if error is not None and not self.ended:
+            logger.warning("rollout %s/%s failed: %s", self.group_id, self.rollout_index, error)
+            await self.fail()

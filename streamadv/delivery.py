@@ -1,0 +1,307 @@
+"""From a named batch to what a rank trains on: collect results, fetch own columns, late part of the chain."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .advantage import fetch_payloads
+from .algorithms.chain import build_chain, run_chain
+from .algorithms.metrics import merge_metrics
+from .algorithms.packed import Level, PackedBatch, expand, pack
+from .batches import BatchRecord, LoggedGroup, Work, staleness, terminal_states
+from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
+from .errors import SettingError, WireError
+from .microbatch import Batch, Delivered, MicroBatch
+from .plan import RowRef, plan
+from .run import Run
+from .wire import Payload, Reference
+
+#: Makes a late column: the micro-batch's columns in, [N] float32 out.
+LateColumn = Callable[[MicroBatch], Tensor]
+
+_FLOAT64 = ("rewards", "step_rewards")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One entry of the ready log: the results of one unit of work."""
+
+    number: int
+    level: Level
+    columns: list[str]  # of the output hash
+    output: str
+    metrics: dict[str, float]
+    weights: dict[str, float]
+    results: dict[str, Array]
+
+
+def parse_chunk(fields: Mapping[bytes, bytes]) -> Chunk:
+    header = json.loads(fields[b"header"])
+    fixed = (b"batch", b"header", b"output", b"output_bytes")
+    results = {
+        name.decode(): np.frombuffer(value, np.float64 if name.decode() in _FLOAT64 else np.float32)
+        for name, value in fields.items()
+        if name not in fixed
+    }
+    return Chunk(
+        number=header["chunk"],
+        level=header["level"],
+        columns=header["columns"],
+        output=fields[b"output"].decode(),
+        metrics=header["metrics"],
+        weights=header["weights"],
+        results=results,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A trajectory of the batch with its part of a chunk's results."""
+
+    reference: Reference
+    level: Level
+    numbers: dict[str, Array]  # per trajectory, row or step
+    output: str
+    position: int  # in the output hash
+    columns: list[str]
+
+
+def assign(units: Sequence[Work], chunks: Mapping[int, Chunk], groups: Sequence[LoggedGroup]) -> list[Member]:
+    """Every member of the batch with its numbers, in batch order."""
+    by_id = {group.group_id: group for group in groups}
+    members: dict[tuple[str, int], Member] = {}
+    for unit in units:
+        chunk = chunks[unit.chunk]
+        taken: dict[str, int] = defaultdict(int)
+        own = [by_id[pointer.group_id] for pointer in unit.groups if pointer.shard == unit.shard]
+        for position, reference in enumerate(m for group in own for m in group.members):
+            counts = {"row": len(reference.row_lengths), "step": len(reference.steps), "token": 0}
+            numbers = {}
+            for name, values in chunk.results.items():
+                kind = {"rewards": "trajectory", "step_rewards": "step"}.get(name, chunk.level)
+                count = 1 if kind == "trajectory" else counts[kind]
+                numbers[name] = values[taken[name] : taken[name] + count]
+                taken[name] += count
+            identity = (reference.group_id, reference.rollout_index)
+            members[identity] = Member(reference, chunk.level, numbers, chunk.output, position, chunk.columns)
+    return [members[g.group_id, m.rollout_index] for g in groups for m in g.members]
+
+
+def deliver(
+    run: Run,
+    record: BatchRecord,
+    groups: Sequence[LoggedGroup],
+    members: Sequence[Member],
+    chunks: Sequence[Chunk],
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    late: Mapping[str, LateColumn],
+) -> Batch:
+    """This rank's part of a batch. Raises BatchLostError when a payload is gone."""
+    references = [member.reference for member in members]
+    states = list(terminal_states(references, record.tokens_per_micro_batch))
+    kept = [member for member, state in zip(members, states, strict=True) if state == "trained"]
+    planned = plan([m.reference for m in kept], world_size, record.tokens_per_micro_batch)[rank]
+    own = sorted({ref.trajectory for micro_batch in planned for ref in micro_batch})
+    mine = [kept[position] for position in own]
+    payloads = fetch_payloads(run, [member.reference for member in mine], None)
+    outputs = _fetch_outputs(run, mine)
+    metrics = [(chunk.metrics, chunk.weights) for chunk in chunks]
+    place = {position: index for index, position in enumerate(own)}
+    rows = [[RowRef(place[ref.trajectory], ref.row) for ref in refs] for refs in planned]
+    batch = _packed(mine, payloads, outputs, device)
+    found = _advantages(batch, mine)
+    chain = build_chain(record.chain).cut(set(record.late))[1]
+    if chain.steps:
+        if world_size > 1 and chain.scope != "row":
+            raise SettingError(
+                f"chain has {chain.scope}-scoped steps behind late columns {', '.join(record.late)}: "
+                f"they need world_size 1, not {world_size}"
+            )
+        columns = _late_columns(batch, mine, payloads, rows, late, device)
+        result = run_chain(chain, batch.with_columns(**columns), record.kl_coefficient)
+        metrics.append((result.metrics, result.weights))
+        batch = batch.with_columns(**columns, **result.columns)
+        for name, values in (("advantages", result.advantages), ("returns", result.returns)):
+            if values is not None:
+                found[name] = expand(batch, result.level, values)
+    if "advantages" in found:
+        found.setdefault("returns", found["advantages"])
+    batch = batch.with_columns(**found)
+    delivered = [
+        Delivered(member.reference, payload, arrays, staleness(member.reference, record.k))
+        for member, payload, arrays in zip(
+            mine, payloads, _split(batch, [*found, *_changed(batch, payloads)]), strict=True
+        )
+    ]
+    trained = [member.reference for member in kept]
+    logged = {group.group_id: group.logged_ms / 1000 for group in groups}
+    return Batch(
+        version=record.k,
+        id=record.id,
+        micro_batches=_micro_batches(batch, mine, payloads, rows, device),
+        num_tokens=sum(sum(reference.row_trainable) for reference in trained),
+        num_rows=sum(len(reference.row_lengths) for reference in trained),
+        num_trajectories=len(trained),
+        references=trained,
+        staleness=[staleness(reference, record.k) for reference in trained],
+        logged_s=[logged[reference.group_id] for reference in trained],
+        metrics=merge_metrics(metrics)[0],
+        delivered=delivered,
+    )
+
+
+def _fetch_outputs(run: Run, mine: Sequence[Member]) -> list[dict[str, Array]]:
+    """Token-level results of the workers, for each member."""
+    pipe = run.connection.scripts.pipeline(transaction=False)
+    asked = [member for member in mine if member.columns]
+    for member in asked:
+        pipe.hmget(member.output, [f"{member.position}:{name}" for name in member.columns])
+    replies = iter(pipe.execute() if asked else [])
+    outputs = []
+    for member in mine:
+        arrays: dict[str, Array] = {}
+        if member.columns:
+            for name, raw in zip(member.columns, next(replies), strict=True):
+                dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name]
+                if raw is None or len(raw) != member.reference.num_tokens * dtype.itemsize:
+                    identity = f"{member.reference.group_id}/{member.reference.rollout_index}"
+                    raise WireError(f"output column {name} of {identity} has the wrong size or is missing")
+                arrays[name] = np.frombuffer(raw, dtype)
+        outputs.append(arrays)
+    return outputs
+
+
+def _packed(
+    mine: Sequence[Member],
+    payloads: Sequence[Payload],
+    outputs: Sequence[Mapping[str, Array]],
+    device: torch.device,
+) -> PackedBatch:
+    """Own members end to end, with every per-token column of one dimension and the rewards as shaped so far."""
+    columns = []
+    for payload, arrays in zip(payloads, outputs, strict=True):
+        known = {name: array for name, array in payload.columns.items() if name in KNOWN_COLUMNS}
+        columns.append({**known, **arrays})
+    common = set.intersection(*(set(mapping) for mapping in columns)) if columns else set()
+    chosen = [{name: mapping[name] for name in sorted(common)} for mapping in columns]
+    batch = pack([member.reference for member in mine], chosen, device)
+    if mine:
+        rewards = np.concatenate([member.numbers["rewards"] for member in mine])
+        steps = np.concatenate([member.numbers["step_rewards"] for member in mine])
+        batch = replace(batch, rewards=torch.tensor(rewards, device=device))
+        batch = batch.with_step_rewards(torch.tensor(steps, device=device))
+    return batch
+
+
+def _advantages(batch: PackedBatch, mine: Sequence[Member]) -> dict[str, Tensor]:
+    """The workers' advantages and returns, one number per token."""
+    found = {}
+    for name in ("advantages", "returns"):
+        if mine and all(name in member.numbers for member in mine):
+            values = np.concatenate([member.numbers[name] for member in mine])
+            found[name] = expand(batch, mine[0].level, torch.tensor(values, device=batch.device))
+        elif mine and all(name in member.columns for member in mine):
+            found[name] = batch.columns[name]
+    return found
+
+
+def _late_columns(
+    batch: PackedBatch,
+    mine: Sequence[Member],
+    payloads: Sequence[Payload],
+    rows: Sequence[Sequence[RowRef]],
+    late: Mapping[str, LateColumn],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Call each supplier on every micro-batch; values outside all micro-batches do not exist."""
+    columns = {name: torch.zeros(batch.num_tokens, device=device) for name in late}
+    micro_batches = _micro_batches(batch, mine, payloads, rows, device)
+    for refs, micro_batch in zip(rows, micro_batches, strict=True):
+        index = _token_index(batch, mine, refs)
+        for name, supplier in late.items():
+            values = supplier(micro_batch).detach().to(torch.float32)
+            if values.shape != index.shape:
+                raise SettingError(
+                    f"late column {name} has shape {tuple(values.shape)}, needs ({len(index)},): one per token"
+                )
+            columns[name][index] = values
+    return columns
+
+
+def _token_index(batch: PackedBatch, mine: Sequence[Member], refs: Sequence[RowRef]) -> Tensor:
+    """[N of the micro-batch] int64: where its tokens stand in the rank's packed batch."""
+    starts = batch.cu_seqlens[batch.row_offsets]
+    parts = [torch.zeros(0, dtype=torch.int64, device=batch.device)]
+    for ref in refs:
+        lengths = mine[ref.trajectory].reference.row_lengths
+        start = int(starts[ref.trajectory]) + sum(lengths[: ref.row])
+        parts.append(torch.arange(start, start + lengths[ref.row], device=batch.device))
+    return torch.cat(parts)
+
+
+def _micro_batches(
+    batch: PackedBatch,
+    mine: Sequence[Member],
+    payloads: Sequence[Payload],
+    rows: Sequence[Sequence[RowRef]],
+    device: torch.device,
+) -> list[MicroBatch]:
+    per_token, per_row = _extras(mine, payloads)
+    token_extras = {
+        name: torch.tensor(np.concatenate(arrays), device=device) for name, arrays in per_token.items()
+    }
+    micro_batches = []
+    for refs in rows:
+        index = _token_index(batch, mine, refs)
+        columns = {name: values[index] for name, values in {**batch.columns, **token_extras}.items()}
+        references = [mine[ref.trajectory].reference for ref in refs]
+        lengths = [mine[ref.trajectory].reference.row_lengths[ref.row] for ref in refs]
+        extras = {name: [parts[ref.trajectory][ref.row] for ref in refs] for name, parts in per_row.items()}
+        micro_batches.append(MicroBatch(columns, lengths, references, extras))
+    return micro_batches
+
+
+def _extras(
+    mine: Sequence[Member], payloads: Sequence[Payload]
+) -> tuple[dict[str, list[Array]], dict[str, list[list[Array]]]]:
+    """Extra columns all members have: one array per member if per token, else one per row of each member."""
+    names = set.intersection(*(set(p.columns) - set(KNOWN_COLUMNS) for p in payloads)) if payloads else set()
+    per_token: dict[str, list[Array]] = {}
+    per_row: dict[str, list[list[Array]]] = {}
+    for name in sorted(names):
+        specs = [payload.header.columns[name] for payload in payloads]
+        if all(spec.lengths is None for spec in specs):
+            per_token[name] = [payload.columns[name] for payload in payloads]
+        else:
+            per_row[name] = [
+                np.split(payload.columns[name], np.cumsum(spec.lengths or ())[:-1])
+                for payload, spec in zip(payloads, specs, strict=True)
+            ]
+    return per_token, per_row
+
+
+def _changed(batch: PackedBatch, payloads: Sequence[Payload]) -> list[str]:
+    """Columns the chain made that were not pushed: written out with the outputs."""
+    pushed = set(payloads[0].columns) if payloads else set()
+    return [name for name in batch.columns if name in OUTPUT_COLUMNS and name not in pushed]
+
+
+def _split(batch: PackedBatch, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Columns of the packed batch, cut into trajectories."""
+    bounds = batch.cu_seqlens[batch.row_offsets].tolist()
+    arrays = {name: batch.columns[name].cpu().numpy() for name in dict.fromkeys(names)}
+    return [
+        {name: array[start:stop] for name, array in arrays.items()}
+        for start, stop in zip(bounds, bounds[1:], strict=False)
+    ]

@@ -1,0 +1,126 @@
+"""The grouper: takes records from the rollouts stream into their groups and ends groups.
+
+A group ends when enough usable, scored members are there, when nothing more can come, or at its deadline
+(`lua/lib/complete.lua`). Groupers keep no state of their own: start any number, kill any of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from . import metrics
+from .connection import RETRYABLE, Backoff
+from .keys import ShardKeys
+from .run import Run
+from .streams import Consumer, Entry
+
+logger = logging.getLogger(__name__)
+
+STAGE: Final = "grouper"
+LEASE_S: Final = 5.0
+TAKE_COUNT: Final = 128
+HOUSEKEEPING_S: Final = 1.0
+EXPIRE_COUNT: Final = 100
+SWEEP_COUNT: Final = 64
+
+
+def run_grouper(
+    run: Run,
+    stop: threading.Event,
+    *,
+    lease_s: float = LEASE_S,
+    name: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Group until `stop` is set. Redis being away is waited out."""
+    consumer = Consumer(run, STAGE, lambda keys: keys.rollouts, lease_s=lease_s, stop=stop, name=name)
+    backoff = Backoff(sleep=stop.wait)
+    due = clock()
+    while not stop.is_set():
+        try:
+            entries = consumer.read(TAKE_COUNT)
+            if entries:
+                with metrics.timed(STAGE, "take"):
+                    outcomes = take(run, entries)
+                consumer.done(entries)
+                _report(outcomes)
+            if clock() >= due:
+                housekeeping(run)
+                consumer.retire_others()
+                due = clock() + HOUSEKEEPING_S
+        except RETRYABLE as error:
+            metrics.retried(STAGE)
+            level = logging.DEBUG if backoff.failures else logging.WARNING
+            logger.log(level, "%s: to be repeated: %s", STAGE, error)
+            consumer.recover()
+            backoff.wait()
+        else:
+            backoff.reset()
+    consumer.give_back()
+
+
+def take(run: Run, entries: Sequence[Entry]) -> list[str]:
+    """Hand entries of one shard off into their groups. Returns the outcomes of groups that ended."""
+    keys = run.keys.shard(entries[0].shard)
+    positions: dict[str, int] = {}
+    fixed = [keys.void, keys.rollouts, keys.open, keys.groups, keys.ended, keys.ended_before, keys.ledger]
+    fixed.append(keys.garbage)
+    args: list[bytes | str | int] = [STAGE, *run.manifest.policy_args]
+    for entry in entries:
+        group_id = entry.fields["group_id"].decode()
+        position = positions.setdefault(group_id, len(fixed) + len(positions) + 1)
+        args += [entry.id, position]
+        args += [entry.fields[name] for name in _FIELDS]
+    taken = run.call("take", [*fixed, *[keys.group(group_id) for group_id in positions]], args)
+    metrics.entries(STAGE, "acked", len(taken) // 2)
+    return [outcome.decode() for outcome in taken[1::2] if outcome]
+
+
+_FIELDS: Final = ("group_id", "index", "kind", "reward", "bytes", "key", "role", "reference")
+
+
+def housekeeping(run: Run) -> None:
+    """What is done every second: settings, deadlines, garbage."""
+    run.refresh()
+    for keys in run.keys.shards:
+        _report(expire(run, keys))
+        sweep(run, keys)
+
+
+def expire(run: Run, keys: ShardKeys) -> list[str]:
+    """End groups past their deadline; several groupers may try, the script decides."""
+    now_s, microseconds = run.connection.scripts.time()
+    now_ms = now_s * 1000 + microseconds // 1000
+    due = run.connection.scripts.zrangebyscore(keys.open, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
+    outcomes = []
+    for group_id in (member.decode() for member in due):
+        names = [keys.void, keys.open, keys.rollouts, keys.group(group_id), keys.groups]
+        names += [keys.ended, keys.ended_before, keys.ledger, keys.garbage]
+        outcome = run.call("expire", names, [group_id, *run.manifest.policy_args]).decode()
+        if outcome:
+            logger.warning("group %s reached its deadline: %s", group_id, outcome)
+            outcomes.append(outcome)
+    return outcomes
+
+
+def sweep(run: Run, keys: ShardKeys) -> int:
+    """Delete the payloads of dropped trajectories, in slices that do not block the server."""
+    deleted = 0
+    while items := run.connection.scripts.lrange(keys.garbage, 0, SWEEP_COUNT - 1):
+        payloads = [item.rpartition(b" ")[0].decode() for item in items]
+        swept = run.call("sweep", [keys.void, keys.garbage, keys.ledger, *payloads], items)
+        deleted += swept
+        if not swept:  # another grouper is at it
+            break
+    return deleted
+
+
+def _report(outcomes: Sequence[str]) -> None:
+    for outcome, count in Counter(outcomes).items():
+        for _ in range(count):
+            metrics.group_ended(outcome)

@@ -1,0 +1,297 @@
+"""The producer for blocking code: admission, tickets, push, fail, cancel, score, finish.
+
+`with Producer(...)` blocks; `async with Producer(...)` gives the asyncio twin (`async_producer.py`) with the
+same methods. What they do stands in `producing.py`. torch is not imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from redis.exceptions import ResponseError
+
+from .connection import RETRYABLE, AsyncConnection, Backoff, Connection
+from .manifest import RunSettings
+from .producing import (
+    HEARTBEAT_S,
+    Memory,
+    Pause,
+    ProducerLogic,
+    PushResult,
+    Request,
+    Steps,
+    T,
+    Ticket,
+    Transaction,
+    prepare,
+)
+from .schema import Trajectory
+from .scripts import run_script
+
+if TYPE_CHECKING:
+    from .async_producer import AsyncProducer
+
+logger = logging.getLogger(__name__)
+
+
+class Producer:
+    """Pushes rollouts of one run.
+
+    `connection` is a URL or a Connection; `settings` are what this process wants the run to be created with
+    (see `manifest.py`). Thread-safe: every call is a self-contained exchange.
+    """
+
+    def __init__(
+        self,
+        connection: str | Connection,
+        run: str = "default",
+        *,
+        name: str | None = None,
+        settings: RunSettings | None = None,
+    ) -> None:
+        self._connection = Connection(connection) if isinstance(connection, str) else connection
+        self._owned = isinstance(connection, str)
+        self._logic = ProducerLogic(run, name, settings)
+        self._closing = threading.Event()
+        self._heart: threading.Thread | None = None
+
+    def open(self) -> Self:
+        """Connect, agree on the manifest, start the heartbeat. Done by `with`."""
+        self._drive(self._logic.open())
+        self._heart = threading.Thread(target=self._beat, name="streamadv-heartbeat", daemon=True)
+        self._heart.start()
+        return self
+
+    def close(self) -> None:
+        """Stop the heartbeat and disconnect. A producer that has not finished leaves the list of producers."""
+        if self._heart is None:
+            return
+        self._closing.set()
+        self._heart.join()
+        self._heart = None
+        with suppress(*RETRYABLE):  # an unheard goodbye is made good by the missing heartbeat
+            self._drive(self._logic.goodbye(), patient=False)
+        if self._owned:
+            self._connection.close()
+
+    def group(self, size: int, **options: Any) -> Group:
+        """`begin_group` for use in a with block: on leaving it, rollouts not pushed are failed."""
+        return self.begin_group(size, **options)
+
+    def begin_group(
+        self,
+        size: int,
+        *,
+        group_id: str | None = None,
+        data_source: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        redundancy: int | None = None,
+        timeout: float | None = None,
+    ) -> Group:
+        """Admit a group of `size` rollouts and get its tickets.
+
+        Waits while the run is at its byte budget or as far ahead as max_staleness allows; after `timeout`
+        seconds raises Busy. An open `group_id` gives its tickets again, an ended one raises GroupEndedError.
+        """
+        steps = self._logic.begin(size, group_id, data_source, metadata, deadline_s, redundancy, timeout)
+        return Group(self, self._drive(steps))
+
+    def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
+        """Push trajectories of one group; an unknown group is opened by it (and may be refused with Busy)."""
+        return self._drive(self._logic.push(trajectories, None, None))
+
+    def rollout(self, ticket: Ticket) -> Rollout:
+        """The rollout of a ticket, for instance one received from another process."""
+        return Rollout(self, ticket)
+
+    def score(
+        self,
+        group_id: str,
+        rollout_index: int,
+        reward: float | None,
+        rewards: Mapping[str, float] | None = None,
+    ) -> str:
+        """Bring the reward of a trajectory pushed without one: 'scored', 'duplicate', 'ended' or 'unknown'."""
+        return self._drive(self._logic.score(group_id, rollout_index, reward, rewards))
+
+    def touch(self, group_id: str, deadline_s: float | None = None) -> bool:
+        """Set the group's deadline to `deadline_s` from now if that is later; False when it has ended."""
+        return self._drive(self._logic.touch(group_id, deadline_s))
+
+    def model_version(self) -> int | None:
+        """The newest version the trainer has published, None before there is a trainer."""
+        value = self._connection.scripts.hget(self._logic.ready.keys.home.lineage, "version")
+        return None if value is None else int(value)
+
+    def finish(self) -> None:
+        """This producer begins no more groups. When all have finished the run ends; a later push reopens it."""
+        self._drive(self._logic.finish())
+
+    def _beat(self) -> None:
+        while not self._closing.wait(HEARTBEAT_S):
+            try:
+                self._drive(self._logic.heartbeat(), patient=False)
+            except RETRYABLE as error:
+                logger.warning("heartbeat of producer %s failed: %s", self._logic.name, error)
+
+    def _drive(self, steps: Steps[T], patient: bool = True) -> T:
+        """Carry out what `producing` asks for, request by request.
+
+        Scripts are repeated until the server answers (not when impatient); what becomes of a push whose reply
+        was lost is up to the steps.
+        """
+        reply: Any = None
+        error: BaseException | None = None
+        backoff = Backoff(sleep=self._closing.wait)
+        while True:
+            try:
+                request = steps.send(reply) if error is None else steps.throw(error)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            reply, error = None, None
+            while True:
+                try:
+                    reply = self._carry_out(request)
+                except RETRYABLE as failure:
+                    if not isinstance(request, Transaction) and patient:
+                        level = logging.DEBUG if backoff.failures else logging.WARNING
+                        logger.log(
+                            level, "%s does not answer, waiting: %s", self._connection.safe_url, failure
+                        )
+                        backoff.wait()
+                        continue
+                    error = failure
+                break
+
+    def _carry_out(self, request: Request) -> Any:
+        if isinstance(request, Pause):
+            return self._closing.wait(request.seconds)
+        if isinstance(request, Memory):
+            try:
+                return self._connection.scripts.info("memory")
+            except ResponseError:  # not permitted, or not known to this server
+                return {}
+        if isinstance(request, Transaction):
+            pipe = self._connection.push.pipeline(transaction=True)
+            for key, fields in request.payloads:
+                pipe.hset(key, mapping=fields)
+            pipe.eval(*request.call.by_text)
+            return pipe.execute()[-1]
+        return run_script(self._connection.scripts, request)
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> AsyncProducer:
+        from .async_producer import AsyncProducer
+
+        self._twin = await AsyncProducer(AsyncConnection(self._connection.url), self._logic).open()
+        return self._twin
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._twin.close()
+
+
+class Group:
+    """An admitted group: its rollouts, and what can be done with it as a whole."""
+
+    def __init__(self, producer: Producer, tickets: list[Ticket]) -> None:
+        self._producer = producer
+        self.tickets = tickets
+        self.group_id = tickets[0].group_id
+        self.size = tickets[0].group_size
+        self.model_version = tickets[0].model_version
+        self._rollouts = [Rollout(producer, ticket) for ticket in tickets]
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(self._rollouts)
+
+    def __len__(self) -> int:
+        return len(self._rollouts)
+
+    def push(self, records: Sequence[Trajectory | Mapping[str, Any]]) -> PushResult:
+        """Push several rollouts of the group in one round trip; mappings name their `rollout_index`."""
+        ready = prepare(records, self.tickets[0])
+        result = self._producer._drive(
+            self._producer._logic.push(ready, self.tickets[0].epoch, self.tickets[0].places)
+        )
+        for trajectory in ready:
+            self._rollouts[trajectory.rollout_index].ended = True
+        return result
+
+    def cancel(self, count: int) -> PushResult:
+        """State that `count` of the rollouts will not come: fills the lowest free places."""
+        return self._producer._drive(
+            self._producer._logic.end_places(self.tickets[0], [-1] * count, "cancelled")
+        )
+
+    def touch(self, deadline_s: float | None = None) -> bool:
+        """Extend the deadline; False when the group has ended."""
+        return self._producer.touch(self.group_id, deadline_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        missing = [rollout.ticket.rollout_index for rollout in self._rollouts if not rollout.ended]
+        if missing:
+            self._producer._drive(self._producer._logic.end_places(self.tickets[0], missing, "failed"))
+
+
+class Rollout:
+    """One rollout of a group. `with rollout:` turns an exception inside it into `fail`."""
+
+    def __init__(self, producer: Producer, ticket: Ticket) -> None:
+        self._producer = producer
+        self.ticket = ticket
+        self.group_id = ticket.group_id
+        self.rollout_index = ticket.rollout_index
+        self.model_version = ticket.model_version
+        self.ended = False
+
+    def push(self, **fields: Any) -> str:
+        """Push this rollout: its columns (or `rows=`), `reward`, `steps` and other fields of a Trajectory."""
+        fields.setdefault("model_version", self.model_version)
+        trajectories = prepare([fields], self.ticket)
+        result = self._producer._drive(
+            self._producer._logic.push(trajectories, self.ticket.epoch, self.ticket.places)
+        )
+        self.ended = True
+        return result.codes[0]
+
+    def fail(self, reason: str = "failed") -> str:
+        """End this rollout without a trajectory: `reason` failed or aborted."""
+        if reason not in ("failed", "aborted"):
+            raise ValueError(f"reason is {reason!r}, needs 'failed' or 'aborted'")
+        logic = self._producer._logic
+        result = self._producer._drive(logic.end_places(self.ticket, [self.rollout_index], reason))
+        self.ended = True
+        return result.codes[0]
+
+    def __enter__(self) -> Self:
+        version = self._producer._logic.version
+        self.model_version = version if version is not None else self.model_version
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if error is not None and not self.ended:
+            logger.warning("rollout %s/%s failed: %s", self.group_id, self.rollout_index, error)
+            self.fail()

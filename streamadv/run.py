@@ -1,0 +1,41 @@
+"""A run as a pipeline process sees it: its connection, its keys and its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .connection import Connection
+from .keys import RunKeys
+from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
+from .scripts import run_script, script_call
+
+
+class Run:
+    """One run on one server. Made by `open_run`."""
+
+    def __init__(self, name: str, connection: Connection, settings: RunSettings | None) -> None:
+        self.name = name
+        self.connection = connection
+        self._settings = settings
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the manifest again: another process may have written a setting since."""
+        reply = run_script(self.connection.scripts, manifest_call(self.name, self._settings))
+        self.manifest: Manifest = parse_manifest(self.name, self._settings, reply)
+
+    @property
+    def keys(self) -> RunKeys:
+        return self.manifest.keys
+
+    def call(self, script: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
+        """Run a script that may be repeated when its reply is lost."""
+        return run_script(self.connection.scripts, script_call(script, keys, args))
+
+
+def open_run(connection: Connection, name: str, settings: RunSettings | None = None) -> Run:
+    """Create the run, or join it. Raises SettingError and ManifestMismatchError."""
+    run = Run(name, connection, settings)
+    run_script(connection.scripts, register_call(name))
+    return run

@@ -1,0 +1,196 @@
+"""The consumer loop every stage shares: read, reclaim what dead consumers left, survive what passes by itself.
+
+An entry is delivered to one consumer of the stage's group and stays pending until a hand-off script acks it.
+After a start or a lost connection a consumer first asks for its own pending entries, since a reply that was
+lost on the wire is already among them; entries idle longer than the lease are taken over from others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from redis.exceptions import ResponseError
+
+from . import metrics
+from .connection import RETRYABLE, Backoff
+from .keys import ShardKeys
+from .run import Run
+
+logger = logging.getLogger(__name__)
+
+BLOCK_MS: Final = 1000
+#: Block on one stream while others may have entries, when a process serves several shards.
+SHARED_BLOCK_MS: Final = 50
+RETIRE_AFTER_MS: Final = 3_600_000
+
+
+class Entry(NamedTuple):
+    """One stream entry and where it came from."""
+
+    shard: int
+    id: str
+    fields: dict[str, bytes]
+
+
+def consumer_name() -> str:
+    """Unique for this process: a name used again would inherit, and hide, what is pending under it."""
+    return f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+class Consumer:
+    """Reads one stage's stream of every shard. Used by one thread; `done` and `give_back` by any."""
+
+    def __init__(
+        self,
+        run: Run,
+        stage: str,
+        stream: Callable[[ShardKeys], str],
+        *,
+        lease_s: float,
+        stop: threading.Event,
+        name: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run = run
+        self.stage = stage  # also the name of the consumer group
+        self.name = name or consumer_name()
+        self.streams = [stream(keys) for keys in run.keys.shards]
+        self.lease_ms = round(lease_s * 1000)
+        self.stop = stop
+        self._clock = clock
+        self._backoff = Backoff(sleep=stop.wait)
+        self._own: list[str | None] = ["0"] * len(self.streams)  # where to go on in the own pending entries
+        self._reclaim: list[str | None] = [None] * len(self.streams)  # XAUTOCLAIM cursor
+        self._reclaim_due = [0.0] * len(self.streams)
+        self._held: set[tuple[int, str]] = set()
+        self._lock = threading.Lock()
+        self._turn = 0
+
+    def read(self, count: int) -> list[Entry]:
+        """Up to `count` entries of one shard, or [] after a short wait. Entries in hand are not given twice."""
+        for _ in self.streams:
+            self._turn = (self._turn + 1) % len(self.streams)
+            entries = self._guarded(self._turn, count, block_ms=None)
+            if entries or self.stop.is_set():
+                return entries
+        block_ms = BLOCK_MS if len(self.streams) == 1 else SHARED_BLOCK_MS
+        started = self._clock()
+        entries = self._guarded(self._turn, count, block_ms)
+        if not entries and self._clock() - started < block_ms / 2000:
+            self.stop.wait(SHARED_BLOCK_MS / 1000)  # a server that does not block must not be asked in a loop
+        return entries
+
+    def done(self, entries: Sequence[Entry]) -> None:
+        """The entries were handed off (by whomever)."""
+        with self._lock:
+            self._held.difference_update((entry.shard, entry.id) for entry in entries)
+
+    def recover(self) -> None:
+        """A hand-off failed: offer everything pending under this name again."""
+        with self._lock:
+            self._held.clear()
+        self._own = ["0"] * len(self.streams)
+
+    def recover_own(self) -> None:
+        """Ask for the own pending entries again, without those still in hand."""
+        self._own = ["0"] * len(self.streams)
+
+    def give_back(self) -> None:
+        """On shutdown: let others take what is in hand at once instead of after the lease."""
+        with self._lock:
+            held, self._held = sorted(self._held), set()
+        for shard, stream in enumerate(self.streams):
+            ids = [entry for owner, entry in held if owner == shard]
+            if ids:
+                self.run.connection.scripts.xclaim(
+                    stream, self.stage, self.name, 0, ids, idle=self.lease_ms + 1, justid=True
+                )
+
+    def retire_others(self) -> None:
+        """Forget consumers that are gone and have nothing pending."""
+        for keys, stream in zip(self.run.keys.shards, self.streams, strict=True):
+            self.run.call("retire", [keys.void, stream], [self.stage, RETIRE_AFTER_MS, self.name])
+
+    def _guarded(self, shard: int, count: int, block_ms: int | None) -> list[Entry]:
+        try:
+            entries = self._read(shard, count, block_ms)
+        except ResponseError as error:
+            if not str(error).startswith("NOGROUP"):
+                raise
+            metrics.group_recreated(self.stage)
+            if self._backoff.failures:
+                self._backoff.wait()
+            self._backoff.delay()
+            keys = self.run.keys.shard(shard)
+            self.run.call("ensure_group", [keys.void, self.streams[shard]], [self.stage])
+            return []
+        except RETRYABLE as error:
+            metrics.retried(self.stage)
+            # Once for each outage: it may last long and every process says so.
+            level = logging.DEBUG if self._backoff.failures else logging.WARNING
+            logger.log(level, "%s: cannot read %s, waiting: %s", self.stage, self.streams[shard], error)
+            self._own[shard] = "0"
+            self._backoff.wait()
+            return []
+        self._backoff.reset()
+        return entries
+
+    def _read(self, shard: int, count: int, block_ms: int | None) -> list[Entry]:
+        stream = self.streams[shard]
+        own = self._own[shard]
+        if own is not None:
+            pending = self._group_read(shard, own, count, None)
+            self._own[shard] = pending[-1].id if pending else None
+            if fresh := self._take_in_hand(pending):
+                return fresh
+            if pending:
+                return []
+        if self._reclaim[shard] is None and self._clock() >= self._reclaim_due[shard]:
+            self._reclaim[shard] = "0-0"
+        cursor = self._reclaim[shard]
+        if cursor is not None:
+            next_cursor, claimed, *_ = self.run.connection.scripts.xautoclaim(
+                stream, self.stage, self.name, self.lease_ms, cursor, count
+            )
+            text = next_cursor.decode()
+            self._reclaim[shard] = None if text == "0-0" else text
+            if text == "0-0":
+                self._reclaim_due[shard] = self._clock() + self.lease_ms / 3000 * random.uniform(0.8, 1.2)
+            if fresh := self._take_in_hand(_entries(shard, claimed)):
+                metrics.entries(self.stage, "reclaimed", len(fresh))
+                return fresh
+        fresh = self._take_in_hand(self._group_read(shard, ">", count, block_ms))
+        metrics.entries(self.stage, "delivered", len(fresh))
+        return fresh
+
+    def _group_read(self, shard: int, start: str, count: int, block_ms: int | None) -> list[Entry]:
+        client = self.run.connection.scripts if block_ms is None else self.run.connection.blocking(block_ms)
+        if start == ">" and block_ms is None:
+            client = self.run.connection.push  # a repeated read would leave the first reply's entries pending
+        reply: Any = client.xreadgroup(
+            self.stage, self.name, {self.streams[shard]: start}, count=count, block=block_ms
+        )
+        pairs = reply.items() if isinstance(reply, dict) else reply or []
+        return [entry for _, entries in pairs for entry in _entries(shard, entries)]
+
+    def _take_in_hand(self, entries: Sequence[Entry]) -> list[Entry]:
+        with self._lock:
+            fresh = [entry for entry in entries if (entry.shard, entry.id) not in self._held]
+            self._held.update((entry.shard, entry.id) for entry in fresh)
+        return fresh
+
+
+def _entries(shard: int, entries: Sequence[Any]) -> list[Entry]:
+    """Entries of a reply; one whose content was deleted while pending has no fields and is left out."""
+    return [
+        Entry(shard, entry_id.decode(), {name.decode(): value for name, value in fields.items()})
+        for entry_id, fields in entries
+        if fields
+    ]
