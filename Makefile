@@ -1,0 +1,45 @@
+# `make demo` and `make test` need Python 3.11 or newer, pip and make; everything else goes into .venv.
+PYTHON ?= python3
+VENV := .venv
+ARGS :=
+
+.PHONY: help demo test lint format clean
+
+help:
+	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
+	@echo "make test    all tests (ARGS=\"tests/unit -k chain\" passes arguments to pytest)"
+	@echo "make lint    ruff and mypy; make format repairs what ruff can"
+	@echo "make clean   removes .venv and all caches"
+
+demo: $(VENV)/test.installed
+	$(VENV)/bin/streamadv demo $(ARGS)
+
+test: $(VENV)/test.installed
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/dev.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/dev.installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Debian without python3-venv cannot put pip into a venv; then the pip outside installs into it.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "streamadv needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1):" \
+			"make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || $(PYTHON) -m venv --clear --without-pip $(VENV)
+
+# One call for everything: constraints.txt names the torch to take, the range alone could fetch another one.
+$(VENV)/%.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing streamadv[$*] into $(VENV), which takes some minutes the first time"
+	@if $< -m pip --version >/dev/null 2>&1; then pip="$< -m pip"; else pip="$(PYTHON) -m pip --python $<"; fi; \
+		$$pip install --quiet -c constraints.txt -e ".[$*]"
+	@touch $@
