@@ -210,8 +210,9 @@ def compute_reinforce_plus_plus_outcome_advantage(
     mask = batch.column("response_mask")
     if peer_quirks is None:
         estimate = get_estimator("reinforce_plus_plus").function(batch, gamma=gamma)
-        advantages, returns = estimate.advantages, estimate.returns
-        return to_padded(_masked(advantages, mask), order), to_padded(_masked(returns, mask), order)
+        assert estimate.returns is not None
+        advantages, returns = _masked(estimate.advantages, mask), _masked(estimate.returns, mask)
+        return to_padded(advantages, order), to_padded(returns, order)
     carried = gamma * next_in_row(mask.to(torch.float64), batch.cu_seqlens)
     cut = blocks(batch.cu_seqlens, batch.num_tokens)
     returns = reverse_scan(batch.column("token_level_rewards"), carried, cut)

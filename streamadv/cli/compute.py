@@ -1,0 +1,169 @@
+"""`streamadv compute`: rewards to advantages over an interchange file, with the pipeline's own chain."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SettingError, TrajectoryError
+from ..schema import Role, Step, Trajectory, parse_trajectory
+
+if TYPE_CHECKING:
+    from ..algorithms import Chain, ChainResult, PackedBatch
+    from ..columns import Array
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command `compute`; its `run` takes the parsed arguments and returns the exit status."""
+    parser = subparsers.add_parser(
+        "compute", help="advantages for a file of trajectories, without Redis", description=__doc__
+    )
+    parser.add_argument("file", type=Path, help="trajectories, one JSON object a line")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
+    chain = parser.add_mutually_exclusive_group()
+    chain.add_argument("--preset", default="grpo", help="chain by name (default: grpo)")
+    chain.add_argument("--config", type=Path, help="chain from a JSON file")
+    parser.set_defaults(run=lambda given: run(given.file, given.output, given.preset, given.config))
+
+
+def run(file: Path, output: Path, preset: str = "grpo", config: Path | None = None) -> int:
+    """Write the lines of `file` to `output`, those that count for training with `advantages` and `returns`.
+
+    Trajectories that are unusable (aborted, failed) or unscorable (reward null) pass unchanged. Returns the
+    exit status 0. Raises TrajectoryError naming file and line, SettingError for a wrong chain.
+    """
+    from ..algorithms import build_chain, run_chain  # torch: only commands that compute load it
+
+    chain = build_chain(preset if config is None else _read_config(config))
+    lines = list(_read(file))
+    chosen = sorted(
+        (line for line in lines if line.counts), key=lambda line: (line.group_id, line.rollout_index)
+    )
+    batch = _pack(chosen, chain)
+    result = run_chain(chain, batch)
+    finished = dict(_finished(chosen, batch, result))
+    partial = output.with_name(output.name + ".partial")
+    with partial.open("w", encoding="utf-8") as target:
+        for line in lines:
+            record = finished.get(line.where, line.trajectory).to_json()
+            target.write(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
+    partial.replace(output)
+    print(f"{len(chosen)} of {len(lines)} trajectories in {batch.num_groups} groups: {output}")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A trajectory and where it stands; what `pack` asks for."""
+
+    where: str
+    trajectory: Trajectory
+
+    @property
+    def counts(self) -> bool:
+        return self.trajectory.status.usable and self.trajectory.reward is not None
+
+    @property
+    def group_id(self) -> str:
+        return self.trajectory.group_id
+
+    @property
+    def rollout_index(self) -> int:
+        return self.trajectory.rollout_index
+
+    @property
+    def reward(self) -> float | None:
+        return self.trajectory.reward
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.trajectory.role is Role.BASELINE
+
+    @property
+    def row_lengths(self) -> Sequence[int]:
+        return [len(row) for row in self.trajectory.rows]
+
+    @property
+    def row_trainable(self) -> Sequence[int]:
+        return [int(row.response_mask.sum()) for row in self.trajectory.rows]
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        return self.trajectory.steps
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SettingError(f"--config {path}: no such file") from None
+    except ValueError as error:
+        raise SettingError(f"--config {path}: is no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise SettingError(f"--config {path}: holds {type(data).__name__}, needs an object of chain settings")
+    return data
+
+
+def _read(path: Path) -> Iterator[_Line]:
+    seen: dict[tuple[str, int], str] = {}
+    try:
+        source = path.open(encoding="utf-8")
+    except FileNotFoundError:
+        raise SettingError(f"{path}: no such file") from None
+    with source:
+        for number, text in enumerate(source, 1):
+            if not text.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                data = json.loads(text)
+            except ValueError as error:
+                raise TrajectoryError(f"{where}: is no JSON: {error}") from None
+            line = _Line(where, parse_trajectory(data, where))
+            if line.trajectory.status.usable and not line.trajectory.scored:
+                raise TrajectoryError(f"{where}: reward is missing: add it, or null for an unscorable one")
+            identity = (line.group_id, line.rollout_index)
+            if identity in seen:
+                raise TrajectoryError(f"{where}: repeats group_id and rollout_index of {seen[identity]}")
+            seen[identity] = where
+            yield line
+
+
+def _pack(lines: Sequence[_Line], chain: Chain) -> PackedBatch:
+    import numpy as np
+
+    from ..algorithms import pack
+
+    names = dict.fromkeys(("response_mask", *chain.needs))
+    columns: list[dict[str, Array]] = []
+    for line in lines:
+        rows = [row.columns for row in line.trajectory.rows]
+        for name in names:
+            if name not in rows[0]:
+                raise TrajectoryError(f"{line.where}: column {name} is missing, the chain needs it")
+        columns.append({name: np.concatenate([row[name] for row in rows]) for name in names})
+    return pack(lines, columns)
+
+
+def _finished(
+    lines: Sequence[_Line], batch: PackedBatch, result: ChainResult
+) -> Iterator[tuple[str, Trajectory]]:
+    """Each line's trajectory with the chain's outputs in its rows."""
+    from ..algorithms import expand
+
+    assert result.advantages is not None  # the chain is not cut
+    columns = {**result.columns, "advantages": expand(batch, result.level, result.advantages)}
+    returns = result.advantages if result.returns is None else result.returns
+    columns["returns"] = expand(batch, result.level, returns)
+    bounds = iter(zip(batch.cu_seqlens.tolist(), batch.cu_seqlens[1:].tolist(), strict=False))
+    for line in lines:
+        rows = []
+        for row in line.trajectory.rows:
+            start, end = next(bounds)
+            update = {name: column[start:end].numpy() for name, column in columns.items()}
+            rows.append(row.model_copy(update=update))
+        yield line.where, line.trajectory.model_copy(update={"rows": rows})
