@@ -123,14 +123,16 @@ TURNS_TAKEN: Final = _histogram("streamadv_turns", "Turns of a trajectory.", TUR
 TRUNCATED: Final = _counter("streamadv_truncated", "Trajectories cut off at a limit.")
 NONFINITE: Final = _counter("streamadv_nonfinite", "NaN or infinity where a number belongs.", "quantity")
 REWARD_CLIPPED: Final = _gauge(
-    "streamadv_reward_clipped_ratio", "Share of the rewards that was clipped, last chunk.", "level"
+    "streamadv_reward_clipped_ratio", "Share of the rewards that was clipped, last chunk.", "stage", "level"
 )
 ADVANTAGE_CLIPPED: Final = _gauge(
-    "streamadv_advantage_clipped_ratio", "Share of trainable tokens with a clipped advantage, last chunk."
+    "streamadv_advantage_clipped_ratio",
+    "Share of trainable tokens with a clipped advantage, last chunk.",
+    "stage",
 )
-KL_COEFFICIENT: Final = _gauge("streamadv_kl_coefficient", "Coefficient of the KL penalty.")
+KL_COEFFICIENT: Final = _gauge("streamadv_kl_coefficient", "Coefficient of the KL penalty.", "stage")
 KL_PENALTY: Final = _gauge(
-    "streamadv_kl_penalty", "KL to the reference policy as the chain estimates it, last chunk."
+    "streamadv_kl_penalty", "KL to the reference policy as the chain estimates it, last chunk.", "stage"
 )
 
 # Staleness and off-policy correction.
@@ -143,11 +145,17 @@ POLICY_LAG_IN_FLIGHT: Final = _histogram(
 POLICY_LAG_IN_QUEUE: Final = _histogram(
     "streamadv_policy_lag_in_queue_versions", "Part of the staleness from waiting for its batch.", VERSIONS
 )
-KL_K1: Final = _gauge("streamadv_kl_k1", "KL(rollout policy, trained policy), k1 estimate, last batch.")
-KL_K3: Final = _gauge("streamadv_kl_k3", "KL(rollout policy, trained policy), k3 estimate, last batch.")
+KL_K1: Final = _gauge(
+    "streamadv_kl_k1", "KL(rollout policy, trained policy), k1 estimate, last batch.", "stage"
+)
+KL_K3: Final = _gauge(
+    "streamadv_kl_k3", "KL(rollout policy, trained policy), k3 estimate, last batch.", "stage"
+)
 IS_WEIGHT: Final = _histogram("streamadv_is_weight", "Importance weights after truncation.", WEIGHTS)
-IS_ESS: Final = _gauge("streamadv_is_ess_ratio", "mean(w)^2 / mean(w^2) of importance weights, last chunk.")
-IS_CLIPPED: Final = _gauge("streamadv_is_clipped_ratio", "Share of weights truncated, last chunk.")
+IS_ESS: Final = _gauge(
+    "streamadv_is_ess_ratio", "mean(w)^2 / mean(w^2) of importance weights, last chunk.", "stage"
+)
+IS_CLIPPED: Final = _gauge("streamadv_is_clipped_ratio", "Share of weights truncated, last chunk.", "stage")
 
 # The trainer queue.
 BATCH_VERSION: Final = _gauge("streamadv_batch_version", "Version that the last batch delivered trains.")
@@ -177,17 +185,17 @@ EVENTS: Final[Mapping[str, Counter]] = {
     "reclaimed": RECLAIMED,
     "duplicate": DUPLICATE,
 }
-#: Where numbers under verl's and ROLL's names go; the others have no metric here.
-TRAINING_GAUGES: Final[Mapping[str, Gauge]] = {
-    "critic/kl": KL_PENALTY,
-    "critic/kl_coef": KL_COEFFICIENT,
-    "critic/reward_clip_frac": _child(REWARD_CLIPPED, "sequence"),
-    "critic/token_reward_clip_frac": _child(REWARD_CLIPPED, "token"),
-    "critic/advantage_clip_frac": ADVANTAGE_CLIPPED,
-    "rollout_corr/kl": KL_K1,
-    "rollout_corr/k3_kl": KL_K3,
-    "rollout_corr/rollout_is_eff_sample_size": IS_ESS,
-    "rollout_corr/rollout_is_ratio_fraction_high": IS_CLIPPED,
+#: Where numbers under verl's and ROLL's names go, with labels beside the stage; others have no metric here.
+TRAINING_GAUGES: Final[Mapping[str, tuple[Gauge, tuple[str, ...]]]] = {
+    "critic/kl": (KL_PENALTY, ()),
+    "critic/kl_coef": (KL_COEFFICIENT, ()),
+    "critic/reward_clip_frac": (REWARD_CLIPPED, ("sequence",)),
+    "critic/token_reward_clip_frac": (REWARD_CLIPPED, ("token",)),
+    "critic/advantage_clip_frac": (ADVANTAGE_CLIPPED, ()),
+    "rollout_corr/kl": (KL_K1, ()),
+    "rollout_corr/k3_kl": (KL_K3, ()),
+    "rollout_corr/rollout_is_eff_sample_size": (IS_ESS, ()),
+    "rollout_corr/rollout_is_ratio_fraction_high": (IS_CLIPPED, ()),
 }
 
 _child(BUILD_INFO, __version__).set(1)
@@ -259,8 +267,9 @@ def chunk_computed(
     group_completion_s: Values,
     metrics: Mapping[str, float],
     is_weights: Values = None,
+    stage: str = "advantage",
 ) -> None:
-    """An advantage worker has computed a chunk of groups.
+    """A chunk of groups has been computed, by an advantage worker or (`stage`) the trainer.
 
     rewards, response_tokens, turns, truncated (0 or 1): of each trajectory. advantages: at the estimator's
     level, trainable tokens only. group_reward_std, group_completion_s (seconds): of each group. metrics: the
@@ -276,19 +285,20 @@ def chunk_computed(
     TRUNCATED.inc(float(_known(truncated).sum()))
     GROUP_REWARD_STD.observe(_known(group_reward_std))
     GROUP_COMPLETION.observe(_known(group_completion_s))
-    training_metrics(metrics)
+    training_metrics(metrics, stage)
     weights = _finite(is_weights, "is_weight")
     if len(weights):
         IS_WEIGHT.observe(weights)
         squares = float((weights * weights).mean())
-        IS_ESS.set(float(weights.mean()) ** 2 / squares if squares else 0.0)
+        _child(IS_ESS, stage).set(float(weights.mean()) ** 2 / squares if squares else 0.0)
 
 
-def training_metrics(metrics: Mapping[str, float]) -> None:
+def training_metrics(metrics: Mapping[str, float], stage: str = "trainer") -> None:
     """Numbers under verl's and ROLL's names, of a chain or a training loop; TRAINING_GAUGES says which show."""
     for name, value in metrics.items():
         if name in TRAINING_GAUGES:
-            TRAINING_GAUGES[name].set(value)
+            gauge, labels = TRAINING_GAUGES[name]
+            _child(gauge, stage, *labels).set(value)
 
 
 def batch_delivered(

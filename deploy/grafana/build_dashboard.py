@@ -1,0 +1,392 @@
+"""Builds dashboards/streamadv.json: `python deploy/grafana/build_dashboard.py`.
+
+Panels stand in the order of the board. docs/observability.md says what each metric means.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+from panels import (
+    RATE,
+    Json,
+    average,
+    dashboard,
+    greatest,
+    mean,
+    panel,
+    quantile,
+    quantiles,
+    rate,
+    ratio,
+    selector,
+    stat,
+    total,
+    variable,
+)
+
+OUTPUT: Final = Path(__file__).parent / "dashboards" / "streamadv.json"
+
+STAGE: Final = 'stage=~"$stage"'
+ENDS: Final = 'place=~"pushed|trained|dropped|dead"'
+
+FLOW: Final = [
+    panel(
+        "Trajectories",
+        "ops",
+        "Trajectories a second, from the run's ledger: pushed by producers, trained (committed with a "
+        "checkpoint), dropped for a reason, dead. In a steady state pushed is the sum of the others.",
+        (f"sum by (place) (deriv({selector('ledger_trajectories', ENDS)}{RATE}))", "{{place}}"),
+    ),
+    panel(
+        "Queue depth",
+        "short",
+        "Entries in each stream. rollouts: trajectories the grouper has not taken; work: chunks the advantage "
+        "workers have not finished; scoring: with a scorer. Growing without end: that stage is too slow.",
+        (total("stream_length_entries", by="stream"), "{{stream}}"),
+    ),
+    panel(
+        "Lag and pending",
+        "short",
+        "Lag: entries no consumer has read. Pending: read and not acknowledged. Pending that stays while "
+        "nothing is acknowledged: a worker is stuck or has died less than a lease ago.",
+        (total("stream_lag_entries", by="stream"), "{{stream}} lag"),
+        (total("stream_pending_entries", by="stream"), "{{stream}} pending"),
+    ),
+    panel(
+        "Age of the oldest entry",
+        "s",
+        "How long the oldest entry of each stream has waited. Above two leases (30 s for advantage workers, "
+        "10 s for the grouper) nobody works on it.",
+        (greatest("oldest_pending_age_seconds", by="stream"), "{{stream}}"),
+    ),
+    panel(
+        "Time of a step, p95",
+        "s",
+        "95th percentile of the time each step of a stage takes for one batch of entries.",
+        (quantile(0.95, "stage_duration_seconds", STAGE, by="le, stage, step"), "{{stage}} {{step}}"),
+    ),
+    panel(
+        "Time spent in each step",
+        "percentunit",
+        "Share of the time that one process of the stage spends in a step, mean over processes. A stage whose "
+        "steps add up to 100 % is the bottleneck: start more of it.",
+        (
+            f"avg by (stage, step) (rate({selector('stage_duration_seconds_sum', STAGE)}{RATE}))",
+            "{{stage}} {{step}}",
+        ),
+        stack=True,
+    ),
+    panel(
+        "Stream entries",
+        "ops",
+        "Entries a second, by stage: delivered and acked should agree. Reclaimed: taken over from a consumer "
+        "that died. Duplicate: finished twice, the second result thrown away (harmless).",
+        *(
+            (rate(f"{event}_total", STAGE, by="stage"), f"{{{{stage}}}} {event}")
+            for event in ("delivered", "acked", "reclaimed", "duplicate")
+        ),
+    ),
+    panel(
+        "Connection trouble",
+        "ops",
+        "Failed connections, and consumer groups found missing and made again (the server lost data or was "
+        "emptied). Both repair themselves; neither should go on.",
+        (rate("connection_errors_total", STAGE, by="stage"), "{{stage}} connection errors"),
+        (rate("nogroup_recreations_total", STAGE, by="stage"), "{{stage}} group made again"),
+    ),
+    panel(
+        "Who waits",
+        "short",
+        "Processes that wait, on average: producers for admission (the run is max_staleness ahead, or out of "
+        "bytes), the trainer for a batch. In every run one side waits; the trainer at 1 means that rollouts are "
+        "too slow or filtered away.",
+        (rate("backpressure_seconds_total"), "producers, for admission"),
+        (rate("trainer_wait_seconds_total"), "trainer, for a batch"),
+    ),
+    panel(
+        "Tokens trained",
+        "short",
+        "Trainable tokens delivered to the trainer, a second.",
+        (rate("trained_tokens_total"), "tokens a second"),
+    ),
+    panel(
+        "Rollout to trainer",
+        "s",
+        "From the end of a rollout to the delivery of its batch to the training loop.",
+        *quantiles("e2e_seconds", 0.5, 0.95),
+    ),
+    panel(
+        "Seconds since a stage last finished something",
+        "s",
+        "By stage, the most recent of its processes. Rising for ever: the stage stands still or is gone.",
+        (
+            f"time() - {greatest('last_success_timestamp_seconds', STAGE, by='stage')}",
+            "{{stage}}",
+        ),
+    ),
+]
+
+GROUPS: Final = [
+    panel(
+        "Groups by outcome",
+        "ops",
+        "Groups ended, a second. complete and partial go on to a batch. stale, oversize and rolled_back are "
+        "dropped later, when the batch is named, and were counted as complete before.",
+        (rate("groups_total", by="outcome") + " > 0", "{{outcome}}"),
+        stack=True,
+    ),
+    panel(
+        "Groups kept",
+        "percentunit",
+        "Share of the groups that ended that go on to a batch: all, and by data source. Near 0 the trainer "
+        "starves while every queue looks healthy: the filters reject what the policy produces.",
+        (
+            ratio(
+                rate("groups_total", 'outcome=~"complete|partial"'),
+                rate("groups_total", 'outcome!~"missing_column|stale|oversize|rolled_back"'),
+            ),
+            "all",
+        ),
+        (
+            ratio(
+                rate("groups_kept_total", by="data_source"), rate("groups_produced_total", by="data_source")
+            ),
+            "{{data_source}}",
+        ),
+        high=1,
+    ),
+    panel(
+        "Groups without a signal",
+        "percentunit",
+        "Share of the computed groups whose rewards are all equal: their advantages are 0. Filtered ones "
+        "(outcome zero_variance) are not in it.",
+        (
+            ratio(rate("group_reward_std_bucket", 'le="0.0"'), rate("group_reward_std_count")),
+            "zero reward spread",
+        ),
+        high=1,
+    ),
+    panel(
+        "Reward spread in a group",
+        "short",
+        "Standard deviation of the rewards of one group.",
+        (mean("group_reward_std"), "mean"),
+        *quantiles("group_reward_std", 0.5, 0.9),
+    ),
+    panel(
+        "Completion time",
+        "s",
+        "From the first to the last record of a group: what stragglers cost.",
+        *quantiles("group_completion_seconds", 0.5, 0.9),
+    ),
+    panel(
+        "Open groups",
+        "short",
+        "Groups begun and not ended. Admission holds them at (max_staleness + 1) x groups per version.",
+        (total("groups_open"), "open"),
+    ),
+]
+
+REWARD_COUNT: Final = rate("reward_bucket", 'le="+Inf"')
+ADVANTAGES: Final = [
+    panel(
+        "Reward, mean",
+        "short",
+        "Mean reward of the trajectories computed.",
+        (
+            ratio(f"({rate('reward_positive_total')} - {rate('reward_negative_total')})", REWARD_COUNT),
+            "mean",
+        ),
+        low=None,
+    ),
+    panel(
+        "Reward, quantiles",
+        "short",
+        "Quantiles of the reward of a trajectory, as exact as the buckets are.",
+        *quantiles("reward", 0.1, 0.5, 0.9),
+        low=None,
+    ),
+    panel(
+        "Advantage",
+        "short",
+        "Quantiles of the advantages. They should lie around 0; tails that drift apart mean outliers.",
+        *quantiles("advantage", 0.05, 0.25, 0.5, 0.75, 0.95),
+        low=None,
+    ),
+    panel(
+        "Response length",
+        "short",
+        "Trainable tokens of a trajectory.",
+        (mean("response_tokens"), "mean"),
+        *quantiles("response_tokens", 0.5, 0.95),
+    ),
+    panel(
+        "Turns",
+        "short",
+        "Turns of a trajectory.",
+        (mean("turns"), "mean"),
+        *quantiles("turns", 0.95),
+    ),
+    panel(
+        "Truncated",
+        "percentunit",
+        "Share of the trajectories that were cut off at a limit.",
+        (ratio(rate("truncated_total"), REWARD_COUNT), "truncated"),
+        high=1,
+    ),
+    panel(
+        "Clipped",
+        "percentunit",
+        "Share of rewards (sequence or token level) and of trainable tokens' advantages that were clipped.",
+        (average("reward_clipped_ratio", by="level"), "reward, {{level}}"),
+        (average("advantage_clipped_ratio"), "advantage"),
+        high=1,
+    ),
+    panel(
+        "KL to the reference",
+        "short",
+        "KL penalty as the chain estimates it, and its coefficient (moves when the controller is adaptive). "
+        "0 for a chain without KL.",
+        (average("kl_penalty"), "KL"),
+        (average("kl_coefficient"), "coefficient"),
+        low=None,
+    ),
+    panel(
+        "Non-finite values",
+        "ops",
+        "NaN or infinity among rewards, advantages or importance weights. Must stay 0.",
+        (rate("nonfinite_total", by="quantity"), "{{quantity}}"),
+    ),
+]
+
+STALENESS: Final = [
+    panel(
+        "Staleness",
+        "short",
+        "Policy versions between the oldest trainable token of a trajectory and the version it trains.",
+        (mean("policy_lag_versions"), "mean"),
+        *quantiles("policy_lag_versions", 0.5, 0.95),
+    ),
+    panel(
+        "Where staleness comes from",
+        "short",
+        "Mean staleness: from while the trajectory was played, and from waiting for its batch. Waiting: lower "
+        "max_staleness or prefetch. Playing: long rollouts, or the version changes often.",
+        (mean("policy_lag_in_flight_versions"), "in flight"),
+        (mean("policy_lag_in_queue_versions"), "in the queue"),
+        stack=True,
+    ),
+    panel(
+        "KL from rollout to trained policy",
+        "short",
+        "How far the policy has moved from the one that played the data: k1 and k3 estimates, last batch.",
+        (average("kl_k1"), "k1"),
+        (average("kl_k3"), "k3"),
+        low=None,
+    ),
+    panel(
+        "Effective sample size",
+        "percentunit",
+        "mean(w)^2 / mean(w^2) of the importance weights. 100 %: all samples count alike; below 30 % few "
+        "samples decide the update.",
+        (average("is_ess_ratio"), "ESS"),
+        (average("is_clipped_ratio"), "weights truncated"),
+        high=1,
+    ),
+    panel(
+        "Importance weight",
+        "short",
+        "Importance weights after truncation. The mean should stay near 1.",
+        (mean("is_weight"), "mean"),
+        *quantiles("is_weight", 0.05, 0.95),
+    ),
+    panel(
+        "Version",
+        "short",
+        "Version of the policy in the run, and the one that the last batch delivered trains.",
+        (greatest("model_version"), "published"),
+        (greatest("batch_version"), "being trained"),
+    ),
+]
+
+LEDGER: Final = [
+    stat(
+        "Status can be read",
+        "short",
+        "Whether the process that exports the ledger (the grouper) reaches the server.",
+        (greatest("up"), "up"),
+        good_is_one=True,
+    ),
+    stat(
+        "Ledger balanced",
+        "short",
+        "pushed = trained + dropped + dead + queued + in flight, and the counters agree with the structures. "
+        "If not, `streamadv status --check` says where.",
+        (f"min ({selector('ledger_balanced')})", "balanced"),
+        good_is_one=True,
+    ),
+    stat(
+        "Trained",
+        "short",
+        "Trajectories trained on and committed.",
+        (
+            total("ledger_trajectories", 'place="trained"'),
+            "trained",
+        ),
+    ),
+    panel(
+        "Trajectories in the pipeline",
+        "short",
+        "queued: in the rollouts stream, with a scorer, in an open group or waiting for a batch. in_flight: in "
+        "a named batch that is not committed.",
+        (total("ledger_trajectories", 'place=~"queued|in_flight"', by="place"), "{{place}}"),
+        stack=True,
+    ),
+    panel(
+        "Dropped and dead",
+        "short",
+        "Trajectories that were not trained on, by reason, since the run began.",
+        (total("dropped_trajectories", by="reason"), "dropped, {{reason}}"),
+        (total("dead_trajectories", by="reason"), "dead, {{reason}}"),
+    ),
+    panel(
+        "Payload bytes",
+        "bytes",
+        "live: stored. reserved: promised to members of open groups that have not come yet. Admission keeps "
+        "the sum below max_bytes.",
+        (total("live_bytes"), "live"),
+        (total("reserved_bytes"), "reserved"),
+        stack=True,
+    ),
+]
+
+ROWS: Final = [
+    ("Flow", FLOW),
+    ("Groups", GROUPS),
+    ("Rewards and advantages", ADVANTAGES),
+    ("Staleness and off-policy correction", STALENESS),
+    ("Ledger", LEDGER),
+]
+
+
+def build() -> Json:
+    """The dashboard."""
+    return dashboard(
+        ROWS,
+        [
+            variable("run", "Run", "streamadv_build_info"),
+            variable("stage", "Stage", 'streamadv_stage_duration_seconds_count{run=~"$run"}'),
+        ],
+    )
+
+
+def render() -> str:
+    """The file's text."""
+    return json.dumps(build(), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    OUTPUT.write_text(render())
