@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import secrets
 import signal
 import sys
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 from ..demo.settings import CORRECTIONS, DEFAULT_ESTIMATOR, DEFAULT_UPDATES, MAPS
 from ..errors import MissingDependencyError, SettingError
+from . import add_log_options, settings_from
 
 NEEDED: Final = ("gymnasium", "matplotlib", "rich")
 SUPPLIED: Final = ("input_ids", "response_mask", "rollout_log_probs", "token_level_rewards")
@@ -29,7 +29,12 @@ def add_parser(subparsers: Any) -> None:
         "the run three processes are killed with SIGKILL and new ones started. Exit status 0 if the policy learnt "
         "(fixed map: success rate of at least 80 %%) and every trajectory is accounted for.",
     )
-    parser.add_argument("--redis", metavar="URL", help="use this server instead of an embedded one")
+    parser.add_argument(
+        "--redis",
+        dest="redis_url",
+        metavar="URL",
+        help="use this server (STREAMADV_REDIS_URL; default: an embedded one)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, episodes and evaluation (default 0)")
     parser.add_argument("--maps", choices=MAPS, default=MAPS[0], help="random is harder, without a goal")
     parser.add_argument(
@@ -58,6 +63,7 @@ def add_parser(subparsers: Any) -> None:
         default=Path("streamadv-demo.png"),
         help="learning curve (default streamadv-demo.png)",
     )
+    add_log_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -84,12 +90,18 @@ def run(arguments: argparse.Namespace) -> int:
         max_staleness=arguments.max_staleness,
         updates=arguments.updates,
     )
+    process = settings_from(arguments)
     console = Console()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill PID` ends like Ctrl-C: children first
-    url = arguments.redis or os.environ.get("STREAMADV_REDIS_URL")
     try:
         with open_view(console) as view:
-            progress = demonstrate(settings, url, view, kill=not arguments.no_kill)
+            progress = demonstrate(
+                settings,
+                process.redis_url,
+                view,
+                kill=not arguments.no_kill,
+                server_binary=process.server_binary,
+            )
     except KeyboardInterrupt:
         print("demo: interrupted, all its processes have ended", file=sys.stderr)
         return INTERRUPTED

@@ -85,6 +85,15 @@ class Progress:
         return {**empty, **self.status.get("ledger", {})}
 
     @property
+    def depths(self) -> dict[str, int]:
+        """Entries waiting in each stream, and groups on their way."""
+        streams = {name: int(stream["length"]) for name, stream in self.status.get("streams", {}).items()}
+        groups = self.status.get("groups", {})
+        return streams | {
+            f"groups {name}": int(groups[name]) for name in ("open", "logged") if name in groups
+        }
+
+    @property
     def trajectories_per_second(self) -> float:
         if len(self._pushed) < 2:
             return 0.0

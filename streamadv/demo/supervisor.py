@@ -38,7 +38,9 @@ class View(Protocol):
     def say(self, text: str) -> None: ...
 
 
-def demonstrate(settings: DemoSettings, url: str | None, view: View, *, kill: bool) -> Progress:
+def demonstrate(
+    settings: DemoSettings, url: str | None, view: View, *, kill: bool, server_binary: str | None = None
+) -> Progress:
     """Run the whole demo, on an embedded server unless a URL is given; returns what came of it.
 
     Every process has ended when this returns or raises, Ctrl-C included. Raises ProcessEndedError when one keeps
@@ -46,14 +48,14 @@ def demonstrate(settings: DemoSettings, url: str | None, view: View, *, kill: bo
     """
     with ExitStack() as stack:
         if url is None:
-            url = stack.enter_context(EmbeddedServer()).url
+            url = stack.enter_context(EmbeddedServer(binary=server_binary)).url
         connection = stack.enter_context(Connection(url))
-        open_run(
+        run = open_run(
             connection,
             settings.run,
             run_settings(zero_variance_filter=True, group_deadline_s=GROUP_DEADLINE_S),
         )
-        return conduct(settings, url, lambda: read_status(connection, settings.run), view, kill=kill)
+        return conduct(settings, url, lambda: read_status(run), view, kill=kill)
 
 
 def new_crew(
@@ -93,7 +95,7 @@ def conduct(
 ) -> Progress:
     """Run the processes until the last version is evaluated; all have ended when this returns or raises.
 
-    `read_status` returns the run's status (`ledger`, `balanced`, `depths`).
+    `read_status` returns the run's status (`ledger`, `balanced`, `groups`, `streams`).
     """
     with tempfile.TemporaryDirectory(prefix="streamadv-demo-") as folder:
         directory = Path(folder)

@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> int:
     if (checkpoint := weights.load_checkpoint(directory, policy, optimizer)) is not None:
         version, queue_state = checkpoint
         queue.load_state_dict(queue_state)
+    weights.withdraw_after(directory, version)
     weights.publish(directory, version, policy)
     messages.send("published", version=version)
     committed = version
@@ -75,7 +76,7 @@ def commit(
 
 def report(batch: Any, measured: Any) -> dict[str, Any]:
     """What the supervisor shows of one update."""
-    staleness = list(batch.staleness)
+    staleness = [value for value in batch.staleness if value is not None]
     return {
         "reward": batch.metrics["critic/score/mean"],
         "kl": measured.kl,

@@ -157,7 +157,7 @@ def _pipeline(progress: Progress) -> Table:
         *((f"dead {reason}", f"{count:,}") for reason, count in ledger["dead"].items() if count),
         ("queued", f"{ledger['queued']:,}"),
         ("in flight", f"{ledger['in_flight']:,}"),
-        *((f"depth {name}", f"{depth:,}") for name, depth in progress.status.get("depths", {}).items()),
+        *((f"depth {name}", f"{depth:,}") for name, depth in progress.depths.items()),
     ]
     return _facts("Pipeline", rows)
 

@@ -34,6 +34,13 @@ def publish(directory: Path, version: int, policy: Policy) -> None:
             (directory / f"weights-{old:06d}.npz").unlink(missing_ok=True)
 
 
+def withdraw_after(directory: Path, version: int) -> None:
+    """Remove versions above `version`: the trainer goes on from there, they belong to a past that did not happen."""
+    for later in _versions(directory, _WEIGHTS):
+        if later > version:
+            (directory / f"weights-{later:06d}.npz").unlink(missing_ok=True)
+
+
 def newest(directory: Path) -> int | None:
     """The newest published version; None before the first."""
     return max(_versions(directory, _WEIGHTS), default=None)
@@ -73,10 +80,7 @@ def save_checkpoint(
 def load_checkpoint(
     directory: Path, policy: Policy, optimizer: torch.optim.Optimizer
 ) -> tuple[int, dict[str, Any]] | None:
-    """Restore the newest checkpoint: its version and queue state; None if there is none.
-
-    Published versions after it are withdrawn: they belong to a past that did not happen.
-    """
+    """Restore the newest checkpoint: its version and queue state; None if there is none."""
     version = max(_versions(directory, _CHECKPOINT), default=None)
     if version is None:
         return None
@@ -92,9 +96,6 @@ def load_checkpoint(
             moments.setdefault(int(index), {})[moment] = value
     policy.load_state_dict(weights)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
-    for later in _versions(directory, _WEIGHTS):
-        if later > version:
-            (directory / f"weights-{later:06d}.npz").unlink(missing_ok=True)
     return version, json.loads(path.with_suffix(".json").read_text())
 
 

@@ -43,7 +43,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "queued": 1,
         "in_flight": 0,
     }
-    return {"ledger": ledger | changes, "balanced": True, "depths": {"rollouts": 1}}
+    return {"ledger": ledger | changes, "balanced": True, "streams": {"rollouts": {"length": 5}}}
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_summary_writes_the_ledger_out(progress: Progress) -> None:
 def test_screen_fits_the_terminal(progress: Progress, width: int) -> None:
     text = rendered(screen(progress, {}, ["an event"]), width)
     assert max(map(len, text.splitlines())) <= width
-    for word in ("90.0%", "pushed", "staleness", "an event"):
+    for word in ("90.0%", "pushed", "staleness", "an event", "depth rollouts"):
         assert word in text
 
 

@@ -52,7 +52,7 @@ def child(name: str, code: str, directory: Path, inbox: SimpleQueue[Message]) ->
 
 def status() -> dict[str, Any]:
     ledger = {"pushed": 8, "trained": 8, "dropped": {}, "dead": {}, "queued": 0, "in_flight": 0}
-    return {"ledger": ledger, "balanced": True, "depths": {}}
+    return {"ledger": ledger, "balanced": True}
 
 
 @pytest.fixture

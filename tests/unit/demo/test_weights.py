@@ -62,9 +62,19 @@ def test_checkpoint_restores_weights_optimiser_and_queue_state(tmp_path: Path) -
     restored = seeded_policy(9)
     restored_optimizer = new_optimizer(restored)
     assert weights.load_checkpoint(tmp_path, restored, restored_optimizer) == (2, {"version": 2})
-    assert weights.newest(tmp_path) == 2  # version 3 did not happen
     step(restored, restored_optimizer)
     assert same(restored, policy)  # the moments came back too
+
+
+def test_withdrawn_versions_are_gone(tmp_path: Path) -> None:
+    for version in range(4):
+        weights.publish(tmp_path, version, seeded_policy(version))
+    weights.withdraw_after(tmp_path, 2)
+    assert weights.newest(tmp_path) == 2
+    weights.publish(tmp_path, 3, seeded_policy(9))
+    loaded = Policy()
+    weights.load(tmp_path, 3, loaded)
+    assert same(loaded, seeded_policy(9))
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
