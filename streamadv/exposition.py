@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import socketserver
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +25,7 @@ from .errors import SettingError, StreamadvError
 
 logger = logging.getLogger(__name__)
 
-#: Gives what `streamadv status --json` prints; raises RedisError, OSError or StreamadvError when it cannot.
+#: Gives `status.read_status`; raises RedisError, OSError or StreamadvError when it cannot.
 StatusReader = Callable[[], Mapping[str, Any]]
 
 
@@ -64,12 +65,8 @@ class ArrayHistogram(Collector):
 class LedgerCollector(Collector):
     """Ledger, streams and memory of a run, read once a scrape while `read_status` is set.
 
-    `read_status` should give up within a few seconds, before the scrape does. When it fails the scrape shows
-    `streamadv_up 0` and everything else the process has. Keys expected:
-
-        ledger: {pushed, trained, queued, in_flight, dropped: {reason: n}, dead: {reason: n}}, balanced: bool,
-        streams: {name: {length, pending, lag (None: unknown), oldest_age_s (None: empty)}},
-        groups_open, live_bytes, reserved_bytes, version (None: no trainer yet)
+    When it fails the scrape shows `streamadv_up 0` and everything else the process has. It should give up
+    within a few seconds, before the scrape does.
     """
 
     def __init__(self) -> None:
@@ -110,6 +107,7 @@ def _ledger_families() -> Iterable[GaugeMetricFamily]:
         ("stream_lag_entries", "Entries not read yet.", "stream"),
         ("oldest_pending_age_seconds", "Age of the oldest entry in a stream.", "stream"),
         ("groups_open", "Groups begun and not ended."),
+        ("producers", "Producers by state; lost: not finished and no longer heard of.", "state"),
         ("live_bytes", "Bytes of the payloads stored."),
         ("reserved_bytes", "Bytes promised to members of open groups that have not come yet."),
         ("model_version", "Version of the policy."),
@@ -130,13 +128,16 @@ def _ledger_samples(status: Mapping[str, Any]) -> Iterator[tuple[str, list[str],
     for stream, state in status["streams"].items():
         yield "stream_length_entries", [stream], state["length"]
         yield "stream_pending_entries", [stream], state["pending"]
-        if state["lag"] is not None:
-            yield "stream_lag_entries", [stream], state["lag"]
+        yield "stream_lag_entries", [stream], state["lag"]
         yield "oldest_pending_age_seconds", [stream], state["oldest_age_s"] or 0.0
-    for name in ("groups_open", "live_bytes", "reserved_bytes"):
-        yield name, [], status[name]
-    if status["version"] is not None:
-        yield "model_version", [], status["version"]
+    yield "groups_open", [], status["groups"]["open"]
+    yield "live_bytes", [], status["bytes"]["live"]
+    yield "reserved_bytes", [], status["bytes"]["reserved"]
+    states = Counter(producer["state"] for producer in status["producers"])
+    for state in ("open", "finished", "lost"):
+        yield "producers", [state], states[state]
+    if status["trainer"]["version"] is not None:
+        yield "model_version", [], status["trainer"]["version"]
 
 
 def serve_metrics(registry: Collector, port: int, run: str | None) -> int:

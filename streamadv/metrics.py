@@ -102,7 +102,7 @@ GROUPS: Final = _counter("streamadv_groups", "Groups ended, by outcome.", "outco
 GROUPS_PRODUCED: Final = _counter("streamadv_groups_produced", "Groups ended.", "data_source")
 GROUPS_KEPT: Final = _counter("streamadv_groups_kept", "Groups that went on to a batch.", "data_source")
 GROUP_COMPLETION: Final = _histogram(
-    "streamadv_group_completion_seconds", "From the first to the last record of a group.", LONG_SECONDS
+    "streamadv_group_completion_seconds", "From the opening of a group to its end.", LONG_SECONDS
 )
 GROUP_REWARD_STD: Final = _histogram(
     "streamadv_group_reward_std", "Standard deviation of the rewards in a group.", (0, *MAGNITUDES)
@@ -166,7 +166,7 @@ TRAINED_TRAJECTORIES: Final = _counter(
 TRAINED_TOKENS: Final = _counter("streamadv_trained_tokens", "Trainable tokens delivered to the trainer.")
 TRAINER_WAIT: Final = _counter("streamadv_trainer_wait_seconds", "Time the trainer waited for batches.")
 E2E: Final = _histogram(
-    "streamadv_e2e_seconds", "From the end of a rollout to its delivery to the trainer.", LONG_SECONDS
+    "streamadv_e2e_seconds", "From the end of a group to its delivery to the trainer.", LONG_SECONDS
 )
 
 LEDGER: Final = LedgerCollector()
@@ -272,8 +272,9 @@ def chunk_computed(
     """A chunk of groups has been computed, by an advantage worker or (`stage`) the trainer.
 
     rewards, response_tokens, turns, truncated (0 or 1): of each trajectory. advantages: at the estimator's
-    level, trainable tokens only. group_reward_std, group_completion_s (seconds): of each group. metrics: the
-    chain's, see `training_metrics`. is_weights: importance weights of rows or trainable tokens.
+    level, trainable tokens only. group_reward_std, group_completion_s (seconds from opening to end): of each
+    group. metrics: the chain's, see `training_metrics`. is_weights: importance weights of rows or trainable
+    tokens.
     """
     reward = _finite(rewards, "reward")
     REWARD.observe(reward)
@@ -313,8 +314,8 @@ def batch_delivered(
 ) -> None:
     """A batch goes to the training loop. On rank 0 only: the numbers are those of the whole batch.
 
-    staleness, in_flight_lag, in_queue_lag (versions), e2e_s (seconds): of each trajectory, None where it has
-    no version or time. wait_s: seconds that the loop waited for this batch.
+    staleness, in_flight_lag, in_queue_lag (versions), e2e_s (seconds from the end of its group): of each
+    trajectory, None where it has no version or time. wait_s: seconds that the loop waited for this batch.
     """
     BATCH_VERSION.set(version)
     POLICY_LAG.observe(_known(staleness))

@@ -113,9 +113,9 @@ FLOW: Final = [
         (rate("trained_tokens_total"), "tokens a second"),
     ),
     panel(
-        "Rollout to trainer",
+        "Group to trainer",
         "s",
-        "From the end of a rollout to the delivery of its batch to the training loop.",
+        "From the end of a group to its delivery to the training loop.",
         *quantiles("e2e_seconds", 0.5, 0.95),
     ),
     panel(
@@ -179,7 +179,7 @@ GROUPS: Final = [
     panel(
         "Completion time",
         "s",
-        "From the first to the last record of a group: what stragglers cost.",
+        "From the opening of a group to its end: the slowest of its rollouts.",
         *quantiles("group_completion_seconds", 0.5, 0.9),
     ),
     panel(
@@ -351,6 +351,13 @@ LEDGER: Final = [
         "Trajectories that were not trained on, by reason, since the run began.",
         (total("dropped_trajectories", by="reason"), "dropped, {{reason}}"),
         (total("dead_trajectories", by="reason"), "dead, {{reason}}"),
+    ),
+    panel(
+        "Producers",
+        "short",
+        "open: alive. finished: they said so. lost: silent for 30 s without having finished.",
+        (total("producers", by="state"), "{{state}}"),
+        stack=True,
     ),
     panel(
         "Payload bytes",
