@@ -48,6 +48,8 @@ SOCKET_TIMEOUT: Final = 10.0  # seconds without a byte
 CONNECT_TIMEOUT: Final = 5.0
 BLOCK_MARGIN: Final = 5.0  # seconds on top of a read's block: the server re-arms blocks and may be late
 SCRIPT_RETRIES: Final = 3  # inside the client; the loops above go on for ever
+# redis-py 5 ignores its retry setting on a lost reply unless the errors are listed.
+SENT_AGAIN_ON: Final = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
 MAX_CONNECTIONS: Final = (
     32  # per client, further callers wait their turn; `?max_connections=` in the URL changes it
 )
@@ -301,6 +303,8 @@ def _make(target: _Target, socket_timeout: float, retries: int) -> redis.Redis:
         # Asks the cluster for its nodes at once, which is why clients are made at first use. It has the
         # commands of Redis, without being a subclass.
         return cast(redis.Redis, redis.cluster.RedisCluster.from_url(target.url, retry=retry, **options))
+    if retries:
+        options["retry_on_error"] = list(SENT_AGAIN_ON)
     pool = redis.BlockingConnectionPool.from_url(
         target.url, max_connections=MAX_CONNECTIONS, timeout=None, retry=retry, **options
     )
@@ -389,6 +393,8 @@ def _make_async(target: _Target, retries: int) -> redis.asyncio.Redis:
     if target.cluster:
         cluster = redis.asyncio.cluster.RedisCluster.from_url(target.url, retry=retry, **options)
         return cast(redis.asyncio.Redis, cluster)
+    if retries:
+        options["retry_on_error"] = list(SENT_AGAIN_ON)
     pool = redis.asyncio.BlockingConnectionPool.from_url(
         target.url, max_connections=MAX_CONNECTIONS, timeout=None, retry=retry, **options
     )

@@ -12,11 +12,16 @@ from urllib.parse import urlsplit
 
 import pytest
 import redis
+import redis.asyncio.cluster
 import redis.exceptions
 
 from streamadv.connection import RETRYABLE, AsyncConnection, Backoff, Connection
 from streamadv.errors import ServerUnreachableError, SettingError
 from streamadv.server import EmbeddedServer
+
+needs_cluster_client = pytest.mark.skipif(
+    not hasattr(redis.asyncio.cluster, "TransactionStrategy"), reason="redis-py 7 or newer"
+)
 
 
 class ReplyEater:
@@ -208,6 +213,7 @@ def one_node_cluster(**options: str) -> Iterator[str]:
         yield server.url.removeprefix("redis").removesuffix("/0")
 
 
+@needs_cluster_client
 async def test_a_cluster_has_the_same_roles() -> None:
     script = "return redis.call('HLEN', KEYS[1])"
     with one_node_cluster() as rest:
@@ -235,6 +241,7 @@ async def test_a_cluster_has_the_same_roles() -> None:
             assert await async_pipe.execute() == [1, 1]
 
 
+@needs_cluster_client
 async def test_push_into_a_cluster_never_sends_twice() -> None:
     proxy = ReplyEater()
     with one_node_cluster(**{"cluster-announce-port": str(proxy.port)}) as rest:
@@ -257,6 +264,7 @@ async def test_push_into_a_cluster_never_sends_twice() -> None:
     proxy.close()
 
 
+@needs_cluster_client
 def test_a_cluster_that_is_down_is_waited_for() -> None:
     with one_node_cluster() as rest:
         url = "redis+cluster" + rest
