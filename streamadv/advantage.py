@@ -12,7 +12,6 @@ import logging
 import queue
 import secrets
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -28,20 +27,18 @@ from .columns import Array
 from .connection import RETRYABLE, Backoff
 from .errors import BatchLostError, SettingError
 from .keys import ShardKeys
+from .payloads import fetch_payloads
 from .run import Run
 from .schema import Status
 from .scripts import script_call
-from .streams import Consumer, Entry
-from .wire import HEADER, Payload, Reference, decode_payload
+from .streams import ADVANTAGE, Consumer, Entry
 
 logger = logging.getLogger(__name__)
 
-STAGE: Final = "advantage"
+STAGE: Final = ADVANTAGE
 LEASE_S: Final = 15.0
 #: Units of work read ahead of the one being computed.
 PREFETCH: Final = 2
-#: Bytes of payload asked for before the reply is read: the server buffers all of it.
-REPLY_BYTES: Final = 8 << 20
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -53,7 +50,7 @@ class Prepared:
     entry: Entry
     work: Work
     groups: list[LoggedGroup]
-    columns: list[dict[str, Array]]  # of each member, in the order of the groups
+    columns: list[dict[str, Array]]  # of each member, in the order of the groups; [] when none are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ class Computed:
     work: Work
     header: str
     results: dict[str, bytes]  # one number per trajectory, row or step: travels in the ready log
-    outputs: dict[str, bytes]  # '<member>:<column>' -> one number per token: a hash of its own
+    outputs: dict[Any, Any]  # '<member>:<column>' -> one number per token: a hash of its own
 
 
 def run_worker(
@@ -153,47 +150,14 @@ def prepare(run: Run, entry: Entry) -> Prepared:
     work = Work.model_validate_json(entry.fields["work"])
     groups = read_groups(run, work.groups)
     chain = worker_chain(work)
-    members = [(group.shard, member) for group in groups for member in group.members]
-    payloads = fetch_payloads(run, [member for _, member in members], chain.needs)
+    members = [member for group in groups for member in group.members]
+    payloads = fetch_payloads(run, members, chain.needs) if chain.needs else []
     return Prepared(entry, work, groups, [payload.columns for payload in payloads])
 
 
 def worker_chain(work: Work) -> Chain:
     """The part of the chain that runs here: up to the first step needing a late column."""
     return build_chain(work.chain).cut(set(work.late))[0]
-
-
-def fetch_payloads(run: Run, members: Sequence[Reference], columns: Sequence[str] | None) -> list[Payload]:
-    """Payloads of `members` with the named columns (None = all; none named = nothing is fetched).
-
-    Asks for at most REPLY_BYTES before reading the replies. Raises BatchLostError, WireError.
-    """
-    if columns is not None and not columns:
-        return [Payload(None, {}) for _ in members]  # type: ignore[arg-type]
-    names = None if columns is None else [HEADER, *[name.encode() for name in columns]]
-    payloads: list[Payload] = []
-    start = 0
-    while start < len(members):
-        stop, size = start, 0
-        pipe = run.connection.scripts.pipeline(transaction=False)
-        while stop < len(members) and (stop == start or size + members[stop].size <= REPLY_BYTES):
-            size += members[stop].size
-            if names is None:
-                pipe.hgetall(members[stop].key)
-            else:
-                pipe.hmget(members[stop].key, names)
-            stop += 1
-        for member, reply in zip(members[start:stop], pipe.execute(), strict=True):
-            fields = reply if names is None else dict(zip(names, reply, strict=True))
-            fields = {name: value for name, value in fields.items() if value is not None}
-            if not fields:
-                raise BatchLostError(
-                    f"payload of {member.group_id}/{member.rollout_index} is gone: "
-                    f"restart the trainer from its checkpoint"
-                )
-            payloads.append(decode_payload(fields, columns))
-        start = stop
-    return payloads
 
 
 def compute(prepared: Prepared, device: torch.device) -> Computed:
@@ -229,7 +193,7 @@ class Selection:
         }
 
 
-def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, bytes], dict[str, bytes]]:
+def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, bytes], dict[Any, Any]]:
     """Numbers per trajectory, row or step as one array each; numbers per token by member and column."""
     results = {
         "rewards": _bytes(result.rewards[selection.trajectories]),
@@ -243,7 +207,7 @@ def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, b
             tokens[name] = values
         else:
             results[name] = _bytes(values[selection.by_level[result.level]])
-    outputs: dict[str, bytes] = {}
+    outputs: dict[Any, Any] = {}
     if tokens:
         batch = selection.batch
         bounds = batch.cu_seqlens[batch.row_offsets].tolist()
@@ -269,7 +233,7 @@ def publish(run: Run, computed: Computed) -> bool:
     call = script_call("publish", names, args)
     pipe = run.connection.push.pipeline(transaction=True)
     if computed.outputs:
-        pipe.hset(output, mapping=computed.outputs)
+        pipe.hset(output, mapping=dict(computed.outputs))
     pipe.eval(*call.by_text)
     return bool(pipe.execute()[-1])
 

@@ -202,9 +202,9 @@ class NamingRules:
             and group.version > restored
         ):
             return "rolled_back"
-        if self.drop_after is not None and (staleness := group_staleness(group, k)) is not None:
-            if staleness > self.drop_after:
-                return "stale"
+        age = group_staleness(group, k)
+        if self.drop_after is not None and age is not None and age > self.drop_after:
+            return "stale"
         if any(not self.needs <= set(member.columns) for member in group.members):
             return "dead:missing_column"
         return None
@@ -274,7 +274,7 @@ def name(run: Run, record: BatchRecord, cursors: Mapping[int, str]) -> bool:
 
 def read_records(run: Run) -> dict[int, BatchRecord]:
     """All recorded batches by k: named and not yet committed to the end."""
-    stored: dict[bytes, bytes] = run.connection.scripts.hgetall(run.keys.home.batches)
+    stored: Any = run.connection.scripts.hgetall(run.keys.home.batches)
     return {int(k): BatchRecord.model_validate_json(text) for k, text in sorted(stored.items())}
 
 

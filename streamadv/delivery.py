@@ -6,13 +6,13 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .advantage import fetch_payloads
 from .algorithms.chain import build_chain, run_chain
 from .algorithms.metrics import merge_metrics
 from .algorithms.packed import Level, PackedBatch, expand, pack
@@ -20,6 +20,7 @@ from .batches import BatchRecord, LoggedGroup, Work, staleness, terminal_states
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from .errors import SettingError, WireError
 from .microbatch import Batch, Delivered, MicroBatch
+from .payloads import fetch_payloads
 from .plan import RowRef, plan
 from .run import Run
 from .wire import Payload, Reference
@@ -116,7 +117,9 @@ def deliver(
     mine = [kept[position] for position in own]
     payloads = fetch_payloads(run, [member.reference for member in mine], None)
     outputs = _fetch_outputs(run, mine)
-    metrics = [(chunk.metrics, chunk.weights) for chunk in chunks]
+    metrics: list[tuple[Mapping[str, float], Mapping[str, float]]] = [
+        (chunk.metrics, chunk.weights) for chunk in chunks
+    ]
     place = {position: index for index, position in enumerate(own)}
     rows = [[RowRef(place[ref.trajectory], ref.row) for ref in refs] for refs in planned]
     batch = _packed(mine, payloads, outputs, device)
@@ -303,5 +306,5 @@ def _split(batch: PackedBatch, names: Sequence[str]) -> list[dict[str, Any]]:
     arrays = {name: batch.columns[name].cpu().numpy() for name in dict.fromkeys(names)}
     return [
         {name: array[start:stop] for name, array in arrays.items()}
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in pairwise(bounds)
     ]

@@ -11,17 +11,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from . import metrics
 from .connection import RETRYABLE, Backoff
 from .keys import ShardKeys
 from .run import Run
-from .streams import Consumer, Entry
+from .streams import GROUPER, Consumer, Entry
 
 logger = logging.getLogger(__name__)
 
-STAGE: Final = "grouper"
+STAGE: Final = GROUPER
 LEASE_S: Final = 5.0
 TAKE_COUNT: Final = 128
 HOUSEKEEPING_S: Final = 1.0
@@ -96,7 +96,7 @@ def expire(run: Run, keys: ShardKeys) -> list[str]:
     """End groups past their deadline; several groupers may try, the script decides."""
     now_s, microseconds = run.connection.scripts.time()
     now_ms = now_s * 1000 + microseconds // 1000
-    due = run.connection.scripts.zrangebyscore(keys.open, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
+    due: Any = run.connection.scripts.zrangebyscore(keys.open, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
     outcomes = []
     for group_id in (member.decode() for member in due):
         names = [keys.void, keys.open, keys.rollouts, keys.group(group_id), keys.groups]
@@ -111,13 +111,13 @@ def expire(run: Run, keys: ShardKeys) -> list[str]:
 def sweep(run: Run, keys: ShardKeys) -> int:
     """Delete the payloads of dropped trajectories, in slices that do not block the server."""
     deleted = 0
-    while items := run.connection.scripts.lrange(keys.garbage, 0, SWEEP_COUNT - 1):
+    while True:
+        items: Any = run.connection.scripts.lrange(keys.garbage, 0, SWEEP_COUNT - 1)
         payloads = [item.rpartition(b" ")[0].decode() for item in items]
-        swept = run.call("sweep", [keys.void, keys.garbage, keys.ledger, *payloads], items)
+        swept = run.call("sweep", [keys.void, keys.garbage, keys.ledger, *payloads], items) if items else 0
         deleted += swept
-        if not swept:  # another grouper is at it
-            break
-    return deleted
+        if not swept:  # nothing left, or another grouper is at it
+            return deleted
 
 
 def _report(outcomes: Sequence[str]) -> None:

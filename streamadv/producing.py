@@ -233,18 +233,8 @@ class ProducerLogic:
         value = "" if reward is None else repr(float(reward))
         reply = yield script_call(
             "score",
-            [
-                keys.void,
-                keys.group(group_id),
-                keys.open,
-                keys.groups,
-                keys.ended,
-                keys.ended_before,
-                keys.ledger,
-            ]
-            + [keys.garbage],
-            [group_id, rollout_index, "" if reward is None else repr(float(reward)), json.dumps(score)]
-            + self.ready.policy_args,
+            [keys.void, keys.group(group_id), keys.open, keys.groups, *ending],
+            [group_id, rollout_index, value, json.dumps(score), *self.ready.policy_args],
         )
         return str(reply.decode())
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .connection import Connection
-from .keys import RunKeys
+from .errors import SettingError
+from .keys import RunKeys, check_run_name, manifest_key
 from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
 from .scripts import run_script, script_call
 
@@ -39,3 +40,10 @@ def open_run(connection: Connection, name: str, settings: RunSettings | None = N
     run = Run(name, connection, settings)
     run_script(connection.scripts, register_call(name))
     return run
+
+
+def find_run(connection: Connection, name: str) -> Run:
+    """Join a run that exists. Raises SettingError when there is none of that name."""
+    if connection.scripts.exists(manifest_key(check_run_name(name))):
+        return Run(name, connection, None)
+    raise SettingError(f"run {name!r} does not exist on {connection.safe_url}: see `streamadv runs list`")

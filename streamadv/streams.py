@@ -25,6 +25,10 @@ from .run import Run
 
 logger = logging.getLogger(__name__)
 
+#: Names of stages: their consumer groups, and the label of their metrics.
+GROUPER: Final = "grouper"
+ADVANTAGE: Final = "advantage"
+
 BLOCK_MS: Final = 1000
 #: Block on one stream while others may have entries, when a process serves several shards.
 SHARED_BLOCK_MS: Final = 50
@@ -107,7 +111,7 @@ class Consumer:
         with self._lock:
             held, self._held = sorted(self._held), set()
         for shard, stream in enumerate(self.streams):
-            ids = [entry for owner, entry in held if owner == shard]
+            ids: list[Any] = [entry for owner, entry in held if owner == shard]
             if ids:
                 self.run.connection.scripts.xclaim(
                     stream, self.stage, self.name, 0, ids, idle=self.lease_ms + 1, justid=True

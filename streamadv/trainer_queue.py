@@ -122,10 +122,16 @@ class TrainerQueue(IterableDataset[Batch]):
         while (batch := self.next_batch()) is not None:
             yield batch
 
-    def next_batch(self, timeout: float | None = None) -> Batch | None:
+    @property
+    def batches_waiting(self) -> int:
+        """Batches that are named and not yet delivered: after a restart, those that come again."""
+        self._start()
+        return sum(k >= self._next for k in self._records)
+
+    def next_batch(self, timeout: float | None = None, max_groups: int | None = None) -> Batch | None:
         """The next batch, or None when the run has ended. Marks the one before as trained.
 
-        Raises NoBatchError after `timeout` seconds without a new group, EpochFencedError when a newer trainer
+        max_groups: a batch that is named now gets no more groups than this (default batch_groups). Raises NoBatchError after `timeout` seconds without a new group, EpochFencedError when a newer trainer
         has taken over, BatchLostError when the server lost a named batch.
         """
         started = time.monotonic()
@@ -137,7 +143,7 @@ class TrainerQueue(IterableDataset[Batch]):
                 if self._current is not None:
                     self._finish_current()
                 ended = self._has_ended(run)
-                if self._look_ahead(run, ended):
+                if self._look_ahead(run, ended, max_groups):
                     progress = time.monotonic()
                 if (batch := self._collect(run)) is not None:
                     self._look_ahead(run, False)
@@ -245,7 +251,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._next = self._version
         self._records = batches.read_records(run)
         self._read_ready, self._chunks, self._applied = {}, {}, set()
-        lineage: dict[bytes, bytes] = run.connection.scripts.hgetall(home.lineage)
+        lineage: Any = run.connection.scripts.hgetall(home.lineage)
         self._cursors = {
             shard: lineage.get(f"cursor:{shard}".encode(), b"0-0").decode()
             for shard in range(len(run.keys.salts))
@@ -267,14 +273,14 @@ class TrainerQueue(IterableDataset[Batch]):
 
     # Naming (rank 0)
 
-    def _look_ahead(self, run: Run, ended: bool) -> bool:
+    def _look_ahead(self, run: Run, ended: bool, max_groups: int | None = None) -> bool:
         """Name every batch that may be named now and make the shards know it. True if groups were found."""
         if self._rank != 0:
             return False
         found = False
         k = self._version
         while k <= self._version + self._prefetch:
-            if k not in self._records and not self._name(run, k, ended):
+            if k not in self._records and not self._name(run, k, ended, max_groups):
                 break
             record = self._records[k]
             if record.id not in self._applied:
@@ -284,7 +290,7 @@ class TrainerQueue(IterableDataset[Batch]):
             k += 1
         return found
 
-    def _name(self, run: Run, k: int, ended: bool) -> bool:
+    def _name(self, run: Run, k: int, ended: bool, max_groups: int | None) -> bool:
         scan = self._batch_groups * batches.SCAN_FACTOR
         found = [
             group
@@ -294,13 +300,13 @@ class TrainerQueue(IterableDataset[Batch]):
         for group in found:
             self._seen[group.shard] = group.entry
         candidates = sorted(found, key=lambda group: (group.logged_ms, group.shard, group.entry))
-        chosen, refused = batches.choose(candidates, k, self._batch_groups, self._rules())
+        chosen, refused = batches.choose(candidates, k, max_groups or self._batch_groups, self._rules())
         if refused:
             batches.drop(run, refused, self._require_epoch())
             for group, reason in refused:
                 logger.warning("group %s is not trained on: %s", group.group_id, reason)
                 metrics.group_ended(reason, group.data_source)
-        if len(chosen) < (1 if ended else self._min_groups):
+        if len(chosen) < (1 if ended else min(self._min_groups, max_groups or self._min_groups)):
             return False
         record = batches.make_record(
             k,
@@ -340,7 +346,7 @@ class TrainerQueue(IterableDataset[Batch]):
         if self._rank != 0:
             end = scripts.hget(home.lineage, "end")
             return end is not None and int(end) == self._next
-        producers: dict[bytes, bytes] = scripts.hgetall(home.producers)
+        producers: Any = scripts.hgetall(home.producers)
         states = [value.decode().split(" ") for value in producers.values()]
         if not any(state == "finished" for _, state in states):
             return False

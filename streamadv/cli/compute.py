@@ -24,10 +24,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("file", type=Path, help="trajectories, one JSON object a line")
     parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
+    add_chain_options(parser)
+    parser.set_defaults(run=lambda given: run(given.file, given.output, given.preset, given.config))
+
+
+def add_chain_options(parser: argparse.ArgumentParser) -> None:
+    """Options that choose the advantage chain; read them with `chain_from`."""
     chain = parser.add_mutually_exclusive_group()
     chain.add_argument("--preset", default="grpo", help="chain by name (default: grpo)")
     chain.add_argument("--config", type=Path, help="chain from a JSON file")
-    parser.set_defaults(run=lambda given: run(given.file, given.output, given.preset, given.config))
+
+
+def chain_from(preset: str, config: Path | None) -> str | dict[str, Any]:
+    """What `build_chain` takes: the preset's name, or the configuration in the file."""
+    return preset if config is None else _read_config(config)
 
 
 def run(file: Path, output: Path, preset: str = "grpo", config: Path | None = None) -> int:
@@ -38,7 +48,7 @@ def run(file: Path, output: Path, preset: str = "grpo", config: Path | None = No
     """
     from ..algorithms import build_chain, run_chain  # torch: only commands that compute load it
 
-    chain = build_chain(preset if config is None else _read_config(config))
+    chain = build_chain(chain_from(preset, config))
     lines = list(_read(file))
     chosen = sorted(
         (line for line in lines if line.counts), key=lambda line: (line.group_id, line.rollout_index)

@@ -1,0 +1,96 @@
+"""`streamadv consume`: a trainer that writes what it is given to a file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import IO, Any, Final
+
+from ..errors import NoBatchError
+from ..interchange import recover, write_trajectory
+from ..trainer_queue import TrainerQueue
+from . import FAILED, add_redis_options, connect, settings_from
+from .compute import add_chain_options, chain_from
+
+BATCH_GROUPS: Final = 64
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the `consume` command to the command line."""
+    parser = subparsers.add_parser(
+        "consume",
+        help="takes finished trajectories out, with their advantages",
+        description="A trainer of one rank that names what is there at once, writes it, and commits. Continues an "
+        "existing output file: what stands in it is committed and not written again.",
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: stdout")
+    parser.add_argument(
+        "--max-groups", type=int, metavar="N", help="stop after N groups (those in FILE count)"
+    )
+    parser.add_argument("--timeout", type=float, metavar="S", help="fail after S seconds without a new group")
+    add_chain_options(parser)
+    add_redis_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Consume until N groups are written or the run has ended; 1 when neither happens."""
+    settings = settings_from(arguments)
+    output: Path | None = arguments.output
+    written = {} if output is None else recover(output)
+    with connect(settings) as connection:
+        connection.wait_until_ready()
+        queue = TrainerQueue(
+            connection,
+            settings.run,
+            batch_groups=BATCH_GROUPS,
+            min_groups=1,
+            prefetch=0,
+            max_staleness=None,
+            chain=chain_from(arguments.preset, arguments.config),
+            commit="manual",
+        )
+        file = sys.stdout.buffer if output is None else output.open("ab")
+        try:
+            return consume(queue, file, written, arguments.max_groups, arguments.timeout)
+        finally:
+            if output is not None:
+                file.close()
+
+
+def consume(
+    queue: TrainerQueue,
+    file: IO[bytes],
+    written: dict[str, set[int]],
+    max_groups: int | None,
+    timeout: float | None,
+) -> int:
+    """Write, sync, mark as trained, commit: in this order, so that a crash repeats a batch and loses none."""
+    while max_groups is None or len(written) < max_groups or queue.batches_waiting:
+        room = BATCH_GROUPS if max_groups is None else min(BATCH_GROUPS, max(1, max_groups - len(written)))
+        try:
+            batch = queue.next_batch(timeout, max_groups=room)
+        except NoBatchError as error:
+            print(f"streamadv: error: {error}", file=sys.stderr)
+            return FAILED
+        if batch is None:
+            if max_groups is None:
+                return 0
+            print(
+                f"streamadv: error: the run ended after {len(written)} of --max-groups {max_groups}",
+                file=sys.stderr,
+            )
+            return FAILED
+        for trajectory in batch.trajectories():
+            present = written.setdefault(trajectory.group_id, set())
+            if trajectory.rollout_index not in present:
+                write_trajectory(file, trajectory)
+                present.add(trajectory.rollout_index)
+        file.flush()
+        if file.fileno() != sys.stdout.fileno():
+            os.fsync(file.fileno())
+        queue.trained(batch)
+        queue.commit(queue.state_dict())
+    return 0

@@ -1,0 +1,113 @@
+"""`streamadv replay FILE`: pushes recorded trajectories."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from ..adapters import FORMATS
+from ..connection import Backoff
+from ..errors import Busy, SettingError
+from ..interchange import read_trajectories
+from ..producer import Producer
+from ..schema import Trajectory
+from . import add_redis_options, connect, settings_from
+from .worker import add_run_options, run_settings_from
+
+#: Trajectories of refused groups kept in memory before reading on waits for room.
+MAX_SET_ASIDE: Final = 1024
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the `replay` command to the command line."""
+    parser = subparsers.add_parser(
+        "replay",
+        help="pushes recorded trajectories",
+        description="Pushes the trajectories of a file, then finishes. A group that is refused for lack of room is "
+        "set aside and tried again. Pushing a file again changes nothing: its trajectories are duplicates.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("--format", choices=sorted(FORMATS), default="trajectory", help="default: trajectory")
+    parser.add_argument(
+        "--follow", action="store_true", help="wait for more at the end of the file; never finish"
+    )
+    add_redis_options(parser)
+    add_run_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Push the file; the last line says how many were pushed and how many were duplicates."""
+    if arguments.follow and arguments.format != "trajectory":
+        raise SettingError(f"--follow works with --format trajectory, not {arguments.format}")
+    settings = settings_from(arguments)
+    path: Path = arguments.file
+    source = read_trajectories(path, follow=True) if arguments.follow else FORMATS[arguments.format](path)
+    codes: Counter[str] = Counter()
+    with connect(settings) as connection:
+        connection.wait_until_ready()
+        with Producer(
+            connection, settings.run, name="replay", settings=run_settings_from(arguments)
+        ) as producer:
+            try:
+                replay(producer, source, codes)
+                producer.finish()
+            finally:
+                duplicates = codes["duplicate"]
+                late = codes["surplus"] + codes["late"]
+                more = f", {late} of them after their group had ended" if late else ""
+                print(f"pushed {codes.total() - duplicates}, duplicates {duplicates}{more}")
+                sys.stdout.flush()
+    return 0
+
+
+def replay(producer: Producer, source: Iterable[Trajectory], codes: Counter[str]) -> None:
+    """Push everything in `source`, counting what became of it; waits while there is no room."""
+    aside: dict[str, list[Trajectory]] = {}
+    backoff = Backoff()
+    for members in _runs_of_a_group(source):
+        group_id = members[0].group_id
+        if group_id in aside:
+            aside[group_id] += members
+        else:
+            _try(producer, members, aside, codes)
+        while sum(map(len, aside.values())) >= MAX_SET_ASIDE:
+            _retry(producer, aside, codes, backoff)
+    while aside:
+        _retry(producer, aside, codes, backoff)
+
+
+def _try(
+    producer: Producer, members: list[Trajectory], aside: dict[str, list[Trajectory]], codes: Counter[str]
+) -> bool:
+    try:
+        codes.update(producer.push(members).codes)
+    except Busy:
+        aside[members[0].group_id] = members
+        return False
+    return True
+
+
+def _retry(
+    producer: Producer, aside: dict[str, list[Trajectory]], codes: Counter[str], backoff: Backoff
+) -> None:
+    """Try every group that was refused; wait when none got in."""
+    admitted = False
+    for group_id in list(aside):
+        members = aside.pop(group_id)
+        admitted |= _try(producer, members, aside, codes)
+    if admitted:
+        backoff.reset()
+    else:
+        backoff.wait()
+
+
+def _runs_of_a_group(source: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
+    """Consecutive trajectories of one group, to be pushed together."""
+    for _, members in itertools.groupby(source, key=lambda trajectory: trajectory.group_id):
+        yield list(members)

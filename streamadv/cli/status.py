@@ -1,0 +1,103 @@
+"""`streamadv status`: where everything is, whether the ledger adds up, who is alive."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any, Final
+
+from ..inventory import deep_problems
+from ..manifest import Manifest
+from ..run import find_run
+from ..status import read_status
+from . import FAILED, add_redis_options, connect, settings_from
+
+WATCH_SECONDS: Final = 1.0
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the `status` command to the command line."""
+    parser = subparsers.add_parser(
+        "status",
+        help="shows depths, ages, the ledger and who is alive",
+        description="Shows where every trajectory of a run is. The ledger is in trajectories: "
+        "pushed = trained + dropped + dead + queued + in_flight.",
+    )
+    add_redis_options(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--check", action="store_true", help="exit 1 unless the ledger adds up (holds while workers run)"
+    )
+    parser.add_argument(
+        "--deep", action="store_true", help="with --check: walk over everything stored (for a quiet run)"
+    )
+    parser.add_argument("--watch", action="store_true", help="again every second until Ctrl-C")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the status; 1 when a check was asked for and failed."""
+    settings = settings_from(arguments)
+    if arguments.deep and not arguments.check:
+        arguments.check = True
+    with connect(settings) as connection:
+        found = find_run(connection, settings.run)
+        while True:
+            status = read_status(found)
+            if arguments.deep:
+                status["problems"] += deep_problems(found)
+                status["balanced"] = not status["problems"]
+            if arguments.json:
+                print(json.dumps(status), flush=True)
+            else:
+                print("\n".join(lines_of(status, found.manifest)), flush=True)
+            if not arguments.watch:
+                return FAILED if arguments.check and not status["balanced"] else 0
+            time.sleep(WATCH_SECONDS)
+            found.refresh()
+
+
+def lines_of(status: dict[str, Any], manifest: Manifest) -> list[str]:
+    """The status for people."""
+    ledger, trainer, groups = status["ledger"], status["trainer"], status["groups"]
+    places = ", ".join(f"{name} {count}" for name, count in status["places"].items() if count)
+    version = "none yet" if trainer["version"] is None else trainer["version"]
+    lines = [
+        f"run {status['run']}: {status['shards']} shard(s), version {version}, committed {trainer['committed']}, "
+        f"batches named {trainer['batches']}",
+        f"  pushed {ledger['pushed']} = trained {ledger['trained']} + dropped {sum(ledger['dropped'].values())} "
+        f"+ dead {sum(ledger['dead'].values())} + queued {ledger['queued']} + in_flight {ledger['in_flight']}"
+        f"   (duplicates refused: {status['duplicates']})",
+    ]
+    if places:
+        lines.append(f"  queued: {places}")
+    for kind in ("dropped", "dead"):
+        if ledger[kind]:
+            lines.append(
+                f"  {kind}: " + ", ".join(f"{reason} {count}" for reason, count in ledger[kind].items())
+            )
+    outcomes = ", ".join(f"{name} {count}" for name, count in groups["outcomes"].items())
+    lines.append(
+        f"  groups: open {groups['open']}, in the log {groups['logged']}"
+        + (f"; {outcomes}" if outcomes else "")
+    )
+    live, reserved = status["bytes"]["live"], status["bytes"]["reserved"]
+    budget = "" if manifest.max_bytes is None else f" of max_bytes {manifest.max_bytes}"
+    lines.append(f"  bytes: live {live}, reserved {reserved}{budget}")
+    staleness = status["staleness"]
+    if staleness["mean"] is not None:
+        lines.append(f"  staleness of waiting groups: mean {staleness['mean']:.2f}, max {staleness['max']}")
+    for name, stream in status["streams"].items():
+        age = "" if stream["oldest_age_s"] is None else f", oldest {stream['oldest_age_s']:.1f} s"
+        lines.append(
+            f"  stream {name}: length {stream['length']}, pending {stream['pending']}, lag {stream['lag']}, "
+            f"consumers {stream['consumers']}{age}"
+        )
+    for producer in status["producers"]:
+        lines.append(
+            f"  producer {producer['name']}: {producer['state']}, last heard of {producer['silent_s']} s ago"
+        )
+    if status["balanced"]:
+        lines.append("  ledger balanced")
+    return lines + [f"  PROBLEM {problem}" for problem in status["problems"]]

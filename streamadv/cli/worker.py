@@ -1,0 +1,74 @@
+"""`streamadv worker grouper` and `worker advantage`: one worker process."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+from ..manifest import RunSettings, run_settings
+from . import add_redis_options, settings_from
+
+STAGES = {
+    "grouper": "takes pushed trajectories into groups and ends groups",
+    "advantage": "computes rewards, returns and advantages of named batches",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the `worker` command to the command line."""
+    parser = subparsers.add_parser("worker", help="runs one worker process")
+    stages = parser.add_subparsers(title="stages", metavar="STAGE", required=True)
+    for stage, text in STAGES.items():
+        worker = stages.add_parser(
+            stage, help=text, description=f"One process that {text}. Start any number."
+        )
+        add_redis_options(worker)
+        worker.add_argument(
+            "--metrics-port", type=int, metavar="P", help="of /metrics (default: a free one, logged)"
+        )
+        if stage == "advantage":
+            worker.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to compute")
+        add_run_options(worker)
+        worker.set_defaults(run=run, stage=stage)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """What the run is created with; a run that has another value refuses it."""
+    group = parser.add_argument_group("settings of the run (the first process given one fixes it)")
+    group.add_argument("--shards", type=int, metavar="N", help="spread the run over N slots (default 1)")
+    group.add_argument(
+        "--group-deadline-s", type=float, metavar="S", help="from opening a group (default 3600)"
+    )
+    group.add_argument("--redundancy", type=int, metavar="N", help="places beyond group_size (default 0)")
+    group.add_argument(
+        "--partial-min-usable",
+        type=int,
+        metavar="K",
+        help="train short groups from K usable on (default: drop)",
+    )
+    group.add_argument(
+        "--zero-variance-filter",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="drop groups whose rewards are all equal (default off)",
+    )
+    group.add_argument("--difficulty-low", type=float, metavar="R", help="drop groups with mean reward <= R")
+    group.add_argument("--difficulty-high", type=float, metavar="R", help="drop groups with mean reward >= R")
+    group.add_argument("--max-trajectory-bytes", type=int, metavar="B", help="default 4 MiB")
+    group.add_argument(
+        "--max-bytes", type=int, metavar="B", help="of the run (default: from the server's memory)"
+    )
+
+
+def run_settings_from(arguments: argparse.Namespace) -> RunSettings:
+    """The run's settings among the parsed arguments."""
+    names = RunSettings.model_fields.keys() & vars(arguments).keys()
+    return run_settings(**{name: getattr(arguments, name) for name in names})
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the worker until a signal."""
+    module = importlib.import_module(f"workers.{arguments.stage}")
+    status: int = module.main(settings_from(arguments), run_settings_from(arguments))
+    return status

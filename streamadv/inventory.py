@@ -1,0 +1,132 @@
+"""A walk over everything a quiet run stores: for `status --check --deep` and for deleting a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from . import batches
+from .keys import RUNS, ShardKeys, manifest_key
+from .run import Run
+
+PAGE: Final = 256
+DELETE_SLICE: Final = 64
+
+
+@dataclass
+class ShardInventory:
+    """What the structures of a shard refer to, counted one by one."""
+
+    payloads: dict[str, int] = field(default_factory=dict)  # key -> bytes
+    outputs: dict[str, int] = field(default_factory=dict)
+    open_groups: list[str] = field(default_factory=list)
+    rollouts: int = 0
+    scoring: int = 0
+    open: int = 0
+    logged: int = 0  # trajectories in the groups log: grouped or in flight
+
+
+def walk(run: Run, keys: ShardKeys) -> ShardInventory:
+    """Read every structure of a shard, page by page."""
+    scripts = run.connection.scripts
+    found = ShardInventory()
+    for fields in _stream(run, keys.rollouts):
+        found.rollouts += 1
+        _add(found.payloads, fields[b"key"], fields[b"bytes"])
+    for scorer in run.manifest.scorers:
+        for fields in _stream(run, keys.scoring(scorer)):
+            found.scoring += 1
+            _add(found.payloads, fields[b"key"], fields[b"bytes"])
+    for group_id, _ in scripts.zscan_iter(keys.open, count=PAGE):
+        found.open_groups.append(group_id.decode())
+        group: Any = scripts.hgetall(keys.group(group_id.decode()))
+        for index, record in group.items():
+            if index.isdigit() and record.startswith(b"u "):
+                _, _, size, key, *_ = record.split(b" ", 5)
+                found.open += 1
+                _add(found.payloads, key, size)
+    after = "0-0"
+    shard = run.keys.shards.index(keys)
+    while groups := batches.read_log(run, shard, after, PAGE):
+        after = groups[-1].entry
+        for group_entry in groups:
+            found.logged += len(group_entry.members)
+            found.payloads.update({member.key: member.size for member in group_entry.members})
+    garbage: Any = scripts.lrange(keys.garbage, 0, -1)
+    for item in garbage:
+        key, _, size = item.rpartition(b" ")
+        _add(found.payloads, key, size)
+    for fields in _stream(run, keys.ready):
+        _add(found.outputs, fields[b"output"], fields[b"output_bytes"])
+    return found
+
+
+def deep_problems(run: Run) -> list[str]:
+    """Differences between the ledger and what is really there, and orphaned keys. For a quiet run."""
+    problems = []
+    for number, keys in enumerate(run.keys.shards):
+        found = walk(run, keys)
+        stored: Any = run.connection.scripts.hgetall(keys.ledger)
+        ledger = {name.decode(): int(value) for name, value in stored.items()}
+        live = sum(found.payloads.values()) + sum(found.outputs.values())
+        for name, counted, there in (
+            ("rollouts", ledger.get("rollouts", 0), found.rollouts),
+            ("scoring", ledger.get("scoring", 0), found.scoring),
+            ("open", ledger.get("open", 0), found.open),
+            ("grouped + in_flight", ledger.get("grouped", 0) + ledger.get("in_flight", 0), found.logged),
+            ("live_bytes", ledger.get("live_bytes", 0), live),
+        ):
+            if counted != there:
+                problems.append(f"shard {number}: ledger {name} is {counted}, found {there}")
+        problems += [f"shard {number}: {text}" for text in _stray_keys(run, keys, found)]
+    return problems
+
+
+def _stray_keys(run: Run, keys: ShardKeys, found: ShardInventory) -> Iterator[str]:
+    scripts = run.connection.scripts
+    known = {*found.payloads, *found.outputs, *(keys.group(group_id) for group_id in found.open_groups)}
+    prefixes = (keys.payload(""), keys.output(""), keys.group(""))
+    there = {key.decode() for key in scripts.scan_iter(match=f"{_escape(keys.void[:-4])}*", count=PAGE)}
+    owned = {key for key in there if key.startswith(prefixes)}
+    for key in sorted(owned - known):
+        yield f"key {key} belongs to nothing (orphan)"
+    for key in sorted({*found.payloads, *found.outputs} - there):
+        yield f"key {key} is referred to and missing"
+
+
+def delete_run(run: Run) -> int:
+    """Delete all that is stored of a run, in slices. Returns the number of keys. Stop its processes first."""
+    scripts, count = run.connection.scripts, 0
+    for keys in run.keys.shards:
+        found = walk(run, keys)
+        names = [*found.payloads, *found.outputs, *(keys.group(group_id) for group_id in found.open_groups)]
+        names += [keys.rollouts, keys.open, keys.groups, keys.work, keys.ready, keys.applied, keys.ledger]
+        names += [keys.trainer, keys.ended, keys.ended_before, keys.garbage]
+        names += [keys.scoring(scorer) for scorer in run.manifest.scorers]
+        names += [keys.lineage, keys.batches, keys.producers]
+        for start in range(0, len(names), DELETE_SLICE):
+            count += scripts.unlink(*names[start : start + DELETE_SLICE])
+    count += scripts.unlink(manifest_key(run.name))
+    scripts.hdel(RUNS, run.name)
+    return count
+
+
+def _stream(run: Run, key: str) -> Iterator[dict[bytes, bytes]]:
+    after = "-"
+    while True:
+        page: Any = run.connection.scripts.xrange(key, after, "+", PAGE)
+        for _, fields in page:
+            yield fields
+        if len(page) < PAGE:
+            return
+        after = f"({page[-1][0].decode()}"
+
+
+def _add(target: dict[str, int], key: bytes, size: bytes) -> None:
+    if int(size):
+        target[key.decode()] = int(size)
+
+
+def _escape(text: str) -> str:
+    return "".join(f"\\{character}" if character in "*?[]\\" else character for character in text)

@@ -1,0 +1,224 @@
+"""What a run looks like from outside: the ledger, depths and ages, who is alive; and whether it all adds up.
+
+Each shard is read by one script, so its figures belong to one moment and `check` holds while workers run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from . import batches
+from .keys import ShardKeys
+from .producing import PRODUCER_TIMEOUT_S
+from .run import Run
+from .streams import ADVANTAGE, GROUPER
+
+#: Places of the ledger that `queued` sums up.
+QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """One stream and its consumer group."""
+
+    length: int
+    pending: int
+    lag: int  # entries not yet delivered; -1 = the server cannot tell
+    consumers: int
+    oldest_age_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """One shard at one moment."""
+
+    counters: dict[str, int]
+    trainer: dict[str, str]
+    groups_open: int
+    groups_logged: int
+    ready: int
+    batches_applied: int
+    groups_remembered: int
+    garbage: int
+    streams: dict[str, StreamState]
+
+    def count(self, name: str) -> int:
+        return self.counters.get(name, 0)
+
+    def by_reason(self, kind: str) -> dict[str, int]:
+        """Counters '<kind>:<reason>' by reason."""
+        prefix = f"{kind}:"
+        return {
+            name.removeprefix(prefix): n
+            for name, n in sorted(self.counters.items())
+            if name.startswith(prefix)
+        }
+
+    @property
+    def accounted(self) -> int:
+        """Everything pushed must be in exactly one of these."""
+        ended = sum(self.by_reason("dropped").values()) + sum(self.by_reason("dead").values())
+        return self.count("trained") + ended + sum(map(self.count, QUEUED)) + self.count("in_flight")
+
+
+def read_shard(run: Run, keys: ShardKeys) -> ShardState:
+    """One atomic reading of a shard."""
+    streams = {"rollouts": (keys.rollouts, GROUPER), "work": (keys.work, ADVANTAGE)}
+    streams |= {f"scoring:{name}": (keys.scoring(name), name) for name in run.manifest.scorers}
+    names = [keys.ledger, keys.trainer, keys.open, keys.groups, keys.ready, keys.applied]
+    names += [keys.ended, keys.ended_before, keys.garbage, *[key for key, _ in streams.values()]]
+    reply = run.call("status", names, [group for _, group in streams.values()])
+    now_ms = int(reply[8])
+    return ShardState(
+        counters={name: int(value) for name, value in _pairs(reply[0]).items()},
+        trainer=_pairs(reply[1]),
+        groups_open=reply[2],
+        groups_logged=reply[3],
+        ready=reply[4],
+        batches_applied=reply[5],
+        groups_remembered=reply[6],
+        garbage=reply[7],
+        streams={
+            name: StreamState(state[0], state[1], state[2], state[3], _age_s(state[4], now_ms))
+            for name, state in zip(streams, reply[9:], strict=True)
+        },
+    )
+
+
+def problems_of(state: ShardState) -> list[str]:
+    """Where a shard's ledger contradicts itself or the structures it counts; [] when it balances."""
+    problems = []
+    if state.count("pushed") != state.accounted:
+        problems.append(f"pushed is {state.count('pushed')}, accounted for are {state.accounted}")
+    scoring = sum(s.length for name, s in state.streams.items() if name.startswith("scoring:"))
+    for counter, found, where in (
+        ("rollouts", state.streams["rollouts"].length, "entries in the rollouts stream"),
+        ("scoring", scoring, "entries in the scorers' streams"),
+        ("groups_open", state.groups_open, "open groups"),
+        ("groups_logged", state.groups_logged, "entries in the groups log"),
+    ):
+        if state.count(counter) != found:
+            problems.append(f"ledger {counter} is {state.count(counter)}, there are {found} {where}")
+    if not state.groups_open and (state.count("open") or state.count("reserved_bytes")):
+        problems.append("no group is open, but the ledger counts open trajectories or reserved bytes")
+    logged = state.count("grouped") + state.count("in_flight")
+    if bool(logged) != bool(state.groups_logged):
+        problems.append(
+            f"ledger grouped + in_flight is {logged}, the groups log has {state.groups_logged} entries"
+        )
+    if bool(state.count("in_flight")) != bool(state.batches_applied):
+        problems.append(
+            f"ledger in_flight is {state.count('in_flight')}, {state.batches_applied} batches are named"
+        )
+    problems += [f"ledger {name} is {n}" for name, n in state.counters.items() if n < 0]
+    return problems
+
+
+def read_status(run: Run) -> dict[str, Any]:
+    """The whole run as JSON: what `streamadv status --json` prints."""
+    shards = [read_shard(run, keys) for keys in run.keys.shards]
+    problems = [
+        f"shard {number}: {problem}" for number, state in enumerate(shards) for problem in problems_of(state)
+    ]
+    lineage = _pairs_of(run.connection.scripts.hgetall(run.keys.home.lineage))
+    streams: dict[str, dict[str, Any]] = {}
+    for name in shards[0].streams:
+        states = [state.streams[name] for state in shards]
+        ages = [state.oldest_age_s for state in states if state.oldest_age_s is not None]
+        streams[name] = {
+            "length": sum(state.length for state in states),
+            "pending": sum(state.pending for state in states),
+            "lag": sum(max(0, state.lag) for state in states),
+            "consumers": sum(state.consumers for state in states),
+            "oldest_age_s": max(ages, default=None),
+        }
+    total = Counter[str]()
+    for state in shards:
+        total.update(state.counters)
+    return {
+        "run": run.name,
+        "shards": len(shards),
+        "ledger": ledger_of(total),
+        "balanced": not problems,
+        "problems": problems,
+        "places": {name: total[name] for name in QUEUED},
+        "duplicates": total["duplicates"],
+        "groups": {
+            "open": sum(state.groups_open for state in shards),
+            "logged": sum(state.groups_logged for state in shards),
+            "remembered": sum(state.groups_remembered for state in shards),
+            "outcomes": _reasons(total, "outcome"),
+        },
+        "bytes": {"live": total["live_bytes"], "reserved": total["reserved_bytes"]},
+        "garbage": sum(state.garbage for state in shards),
+        "ready": sum(state.ready for state in shards),
+        "streams": streams,
+        "trainer": {
+            "epoch": int(lineage.get("epoch", 0)),
+            "version": int(lineage["version"]) if "version" in lineage else None,
+            "committed": int(lineage.get("committed", 0)),
+            "batches": run.connection.scripts.hlen(run.keys.home.batches),
+        },
+        "staleness": staleness_of(run, int(lineage.get("version", 0))),
+        "producers": _producers(run),
+    }
+
+
+def ledger_of(total: Mapping[str, int]) -> dict[str, Any]:
+    """The ledger, in trajectories: pushed = trained + dropped + dead + queued + in_flight."""
+    return {
+        "pushed": total.get("pushed", 0),
+        "trained": total.get("trained", 0),
+        "dropped": _reasons(total, "dropped"),
+        "dead": _reasons(total, "dead"),
+        "queued": sum(total.get(name, 0) for name in QUEUED),
+        "in_flight": total.get("in_flight", 0),
+    }
+
+
+def staleness_of(run: Run, version: int) -> dict[str, float | None]:
+    """Staleness the next batch would see, over the groups named or waiting at the head of each log."""
+    values = [
+        age
+        for shard in range(len(run.keys.salts))
+        for group in batches.read_log(run, shard, "0-0", 64)
+        for member in group.members
+        if (age := batches.staleness(member, version)) is not None
+    ]
+    return {"mean": sum(values) / len(values) if values else None, "max": max(values, default=None)}
+
+
+def _producers(run: Run) -> list[dict[str, Any]]:
+    entries = _pairs_of(run.connection.scripts.hgetall(run.keys.home.producers))
+    now_s = time.time()
+    found = []
+    for name, value in sorted(entries.items()):
+        seen, state = value.split(" ")
+        silent_s = max(0.0, now_s - int(seen) / 1000)
+        if state == "open" and silent_s > PRODUCER_TIMEOUT_S:
+            state = "lost"
+        found.append({"name": name, "state": state, "silent_s": round(silent_s, 1)})
+    return found
+
+
+def _reasons(total: Mapping[str, int], kind: str) -> dict[str, int]:
+    prefix = f"{kind}:"
+    return {
+        name.removeprefix(prefix): n for name, n in sorted(total.items()) if name.startswith(prefix) and n
+    }
+
+
+def _pairs(flat: list[bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _pairs_of(mapping: Any) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in mapping.items()}
+
+
+def _age_s(entry: bytes, now_ms: int) -> float | None:
+    return max(0, now_ms - int(entry.partition(b"-")[0])) / 1000 if entry else None

@@ -1,0 +1,1 @@
+"""Deployable processes: settings, signals, metrics, loop. What they do stands in `streamadv/`."""

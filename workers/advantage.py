@@ -1,0 +1,20 @@
+"""The advantage worker process: computes the advantage chain of named batches."""
+
+from __future__ import annotations
+
+import torch
+
+from streamadv.advantage import run_worker
+from streamadv.manifest import RunSettings
+from streamadv.settings import Settings
+
+from .process import join_run, stop_on_signals
+
+
+def main(settings: Settings, wanted: RunSettings | None = None) -> int:
+    """Run until SIGTERM or SIGINT."""
+    torch.set_num_threads(settings.torch_threads)  # another thread count may change the last bit of a sum
+    stop = stop_on_signals()
+    run = join_run(settings, wanted)
+    run_worker(run, stop, device=settings.device)
+    return 0

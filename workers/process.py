@@ -1,0 +1,44 @@
+"""What every worker process does around its loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from types import FrameType
+
+from streamadv import metrics
+from streamadv.connection import Connection
+from streamadv.errors import SettingError
+from streamadv.manifest import RunSettings
+from streamadv.run import Run, open_run
+from streamadv.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that SIGTERM and SIGINT set; the second signal ends the process at once."""
+    stop = threading.Event()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        logger.info("%s: finishing what is in hand", signal.Signals(number).name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    return stop
+
+
+def join_run(settings: Settings, wanted: RunSettings | None) -> Run:
+    """Wait for the server, create or join the run, serve metrics."""
+    if settings.redis_url is None:
+        raise SettingError("no server is given: use --redis URL or STREAMADV_REDIS_URL")
+    connection = Connection(settings.redis_url)
+    connection.wait_until_ready(on_wait=lambda error: logger.warning("waiting for the server: %s", error))
+    run = open_run(connection, settings.run, wanted)
+    metrics.serve(settings.metrics_port, run.name)
+    return run
