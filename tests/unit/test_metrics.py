@@ -67,6 +67,11 @@ def delta() -> Delta:
     return increase
 
 
+@pytest.fixture(autouse=True)
+def _no_data_sources_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_sources", set())
+
+
 @pytest.fixture
 def ledger() -> Iterator[None]:
     yield
@@ -241,8 +246,7 @@ def test_a_group_dropped_at_naming_was_counted_before(delta: Delta) -> None:
     assert delta("groups_kept_total", data_source="code") == 1
 
 
-def test_the_number_of_data_sources_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_sources", set())
+def test_the_number_of_data_sources_is_bounded() -> None:
     for i in range(metrics.MAX_DATA_SOURCES + 5):
         metrics.group_ended("complete", f"bounded-{i}")
     assert value("groups_produced_total", data_source=f"bounded-{metrics.MAX_DATA_SOURCES - 1}") == 1
