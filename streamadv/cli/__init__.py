@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import logging
 import os
 import sys
@@ -80,8 +79,7 @@ def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     named = words[0] if words and words[0] in COMMANDS else None
     for command in COMMANDS if named is None else (named,):
-        if importlib.util.find_spec(f"{__name__}.{command}") is not None:
-            importlib.import_module(f".{command}", __name__).add_parser(subparsers)
+        importlib.import_module(f".{command}", __name__).add_parser(subparsers)
     return parser
 
 

@@ -84,6 +84,23 @@ def test_help_and_schema_do_not_import_torch() -> None:
         assert (word, done.returncode, done.stderr) == (word, 0, b"")
 
 
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    for command in cli.COMMANDS:
+        assert any(line.startswith(f"    {command} ") for line in lines), command
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_can_be_asked_for_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: streamadv {command}" in capsys.readouterr().out
+
+
 def test_schema_prints_a_valid_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema"]) == 0
     jsonschema: Any = pytest.importorskip("jsonschema")
