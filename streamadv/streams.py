@@ -126,7 +126,7 @@ class Consumer:
         try:
             entries = self._read(shard, count, block_ms)
         except ResponseError as error:
-            if not str(error).startswith("NOGROUP"):
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):  # the stream or its group is gone
                 raise
             metrics.group_recreated(self.stage)
             if self._backoff.failures:

@@ -131,7 +131,8 @@ class TrainerQueue(IterableDataset[Batch]):
     def next_batch(self, timeout: float | None = None, max_groups: int | None = None) -> Batch | None:
         """The next batch, or None when the run has ended. Marks the one before as trained.
 
-        max_groups: a batch that is named now gets no more groups than this (default batch_groups). Raises NoBatchError after `timeout` seconds without a new group, EpochFencedError when a newer trainer
+        max_groups: a batch that is named now gets no more groups than this (default batch_groups).
+        Raises NoBatchError after `timeout` seconds without a new group, EpochFencedError when a newer trainer
         has taken over, BatchLostError when the server lost a named batch.
         """
         started = time.monotonic()

@@ -18,10 +18,24 @@ from torch import Tensor
 
 from ..columns import Array
 from ..errors import TrajectoryError
-from ..schema import Step
 from .segments import segment_sum
 
 Level = Literal["row", "step", "token"]
+
+
+class StepLike(Protocol):
+    """A turn: `schema.Step`, or the compact form it has in a reference."""
+
+    @property
+    def row(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def state_key(self) -> str | None: ...
 
 
 class Packable(Protocol):
@@ -40,7 +54,7 @@ class Packable(Protocol):
     @property
     def row_trainable(self) -> Sequence[int]: ...
     @property
-    def steps(self) -> Sequence[Step]: ...
+    def steps(self) -> Sequence[StepLike]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@
 -- Returns  number of consumers removed
 redis.call('DEL', KEYS[1])
 local removed = 0
-for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[2], ARGV[1])) do
+local consumers = redis.pcall('XINFO', 'CONSUMERS', KEYS[2], ARGV[1])
+if consumers.err then return 0 end  -- no such stream or group yet
+for _, info in ipairs(consumers) do
   local consumer = {}
   for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
   if consumer.pending == 0 and consumer.idle >= tonumber(ARGV[2]) and consumer.name ~= ARGV[3] then
