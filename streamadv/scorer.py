@@ -124,15 +124,11 @@ def _scored(entry: Entry, reference: Reference, name: str, given: Score) -> list
             update={"reward": reward, "rewards": {**reference.rewards, **components}}
         )
     fields = entry.fields
-    text = reference.model_dump_json(exclude_defaults=True)
-    value = "" if reward is None else repr(reward)
+    filled = ["" if reward is None else repr(reward), fields["bytes"], fields["key"], fields["role"]]
     return [
         fields["group_id"],
         fields["index"],
         kind,
-        value,
-        fields["bytes"],
-        fields["key"],
-        fields["role"],
-        text,
+        *filled,
+        reference.model_dump_json(exclude_defaults=True),
     ]

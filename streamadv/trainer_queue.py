@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -147,7 +148,9 @@ class TrainerQueue(IterableDataset[Batch]):
                 if self._look_ahead(run, ended, max_groups):
                     progress = time.monotonic()
                 if (batch := self._collect(run)) is not None:
-                    self._look_ahead(run, False)
+                    with suppress(*RETRYABLE):  # the next call does it again
+                        self._look_ahead(run, False)
+                    self._current = batch
                     if self._rank == 0:
                         _observe(batch, time.monotonic() - started)
                     return batch
@@ -392,7 +395,6 @@ class TrainerQueue(IterableDataset[Batch]):
         )
         del self._chunks[record.id]
         self._next += 1
-        self._current = batch
         return batch
 
     def _read_chunks(self, run: Run) -> None:
