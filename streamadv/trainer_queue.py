@@ -21,13 +21,12 @@ from . import batches, metrics
 from .advantage import Device, choose_device
 from .algorithms.chain import Chain, build_chain
 from .algorithms.config import ChainConfig
-from .batches import BatchRecord, NamingRules
 from .connection import RETRYABLE, Backoff, Connection
 from .delivery import Chunk, LateColumn, assign, deliver, parse_chunk
-from .errors import EpochFencedError, NoBatchError, SettingError
+from .errors import NoBatchError, SettingError
+from .lineage import Lineage, NamingSettings, batch_scope
 from .manifest import RunSettings
 from .microbatch import Batch
-from .producing import PRODUCER_TIMEOUT_S
 from .run import Run, open_run
 
 logger = logging.getLogger(__name__)
@@ -79,39 +78,33 @@ class TrainerQueue(IterableDataset[Batch]):
         if commit not in ("each_batch", "manual"):
             raise SettingError(f"commit is {commit!r}, needs 'each_batch' or 'manual'")
         self._late = dict(late or {})
-        self._chain = build_chain(chain)
-        self._needs = _check_suppliers(self._chain, self._late, pushed)
+        built = build_chain(chain)
+        self._settings = NamingSettings(
+            batch_groups=batch_groups,
+            min_groups=min_groups or batch_groups,
+            prefetch=prefetch,
+            max_staleness=max_staleness,
+            drop_after=2 * max_staleness if drop_after is None and max_staleness is not None else drop_after,
+            keep_rolled_back=keep_rolled_back,
+            needs=_check_suppliers(built, self._late, pushed),
+            chain=built.config.model_dump(mode="json"),
+            late=tuple(sorted(self._late)),
+            tokens_per_micro_batch=tokens_per_micro_batch,
+        )
         self._connection = Connection(connection) if isinstance(connection, str) else connection
         self._owned = isinstance(connection, str)
-        self._run_name, self._settings = run, settings
+        self._run_name, self._run_settings = run, settings
         self._rank, self._world_size = rank, world_size
-        self._batch_groups = batch_groups
-        self._min_groups = min_groups or batch_groups
-        self._tokens_per_micro_batch = tokens_per_micro_batch
-        self._max_staleness = max_staleness
-        self._drop_after = drop_after
-        if drop_after is None and max_staleness is not None:
-            self._drop_after = 2 * max_staleness
-        self._prefetch = prefetch
+        self._epoch = epoch
         self._commit_mode = commit
         self._device = choose_device(device)
-        self._keep_rolled_back = keep_rolled_back
         self._stop = threading.Event()
-
-        self._run: Run | None = None
-        self._epoch = epoch
-        self._version = 0  # of the weights: batches below it are trained
+        self._lineage: Lineage | None = None
+        self._state: Mapping[str, Any] | None = None  # given by load_state_dict
         self._next = 0  # k of the batch to be delivered next
-        self._committed = 0
-        self._restored: int | None = None  # version given by load_state_dict
-        self._lineage: dict[str, None] = {}  # ids of groups trained, kept in order
-        self._records: dict[int, BatchRecord] = {}
-        self._applied: set[str] = set()
-        self._cursors: dict[int, str] = {}  # last log entry a record covers, by shard
-        self._seen: dict[int, str] = {}  # last log entry looked at, by shard
-        self._read_ready: dict[int, str] = {}
-        self._chunks: dict[str, dict[int, Chunk]] = {}
         self._current: Batch | None = None
+        self._ready_cursors: dict[int, str] = {}  # last entry read of each shard's ready log
+        self._chunks: dict[str, dict[int, Chunk]] = {}
 
     # Iteration
 
@@ -124,10 +117,14 @@ class TrainerQueue(IterableDataset[Batch]):
             yield batch
 
     @property
+    def epoch(self) -> int:
+        """This job's epoch: rank 0 hands it to the other ranks."""
+        return self._start().epoch
+
+    @property
     def batches_waiting(self) -> int:
         """Batches that are named and not yet delivered: after a restart, those that come again."""
-        self._start()
-        return sum(k >= self._next for k in self._records)
+        return sum(k >= self._next for k in self._start().records)
 
     def next_batch(self, timeout: float | None = None, max_groups: int | None = None) -> Batch | None:
         """The next batch, or None when the run has ended. Marks the one before as trained.
@@ -136,35 +133,31 @@ class TrainerQueue(IterableDataset[Batch]):
         Raises NoBatchError after `timeout` seconds without a new group, EpochFencedError when a newer trainer
         has taken over, BatchLostError when the server lost a named batch.
         """
-        started = time.monotonic()
+        started = progress = time.monotonic()
         backoff = Backoff(sleep=self._stop.wait)
-        progress = started
         while True:
             try:
-                run = self._start()
-                if self._current is not None:
-                    self._finish_current()
-                ended = self._has_ended(run)
-                if self._look_ahead(run, ended, max_groups):
+                lineage = self._start()
+                self._finish_current(lineage)
+                ended = lineage.has_ended(self._next)
+                if lineage.look_ahead(ended, max_groups):
                     progress = time.monotonic()
-                if (batch := self._collect(run)) is not None:
+                if (batch := self._collect(lineage)) is not None:
                     with suppress(*RETRYABLE):  # the next call does it again
-                        self._look_ahead(run, False)
+                        lineage.look_ahead(False, max_groups)
                     self._current = batch
                     if self._rank == 0:
                         _observe(batch, time.monotonic() - started)
                     return batch
-                if ended and self._next not in self._records:
-                    if self._rank == 0:
-                        home = run.keys.home
-                        run.call("end_run", [home.void, home.lineage], [self._epoch, self._next])
+                if ended and lineage.find(self._next) is None:
+                    lineage.tell_end(self._next)
                     return None
                 if timeout is not None and time.monotonic() - progress > timeout:
                     raise NoBatchError(
-                        f"no new group for {timeout:g} s (run {run.name}, batch {self._next}): "
+                        f"no new group for {timeout:g} s (run {self._run_name}, batch {self._next}): "
                         f"see `streamadv status`"
                     )
-                self._wait(run, BLOCK_MS if timeout is None else min(BLOCK_MS, max(1, round(timeout * 500))))
+                self._wait(lineage, BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1))
             except RETRYABLE as error:
                 metrics.retried(STAGE)
                 level = logging.DEBUG if backoff.failures else logging.WARNING
@@ -176,43 +169,37 @@ class TrainerQueue(IterableDataset[Batch]):
     # What the training loop says
 
     def trained(self, batch: Batch) -> None:
-        """The batch has been trained on: the version moves to batch.version + 1, admission is freed."""
-        record = self._records.get(batch.version)
+        """The batch has been trained on: the version moves to batch.version + 1, admission is freed.
+
+        Called for the batch before by `next_batch` if the loop did not. Only rank 0's call counts.
+        """
+        lineage = self._start()
+        record = lineage.find(batch.version)
         if record is None or record.id != batch.id:
             raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
-        if self._rank == 0:
-            self._advance(self._start(), record)
-        self._version = max(self._version, batch.version + 1)
-        self._lineage.update((pointer.group_id, None) for pointer in record.groups)
+        lineage.advance(record)
 
     def state_dict(self) -> dict[str, Any]:
         """What to save beside the weights: JSON-serialisable; pass it to `commit` after saving."""
-        self._start()
+        lineage = self._start()
         return {
             "run": self._run_name,
-            "epoch": self._epoch,
-            "version": self._version,
-            "groups": list(self._lineage),
+            "epoch": lineage.epoch,
+            "version": lineage.version,
+            "groups": list(lineage.trained),
         }
 
     def commit(self, state: Mapping[str, Any]) -> None:
         """The checkpoint holding `state` is saved: its batches are trained for good and deleted here.
 
-        Repeating it changes nothing. On ranks other than 0 it does nothing.
+        Repeating it changes nothing. Only rank 0's call counts.
         """
-        run = self._start()
-        version = int(state["version"])
-        if version > self._version:
+        lineage = self._start()
+        if state["version"] > lineage.version:
             raise SettingError(
-                f"state has version {version}, this queue is at {self._version}: load it first"
+                f"state has version {state['version']}, this queue is at {lineage.version}: load it first"
             )
-        if self._rank == 0:
-            home = run.keys.home
-            batches.check_fence(
-                run, run.call("commit_lineage", [home.void, home.lineage], [self._epoch, version])
-            )
-        self._committed = max(self._committed, version)
-        self._finish_commits(run)
+        lineage.commit(state["version"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint: take over the run, repeat its commit, set the version back.
@@ -221,10 +208,8 @@ class TrainerQueue(IterableDataset[Batch]):
         """
         if state.get("run", self._run_name) != self._run_name:
             raise SettingError(f"state is of run {state['run']!r}, this queue reads {self._run_name!r}")
-        self._restored = int(state["version"])
-        self._lineage = dict.fromkeys(state["groups"])
-        self._run = None
-        self._current = None
+        self._state = dict(state)
+        self._lineage = self._current = None
         self._start()
 
     def close(self) -> None:
@@ -233,157 +218,48 @@ class TrainerQueue(IterableDataset[Batch]):
         if self._owned:
             self._connection.close()
 
-    # Taking over
+    # Inside
 
-    def _start(self) -> Run:
-        """Join the run; rank 0 takes a new epoch and finishes what an older trainer left half done."""
-        if self._run is not None:
-            return self._run
-        run = open_run(self._connection, self._run_name, self._settings)
-        home = run.keys.home
-        if self._rank == 0:
-            version = "" if self._restored is None else self._restored
-            reply = run.call("take_epoch", [home.void, home.lineage], [version])
-            self._epoch, self._version, self._committed = (int(number) for number in reply)
-            if self._restored is not None and self._restored > self._committed:
-                run.call("commit_lineage", [home.void, home.lineage], [self._epoch, self._restored])
-                self._committed = self._restored
-        self._epoch = _agree_on_epoch(self._epoch, self._rank)
-        if self._rank != 0:
-            fields = run.connection.scripts.hmget(home.lineage, ["version", "committed"])
-            self._version, self._committed = (int(value or 0) for value in fields)
-        self._next = self._version
-        self._records = batches.read_records(run)
-        self._read_ready, self._chunks, self._applied = {}, {}, set()
-        lineage: Any = run.connection.scripts.hgetall(home.lineage)
-        self._cursors = {
-            shard: lineage.get(f"cursor:{shard}".encode(), b"0-0").decode()
-            for shard in range(len(run.keys.salts))
-        }
-        self._seen = dict(self._cursors)
-        self._run = run
-        if self._rank == 0:
-            self._tell_shards(run)
-            self._finish_commits(run)
-        return run
+    def _start(self) -> Lineage:
+        """Join the run, once; rank 0 takes it over."""
+        if self._lineage is None:
+            lineage = Lineage(
+                open_run(self._connection, self._run_name, self._run_settings),
+                self._settings,
+                leads=self._rank == 0,
+                epoch=self._epoch,
+                restored=None if self._state is None else int(self._state["version"]),
+                trained={} if self._state is None else dict.fromkeys(self._state["groups"]),
+            )
+            _agree_on_epoch(lineage, self._rank, self._epoch)
+            self._next = lineage.version
+            self._ready_cursors, self._chunks = {}, {}
+            self._lineage = lineage
+        return self._lineage
 
-    def _tell_shards(self, run: Run) -> None:
-        held = [record for k, record in self._records.items() if self._committed <= k < self._version]
-        pacing = "" if self._max_staleness is None else self._max_staleness
-        for shard, keys in enumerate(run.keys.shards):
-            groups = sum(len(record.in_shard(shard)) for record in held)
-            args = [self._epoch, self._version, pacing, self._batch_groups, groups]
-            batches.check_fence(run, run.call("set_trainer", [keys.void, keys.trainer], args))
+    def _finish_current(self, lineage: Lineage) -> None:
+        batch = self._current
+        if batch is None:
+            return
+        if batch.version >= lineage.version:
+            self.trained(batch)
+        if self._commit_mode == "each_batch":
+            self.commit(self.state_dict())
+        self._current = None
 
-    # Naming (rank 0)
-
-    def _look_ahead(self, run: Run, ended: bool, max_groups: int | None = None) -> bool:
-        """Name every batch that may be named now and make the shards know it. True if groups were found."""
-        if self._rank != 0:
-            return False
-        found = False
-        k = self._version
-        while k <= self._version + self._prefetch:
-            if k not in self._records and not self._name(run, k, ended, max_groups):
-                break
-            record = self._records[k]
-            if record.id not in self._applied:
-                batches.apply(run, record, self._batch_scope(record), self._require_epoch())
-                self._applied.add(record.id)
-                found = True
-            k += 1
-        return found
-
-    def _name(self, run: Run, k: int, ended: bool, max_groups: int | None) -> bool:
-        scan = self._batch_groups * batches.SCAN_FACTOR
-        found = [
-            group
-            for shard in range(len(run.keys.salts))
-            for group in batches.read_log(run, shard, self._cursors[shard], scan)
-        ]
-        for group in found:
-            self._seen[group.shard] = group.entry
-        candidates = sorted(found, key=lambda group: (group.logged_ms, group.shard, group.entry))
-        chosen, refused = batches.choose(candidates, k, max_groups or self._batch_groups, self._rules())
-        if refused:
-            batches.drop(run, refused, self._require_epoch())
-            for group, reason in refused:
-                logger.warning("group %s is not trained on: %s", group.group_id, reason)
-                metrics.group_ended(reason, group.data_source)
-        if len(chosen) < (1 if ended else min(self._min_groups, max_groups or self._min_groups)):
-            return False
-        record = batches.make_record(
-            k,
-            self._require_epoch(),
-            chosen,
-            chain=self._chain.config.model_dump(mode="json"),
-            late=sorted(self._late),
-            tokens_per_micro_batch=self._tokens_per_micro_batch,
-            short=len(chosen) < self._batch_groups,
-        )
-        cursors = dict(self._cursors)
-        for group in candidates:
-            if group in chosen or any(group is other for other, _ in refused):
-                cursors[group.shard] = group.entry
-        if not batches.name(run, record, cursors):
-            # The reply to an earlier try was lost: what stands there is ours, the epoch says so.
-            record = batches.read_records(run)[k]
-        self._cursors = cursors
-        self._records[k] = record
-        return True
-
-    def _rules(self) -> NamingRules:
-        return NamingRules(
-            drop_after=self._drop_after,
-            needs=self._needs,
-            trained=frozenset(self._lineage),
-            rolled_back_above=None if self._keep_rolled_back else self._restored,
-            epoch=self._require_epoch(),
-        )
-
-    def _batch_scope(self, record: BatchRecord) -> bool:
-        return build_chain(record.chain).cut(set(record.late))[0].scope == "batch"
-
-    def _has_ended(self, run: Run) -> bool:
-        """Whether nothing more can come: a producer has finished, no other is alive, no group is open."""
-        scripts, home = run.connection.scripts, run.keys.home
-        if self._rank != 0:
-            end = scripts.hget(home.lineage, "end")
-            return end is not None and int(end) == self._next
-        producers: Any = scripts.hgetall(home.producers)
-        states = [value.decode().split(" ") for value in producers.values()]
-        if not any(state == "finished" for _, state in states):
-            return False
-        now_ms = scripts.time()[0] * 1000
-        if any(state == "open" and now_ms - int(seen) < PRODUCER_TIMEOUT_S * 1000 for seen, state in states):
-            return False
-        return not any(
-            scripts.zcard(keys.open)
-            or scripts.xlen(keys.rollouts)
-            or int(scripts.hget(keys.ledger, "scoring") or 0)
-            for keys in run.keys.shards
-        )
-
-    # Delivery
-
-    def _collect(self, run: Run) -> Batch | None:
+    def _collect(self, lineage: Lineage) -> Batch | None:
         """The next batch if all its results are there."""
-        record = self._records.get(self._next)
+        record = lineage.find(self._next)
         if record is None:
-            if self._rank == 0:
-                return None
-            text = run.connection.scripts.hget(run.keys.home.batches, str(self._next))
-            if text is None:
-                return None
-            record = self._records[self._next] = BatchRecord.model_validate_json(text)
-        units = batches.work_units(record, self._batch_scope(record))
-        self._read_chunks(run)
+            return None
+        units = batches.work_units(record, batch_scope(record))
+        self._read_chunks(lineage.run)
         chunks = self._chunks.get(record.id, {})
         if len(chunks) < len(units):
             return None
-        groups = batches.read_groups(run, record.groups)
+        groups = batches.read_groups(lineage.run, record.groups)
         batch = deliver(
-            run,
+            lineage.run,
             record,
             groups,
             assign(units, chunks, groups),
@@ -399,61 +275,26 @@ class TrainerQueue(IterableDataset[Batch]):
 
     def _read_chunks(self, run: Run) -> None:
         for shard, keys in enumerate(run.keys.shards):
-            after = self._read_ready.get(shard, "0-0")
+            after = self._ready_cursors.get(shard, "0-0")
             entries: Any = run.connection.scripts.xrange(keys.ready, f"({after}", "+")
             for entry, fields in entries:
                 chunk = parse_chunk(fields)
                 self._chunks.setdefault(fields[b"batch"].decode(), {})[chunk.number] = chunk
-                self._read_ready[shard] = entry.decode()
+                self._ready_cursors[shard] = entry.decode()
 
-    def _wait(self, run: Run, block_ms: int) -> None:
+    def _wait(self, lineage: Lineage, block_ms: int) -> None:
         """Until something arrives in a groups or ready log, or the block is over."""
-        share = block_ms if len(run.keys.salts) == 1 else max(1, block_ms // len(run.keys.salts))
+        shards = lineage.run.keys.shards
+        share = max(1, block_ms // len(shards))
         started = time.monotonic()
-        for shard, keys in enumerate(run.keys.shards):
-            streams = {keys.ready: self._read_ready.get(shard, "0-0")}
+        for shard, keys in enumerate(shards):
+            streams: dict[Any, Any] = {keys.ready: self._ready_cursors.get(shard, "0-0")}
             if self._rank == 0:
-                streams[keys.groups] = self._seen[shard]
-            reply: Any = run.connection.blocking(share).xread(streams, count=1, block=share)  # type: ignore[arg-type]
-            if reply:
+                streams[keys.groups] = lineage.seen[shard]
+            if lineage.run.connection.blocking(share).xread(streams, count=1, block=share):
                 return
-        if time.monotonic() - started < share / 2000:
+        if time.monotonic() - started < block_ms / 2000:
             self._stop.wait(share / 1000)  # a server that does not block must not be asked in a loop
-
-    # Trained and committed
-
-    def _finish_current(self) -> None:
-        batch = self._current
-        assert batch is not None
-        if batch.version >= self._version:
-            self.trained(batch)
-        if self._commit_mode == "each_batch":
-            self.commit(self.state_dict())
-        self._current = None
-
-    def _advance(self, run: Run, record: BatchRecord) -> None:
-        """First the lineage, then every shard's copy."""
-        home = run.keys.home
-        version = record.k + 1
-        batches.check_fence(
-            run, run.call("trained", [home.void, home.lineage], [self._epoch, version, len(record.groups)])
-        )
-        for shard, keys in enumerate(run.keys.shards):
-            args = [self._epoch, version, len(record.in_shard(shard))]
-            batches.check_fence(run, run.call("trained", [keys.void, keys.trainer], args))
-
-    def _finish_commits(self, run: Run) -> None:
-        for k in [k for k in self._records if k < self._committed]:
-            if self._rank == 0:
-                batches.commit(run, self._records[k], self._require_epoch())
-            for pointer in self._records[k].groups:
-                self._lineage.pop(pointer.group_id, None)
-            del self._records[k]
-
-    def _require_epoch(self) -> int:
-        if self._epoch is None:
-            raise EpochFencedError("this rank has no epoch: pass epoch=, or initialise torch.distributed")
-        return self._epoch
 
 
 def _observe(batch: Batch, wait_s: float) -> None:
@@ -488,13 +329,11 @@ def _check_suppliers(chain: Chain, late: Mapping[str, LateColumn], pushed: Seque
     return frozenset(name for name in chain.needs if name not in late)
 
 
-def _agree_on_epoch(epoch: int | None, rank: int) -> int:
+def _agree_on_epoch(lineage: Lineage, rank: int, epoch: int | None) -> None:
+    """Rank 0's epoch, by torch.distributed or as given. Raises SettingError on a rank that has neither."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        number = torch.tensor([epoch or 0], dtype=torch.int64)
+        number = torch.tensor([lineage.epoch], dtype=torch.int64)
         torch.distributed.broadcast(number, src=0)
-        return int(number)
-    if epoch is None:
-        raise SettingError(
-            f"epoch is not given on rank {rank}: pass rank 0's, or initialise torch.distributed"
-        )
-    return epoch
+        lineage.epoch = int(number)
+    elif rank != 0 and epoch is None:
+        raise SettingError(f"epoch is not given on rank {rank}: pass rank 0's, or use torch.distributed")

@@ -1,0 +1,237 @@
+"""The training job's side of a run: its epoch, the named batches, and what of them is trained and committed.
+
+Version v says that batches 0 .. v - 1 are in the weights, `committed` c that those below c are in a saved
+checkpoint. Batch k is named from version k - prefetch on and kept until it is committed. Rank 0 leads: it alone
+names, advances and commits; the others follow the records.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import batches, metrics
+from .algorithms.chain import build_chain
+from .batches import BatchRecord, NamingRules, check_fence
+from .producing import PRODUCER_TIMEOUT_S
+from .run import Run
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NamingSettings:
+    """What the trainer queue decides about batches."""
+
+    batch_groups: int
+    min_groups: int  # enough to name a batch
+    prefetch: int
+    max_staleness: int | None
+    drop_after: int | None
+    keep_rolled_back: bool
+    needs: frozenset[str]  # columns producers must have pushed
+    chain: Mapping[str, Any]
+    late: tuple[str, ...]
+    tokens_per_micro_batch: int | None
+
+
+class Lineage:
+    """One training job's hold on a run, as one rank sees it. Made by taking over: older jobs are fenced.
+
+    restored: version of the checkpoint the job goes on from (None = after the last commit). trained: ids of
+    groups that checkpoint says are in its weights.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        settings: NamingSettings,
+        *,
+        leads: bool,
+        epoch: int | None,
+        restored: int | None,
+        trained: Mapping[str, None],
+    ) -> None:
+        self.run = run
+        self._settings = settings
+        self._leads = leads
+        self._restored = restored
+        self.trained = dict(trained)  # group ids in the weights and not known to be committed
+        self._applied: set[str] = set()
+        home = run.keys.home
+        if leads:
+            version = "" if restored is None else restored
+            reply = run.call("take_epoch", [home.void, home.lineage], [version])
+            self.epoch, self.version, self.committed = (int(number) for number in reply)
+        else:
+            fields = run.connection.scripts.hmget(home.lineage, ["epoch", "version", "committed"])
+            current, self.version, self.committed = (int(value or 0) for value in fields)
+            self.epoch = current if epoch is None else epoch
+        self.records = batches.read_records(run)
+        stored: Any = run.connection.scripts.hgetall(home.lineage)
+        self._cursors = {
+            shard: stored.get(f"cursor:{shard}".encode(), b"0-0").decode()
+            for shard in range(len(run.keys.salts))
+        }
+        #: Last entry of each shard's groups log that was looked at.
+        self.seen = dict(self._cursors)
+        if leads:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Finish what an older job left half done; then only this job's checkpoint counts."""
+        if self._restored is not None and self._restored > self.committed:
+            self._write_committed(self._restored)  # the commit of this checkpoint was lost: repeat it
+        self._finish_commits()
+        if self._restored is not None and self._restored < self.committed:
+            # An older checkpoint: what later commits removed stays removed, its numbers are given out again.
+            self._write_committed(self._restored)
+        self._tell_shards()
+
+    def _tell_shards(self) -> None:
+        held = [record for k, record in self.records.items() if self.committed <= k < self.version]
+        settings = self._settings
+        pacing = "" if settings.max_staleness is None else settings.max_staleness
+        for shard, keys in enumerate(self.run.keys.shards):
+            groups = sum(len(record.in_shard(shard)) for record in held)
+            args = [self.epoch, self.version, pacing, settings.batch_groups, groups]
+            check_fence(self.run, self.run.call("set_trainer", [keys.void, keys.trainer], args))
+
+    # Naming
+
+    def look_ahead(self, ended: bool, max_groups: int | None = None) -> bool:
+        """Name every batch that may be named now and make the shards know it. True if one is new to them."""
+        if not self._leads:
+            return False
+        found = False
+        for k in range(self.version, self.version + self._settings.prefetch + 1):
+            if k not in self.records and not self._name(k, ended, max_groups):
+                break
+            record = self.records[k]
+            if record.id not in self._applied:
+                batches.apply(self.run, record, batch_scope(record), self.epoch)
+                self._applied.add(record.id)
+                found = True
+        return found
+
+    def _name(self, k: int, ended: bool, max_groups: int | None) -> bool:
+        settings = self._settings
+        limit = max_groups or settings.batch_groups
+        found = [
+            group
+            for shard, after in self._cursors.items()
+            for group in batches.read_log(self.run, shard, after, limit * batches.SCAN_FACTOR)
+        ]
+        self.seen.update((group.shard, group.entry) for group in found)
+        candidates = sorted(found, key=lambda group: (group.logged_ms, group.shard, group.entry))
+        rules = NamingRules(
+            drop_after=settings.drop_after,
+            needs=settings.needs,
+            trained=frozenset(self.trained),
+            rolled_back_above=None if settings.keep_rolled_back else self._restored,
+            epoch=self.epoch,
+        )
+        chosen, refused = batches.choose(candidates, k, limit, rules)
+        batches.drop(self.run, refused, self.epoch)
+        for group, reason in refused:
+            logger.warning("group %s is not trained on: %s", group.group_id, reason)
+            metrics.group_ended(reason, group.data_source)
+        if len(chosen) < (1 if ended else min(settings.min_groups, limit)):
+            return False
+        record = batches.make_record(
+            k,
+            self.epoch,
+            chosen,
+            chain=dict(settings.chain),
+            late=list(settings.late),
+            tokens_per_micro_batch=settings.tokens_per_micro_batch,
+            short=len(chosen) < limit,
+        )
+        passed = {group.group_id for group in chosen} | {group.group_id for group, _ in refused}
+        cursors = dict(self._cursors)
+        cursors.update((group.shard, group.entry) for group in candidates if group.group_id in passed)
+        if not batches.name(self.run, record, cursors):
+            # The reply to an earlier try was lost: what stands there is ours, the epoch says so.
+            record = batches.read_records(self.run)[k]
+        self._cursors = cursors
+        self.records[k] = record
+        return True
+
+    def find(self, k: int) -> BatchRecord | None:
+        """The record of batch k, if it has been named."""
+        if k not in self.records and not self._leads:
+            text = self.run.connection.scripts.hget(self.run.keys.home.batches, str(k))
+            if text is not None:
+                self.records[k] = BatchRecord.model_validate_json(text)
+        return self.records.get(k)
+
+    # The end of a run
+
+    def has_ended(self, k: int) -> bool:
+        """Whether no batch k can come: a producer has finished, no other is alive, no group is open."""
+        scripts, home = self.run.connection.scripts, self.run.keys.home
+        if not self._leads:
+            end = scripts.hget(home.lineage, "end")
+            return end is not None and int(end) == k
+        producers: Any = scripts.hgetall(home.producers)
+        states = [value.decode().split(" ") for value in producers.values()]
+        if not any(state == "finished" for _, state in states):
+            return False
+        now: Any = scripts.time()
+        if any(state == "open" and now[0] - int(seen) / 1000 < PRODUCER_TIMEOUT_S for seen, state in states):
+            return False
+        return not any(
+            scripts.zcard(keys.open)
+            or scripts.xlen(keys.rollouts)
+            or int(scripts.hget(keys.ledger, "scoring") or 0)
+            for keys in self.run.keys.shards
+        )
+
+    def tell_end(self, k: int) -> None:
+        """Let the other ranks end before batch k as well."""
+        if self._leads:
+            home = self.run.keys.home
+            check_fence(self.run, self.run.call("end_run", [home.void, home.lineage], [self.epoch, k]))
+
+    # Trained and committed
+
+    def advance(self, record: BatchRecord) -> None:
+        """Batch k is trained: first the lineage says so, then every shard's copy."""
+        version = record.k + 1
+        if self._leads:
+            home = self.run.keys.home
+            args = [self.epoch, version, len(record.groups)]
+            check_fence(self.run, self.run.call("trained", [home.void, home.lineage], args))
+            for shard, keys in enumerate(self.run.keys.shards):
+                args = [self.epoch, version, len(record.in_shard(shard))]
+                check_fence(self.run, self.run.call("trained", [keys.void, keys.trainer], args))
+        self.version = max(self.version, version)
+        self.trained.update((pointer.group_id, None) for pointer in record.groups)
+
+    def commit(self, version: int) -> None:
+        """Every batch below `version` is in a saved checkpoint: count and delete them."""
+        if version > self.committed:
+            self._write_committed(version)
+        self._finish_commits()
+
+    def _write_committed(self, version: int) -> None:
+        if self._leads:
+            home = self.run.keys.home
+            args = [self.epoch, version]
+            check_fence(self.run, self.run.call("commit_lineage", [home.void, home.lineage], args))
+        self.committed = version
+
+    def _finish_commits(self) -> None:
+        for k in [k for k in self.records if k < self.committed]:
+            if self._leads:
+                batches.commit(self.run, self.records[k], self.epoch)
+            for pointer in self.records[k].groups:
+                self.trained.pop(pointer.group_id, None)
+            del self.records[k]
+
+
+def batch_scope(record: BatchRecord) -> bool:
+    """Whether the workers' part of the batch's chain has to see the whole batch."""
+    return build_chain(record.chain).cut(set(record.late))[0].scope == "batch"
