@@ -12,7 +12,6 @@ from ..schema import first_problem
 from . import estimators as _registered  # noqa: F401  registers the built-in estimators
 from .kl import KLPenalty
 from .registry import get_estimator
-from .rewards import NormScope
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -24,8 +23,8 @@ class _Section(BaseModel):
 class RewardConfig(_Section):
     """Shaping of the trajectory rewards before anything else: (r - mean) / (std + epsilon), then clip."""
 
-    mean: NormScope | None = None  # over which members the subtracted mean is taken
-    std: NormScope | None = None  # likewise the divisor; independent of mean
+    mean: Literal["batch", "group"] | None = None  # over which members the subtracted mean is taken
+    std: Literal["batch", "group"] | None = None  # likewise the divisor; independent of mean
     epsilon: Annotated[float, Field(ge=0)] = 1e-6
     clip: Positive | None = None  # rewards end in -clip .. clip
     statistics: Literal["trajectory", "row"] = "trajectory"  # what counts once in mean and std

@@ -5,12 +5,14 @@ Estimators k1, k2, k3: http://joschu.net/blog/kl-approx.html.
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..errors import SettingError
+from .padded_layout import PeerQuirks
 
 KLPenalty = Literal["k1", "k2", "k3", "kl", "abs", "mse", "low_var_kl"]
 KL_PENALTIES: Final[tuple[str, ...]] = get_args(KLPenalty)
@@ -34,3 +36,36 @@ def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: str = "k1") -> 
         back = (-difference).clamp(-20, 20)
         return (torch.expm1(back) - back).clamp(-10, 10)
     raise SettingError(f"kl.penalty {penalty!r} is unknown: choose one of {', '.join(KL_PENALTIES)}")
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """sum_v p(v) (log p(v) - log q(v)) over the last axis; logits (or log-probs) [..., V] -> [...]."""
+    log_probs, ref = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return (log_probs.exp() * (log_probs - ref)).sum(-1)
+
+
+def adapted_coefficient(
+    coefficient: float,
+    current_kl: float,
+    target: float,
+    horizon: float,
+    n_steps: float,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> float:
+    """The adaptive KL coefficient after one batch (Ziegler et al., arXiv:1909.08593, section 2.2).
+
+    coefficient * (1 + clip(current_kl / target - 1, -0.2, 0.2) * n_steps / horizon), kept at 0 or above
+    (ROLL's and verl's turn negative once n_steps exceeds 5 * horizon); a NaN KL leaves it as it is (theirs
+    becomes NaN). Pure, so a batch record can carry the coefficient and redelivery changes nothing. Raises
+    SettingError unless target and horizon are positive.
+    """
+    if not target > 0:
+        raise SettingError(f"kl.target is {target}, needs a number above 0")
+    if not horizon > 0:
+        raise SettingError(f"kl.horizon is {horizon}, needs a number above 0")
+    if math.isnan(current_kl):
+        return math.nan if peer_quirks else coefficient
+    error = min(max(current_kl / target - 1, -0.2), 0.2)
+    adapted = coefficient * (1 + error * n_steps / horizon)
+    return adapted if peer_quirks else max(adapted, 0.0)

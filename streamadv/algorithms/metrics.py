@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+GREATEST: Final = ("/max", "_max", "_max_deviation")  # endings of names that merge to the greatest
+LEAST: Final = ("/min", "_min")
+
 
 class Metric(NamedTuple):
-    """A value and what it is a mean over; names ending in /max or /min merge as such."""
+    """A value and what it is a mean over; maxima and minima merge as such."""
 
     value: Tensor  # 0-d
     weight: Tensor  # 0-d: number of trajectories, rows or tokens behind it
@@ -64,9 +67,9 @@ def merge_metrics(
             if name not in values:
                 values[name], weights[name] = value, count
                 continue
-            if name.endswith("/max"):
+            if name.endswith(GREATEST):
                 values[name] = max(values[name], value)
-            elif name.endswith("/min"):
+            elif name.endswith(LEAST):
                 values[name] = min(values[name], value)
             else:
                 values[name] = (values[name] * weights[name] + value * count) / (weights[name] + count)

@@ -7,9 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..errors import SettingError
+from .running import RunningMoments
 from .segments import moments, spread, whole
 
-NormScope = Literal["batch", "group"]
+NormScope = Literal["batch", "group", "running"]
 
 
 def normalise(
@@ -19,25 +21,38 @@ def normalise(
     mean: NormScope | None,
     std: NormScope | None,
     epsilon: float = 1e-6,
-    std_floor: float = 0.0,
+    std_floor: float | None = 0.0,
     weight: Tensor | None = None,
+    running: RunningMoments | None = None,
 ) -> Tensor:
-    """(x - mean) / (std + epsilon), each taken over the group or the whole batch, [K] float64.
+    """(x - mean) / (std + epsilon), each taken over the group, the batch or all batches so far; [K] float64.
 
     values [K] in contiguous groups given by `group_offsets` [G + 1]; std has ddof 1, epsilon stands outside
     the root. `weight` [K] says how often an element counts in the statistics (0: not at all). Where std is
     not above `std_floor`, as with one element or equal ones, the result is exactly 0 (ROLL's reward_norm
-    gives NaN, or rounding noise divided by epsilon).
+    gives NaN, or rounding noise divided by epsilon; std_floor None does that). Scope "running" takes the
+    snapshot `running`, which the caller has updated with this batch. Raises SettingError without one.
     """
     values = values.to(torch.float64)
     offsets = {"batch": whole(values), "group": group_offsets}
+    if running is None and "running" in (mean, std):
+        raise SettingError("reward mean or std is 'running', but no running moments were given")
     result = values
-    if mean is not None:
+    if mean == "running" and running is not None:
+        result = values - running.mean
+    elif mean is not None:
         result = moments(values, offsets[mean], weight).centred
-    if std is not None:
-        divisor = spread(moments(values, offsets[std], weight).std, offsets[std], len(values))
-        result = torch.where(divisor > std_floor, result / (divisor + epsilon), 0.0)
-    return result
+    if std is None:
+        return result
+    if std == "running" and running is not None:
+        divisor = torch.full_like(values, running.std)
+    else:
+        stats = moments(values, offsets[std], weight)
+        known = stats.std if std_floor is not None else torch.where(stats.size > 1, stats.std, torch.nan)
+        divisor = spread(known, offsets[std], len(values))
+    if std_floor is None:
+        return result / (divisor + epsilon)
+    return torch.where(divisor > std_floor, result / (divisor + epsilon), 0.0)
 
 
 def clip(values: Tensor, limit: float) -> tuple[Tensor, Tensor]:

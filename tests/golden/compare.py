@@ -38,15 +38,18 @@ def load(entry: Mapping[str, Any]) -> dict[str, Array]:
         return {key: archive[key] for key in archive.files}
 
 
-def inputs(arrays: Mapping[str, Array], kwargs: Mapping[str, Any]) -> Inputs:
-    """The call's inputs as tensors (text as lists), with the replacements its kwargs ask for."""
-    given: Inputs = {}
+def inputs(arrays: Mapping[str, Array], variant: Mapping[str, Any]) -> Inputs:
+    """The call's inputs as tensors (text as lists), with the replacements its kwargs ask for.
+
+    "variant" holds the call's name: some functions are recorded under one name with equal kwargs.
+    """
+    given: Inputs = {"variant": variant["name"]}
     for key, array in arrays.items():
         if key.startswith("in."):
             given[key.removeprefix("in.")] = (
                 array.tolist() if array.dtype.kind in "U" else torch.from_numpy(array)
             )
-    for name, value in kwargs.items():
+    for name, value in variant["kwargs"].items():
         if name not in given:
             continue
         if value is None:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from .compare import Function
+from .mapping_roll import ROLL
 from .mapping_verl import VERL
 
-MAPPING: dict[str, Function] = {**VERL}
+MAPPING: dict[str, Function] = {**ROLL, **VERL}
 
 #: Functions streamadv does not offer, and why.
 NOT_IN_CATALOGUE: dict[str, str] = {}
 
-#: (function, variant) of calls that raise in the peer and have a defined result here.
-DEFINED_HERE: dict[tuple[str, str], str] = {}
+#: Calls that raise in the peer and have a defined result here; "function" alone stands for all its variants.
+DEFINED_HERE: dict[str, str] = {
+    "roll_compute_approx_kl.name_k1": "every name of an estimator is known everywhere",
+    "roll_compute_approx_kl.name_k2": "every name of an estimator is known everywhere",
+    "roll_compute_approx_kl.name_low_var_kl": "every name of an estimator is known everywhere",
+    "roll_group_reward_norm.n_sample_1": "a group of one gives 0",
+    "roll_masked_ops.whiten_empty_mask": "nothing to whiten: values come back unchanged",
+    "verl_adv_gae": "a batch with fewer than two trainable tokens is not whitened",
+    "verl_adv_grpo_passk": "a group of one gives 0",
+    "verl_adv_reinforce_plus_plus": "a batch with fewer than two trainable tokens is not whitened",
+    "verl_adv_reinforce_plus_plus_baseline": "a batch with fewer than two trainable tokens is not whitened",
+    "verl_compute_rollout_correction_weights.bad_level": "geometric ratios are offered",
+    "verl_rollout_correction_and_rejection.empty_mask": "a batch without trainable tokens has no metrics",
+}

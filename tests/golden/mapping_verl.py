@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from streamadv import padded
-from streamadv.algorithms.kl import approx_kl
+from streamadv.algorithms import masked
+from streamadv.algorithms.kl import adapted_coefficient, approx_kl
 
 from .compare import Function, Inputs
 
@@ -72,11 +73,104 @@ def _token_baseline(function: Any) -> Function:
     return call
 
 
+def coefficients(z: Inputs, first: float, kind: str | None, target: float, horizon: float) -> list[float]:
+    """The KL coefficient after each of the recorded batches."""
+    values = []
+    for kl, steps in zip(z["current_kl"].tolist(), z["n_steps"].tolist(), strict=True):
+        if kind != "fixed":
+            first = adapted_coefficient(first, kl, target, horizon, steps, peer_quirks="verl")
+        values.append(first)
+    return values
+
+
 def _kl_penalty(z: Inputs, kwargs: dict[str, Any]) -> Result:
     return {"kl": approx_kl(z["logprob"], z["ref_logprob"], kwargs["kl_penalty"])}
 
 
+def _controller(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    return {
+        "values": coefficients(
+            z, kwargs["kl_coef"], kwargs.get("type"), kwargs["target_kl"], kwargs["horizon"]
+        )
+    }
+
+
+def _apply_kl_penalty(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    control = kwargs["controller"]
+    rewards, metrics = padded.apply_kl_penalty(
+        z["token_level_scores"],
+        z["response_mask"],
+        z["old_log_probs"],
+        z["ref_log_prob"],
+        kl_penalty=kwargs["kl_penalty"],
+        kl_coef=control["init_kl_coef"],
+        peer_quirks="verl",
+    )
+    after = adapted_coefficient(
+        control["init_kl_coef"], metrics["critic/kl"], control["target_kl"], control["horizon"], len(rewards)
+    )
+    named = {
+        "actor/reward_kl_penalty": metrics["critic/kl"],
+        "actor/reward_kl_penalty_coeff": metrics["critic/kl_coef"],
+    }
+    return {"token_level_rewards": rewards, "kl_coef_after": after, "metrics": named}
+
+
+def _weights(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    weights, metrics = padded.compute_rollout_correction_weights(
+        z["log_ratio"], z["response_mask"], **kwargs, peer_quirks="verl"
+    )
+    return {"weights": weights, "metrics": metrics}
+
+
+def _rejection(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    mask, metrics = padded.compute_rollout_rejection_mask(
+        z["log_ratio"], z["response_mask"], **kwargs, peer_quirks="verl"
+    )
+    return {"mask": mask, "metrics": metrics}
+
+
+def _diagnostics(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    rollout = z["rollout_log_prob"]
+    return {
+        "metrics": padded.compute_offpolicy_metrics(
+            z["old_log_prob"], rollout, z["response_mask"], peer_quirks="verl"
+        )
+    }
+
+
+def _correction(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    options = {name: value for name, value in kwargs.items() if name not in z}
+    weights, mask, metrics = padded.compute_rollout_correction_and_rejection_mask(
+        z["old_log_prob"], z["rollout_log_prob"], z["response_mask"], **options, peer_quirks="verl"
+    )
+    return {"weights": weights, "mask": mask, "metrics": metrics}
+
+
+def _masked_ops(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    if "loss_agg_mode" in kwargs:
+        return {"value": masked.agg_loss(z["x"], z["mask"], kwargs["loss_agg_mode"])}
+    if "unbiased" in kwargs:
+        return {"value": masked.masked_var(z["x"], z["mask"], kwargs["unbiased"])}
+    if "shift_mean" in kwargs:
+        return {"value": masked.masked_whiten(z["x"], z["mask"], kwargs["shift_mean"])}
+    if "eps" in kwargs:
+        mean, std, count = padded.group_mean_std(z["scores"], z["index"], kwargs["eps"], peer_quirks="verl")
+        return {"mean": mean, "std": std, "count": count}
+    values = z[kwargs.get("values", "x")]
+    dim = kwargs.get("axis")
+    operation = masked.masked_sum if z["variant"].startswith("sum") else masked.masked_mean
+    return {"value": operation(values, z["mask"], dim)}
+
+
 VERL: dict[str, Function] = {
+    "verl_apply_kl_penalty": _apply_kl_penalty,
+    "verl_compute_offpolicy_metrics": _diagnostics,
+    "verl_compute_rollout_correction_weights": _weights,
+    "verl_compute_rollout_rejection_mask": _rejection,
+    "verl_kl_controller": _controller,
+    "verl_masked_ops": _masked_ops,
+    "verl_rollout_correction_and_rejection": _correction,
     "verl_adv_gae": _gae,
     "verl_adv_gpg": _outcome(padded.compute_gpg_outcome_advantage, "f_norm", peer_quirks="verl"),
     "verl_adv_grpo": _outcome(

@@ -1,0 +1,102 @@
+"""Statistics over the masked elements of padded [B, T] tensors, and the ways to average a loss.
+
+Sums run in float64 and come back in float32. Whatever stands outside the mask, NaN included, has no effect.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..errors import SettingError
+from .padded_layout import PeerQuirks
+from .whitening import whiten
+
+LossAggregation = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+LOSS_AGGREGATIONS: Final[tuple[str, ...]] = get_args(LossAggregation)
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of `values` where `mask` is set, over everything or along `dim`."""
+    return _sum(values, mask, dim).to(torch.float32)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of `values` where `mask` is set, over everything or along `dim`; 0 over nothing."""
+    return _mean(values, mask, dim).to(torch.float32)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance of the masked values, ddof 1 if `unbiased`; 0 below two values (ROLL and verl raise)."""
+    centred = values.to(torch.float64) - _mean(values, mask, None)
+    count = (mask != 0).sum()
+    squares = _sum(centred.square(), mask, None)
+    return (squares / (count - int(unbiased)).clamp(min=1)).to(torch.float32)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) at every position, statistics over the mask; see `whitening.whiten`."""
+    rows, width = values.shape
+    offsets = torch.arange(rows + 1, device=values.device) * width
+    weight = (mask != 0).reshape(-1)
+    return whiten(values.reshape(-1), weight, offsets, shift_mean).view(rows, width).to(torch.float32)
+
+
+def masked_normalize(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """Each row to mean 0 and variance 1 over its masked values: (x - mean) / sqrt(max(var, eps)), ddof 0."""
+    centred = values.to(torch.float64) - _mean(values, mask, 1)[:, None]
+    variance = _mean(centred.square(), mask, 1)[:, None]
+    return (centred / variance.clamp(min=eps).sqrt()).to(torch.float32)
+
+
+def clip_fraction(values: Tensor, clip_max: float, clip_min: float, mask: Tensor | None = None) -> Tensor:
+    """Share of values above `clip_max` or below `clip_min`, among masked ones; without a mask, all (ROLL)."""
+    outside = ((values > clip_max) | (values < clip_min)).to(torch.float64)
+    return _mean(outside, torch.ones_like(outside) if mask is None else mask, None)
+
+
+def agg_loss(
+    loss: Tensor,
+    mask: Tensor,
+    mode: LossAggregation = "token-mean",
+    weights: Tensor | None = None,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Tensor:
+    """A scalar from token losses [B, T]; `weights` [B] multiply whole rows.
+
+    token-mean: masked sum / masked tokens. seq-mean-token-sum and seq-mean-token-mean: mean over rows with
+    tokens of the row's masked sum or mean. seq-mean-token-sum-norm: sum of row sums / T. ROLL divides by all
+    rows and its token-mean sums what is outside the mask too. Nothing at all gives 0. Raises SettingError
+    for another mode.
+    """
+    if mode not in LOSS_AGGREGATIONS:
+        raise SettingError(
+            f"loss aggregation {mode!r} is unknown: choose one of {', '.join(LOSS_AGGREGATIONS)}"
+        )
+    weight = torch.ones(len(loss), device=loss.device) if weights is None else weights
+    tokens = (mask != 0).sum()
+    if mode == "token-mean":
+        everything = torch.ones_like(mask) if peer_quirks == "roll" else mask
+        total = _sum(loss * weight[:, None], everything, None)
+        return (total / tokens.clamp(min=1)).to(torch.float32)
+    per_row = _mean(loss, mask, 1) if mode == "seq-mean-token-mean" else _sum(loss, mask, 1)
+    total = (per_row * weight).sum()
+    if mode == "seq-mean-token-sum-norm":
+        return (total / mask.shape[1]).to(torch.float32)
+    rows = torch.tensor(len(mask)) if peer_quirks == "roll" else (mask != 0).any(1).sum()
+    return (total / rows.clamp(min=1)).to(torch.float32)
+
+
+def _sum(values: Tensor, mask: Tensor, dim: int | None) -> Tensor:
+    counted = torch.where(mask != 0, values.to(torch.float64), 0.0)
+    return counted.sum() if dim is None else counted.sum(dim)
+
+
+def _mean(values: Tensor, mask: Tensor, dim: int | None) -> Tensor:
+    count = (mask != 0).sum() if dim is None else (mask != 0).sum(dim)
+    return _sum(values, mask, dim) / count.clamp(min=1)

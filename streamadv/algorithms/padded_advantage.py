@@ -1,0 +1,130 @@
+"""Advantages on padded tensors, under ROLL's name: rewards in, whitened and clipped advantages out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..errors import SettingError
+from .estimators.gae import gae_scan
+from .kl import KLPenalty, approx_kl
+from .masked import masked_mean, masked_whiten
+from .packed import PackedBatch
+from .padded_layout import PeerQuirks, as_batch
+from .padded_rewards import Metrics, aligned_mask
+from .registry import get_estimator
+from .runs import run_returns
+from .scan import blocks, reverse_scan
+from .token_rewards import credited
+
+#: The ones that are a plain return here: their group logic is in the reward normalisation.
+RETURN_ESTIMATORS: Final = ("reinforce", "grpo", "gigpo", "step_reinforce")
+
+
+def compute_advantage(
+    batch: Mapping[str, Tensor],
+    *,
+    adv_estimator: str = "gae",
+    gamma: float = 1.0,
+    lambd: float = 0.95,
+    whiten_rewards: bool = False,
+    whiten_advantages: bool = False,
+    advantage_clip: float | None = None,
+    distill_coef: float = 0.0,
+    distill_only: bool = False,
+    distill_penalty: KLPenalty = "k1",
+    distill_from: str = "rollout_log_probs",
+    peer_quirks: PeerQuirks | None = None,
+) -> tuple[dict[str, Tensor], Metrics]:
+    """token_level_rewards to advantages; adds advantages, returns, raw_advantages, token_level_rewards.
+
+    All [B, T] float32, or [B, T-1] beside a [B, T] response_mask. In order: whiten the rewards, estimate
+    (gae; reinforce, grpo, gigpo and step_reinforce: discounted return; agentic_reinforce: return by turns),
+    subtract distill_coef * KL(`distill_from` against teacher_log_probs), whiten, mask, clip.
+    raw_advantages are those before the last four. distill_only: nothing but the distillation term, which is
+    the return too. Rewards on masked tokens go to the action before, all outputs are 0 outside the mask and
+    critic/advantage_clip_frac counts trainable tokens. ROLL loses such rewards, runs gae and returns over
+    all tokens, leaves returns and raw_advantages unmasked and counts every position. Raises SettingError
+    for an unknown estimator.
+    """
+    rewards = batch["token_level_rewards"]
+    mask = aligned_mask(batch["response_mask"], rewards)
+    kept = (mask != 0).to(torch.float32)
+    columns = {"token_level_rewards": rewards}
+    if adv_estimator == "gae" and not distill_only:
+        columns["values"] = batch["values"]
+    packed, _ = as_batch(mask, columns)
+    if peer_quirks is None:
+        rewards = credited(packed).view(mask.shape)
+    if whiten_rewards:
+        rewards = masked_whiten(rewards, mask)
+    rewards = torch.where(mask != 0, rewards, 0.0)
+    distilled = torch.zeros_like(rewards)
+    if distill_coef or distill_only:
+        kl = approx_kl(batch[distill_from], batch["teacher_log_probs"], distill_penalty)
+        distilled = -distill_coef * torch.where(mask != 0, kl, 0.0)
+    if distill_only:
+        advantages = returns = distilled
+    else:
+        packed = packed.with_columns(token_level_rewards=rewards.reshape(-1))
+        flat = _estimate(packed, adv_estimator, gamma, lambd, peer_quirks)
+        advantages, returns = (value.view(mask.shape).to(torch.float32) for value in flat)
+    raw = advantages
+    if not distill_only:
+        advantages = advantages + distilled
+    if whiten_advantages:
+        advantages = masked_whiten(advantages, mask)
+    advantages = torch.where(mask != 0, advantages, 0.0)
+    metrics: Metrics = {}
+    if advantage_clip is not None:
+        outside = (advantages.abs() > advantage_clip).to(torch.float32)
+        share = outside.mean() if peer_quirks else masked_mean(outside, mask)
+        metrics["critic/advantage_clip_frac"] = share.item()
+        advantages = advantages.clamp(-advantage_clip, advantage_clip)
+    if peer_quirks is None:
+        raw, returns = raw * kept, returns * kept
+    added = {
+        "advantages": advantages,
+        "returns": returns,
+        "raw_advantages": raw,
+        "token_level_rewards": rewards,
+    }
+    return {**batch, **added}, metrics
+
+
+def compute_agentic_reinforce_return(
+    token_level_rewards: Tensor, mask: Tensor | None, gamma: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) [B, T]: a turn's reward (at its last token) plus gamma times the next turn's return.
+
+    mask None: every row is one turn.
+    """
+    packed, _ = as_batch(torch.ones_like(token_level_rewards) if mask is None else mask)
+    counted = packed.column("response_mask")
+    returns = run_returns(token_level_rewards.reshape(-1), counted, packed.cu_seqlens, gamma)
+    shaped = returns.view(token_level_rewards.shape).to(torch.float32)
+    return shaped, shaped
+
+
+def _estimate(
+    batch: PackedBatch, name: str, gamma: float, lambd: float, peer_quirks: PeerQuirks | None
+) -> tuple[Tensor, Tensor]:
+    rewards, mask = batch.column("token_level_rewards"), batch.column("response_mask")
+    if name == "gae":
+        known = mask if peer_quirks is None else None
+        estimate = gae_scan(rewards, batch.column("values"), known, batch.cu_seqlens, gamma, lambd)
+        assert estimate.returns is not None
+        return estimate.advantages, estimate.returns
+    if name == "agentic_reinforce":
+        returns = run_returns(rewards, mask, batch.cu_seqlens, gamma)
+    elif name not in RETURN_ESTIMATORS:
+        known_names = ", ".join(("gae", *RETURN_ESTIMATORS, "agentic_reinforce"))
+        raise SettingError(f"adv_estimator {name!r} is unknown: choose one of {known_names}")
+    elif peer_quirks:
+        returns = reverse_scan(rewards, gamma, blocks(batch.cu_seqlens, batch.num_tokens))
+    else:
+        returns = get_estimator("reinforce").function(batch, gamma=gamma).advantages
+    return returns, returns

@@ -1,0 +1,161 @@
+"""Rollout correction on padded [B, T] tensors, with verl's names, arguments and metric names."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..errors import SettingError
+from .metrics import Metric, fetch
+from .off_policy import BoundMode, RatioLevel, Rejection, RejectionKind, importance_weights, rejection_mask
+from .off_policy_metrics import off_policy_metrics
+from .padded_layout import PeerQuirks, as_batch
+
+Metrics = dict[str, float]
+PREFIX = "rollout_corr/"
+
+
+def compute_rollout_correction_weights(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_is: RatioLevel = "token",
+    rollout_is_threshold: float = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    *,
+    mode: BoundMode = "truncate",
+    rollout_is_lower: float | None = None,
+    peer_quirks: PeerQuirks | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Importance weights [B, T] from log_ratio = old - rollout log-probs; see `off_policy`.
+
+    verl knows the levels token and sequence and the mode truncate, and counts rows without tokens in its
+    row metrics.
+    """
+    batch, _ = as_batch(response_mask, {"log_ratio": log_ratio})
+    weights, metrics = importance_weights(
+        batch.column("log_ratio"),
+        batch.column("response_mask"),
+        batch.cu_seqlens,
+        level=rollout_is,
+        mode=mode,
+        upper=rollout_is_threshold,
+        lower=rollout_is_lower,
+        batch_normalize=rollout_is_batch_normalize,
+        peer_quirks=peer_quirks,
+    )
+    return weights.view(response_mask.shape), fetch(metrics)[0]
+
+
+def compute_rollout_rejection_mask(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_rs: str,
+    rollout_rs_threshold: str | float | None,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> tuple[Tensor, Metrics]:
+    """`response_mask` [B, T] without what the rejections named in `rollout_rs` turn down.
+
+    rollout_rs: kinds of `off_policy.Rejection`, comma-separated. rollout_rs_threshold: one bound for all or
+    one each, comma-separated; "lower_upper" or the upper one alone.
+    """
+    rejections = parse_rejections(rollout_rs, rollout_rs_threshold)
+    batch, _ = as_batch(response_mask, {"log_ratio": log_ratio})
+    counted = response_mask.reshape(-1)
+    kept, metrics = rejection_mask(
+        batch.column("log_ratio"), counted, batch.cu_seqlens, rejections, peer_quirks=peer_quirks
+    )
+    return kept.view(response_mask.shape), fetch(metrics)[0]
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor | None,
+    rollout_log_prob: Tensor | None,
+    response_mask: Tensor,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Metrics:
+    """Perplexities, KL and chi-squared between rollout and training policy; [B, T] log-probs.
+
+    Without rollout log-probs only the training policy's perplexity, without old ones only the rollout's.
+    """
+    return fetch(_diagnostics(old_log_prob, rollout_log_prob, response_mask, peer_quirks))[0]
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is: RatioLevel | None = None,
+    rollout_is_threshold: float = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: str | float | None = None,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> tuple[Tensor | None, Tensor, Metrics]:
+    """(weights or None, narrowed mask, metrics with the prefix rollout_corr/), all from one pair of log-probs.
+
+    The weights are those of all tokens of `response_mask`, rejected ones included: multiply by the mask.
+    """
+    log_ratio = old_log_prob - rollout_log_prob
+    metrics = compute_offpolicy_metrics(
+        old_log_prob, rollout_log_prob, response_mask, peer_quirks=peer_quirks
+    )
+    weights, mask = None, response_mask
+    if rollout_rs is not None:
+        mask, found = compute_rollout_rejection_mask(
+            log_ratio, response_mask, rollout_rs, rollout_rs_threshold, peer_quirks=peer_quirks
+        )
+        metrics |= found
+    if rollout_is is not None:
+        weights, found = compute_rollout_correction_weights(
+            log_ratio,
+            response_mask,
+            rollout_is,
+            rollout_is_threshold,
+            rollout_is_batch_normalize,
+            peer_quirks=peer_quirks,
+        )
+        metrics |= found
+    return weights, mask, {PREFIX + name: value for name, value in metrics.items()}
+
+
+def parse_rejections(names: str, thresholds: str | float | None) -> list[Rejection]:
+    """verl's comma-separated kinds and bounds as rejections; SettingError naming what does not fit."""
+    kinds = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    if thresholds is None:
+        raise SettingError(f"rollout_rs_threshold is missing: rollout_rs {names!r} needs bounds")
+    specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
+    if len(specs) == 1:
+        specs *= len(kinds)
+    if len(specs) != len(kinds):
+        raise SettingError(
+            f"rollout_rs_threshold {thresholds!r} has {len(specs)} bounds for {len(kinds)} kinds"
+        )
+    return [_rejection(kind, spec) for kind, spec in zip(kinds, specs, strict=True)]
+
+
+def _rejection(kind: str, spec: str) -> Rejection:
+    try:
+        bounds = [float(part) for part in spec.split("_")]
+    except ValueError:
+        raise SettingError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper, in numbers") from None
+    if len(bounds) > 2:
+        raise SettingError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper")
+    chosen: RejectionKind = kind  # type: ignore[assignment]  # Rejection checks the name
+    return Rejection(chosen, bounds[-1], bounds[0] if len(bounds) == 2 else None)
+
+
+def _diagnostics(
+    old: Tensor | None, rollout: Tensor | None, mask: Tensor, peer_quirks: PeerQuirks | None
+) -> dict[str, Metric]:
+    columns = {"old": old, "rollout": rollout}
+    batch, _ = as_batch(mask, {name: column for name, column in columns.items() if column is not None})
+    counted, bounds, all_rows = batch.column("response_mask"), batch.cu_seqlens, peer_quirks is not None
+    if rollout is None:
+        if old is None:
+            return {}
+        only = off_policy_metrics(None, batch.column("old"), counted, bounds, all_rows)
+        return {name.replace("rollout", "training"): metric for name, metric in only.items()}
+    known = batch.column("old") if old is not None else None
+    return off_policy_metrics(known, batch.column("rollout"), counted, bounds, all_rows)

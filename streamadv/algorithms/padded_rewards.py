@@ -1,0 +1,330 @@
+"""Rewards on padded tensors, under ROLL's names: response level, step level, token level.
+
+`batch` is a mapping of tensors; every function returns a new mapping with its results added, and metrics.
+Groups are consecutive blocks of `n_sample` rows, or rows with equal labels in `index`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import SettingError, TrajectoryError
+from .kl import KLPenalty, approx_kl
+from .masked import masked_mean
+from .padded_layout import Labels, PeerQuirks, as_batch, group_order, label_codes
+from .rewards import NormScope, normalise
+from .running import RunningMoments
+from .scan import blocks, reverse_scan
+from .segments import moments, spread
+from .token_rewards import outcome_rewards
+
+Batch = Mapping[str, Tensor]
+Metrics = dict[str, float]
+
+
+def reward_norm(
+    rewards: Tensor,
+    *,
+    norm_mean_type: NormScope | None,
+    norm_std_type: NormScope | None,
+    n_sample: int | None = None,
+    index: Labels | None = None,
+    running: RunningMoments | None = None,
+    epsilon: float = 1e-6,
+    std_floor: float = 0.0,
+    peer_quirks: PeerQuirks | None = None,
+) -> Tensor:
+    """(r - mean) / (std + epsilon), mean and std over "group", "batch", "running" or not at all; [B] float32.
+
+    running: the moments with this batch merged (`RunningMoments.updated`). Where the std is not above
+    `std_floor` the result is 0; ROLL's gives NaN for one element and divides rounding noise by epsilon.
+    """
+    values, order, offsets = _grouped(rewards, n_sample, index)
+    floor = None if peer_quirks else std_floor
+    result = normalise(
+        values,
+        offsets,
+        mean=norm_mean_type,
+        std=norm_std_type,
+        epsilon=epsilon,
+        std_floor=floor,
+        running=running,
+    )
+    return _ungrouped(result, order)
+
+
+def agentic_reward_norm(
+    scores: Tensor,
+    index: Labels | None = None,
+    *,
+    norm_mean_type: NormScope | None,
+    norm_std_type: NormScope | None,
+    epsilon: float = 1e-6,
+    peer_quirks: PeerQuirks | None = None,
+) -> Tensor:
+    """`reward_norm` by labels (None = the batch is one group), with a std of 1e-6 or less taken as none.
+
+    ROLL also gives 0 to a row alone in its group when the std is taken over the batch.
+    """
+    result = reward_norm(
+        scores,
+        norm_mean_type=norm_mean_type,
+        norm_std_type=norm_std_type,
+        n_sample=None if index is not None else max(len(scores), 1),
+        index=index,
+        epsilon=epsilon,
+        std_floor=1e-6,
+    )
+    if peer_quirks and norm_std_type is not None and index is not None:
+        codes = label_codes(index)
+        result = torch.where(torch.bincount(codes)[codes].to(result.device) > 1, result, 0.0)
+    return result
+
+
+def group_mean_std(
+    scores: Tensor, index: Labels, eps: float = 1e-6, *, peer_quirks: PeerQuirks | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, std (ddof 1, sqrt(eps) at least) and size of each row's group, [B] float32 each.
+
+    A row alone has std 0 and its own score as mean; in verl mean 0 and std 1.
+    """
+    values, order, offsets = _grouped(scores, None, index)
+    stats = moments(values, offsets)
+    mean, std = stats.mean, stats.std.clamp(min=eps**0.5)
+    if peer_quirks:
+        mean, std = torch.where(stats.size > 1, mean, 0.0), torch.where(stats.size > 1, std, 1.0)
+    else:
+        std = torch.where(stats.size > 1, std, 0.0)
+    spread_out = [_ungrouped(spread(value, offsets, len(values)), order) for value in (mean, std, stats.size)]
+    return spread_out[0], spread_out[1], spread_out[2]
+
+
+def group_scores(scores: Tensor, n_sample: int | None, index: Labels | None) -> tuple[Tensor, Tensor]:
+    """Mean score and size of each row's group, [B] float32 each."""
+    values, order, offsets = _grouped(scores, n_sample, index)
+    stats = moments(values, offsets)
+    mean, size = (spread(value, offsets, len(values)) for value in (stats.mean, stats.size))
+    return _ungrouped(mean, order), _ungrouped(size, order)
+
+
+def reward_postprocess(
+    batch: Batch,
+    *,
+    adv_estimator: str = "gae",
+    norm_mean_type: NormScope | None = None,
+    norm_std_type: NormScope | None = None,
+    reward_clip: float | None = None,
+    n_sample: int | None = None,
+    index: Labels | None = None,
+    running: RunningMoments | None = None,
+    peer_quirks: PeerQuirks | None = None,
+) -> tuple[dict[str, Tensor], Metrics]:
+    """response_level_rewards [B] normalised, then held in +-reward_clip (None or 0: not at all).
+
+    adv_estimator "grpo" takes both scopes as "group". Metric critic/reward_clip_frac.
+    """
+    if adv_estimator == "grpo":
+        norm_mean_type = norm_std_type = "group"
+    rewards = reward_norm(
+        batch["response_level_rewards"],
+        norm_mean_type=norm_mean_type,
+        norm_std_type=norm_std_type,
+        n_sample=n_sample,
+        index=index,
+        running=running,
+        peer_quirks=peer_quirks,
+    )
+    clipped, share = _clip(rewards, reward_clip)
+    return {**batch, "response_level_rewards": clipped}, {"critic/reward_clip_frac": share}
+
+
+def compute_discounted_returns(step_scores: Tensor, traj_id: Labels, step: Tensor, gamma: float) -> Tensor:
+    """[K] float32: G_k = s_k + gamma * G_{k+1} over the rows of a trajectory in the order of `step`.
+
+    A missing step number does not discount; the result stands in the order of the rows.
+    """
+    codes = label_codes(traj_id).to(step_scores.device)
+    order = torch.argsort(step.to(step_scores.device), stable=True)
+    order = order[torch.argsort(codes[order], stable=True)]
+    count = int(codes.max()) + 1 if len(codes) else 0
+    offsets = torch.searchsorted(codes[order], torch.arange(count + 1, device=codes.device))
+    return _ungrouped(reverse_scan(step_scores[order], gamma, blocks(offsets, len(order))), order)
+
+
+def compute_response_level_rewards(
+    batch: Batch,
+    *,
+    adv_estimator: str,
+    traj_group_id: Labels | None = None,
+    state_hash: Labels | None = None,
+    norm_mean_type: NormScope | None = None,
+    norm_std_type: NormScope | None = None,
+    step_norm_mean_type: NormScope | None = None,
+    step_norm_std_type: NormScope | None = None,
+    episode_reward_weight: float = 1.0,
+    step_reward_weight: float = 1.0,
+    reward_clip: float | None = None,
+    peer_quirks: PeerQuirks | None = None,
+) -> tuple[dict[str, Tensor], Metrics]:
+    """One reward per row, rows being steps; adds response_level_rewards [B].
+
+    gigpo: episode_reward_weight * norm(episode_scores by traj_group_id) + step_reward_weight *
+    norm(step_rewards by state_hash within traj_group_id), adding episode_rewards_norm and step_rewards_norm.
+    step_reinforce: norm(step_rewards). Others: norm of the row sums of `scores`. Episode statistics are over
+    rows, as they come. ROLL's state groups pool equal states of different groups.
+    """
+    added: dict[str, Tensor] = {}
+    if adv_estimator == "gigpo":
+        if state_hash is None:
+            raise SettingError("adv_estimator gigpo needs state_hash: one label per row")
+        episode = agentic_reward_norm(
+            batch["episode_scores"],
+            traj_group_id,
+            norm_mean_type=norm_mean_type,
+            norm_std_type=norm_std_type,
+            peer_quirks=peer_quirks,
+        )
+        states = state_hash
+        if peer_quirks is None and traj_group_id is not None:
+            groups = label_codes(traj_group_id).tolist()
+            states = list(zip(groups, label_codes(state_hash).tolist(), strict=True))
+        step = agentic_reward_norm(
+            batch["step_rewards"],
+            states,
+            norm_mean_type=step_norm_mean_type,
+            norm_std_type=step_norm_std_type,
+            peer_quirks=peer_quirks,
+        )
+        added = {"episode_rewards_norm": episode, "step_rewards_norm": step}
+        rewards = episode_reward_weight * episode + step_reward_weight * step
+    else:
+        by_step = adv_estimator == "step_reinforce"
+        values = batch["step_rewards"] if by_step else batch["scores"].to(torch.float64).sum(-1)
+        rewards = agentic_reward_norm(
+            values,
+            traj_group_id,
+            norm_mean_type=norm_mean_type,
+            norm_std_type=norm_std_type,
+            peer_quirks=peer_quirks,
+        )
+    clipped, share = _clip(rewards, reward_clip)
+    return {**batch, **added, "response_level_rewards": clipped}, {"critic/reward_clip_frac": share}
+
+
+def expand_to_token_level(
+    response_level_rewards: Tensor, attention_mask: Tensor, position_ids: Tensor
+) -> Tensor:
+    """[B, T-1] float32: each row's reward at its last attended token, column t describing token t + 1 (ROLL).
+
+    position_ids [B, T], or [B, 3, T] of which the first channel counts. A row with fewer than two attended
+    tokens has no place for its reward. `compute_token_reward` puts rewards on the last trainable token.
+    """
+    positions = position_ids[:, 0] if position_ids.dim() == 3 else position_ids
+    last = (positions * attention_mask).argmax(1, keepdim=True)
+    rewards = torch.zeros(attention_mask.shape, device=attention_mask.device)
+    return rewards.scatter(1, last, response_level_rewards[:, None].to(torch.float32))[:, 1:]
+
+
+def compute_token_reward(
+    batch: Batch,
+    *,
+    add_token_level_kl: bool = False,
+    kl_penalty: KLPenalty = "k1",
+    kl_coef: float = 0.0,
+    reward_clip: float | None = None,
+    peer_quirks: PeerQuirks | None = None,
+) -> tuple[dict[str, Tensor], Metrics]:
+    """response_level_rewards [B] on the last trainable token, minus kl_coef * KL, held in +-reward_clip.
+
+    Adds token_level_rewards, in the layout of old_log_probs: [B, T], or [B, T-1] where column t describes
+    token t + 1 of a [B, T] response_mask (ROLL's). The KL is that of old_log_probs against ref_log_probs,
+    reported as critic/kl (mean over rows with tokens; ROLL: over all) whether or not it is subtracted.
+    ROLL puts the reward on the last attended token instead and counts clipped positions in padding too.
+    """
+    log_probs = batch.get("old_log_probs")
+    mask = aligned_mask(batch["response_mask"], log_probs)
+    if peer_quirks:
+        rewards = expand_to_token_level(
+            batch["response_level_rewards"], batch["attention_mask"], batch["position_ids"]
+        )
+    else:
+        packed, _ = as_batch(mask, rewards=batch["response_level_rewards"])
+        rewards = outcome_rewards(packed).view(mask.shape)
+    metrics: Metrics = {}
+    kl = torch.zeros_like(rewards)
+    if log_probs is not None and batch.get("ref_log_probs") is not None:
+        kl = approx_kl(log_probs, batch["ref_log_probs"], kl_penalty)
+        kl = torch.where(mask != 0, kl, 0.0)
+    elif add_token_level_kl and not peer_quirks:
+        raise TrajectoryError("old_log_probs or ref_log_probs is missing: add_token_level_kl needs both")
+    metrics["critic/kl"] = _mean_kl(kl, mask, peer_quirks)
+    metrics["critic/kl_coef"] = kl_coef if add_token_level_kl else 0.0
+    if add_token_level_kl:
+        rewards = rewards - kl_coef * kl
+    if reward_clip:
+        outside = rewards.abs() > reward_clip
+        share = outside.float().mean() if peer_quirks else masked_mean(outside, mask)
+        metrics["critic/token_reward_clip_frac"] = share.item()
+        rewards = rewards.clamp(-reward_clip, reward_clip)
+    return {**batch, "token_level_rewards": rewards}, metrics
+
+
+def apply_kl_penalty(
+    token_level_scores: Tensor,
+    response_mask: Tensor,
+    old_log_probs: Tensor,
+    ref_log_probs: Tensor,
+    *,
+    kl_penalty: KLPenalty = "k1",
+    kl_coef: float,
+    peer_quirks: PeerQuirks | None = None,
+) -> tuple[Tensor, Metrics]:
+    """token_level_scores [B, T] - kl_coef * KL on trainable tokens, and critic/kl, critic/kl_coef."""
+    kl = torch.where(response_mask != 0, approx_kl(old_log_probs, ref_log_probs, kl_penalty), 0.0)
+    metrics = {"critic/kl": _mean_kl(kl, response_mask, peer_quirks), "critic/kl_coef": kl_coef}
+    return token_level_scores - kl_coef * kl, metrics
+
+
+def aligned_mask(response_mask: Tensor, like: Tensor | None) -> Tensor:
+    """The mask that matches token columns `like`: itself, or without its first column (ROLL's shift)."""
+    if like is None or like.shape[1] == response_mask.shape[1]:
+        return response_mask
+    if like.shape[1] == response_mask.shape[1] - 1:
+        return response_mask[:, 1:]
+    raise TrajectoryError(f"token columns have width {like.shape[1]}, response_mask {response_mask.shape[1]}")
+
+
+def _mean_kl(kl: Tensor, mask: Tensor, peer_quirks: PeerQuirks | None) -> float:
+    per_row = masked_mean(kl, mask, 1)
+    rows = torch.ones_like(per_row) if peer_quirks else (mask != 0).any(1)
+    return masked_mean(per_row, rows).item()
+
+
+def _clip(rewards: Tensor, limit: float | None) -> tuple[Tensor, float]:
+    if not limit:
+        return rewards, 0.0
+    outside = (rewards.abs() > limit).float()
+    return rewards.clamp(-limit, limit), outside.mean().item() if len(rewards) else 0.0
+
+
+def _grouped(rewards: Tensor, n_sample: int | None, index: Labels | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(values in group order float64, that order, offsets of the groups)."""
+    count = len(rewards)
+    if index is not None:
+        if len(index) != count:
+            raise TrajectoryError(f"index has {len(index)} labels, rewards {count}: one each")
+        order, offsets = group_order(index, rewards.device)
+    else:
+        size = 1 if n_sample is None else n_sample
+        if size < 1 or count % size:
+            raise SettingError(f"n_sample is {n_sample}, needs a divisor of the {count} rows")
+        order = torch.arange(count, device=rewards.device)
+        offsets = torch.arange(0, count + 1, size, device=rewards.device)
+    return rewards.to(torch.float64)[order], order, offsets
+
+
+def _ungrouped(values: Tensor, order: Tensor) -> Tensor:
+    return torch.empty_like(values).scatter(0, order, values).to(torch.float32)

@@ -1,0 +1,111 @@
+"""ROLL's train-inference correction on padded tensors: weights and filters by ratio and by difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from .off_policy import RatioLevel, bounded, log_ratio_at
+from .padded_layout import PeerQuirks, as_batch
+from .segments import segment_sum
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RatioFilter:
+    """Keeps tokens whose ratio exp(old - rollout) and difference of probabilities lie inside the bounds.
+
+    Bounds are inclusive; None leaves a side open. `level` is where both are taken.
+    """
+
+    level: RatioLevel = "token"
+    ratio_low: float | None = 0.8
+    ratio_high: float | None = 1.2
+    diff_low: float | None = None
+    diff_high: float | None = None
+
+
+def compute_train_infer_correction(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    weight_level: RatioLevel | None = None,
+    upper_bound: float | None = 1.2,
+    filters: Sequence[RatioFilter] = (),
+    peer_quirks: PeerQuirks | None = None,
+) -> tuple[Tensor, Tensor, Metrics]:
+    """(weights, mask, metrics), [B, T] float32 each: importance weights and the filters' verdicts, AND-ed.
+
+    weight_level None gives weights of 1; upper_bound None leaves them unbounded. Ratios: token exp(l),
+    geometric exp(row mean), sequence exp(row sum), segment exp(mean over a turn); differences: exp(old) -
+    exp(rollout) per token, its row mean, row sum, or mean over a turn. Weights and mask are 0 outside
+    `response_mask`; ROLL leaves them as they come there, bounds no exponent, and counts clipped and kept
+    tokens in padding too.
+    """
+    columns = {"old": old_log_probs, "rollout": rollout_log_probs}
+    batch, _ = as_batch(response_mask, columns)
+    mask, bounds = batch.column("response_mask"), batch.cu_seqlens
+    counted = mask != 0
+    old, rollout = batch.column("old").double(), batch.column("rollout").double()
+    log_ratio, difference = old - rollout, old.exp() - rollout.exp()
+    tokens = counted.sum().clamp(min=1)
+    verdict_tokens = torch.ones_like(counted) if peer_quirks else counted
+
+    def ratio_at(level: RatioLevel) -> Tensor:
+        if peer_quirks is None:
+            return bounded(log_ratio_at(level, log_ratio, mask, bounds)).exp()
+        return (log_ratio if level == "token" else log_ratio_at(level, log_ratio, mask, bounds)).exp()
+
+    def difference_at(level: RatioLevel) -> Tensor:
+        return difference if level == "token" else log_ratio_at(level, difference, mask, bounds)
+
+    def share(hits: Tensor) -> float:
+        return ((hits & verdict_tokens).sum() / tokens).item()
+
+    metrics: Metrics = {}
+    for level in get_args(RatioLevel):
+        metrics[f"actor/train_infer_ratio_{level}_mean@sum"] = _row_mean(ratio_at(level), mask, bounds)
+        metrics[f"actor/train_infer_diff_{level}_mean@sum"] = _row_mean(difference_at(level), mask, bounds)
+    weights = torch.ones_like(log_ratio)
+    if weight_level is not None:
+        weights = ratio_at(weight_level)
+        if upper_bound is not None:
+            metrics["actor/is_weight_clipfrac@sum"] = share(weights > upper_bound)
+            weights = weights.clamp(0, upper_bound)
+    kept = torch.ones_like(counted)
+    for chosen in filters:
+        name = f"actor/train_infer_{chosen.level}"
+        if chosen.ratio_low is not None or chosen.ratio_high is not None:
+            inside = _inside(ratio_at(chosen.level), chosen.ratio_low, chosen.ratio_high)
+            metrics[f"{name}_ratio_mask_mean@sum"] = share(inside)
+            kept = kept & inside
+        if chosen.diff_low is not None or chosen.diff_high is not None:
+            inside = _inside(difference_at(chosen.level), chosen.diff_low, chosen.diff_high)
+            metrics[f"{name}_diff_mask_mean@sum"] = share(inside)
+            kept = kept & inside
+    if filters:
+        metrics["actor/train_infer_final_mask_mean"] = ((kept & counted).sum() / tokens).item()
+    if peer_quirks is None:
+        weights, kept = torch.where(counted, weights, 0.0), kept & counted
+    shape = response_mask.shape
+    return weights.view(shape).to(torch.float32), kept.view(shape).to(torch.float32), metrics
+
+
+def _inside(values: Tensor, low: float | None, high: float | None) -> Tensor:
+    kept = torch.ones_like(values, dtype=torch.bool)
+    if low is not None:
+        kept = kept & (values >= low)
+    return kept if high is None else kept & (values <= high)
+
+
+def _row_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> float:
+    """Mean over rows with tokens of the row's masked mean."""
+    tokens = segment_sum(mask, cu_seqlens)
+    per_row = segment_sum(torch.where(mask != 0, values, 0.0), cu_seqlens) / tokens.clamp(min=1)
+    return (per_row.sum() / (tokens > 0).sum().clamp(min=1)).item()

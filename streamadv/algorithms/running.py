@@ -1,0 +1,55 @@
+"""Moments of everything seen so far, merged batch by batch (Chan, Golub, LeVeque 1979)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .segments import moments, whole
+
+
+@dataclass(frozen=True, slots=True)
+class RunningMoments:
+    """Count, mean and sum of squared deviations. Immutable: a batch record carries a snapshot.
+
+    A pipeline merges each batch once, in order, so redelivery cannot count a batch twice.
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared deviations from the mean
+
+    @classmethod
+    def of(cls, values: Tensor) -> RunningMoments:
+        """The moments of `values` [K] alone."""
+        stats = moments(values, whole(values))
+        squares = (stats.std.square() * (stats.size - 1).clamp(min=0)).item()
+        return cls(stats.size.item(), stats.mean.item(), squares)
+
+    def merged(self, other: RunningMoments) -> RunningMoments:
+        """The moments of both samples together."""
+        if not other.count:
+            return self
+        count = self.count + other.count
+        delta = other.mean - self.mean
+        mean = self.mean + delta * other.count / count
+        squares = self.squares + other.squares + delta**2 * self.count * other.count / count
+        return RunningMoments(count, mean, squares)
+
+    def updated(self, values: Tensor) -> RunningMoments:
+        """The moments with `values` [K] added."""
+        return self.merged(RunningMoments.of(values))
+
+    @property
+    def var(self) -> float:
+        """Population variance; 1 before anything was seen."""
+        return self.squares / self.count if self.count else 1.0
+
+    @property
+    def std(self) -> float:
+        """Sample standard deviation, ddof 1; 1 before anything was seen, infinite (no scale) after one value."""
+        if self.count > 1:
+            return math.sqrt(self.squares / (self.count - 1))
+        return math.inf if self.count else 1.0
