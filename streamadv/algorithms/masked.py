@@ -46,11 +46,17 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     return whiten(values.reshape(-1), weight, offsets, shift_mean).view(rows, width).to(torch.float32)
 
 
-def masked_normalize(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Each row to mean 0 and variance 1 over its masked values: (x - mean) / sqrt(max(var, eps)), ddof 0."""
-    centred = values.to(torch.float64) - _mean(values, mask, 1)[:, None]
+def masked_normalize(
+    values: Tensor, mask: Tensor, eps: float = 1e-8, *, peer_quirks: PeerQuirks | None = None
+) -> Tensor:
+    """Each row to mean 0 and variance 1 over its masked values: (x - mean) / sqrt(max(var, eps)), ddof 0.
+
+    0 outside the mask; ROLL leaves what becomes of a 0 there.
+    """
+    centred = torch.where(mask != 0, values.to(torch.float64), 0.0) - _mean(values, mask, 1)[:, None]
     variance = _mean(centred.square(), mask, 1)[:, None]
-    return (centred / variance.clamp(min=eps).sqrt()).to(torch.float32)
+    result = centred / variance.clamp(min=eps).sqrt()
+    return (result if peer_quirks else torch.where(mask != 0, result, 0.0)).to(torch.float32)
 
 
 def clip_fraction(values: Tensor, clip_max: float, clip_min: float, mask: Tensor | None = None) -> Tensor:

@@ -190,7 +190,7 @@ def _masked_ops(z: Inputs, kwargs: dict[str, Any]) -> Result:
     if "shift_mean" in kwargs or kwargs.get("mask") == "all zeros":
         return {"value": masked.masked_whiten(x, mask, kwargs.get("shift_mean", True))}
     if "eps" in kwargs:
-        return {"value": masked.masked_normalize(x, mask, kwargs["eps"])}
+        return {"value": masked.masked_normalize(x, mask, kwargs["eps"], peer_quirks="roll")}
     if "clip_max" in kwargs:
         return {"value": masked.clip_fraction(x, **kwargs)}
     dim = kwargs.get("dim")
