@@ -67,7 +67,7 @@ def _no_text_or_bool(value: Any) -> Any:
 
 
 def _plain_metadata(value: Any) -> Any:
-    """Refuse what would not survive as JSON: NaN, infinity, lone surrogates, endless nesting."""
+    """Refuse what would not survive as JSON: NaN, infinity, endless digits or nesting, lone surrogates."""
     level = [value]
     for _ in range(MAX_METADATA_DEPTH):
         below: list[Any] = []
@@ -78,6 +78,8 @@ def _plain_metadata(value: Any) -> Any:
                 below += item
             elif isinstance(item, float) and not math.isfinite(item):
                 raise ValueError(f"holds {item}, needs finite numbers")
+            elif isinstance(item, int) and item.bit_length() > 128:
+                raise ValueError(f"holds {brief(item)}, needs at most 128")
             elif isinstance(item, str):
                 try:
                     item.encode()

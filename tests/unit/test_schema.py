@@ -184,6 +184,7 @@ BAD_FIELDS = [
     ("metadata", []),
     ("metadata", {"a": float("nan")}),
     ("metadata", {"a": "\ud800"}),
+    ("metadata", {"a": [10**5000]}),
     ("metadata", {"a": DEEP}),
     ("steps", [{"start": 0, "end": 9}]),
     ("steps", [{"start": 1, "end": 1}]),
