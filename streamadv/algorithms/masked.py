@@ -77,7 +77,7 @@ def agg_loss(
 
     token-mean: masked sum / masked tokens. seq-mean-token-sum and seq-mean-token-mean: mean over rows with
     tokens of the row's masked sum or mean. seq-mean-token-sum-norm: sum of row sums / T. ROLL divides by all
-    rows and its token-mean sums what is outside the mask too. Nothing at all gives 0. Raises SettingError
+    rows and its token-mean sums what is outside the mask too. Nothing at all gives 0 (theirs: NaN). Raises SettingError
     for another mode.
     """
     if mode not in LOSS_AGGREGATIONS:
@@ -89,13 +89,13 @@ def agg_loss(
     if mode == "token-mean":
         everything = torch.ones_like(mask) if peer_quirks == "roll" else mask
         total = _sum(loss * weight[:, None], everything, None)
-        return (total / tokens.clamp(min=1)).to(torch.float32)
+        return (total / (tokens if peer_quirks else tokens.clamp(min=1))).to(torch.float32)
     per_row = _mean(loss, mask, 1) if mode == "seq-mean-token-mean" else _sum(loss, mask, 1)
     total = (per_row * weight).sum()
     if mode == "seq-mean-token-sum-norm":
         return (total / mask.shape[1]).to(torch.float32)
     rows = torch.tensor(len(mask)) if peer_quirks == "roll" else (mask != 0).any(1).sum()
-    return (total / rows.clamp(min=1)).to(torch.float32)
+    return (total / (rows if peer_quirks else rows.clamp(min=1))).to(torch.float32)
 
 
 def _sum(values: Tensor, mask: Tensor, dim: int | None) -> Tensor:

@@ -32,6 +32,9 @@ def off_policy_metrics(
     rows = torch.ones_like(tokens, dtype=torch.bool) if all_rows else tokens > 0
     total = tokens.sum()
 
+    def exp(values: Tensor) -> Tensor:  # verl's overflows in float32
+        return values.float().exp().double() if all_rows else values.exp()
+
     def by_row(values: Tensor) -> Tensor:
         return segment_sum(torch.where(counted, values, 0.0), cu_seqlens) / tokens.clamp(min=1)
 
@@ -51,19 +54,19 @@ def off_policy_metrics(
         difference = rollout_mean - old_mean
         ratio_sum = segment_sum(torch.where(counted, ratio, 0.0), cu_seqlens)
         metrics = {
-            "training_ppl": row_mean((-old_mean).exp()),
+            "training_ppl": row_mean(exp(-old_mean)),
             "training_log_ppl": row_mean(-old_mean),
             "kl": token_mean(-ratio),
-            "k3_kl": token_mean(torch.expm1(ratio) - ratio),
+            "k3_kl": token_mean((exp(ratio) - 1 if all_rows else torch.expm1(ratio)) - ratio),
             "log_ppl_diff": row_mean(difference),
             "log_ppl_abs_diff": row_mean(difference.abs()),
             "log_ppl_diff_max": _extreme(difference, rows, largest=True),
             "log_ppl_diff_min": _extreme(difference, rows, largest=False),
-            "ppl_ratio": row_mean(difference.exp()),
+            "ppl_ratio": row_mean(exp(difference)),
             "chi2_token": token_mean(torch.expm1(2 * ratio.clamp(-BOUND, BOUND))),
             "chi2_seq": row_mean(torch.expm1(2 * ratio_sum.clamp(-BOUND, BOUND))),
         }
-    metrics["rollout_ppl"] = row_mean((-rollout_mean).exp())
+    metrics["rollout_ppl"] = row_mean(exp(-rollout_mean))
     metrics["rollout_log_ppl"] = row_mean(-rollout_mean)
     return metrics
 

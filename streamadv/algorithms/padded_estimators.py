@@ -15,6 +15,7 @@ from .estimators.singleton import Singleton
 from .estimators.token_baseline import baseline_scan, optimal_token_baseline
 from .packed import PackedBatch
 from .padded_layout import Labels, PeerQuirks, as_batch, to_padded
+from .padded_rewards import group_scores
 from .registry import get_estimator
 from .scan import blocks, next_in_row, reverse_scan
 from .token_rewards import credited
@@ -132,8 +133,18 @@ def compute_opo_outcome_advantage(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
-    """r minus the group's length-weighted mean reward; alone 0 (verl: the reward)."""
-    return _outcome("opo", token_level_rewards, response_mask, index, singleton=_singleton(peer_quirks))
+    """r minus the group's length-weighted mean reward; alone 0 (verl: the reward).
+
+    A group without trainable tokens gives 0 (verl: NaN).
+    """
+    advantages, returns = _outcome(
+        "opo", token_level_rewards, response_mask, index, singleton=_singleton(peer_quirks)
+    )
+    if peer_quirks is None:
+        return advantages, returns
+    lengths, size = group_scores((response_mask != 0).sum(1), None, index)
+    advantages = advantages.masked_fill(((lengths == 0) & (size > 1))[:, None], torch.nan)
+    return advantages, advantages
 
 
 def compute_gpg_outcome_advantage(

@@ -60,7 +60,8 @@ def compute_train_infer_correction(
     def ratio_at(level: RatioLevel) -> Tensor:
         if peer_quirks is None:
             return bounded(log_ratio_at(level, log_ratio, mask, bounds)).exp()
-        return (log_ratio if level == "token" else log_ratio_at(level, log_ratio, mask, bounds)).exp()
+        unbounded = log_ratio if level == "token" else log_ratio_at(level, log_ratio, mask, bounds)
+        return unbounded.float().exp().double()
 
     def difference_at(level: RatioLevel) -> Tensor:
         return difference if level == "token" else log_ratio_at(level, difference, mask, bounds)
@@ -70,8 +71,12 @@ def compute_train_infer_correction(
 
     metrics: Metrics = {}
     for level in get_args(RatioLevel):
-        metrics[f"actor/train_infer_ratio_{level}_mean@sum"] = _row_mean(ratio_at(level), mask, bounds)
-        metrics[f"actor/train_infer_diff_{level}_mean@sum"] = _row_mean(difference_at(level), mask, bounds)
+        metrics[f"actor/train_infer_ratio_{level}_mean@sum"] = _row_mean(
+            ratio_at(level), mask, bounds, peer_quirks
+        )
+        metrics[f"actor/train_infer_diff_{level}_mean@sum"] = _row_mean(
+            difference_at(level), mask, bounds, peer_quirks
+        )
     weights = torch.ones_like(log_ratio)
     if weight_level is not None:
         weights = ratio_at(weight_level)
@@ -104,8 +109,10 @@ def _inside(values: Tensor, low: float | None, high: float | None) -> Tensor:
     return kept if high is None else kept & (values <= high)
 
 
-def _row_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> float:
-    """Mean over rows with tokens of the row's masked mean."""
+def _row_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor, peer_quirks: PeerQuirks | None) -> float:
+    """Mean over rows with tokens of the row's masked mean; ROLL multiplies by the mask: inf * 0 is NaN."""
     tokens = segment_sum(mask, cu_seqlens)
-    per_row = segment_sum(torch.where(mask != 0, values, 0.0), cu_seqlens) / tokens.clamp(min=1)
+    counted = values * mask if peer_quirks else torch.where(mask != 0, values, 0.0)
+    per_row = segment_sum(counted, cu_seqlens) / tokens.clamp(min=1)
+    per_row = torch.where(tokens > 0, per_row, 0.0)
     return (per_row.sum() / (tokens > 0).sum().clamp(min=1)).item()

@@ -38,17 +38,20 @@ NOT_IN_CATALOGUE: dict[str, str] = dict.fromkeys(
     "of another peer, not offered",
 )
 
-#: Calls that raise in the peer and have a defined result here; "function" alone stands for all its variants.
+#: Calls that raise in the peer and have a defined result here ("function.variant"; "function": where the
+#: inputs are the reason, so that any variant may).
 DEFINED_HERE: dict[str, str] = {
     "roll_compute_approx_kl.name_k1": "every name of an estimator is known everywhere",
     "roll_compute_approx_kl.name_k2": "every name of an estimator is known everywhere",
     "roll_compute_approx_kl.name_low_var_kl": "every name of an estimator is known everywhere",
     "roll_group_reward_norm.n_sample_1": "a group of one gives 0",
-    "roll_masked_ops.whiten_empty_mask": "nothing to whiten: values come back unchanged",
+    "roll_masked_ops": "statistics of fewer than two values are defined",
     "verl_adv_gae": "a batch with fewer than two trainable tokens is not whitened",
     "verl_adv_grpo_passk": "a group of one gives 0",
     "verl_adv_reinforce_plus_plus": "a batch with fewer than two trainable tokens is not whitened",
     "verl_adv_reinforce_plus_plus_baseline": "a batch with fewer than two trainable tokens is not whitened",
-    "verl_compute_rollout_correction_weights.bad_level": "geometric ratios are offered",
+    "verl_compute_offpolicy_metrics": "a batch without trainable tokens has no metrics",
+    "verl_compute_rollout_correction_weights": "geometric ratios are offered; no tokens, no metrics",
+    "verl_masked_ops": "statistics of fewer than two values are defined",
     "verl_rollout_correction_and_rejection.empty_mask": "a batch without trainable tokens has no metrics",
 }

@@ -110,7 +110,8 @@ METHODS: dict[str, tuple[str | None, str | None]] = {
 def _response_level_rewards(z: Inputs, kwargs: dict[str, Any]) -> Result:
     options = dict(kwargs)
     step = METHODS[options.pop("method", "identity")]
-    labels = z[options.pop("grouping")]
+    grouping = options.pop("grouping")
+    labels = None if grouping == "batch" else z[grouping]
     mean, std = options.pop("norm_mean_type", step[0]), options.pop("norm_std_type", step[1])
     batch, metrics = padded.compute_response_level_rewards(
         z,

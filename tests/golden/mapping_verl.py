@@ -107,7 +107,12 @@ def _apply_kl_penalty(z: Inputs, kwargs: dict[str, Any]) -> Result:
         peer_quirks="verl",
     )
     after = adapted_coefficient(
-        control["init_kl_coef"], metrics["critic/kl"], control["target_kl"], control["horizon"], len(rewards)
+        control["init_kl_coef"],
+        metrics["critic/kl"],
+        control["target_kl"],
+        control["horizon"],
+        len(rewards),
+        peer_quirks="verl",
     )
     named = {
         "actor/reward_kl_penalty": metrics["critic/kl"],
@@ -149,7 +154,7 @@ def _correction(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 def _masked_ops(z: Inputs, kwargs: dict[str, Any]) -> Result:
     if "loss_agg_mode" in kwargs:
-        return {"value": masked.agg_loss(z["x"], z["mask"], kwargs["loss_agg_mode"])}
+        return {"value": masked.agg_loss(z["x"], z["mask"], kwargs["loss_agg_mode"], peer_quirks="verl")}
     if "unbiased" in kwargs:
         return {"value": masked.masked_var(z["x"], z["mask"], kwargs["unbiased"])}
     if "shift_mean" in kwargs:
