@@ -50,6 +50,11 @@ class LoggedGroup:
         """When it was completed: the log assigns the id by the server's clock."""
         return int(self.entry.partition("-")[0])
 
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """Sorts groups by age, and those of one shard as they stand in its log: one script logs many in a ms."""
+        return self.logged_ms, self.shard, int(self.entry.partition("-")[2])
+
 
 class Pointer(NamedTuple):
     """Where a group of a batch stands."""
@@ -175,6 +180,12 @@ def find_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup | Non
         parse_group(pointer.shard, *found[0]) if found else None
         for pointer, found in zip(pointers, pipe.execute(), strict=True)
     ]
+
+
+def entry_order(entry: str) -> tuple[int, int]:
+    """Stream entry ids in their order."""
+    milliseconds, _, sequence = entry.partition("-")
+    return int(milliseconds), int(sequence)
 
 
 # Naming

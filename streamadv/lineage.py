@@ -8,15 +8,19 @@ names, advances and commits; the others follow the records.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from . import batches, metrics
 from .algorithms.chain import build_chain
 from .batches import BatchRecord, NamingRules, check_fence
 from .producing import PRODUCER_TIMEOUT_S
 from .run import Run
+
+#: A server may lose commits this recent: they are repeated when their groups come back.
+DURABILITY_WINDOW_S: Final = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -31,38 +35,52 @@ class NamingSettings:
     max_staleness: int | None
     drop_after: int | None
     keep_rolled_back: bool
+    rolled_back_above: int | None  # version a checkpoint set the run back to
     needs: frozenset[str]  # columns producers must have pushed
     chain: Mapping[str, Any]
     late: tuple[str, ...]
     tokens_per_micro_batch: int | None
 
 
-class Lineage:
-    """One training job's hold on a run, as one rank sees it. Made by taking over: older jobs are fenced.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a training job goes on from; all of it unset = after the last commit.
 
-    restored: version of the checkpoint the job goes on from (None = after the last commit). trained: ids of
-    groups that checkpoint says are in its weights.
+    version: of its weights. committed: of its last checkpoint. trained: ids of groups in the weights; when such
+    a group is there again, the server has lost its commit. records: named batches as the job remembers them.
     """
+
+    version: int | None = None
+    committed: int | None = None
+    trained: Mapping[str, float | None] = field(default_factory=dict)
+    records: Mapping[int, BatchRecord] = field(default_factory=dict)
+
+
+class Lineage:
+    """One training job's hold on a run, as one rank sees it. Made by taking over: older jobs are fenced."""
 
     def __init__(
         self,
         run: Run,
         settings: NamingSettings,
+        start: Start,
         *,
         leads: bool,
         epoch: int | None,
-        restored: int | None,
-        trained: Mapping[str, None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run = run
+        self.server_id = run.connection.server_id()
         self._settings = settings
+        self._start = start
         self._leads = leads
-        self._restored = restored
-        self.trained = dict(trained)  # group ids in the weights and not known to be committed
+        self._clock = clock
+        #: Groups in the weights -> when they were committed, None = not yet.
+        self.trained = dict(start.trained)
         self._applied: set[str] = set()
         home = run.keys.home
         if leads:
-            version = "" if restored is None else restored
+            version = "" if start.version is None else start.version
             reply = run.call("take_epoch", [home.void, home.lineage], [version])
             self.epoch, self.version, self.committed = (int(number) for number in reply)
         else:
@@ -75,28 +93,49 @@ class Lineage:
             shard: stored.get(f"cursor:{shard}".encode(), b"0-0").decode()
             for shard in range(len(run.keys.salts))
         }
-        #: Last entry of each shard's groups log that was looked at.
-        self.seen = dict(self._cursors)
         if leads:
             self._settle()
+        #: Last entry of each shard's groups log that was looked at.
+        self.seen = dict(self._cursors)
+
+    def remember(self) -> Start:
+        """What to go on from when the server comes back without its last moments."""
+        now = self._clock()
+        trained = {group_id: when and now for group_id, when in self.trained.items()}
+        return Start(self.version, self.committed, trained, self.records)
 
     def _settle(self) -> None:
-        """Finish what an older job left half done; then only this job's checkpoint counts."""
-        if self._restored is not None and self._restored > self.committed:
-            self._write_committed(self._restored)  # the commit of this checkpoint was lost: repeat it
+        """Finish what an older job, or a server before its restart, left half done."""
+        start = self._start
+        committed = self.committed if start.committed is None else start.committed
+        if committed > self.committed:
+            self._write_committed(committed)  # the commit was lost: repeat it
+        for k, record in start.records.items():
+            if committed <= k < self.version and k not in self.records:
+                self._write_record(record)  # its naming was lost, but the weights have it
         self._finish_commits()
-        if self._restored is not None and self._restored < self.committed:
+        if committed < self.committed:
             # An older checkpoint: what later commits removed stays removed, its numbers are given out again.
-            self._write_committed(self._restored)
+            self._write_committed(committed)
         self._tell_shards()
+
+    def _write_record(self, record: BatchRecord) -> None:
+        for pointer in record.groups:
+            self._cursors[pointer.shard] = max(
+                self._cursors[pointer.shard], pointer.entry, key=batches.entry_order
+            )
+        if batches.name(self.run, record, self._cursors):
+            self.records[record.k] = record
+            batches.apply(self.run, record, batch_scope(record), self.epoch)
 
     def _tell_shards(self) -> None:
         held = [record for k, record in self.records.items() if self.committed <= k < self.version]
         settings = self._settings
         pacing = "" if settings.max_staleness is None else settings.max_staleness
+        drop_after = "" if settings.drop_after is None else settings.drop_after
         for shard, keys in enumerate(self.run.keys.shards):
             groups = sum(len(record.in_shard(shard)) for record in held)
-            args = [self.epoch, self.version, pacing, settings.batch_groups, groups]
+            args = [self.epoch, self.version, pacing, settings.batch_groups, groups, drop_after]
             check_fence(self.run, self.run.call("set_trainer", [keys.void, keys.trainer], args))
 
     # Naming
@@ -125,12 +164,12 @@ class Lineage:
             for group in batches.read_log(self.run, shard, after, limit * batches.SCAN_FACTOR)
         ]
         self.seen.update((group.shard, group.entry) for group in found)
-        candidates = sorted(found, key=lambda group: (group.logged_ms, group.shard, group.entry))
+        candidates = sorted(found, key=lambda group: group.position)
         rules = NamingRules(
             drop_after=settings.drop_after,
             needs=settings.needs,
             trained=frozenset(self.trained),
-            rolled_back_above=None if settings.keep_rolled_back else self._restored,
+            rolled_back_above=None if settings.keep_rolled_back else settings.rolled_back_above,
             epoch=self.epoch,
         )
         chosen, refused = batches.choose(candidates, k, limit, rules)
@@ -207,7 +246,11 @@ class Lineage:
             for shard, keys in enumerate(self.run.keys.shards):
                 args = [self.epoch, version, len(record.in_shard(shard))]
                 check_fence(self.run, self.run.call("trained", [keys.void, keys.trainer], args))
-        self.version = max(self.version, version)
+        self.note_trained(record)
+
+    def note_trained(self, record: BatchRecord) -> None:
+        """The batch is in the weights, whatever the server knows."""
+        self.version = max(self.version, record.k + 1)
         self.trained.update((pointer.group_id, None) for pointer in record.groups)
 
     def commit(self, version: int) -> None:
@@ -227,9 +270,13 @@ class Lineage:
         for k in [k for k in self.records if k < self.committed]:
             if self._leads:
                 batches.commit(self.run, self.records[k], self.epoch)
-            for pointer in self.records[k].groups:
-                self.trained.pop(pointer.group_id, None)
+            now = self._clock()
+            self.trained.update((pointer.group_id, now) for pointer in self.records[k].groups)
             del self.records[k]
+        oldest = self._clock() - DURABILITY_WINDOW_S
+        self.trained = {
+            group_id: when for group_id, when in self.trained.items() if when is None or when > oldest
+        }
 
 
 def batch_scope(record: BatchRecord) -> bool:
