@@ -14,12 +14,13 @@ local id, index, reward = ARGV[1], ARGV[2], ARGV[3]
 if redis.call('EXISTS', keys.group) == 0 then
   return find_ended(keys, id) and 'ended' or 'unknown'
 end
+local text = redis.call('HGET', keys.group, index)
+local usable = text and string.sub(text, 1, 1) == 'u'
+if usable and member_fields(text) ~= '-' then return 'duplicate' end
 if redis.call('HSETNX', keys.group, 'score:' .. index, ARGV[4]) == 0 then return 'duplicate' end
 redis.call('HSET', keys.group, 'score_value:' .. index, reward == '' and 'x' or reward)
-local text = redis.call('HGET', keys.group, index)
-if text and string.sub(text, 1, 1) == 'u' then
-  local had, bytes, key, role, reference = member_fields(text)
-  if had ~= '-' then return 'duplicate' end
+if usable then
+  local _, bytes, key, role, reference = member_fields(text)
   redis.call('HINCRBY', keys.group, 'unscored', -1)
   if reward == '' then
     redis.call('HSET', keys.group, index, 'x')

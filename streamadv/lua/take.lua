@@ -39,6 +39,8 @@ for at = 7, #ARGV, 10 do
       if kind == 'usable' and reward == '' then
         reward = redis.call('HGET', keys.group, 'score_value:' .. index) or '-'
         if reward == 'x' then kind = 'unscorable' end
+      else
+        redis.call('HDEL', keys.group, 'score:' .. index)  -- the reward that came with the push stands
       end
       if kind == 'usable' then
         redis.call('HSET', keys.group, index, 'u ' .. reward .. ' ' .. ARGV[at + 6] .. ' ' .. ARGV[at + 7] .. ' '
