@@ -23,7 +23,7 @@ import numpy as np
 from ..columns import Array
 from ..errors import TrajectoryError
 from ..schema import Trajectory, brief, one_line, parse_trajectory
-from .records import Record, group_name, index, ranks, read_records, required
+from .records import Record, field_name, group_name, index, ranks, read_records, required
 
 Tokenizer = Callable[[str], Sequence[int]]
 
@@ -39,6 +39,14 @@ BOUNDARY_IDS: Final = {
 
 #: Fields of a record beside `messages`: those of a trajectory that are not made from the messages.
 RECORD_FIELDS: Final = frozenset(Trajectory.model_fields) - {"steps", "rows", "batch", "staleness"}
+
+#: What other frameworks call these fields (verl, SkyRL: uid; slime: group_index; TRL: num_generations ...).
+ALIASES: Final = {
+    "group_id": ("uid", "group_index", "prompt_id", "traj_group_id", "instance_id", "task_id"),
+    "rollout_index": ("repetition_id", "trial"),
+    "group_size": ("num_generations", "n_samples_per_prompt", "attempts"),
+    "model_version": ("policy_version", "generation_weight_version"),
+}
 
 #: Roles that other recorders use for the same turn.
 _ROLE_NAMES: Final = {"function": "tool"}
@@ -62,23 +70,30 @@ class ChatTokens(NamedTuple):
 def read_chat(path: Path, tokenizer: Tokenizer | None = None) -> Iterator[Trajectory]:
     """Trajectories of a .json list or .jsonl file of records {group_id, rollout_index, messages, reward ...}.
 
-    Further fields are those of a trajectory (`RECORD_FIELDS`). Without `group_size` it is the number of
-    distinct rollout indices the file has for the group, and indices with gaps are renumbered 0 .. n - 1 in
-    their order. `reward` null = unscorable, absent = a scorer brings it. Raises TrajectoryError.
+    Further fields are those of a trajectory (`RECORD_FIELDS`); names in `ALIASES` are accepted. Without
+    `group_size` it is the number of distinct rollout indices the file has for the group, and indices with
+    gaps are renumbered 0 .. n - 1 in their order. `reward` null = unscorable, absent = a scorer brings it.
+    Raises TrajectoryError.
     """
     records = read_records(path)
-    members = ranks((group_name(r, "group_id"), index(r, "rollout_index")) for r in records)
+    members = ranks(_identity(record) for record in records)
     for record in records:
-        unknown = sorted(record.fields.keys() - RECORD_FIELDS - {"messages"})
+        names = {field: field_name(record, field, ALIASES.get(field, ())) for field in sorted(RECORD_FIELDS)}
+        unknown = sorted(record.fields.keys() - set(names.values()) - {"messages"})
         if unknown:
             name = one_line(unknown[0])
             raise TrajectoryError(f"{record.where}: {name}: is no known field, move it into metadata")
-        fields = {name: record.fields[name] for name in RECORD_FIELDS & record.fields.keys()}
-        fields["group_id"] = group_name(record, "group_id")
+        fields = {field: record.fields[name] for field, name in names.items() if name in record.fields}
+        fields["group_id"], fields["rollout_index"] = _identity(record)
         if "group_size" not in fields:
             places = members[fields["group_id"]]
             fields |= {"group_size": len(places), "rollout_index": places[fields["rollout_index"]]}
         yield chat_trajectory(record, "messages", tokenizer, fields)
+
+
+def _identity(record: Record) -> tuple[str, int]:
+    group_id, rollout_index = (field_name(record, f, ALIASES[f]) for f in ("group_id", "rollout_index"))
+    return group_name(record, group_id), index(record, rollout_index)
 
 
 def chat_trajectory(

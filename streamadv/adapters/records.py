@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -50,6 +50,14 @@ def required(record: Record, field: str) -> Any:
     if field not in record.fields:
         raise TrajectoryError(f"{record.where}: {field}: is missing")
     return record.fields[field]
+
+
+def field_name(record: Record, field: str, aliases: Sequence[str]) -> str:
+    """The name under which the record has `field`; `field` itself if it has none. Raises TrajectoryError."""
+    present = [name for name in (field, *aliases) if name in record.fields]
+    if len(present) > 1:
+        raise TrajectoryError(f"{record.where}: {present[1]}: means the same as {present[0]}, keep one")
+    return present[0] if present else field
 
 
 def group_name(record: Record, field: str) -> str:

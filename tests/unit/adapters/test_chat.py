@@ -214,6 +214,17 @@ def test_indices_with_gaps_are_renumbered_unless_the_size_is_given(path):
     assert [(t.group_size, t.rollout_index) for t in read_chat(path)] == [(2, 1), (2, 0), (8, 2)]
 
 
+def test_names_of_other_frameworks_are_accepted(path):
+    records = [
+        {"uid": "a", "repetition_id": 0, "reward": 1, "messages": [assistant("x")]},
+        {"task_id": 4, "trial": 1, "num_generations": 8, "policy_version": 3, "messages": [assistant("x")]},
+    ]
+    path.write_text(json.dumps(records))
+    one, two = read_chat(path)
+    assert (one.group_id, one.group_size, one.rollout_index) == ("a", 1, 0)
+    assert (two.group_id, two.group_size, two.rollout_index, two.model_version) == ("4", 8, 1, 3)
+
+
 def test_a_failed_rollout_needs_no_messages(path):
     path.write_text(json.dumps([record(status="failed", messages=[])]))
     assert next(read_chat(path)).rows == []
@@ -239,6 +250,8 @@ def test_a_failed_rollout_needs_no_messages(path):
         (json.dumps([record(**{"a\nb": 1})]).encode(), r"record 0: a\nb: is no known field"),
         (json.dumps([record(input_ids=[1])]).encode(), "record 0: input_ids: is no known field"),
         (json.dumps([record(messages="x")]).encode(), "record 0: messages: is 'x'"),
+        (json.dumps([record(uid="g")]).encode(), "record 0: uid: means the same as group_id"),
+        (json.dumps([{"uid": [], "trial": 0}]).encode(), "record 0: uid: is a list"),
         (json.dumps([{"group_id": "a", "rollout_index": 0}]).encode(), "record 0: messages: is missing"),
         (json.dumps([{"group_id": "a"}]).encode(), "record 0: rollout_index: is missing"),
     ],
