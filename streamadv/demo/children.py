@@ -54,6 +54,7 @@ class Child:
         self._inbox = inbox
         self._process: subprocess.Popen[str] | None = None
         self._listener: threading.Thread | None = None
+        self._told_to_end = False
 
     @property
     def pid(self) -> int | None:
@@ -86,6 +87,7 @@ class Child:
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends the others in order
             )
         self._process = process
+        self._told_to_end = False
         self.starts += 1
         self._listener = threading.Thread(target=self._listen, args=(process,), name=self.name, daemon=True)
         self._listener.start()
@@ -106,8 +108,9 @@ class Child:
             self._process.wait()
 
     def terminate(self) -> None:
-        """SIGTERM: it may finish what it has begun."""
-        if self.running and self._process is not None:
+        """SIGTERM, once: it may finish what it has begun (a second one would cut that short)."""
+        if self._process is not None and not self._told_to_end:
+            self._told_to_end = True
             self._process.terminate()
 
     def stop(self) -> None:

@@ -66,7 +66,9 @@ def new_crew(
         **os.environ,
         "STREAMADV_REDIS_URL": url,
         "STREAMADV_RUN": settings.run,
-        "OMP_NUM_THREADS": "1",  # five torch processes share the machine
+        "STREAMADV_METRICS_PORT": "0",  # a free one for each
+        "STREAMADV_DEVICE": "cpu",  # batches are small
+        "OMP_NUM_THREADS": "1",  # six torch processes share the machine
     }
     rollouts = [f"rollouts-{index}" for index in range(ROLLOUT_PROCESSES)]
     advantage = [f"advantage-{index}" for index in range(ADVANTAGE_WORKERS)]

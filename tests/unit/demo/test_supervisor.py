@@ -158,6 +158,21 @@ def test_ctrl_c_ends_every_process(crews: Callable[..., list[dict[str, Child]]])
     assert all(not process.running for process in made[0].values())
 
 
+def test_being_told_to_end_twice_is_being_told_once(tmp_path: Path) -> None:
+    counts = "told = []\nsignal.signal(signal.SIGTERM, lambda *_: told.append(1))\nsend('ready')\n"
+    inbox: SimpleQueue[Message] = SimpleQueue()
+    patient = child(
+        "patient", counts + "sys.stdin.readline()\nsend('told', times=len(told))\n", tmp_path, inbox
+    )
+    patient.start()
+    assert inbox.get(timeout=20)[1]["kind"] == "ready"
+    patient.terminate()
+    patient.terminate()
+    patient.ask("go on")
+    assert inbox.get(timeout=20)[1] == {"kind": "told", "times": 1}
+    patient.stop()
+
+
 def test_messages_and_other_output_are_told_apart(tmp_path: Path) -> None:
     inbox: SimpleQueue[Message] = SimpleQueue()
     talker = child("talker", "print('hello')\nsend('ready')\nsys.exit(2)", tmp_path, inbox)
