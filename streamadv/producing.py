@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
 import time
@@ -20,7 +21,7 @@ from .connection import RETRYABLE, Backoff
 from .errors import Busy, GroupEndedError, SettingError, TrajectoryError
 from .keys import ShardKeys
 from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
-from .schema import Trajectory, parse_trajectory
+from .schema import MAX_GROUP_SIZE, Trajectory, parse_trajectory
 from .scripts import ScriptCall, script_call
 from .wire import encode_payload, make_reference, payload_bytes
 
@@ -150,7 +151,12 @@ class ProducerLogic:
     ) -> Steps[list[Ticket]]:
         """Admit a group, waiting up to `timeout` seconds (None = for ever). Raises Busy, GroupEndedError."""
         manifest = self.ready
-        places = size + (manifest.redundancy if redundancy is None else redundancy)
+        redundancy = manifest.redundancy if redundancy is None else redundancy
+        if not (1 <= size <= MAX_GROUP_SIZE and 0 <= redundancy <= MAX_GROUP_SIZE):
+            raise TrajectoryError(
+                f"group_size is {size}, redundancy {redundancy}: need 1..{MAX_GROUP_SIZE} and 0..{MAX_GROUP_SIZE}"
+            )
+        places = size + redundancy
         reserve = places * manifest.max_trajectory_bytes
         if reserve > self.max_bytes:
             raise SettingError(
@@ -173,6 +179,7 @@ class ProducerLogic:
             state = reply[0].decode()
             if state in ("ok", "open"):
                 version = int(reply[2]) if reply[2] else None
+                places = int(reply[3])
                 self.version = version
                 return [
                     Ticket(
@@ -195,10 +202,18 @@ class ProducerLogic:
     ) -> Steps[PushResult]:
         """Push records of one group. Raises Busy when that opens the group and it is not admitted."""
         manifest = self.ready
-        yield from self._reopen()
-        yield from self._register_extras(trajectories)
+        if not trajectories:
+            return PushResult([])
         first = trajectories[0]
         size = first.group_size
+        for trajectory in trajectories:
+            if (trajectory.group_id, trajectory.group_size) != (first.group_id, size):
+                raise TrajectoryError(
+                    f"group {trajectory.group_id} of {trajectory.group_size} is pushed together with group "
+                    f"{first.group_id} of {size}: push one group at a time"
+                )
+        yield from self._reopen()
+        yield from self._register_extras(trajectories)
         keys = self._keys(first.group_id)
         encoded = [self._encode(trajectory) for trajectory in trajectories]
         spec = self._admission(size, places or size + manifest.redundancy, first.data_source, None)
@@ -227,6 +242,11 @@ class ProducerLogic:
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
     ) -> Steps[str]:
         """Bring the reward of a pushed trajectory: 'scored', 'duplicate', 'ended' or 'unknown'."""
+        for name, number in {**(rewards or {}), "reward": reward}.items():
+            if number is not None and not math.isfinite(number):
+                raise TrajectoryError(
+                    f"{name} of {group_id}/{rollout_index} is {number}: give a finite number, or None for unscorable"
+                )
         keys = self._keys(group_id)
         score: dict[str, Any] = {"reward": reward} | ({"rewards": dict(rewards)} if rewards else {})
         ending = [keys.ended, keys.ended_before, keys.ledger, keys.garbage]
@@ -297,16 +317,16 @@ class ProducerLogic:
     def _register_extras(self, trajectories: Iterable[Trajectory]) -> Steps[None]:
         """An extra column's dtype and shape are fixed by its first push."""
         manifest = self.ready
-        kinds = {
-            name: json.dumps([column.data.dtype.str, list(column.data.shape[1:]), column.per_token])
+        kinds = dict.fromkeys(
+            (name, json.dumps([column.data.dtype.str, list(column.data.shape[1:]), column.per_token]))
             for trajectory in trajectories
             for row in trajectory.rows
             for name, column in row.extras.items()
-        }
-        if any(name not in manifest.columns for name in kinds):
-            reply = yield manifest_call(self.run, self.settings, kinds)
+        )
+        if any(name not in manifest.columns for name, _ in kinds):
+            reply = yield manifest_call(self.run, self.settings, dict(reversed(kinds)))
             self.manifest = manifest = parse_manifest(self.run, self.settings, reply)
-        for name, kind in kinds.items():
+        for name, kind in kinds:
             if manifest.columns[name] != kind:
                 raise TrajectoryError(
                     f"extra column {name} is {kind} (dtype, shape, per token), run {self.run} has "

@@ -1,7 +1,7 @@
 -- Admit and open a group before its rollouts are played.
 -- KEYS  group, open, groups, ended, ended_before, ledger, trainer
 -- ARGV  group id, size, places, data source, deadline (ms), max_trajectory_bytes, max_bytes of this shard, shards
--- Returns  {'ok' | 'open', epoch, version or ''}   opened, or open already
+-- Returns  {'ok' | 'open', epoch, version or '', places}   opened, or open already
 --          {'ended', letter}                       it has ended
 --          {'busy', reason, used, limit}           not admitted now
 --          {'mismatch', size}                      open with another size
@@ -25,5 +25,5 @@ if not size then
 elseif size ~= spec.size then
   return {'mismatch', size}
 end
-local tickets = redis.call('HMGET', keys.group, 'epoch', 'version')
-return {state, tickets[1], tickets[2]}
+local tickets = redis.call('HMGET', keys.group, 'epoch', 'version', 'places')
+return {state, tickets[1], tickets[2], tickets[3]}

@@ -109,7 +109,9 @@ for reason, count in pairs(dropped) do redis.call('HINCRBY', keys.ledger, 'dropp
 local used = in_rollouts + in_scoring
 if used > 0 then
   redis.call('HINCRBY', keys.ledger, 'live_bytes', string.format('%d', bytes_in))
-  local released = string.format('%d', -used * max_bytes_each)
+  -- Opened by a process that knew a smaller limit, the group has less than that.
+  local reserved = tonumber(redis.call('HGET', keys.group, 'reserved'))
+  local released = string.format('%d', -math.min(reserved, used * max_bytes_each))
   redis.call('HINCRBY', keys.group, 'reserved', released)
   redis.call('HINCRBY', keys.ledger, 'reserved_bytes', released)
 end
