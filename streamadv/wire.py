@@ -253,7 +253,9 @@ def _column_specs(trajectory: Trajectory) -> dict[str, ColumnSpec]:
     if not trajectory.rows:
         return {}
     first = trajectory.rows[0]
-    specs = {name: ColumnSpec(dtype=first.columns[name].dtype.str) for name in first.columns}
+    # What an earlier run computed, as in a file written by `consume`, is left out: it is not computed here.
+    known = [name for name in first.columns if name in KNOWN_COLUMNS]
+    specs = {name: ColumnSpec(dtype=first.columns[name].dtype.str) for name in known}
     for name, column in first.extras.items():
         columns = [row.extras[name] for row in trajectory.rows]
         kinds = {(c.data.dtype.str, c.data.shape[1:], c.per_token) for c in columns}
