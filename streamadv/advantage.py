@@ -12,6 +12,7 @@ import logging
 import queue
 import secrets
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -105,7 +106,10 @@ def run_worker(
         _put(computed, result, stop)
     stop.set()
     reader.join()
-    _put(computed, None, threading.Event())
+    while publisher.is_alive():  # it may have ended with the queue full
+        with suppress(queue.Full):
+            computed.put(None, timeout=0.2)
+            break
     publisher.join()
     if failures:
         raise failures[0]

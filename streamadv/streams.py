@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from redis.exceptions import ResponseError
@@ -113,9 +114,10 @@ class Consumer:
         for shard, stream in enumerate(self.streams):
             ids: list[Any] = [entry for owner, entry in held if owner == shard]
             if ids:
-                self.run.connection.scripts.xclaim(
-                    stream, self.stage, self.name, 0, ids, idle=self.lease_ms + 1, justid=True
-                )
+                with suppress(*RETRYABLE):  # the lease ends anyway
+                    self.run.connection.scripts.xclaim(
+                        stream, self.stage, self.name, 0, ids, idle=self.lease_ms + 1, justid=True
+                    )
 
     def retire_others(self) -> None:
         """Forget consumers that are gone and have nothing pending."""
