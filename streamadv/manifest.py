@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from .errors import ManifestMismatchError, SettingError
-from .keys import RUNS, RunKeys, check_run_name, find_salt, manifest_key
+from .keys import RUNS, RunKeys, check_run_name, find_salt, manifest_key, void_key
 from .schema import MAX_GROUP_SIZE, first_problem
 from .scripts import ScriptCall, script_call
 from .wire import SCHEMA_VERSION
@@ -105,7 +105,8 @@ def manifest_call(
     fields: dict[str, str] = {"schema_version": json.dumps(SCHEMA_VERSION), "salts": json.dumps(salts)}
     fields |= {name: json.dumps(value) for name, value in settings.given.items()}
     fields |= {f"column.{name}": kind for name, kind in (columns or {}).items()}
-    return script_call("manifest", [manifest_key(run)], [part for pair in fields.items() for part in pair])
+    keys = [void_key(run), manifest_key(run)]
+    return script_call("manifest", keys, [part for pair in fields.items() for part in pair])
 
 
 def parse_manifest(run: str, settings: RunSettings | None, reply: list[bytes]) -> Manifest:

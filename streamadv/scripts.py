@@ -1,7 +1,7 @@
 """The Lua scripts: loading, and calling them by their hash.
 
 Every change of state is one script in `lua/`; each file opens with its keys, arguments and returns. A line
-`-- include name` is replaced by `lua/lib/name.lua`. All scripts but `push`, `begin` and `manifest` first delete
+`-- include name` is replaced by `lua/lib/name.lua`. All scripts but `push` and `begin` first delete
 a key that never exists: over `maxmemory` a server refuses a script whose first write needs memory, and these
 are the ones that let a full server drain.
 """

@@ -1,6 +1,7 @@
 -- Read the run's manifest after writing the values nobody has given yet: the first one given stands.
--- KEYS  manifest
+-- KEYS  void, manifest
 -- ARGV  field, value, ...
 -- Returns  the manifest as field, value, ...
-for i = 1, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
-return redis.call('HGETALL', KEYS[1])
+redis.call('DEL', KEYS[1])
+for i = 1, #ARGV, 2 do redis.call('HSETNX', KEYS[2], ARGV[i], ARGV[i + 1]) end
+return redis.call('HGETALL', KEYS[2])
