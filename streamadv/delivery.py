@@ -125,16 +125,17 @@ def deliver(
     batch = _packed(mine, payloads, outputs, device)
     found = _advantages(batch, mine)
     chain = build_chain(record.chain).cut(set(record.late))[1]
+    columns = _late_columns(batch, mine, payloads, rows, late, device)
+    batch = batch.with_columns(**columns)
     if chain.steps:
         if world_size > 1 and chain.scope != "row":
             raise SettingError(
                 f"chain has {chain.scope}-scoped steps behind late columns {', '.join(record.late)}: "
                 f"they need world_size 1, not {world_size}"
             )
-        columns = _late_columns(batch, mine, payloads, rows, late, device)
-        result = run_chain(chain, batch.with_columns(**columns), record.kl_coefficient)
+        result = run_chain(chain, batch, record.kl_coefficient)
         metrics.append((result.metrics, result.weights))
-        batch = batch.with_columns(**columns, **result.columns)
+        batch = batch.with_columns(**result.columns)
         for name, values in (("advantages", result.advantages), ("returns", result.returns)):
             if values is not None:
                 found[name] = expand(batch, result.level, values)
@@ -304,7 +305,4 @@ def _split(batch: PackedBatch, names: Sequence[str]) -> list[dict[str, Any]]:
     """Columns of the packed batch, cut into trajectories."""
     bounds = batch.cu_seqlens[batch.row_offsets].tolist()
     arrays = {name: batch.columns[name].cpu().numpy() for name in dict.fromkeys(names)}
-    return [
-        {name: array[start:stop] for name, array in arrays.items()}
-        for start, stop in pairwise(bounds)
-    ]
+    return [{name: array[start:stop] for name, array in arrays.items()} for start, stop in pairwise(bounds)]
