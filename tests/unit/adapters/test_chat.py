@@ -110,9 +110,10 @@ def test_equal_observations_share_a_state_whatever_went_before():
 
 
 def test_different_observations_differ_in_state():
-    chats = [
+    chats = [  # each observation must be told from all others, also where texts run into one another
         [user("ab")],
         [user("a"), user("b")],
+        [user("auserb")],
         [system("ab")],
         [tool("a", "b")],
         [tool("ab", "")],
