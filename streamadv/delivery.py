@@ -124,6 +124,8 @@ def deliver(
     rows = [[RowRef(place[ref.trajectory], ref.row) for ref in refs] for refs in planned]
     batch = _packed(mine, payloads, outputs, device)
     found = _advantages(batch, mine)
+    if kept and not mine:
+        batch = batch.with_columns(**_no_tokens(run, kept, device))
     chain = build_chain(record.chain).cut(set(record.late))[1]
     columns = _late_columns(batch, mine, payloads, rows, late, device)
     batch = batch.with_columns(**columns)
@@ -206,6 +208,20 @@ def _packed(
         batch = replace(batch, rewards=torch.tensor(rewards, device=device))
         batch = batch.with_step_rewards(torch.tensor(steps, device=device))
     return batch
+
+
+def _no_tokens(run: Run, others: Sequence[Member], device: torch.device) -> dict[str, Tensor]:
+    """Every column a rank without trajectories would have, empty: its loop runs as on the other ranks."""
+    run.refresh()  # knows the extra columns
+    columns = {}
+    for name in set.intersection(*({*m.reference.columns, *m.columns, *m.numbers} for m in others)):
+        dtype, shape, per_token = json.loads(run.manifest.columns.get(name, "[null, [], true]"))
+        known = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS.get(name) or (dtype and np.dtype(dtype))
+        if known is not None and per_token:
+            columns[name] = torch.tensor(np.zeros((0, *shape), known), device=device)
+    if "advantages" in columns:
+        columns.setdefault("returns", columns["advantages"])
+    return columns
 
 
 def _advantages(batch: PackedBatch, mine: Sequence[Member]) -> dict[str, Tensor]:

@@ -68,12 +68,13 @@ class MicroBatch(Columns):
     def padded(self) -> PaddedBatch:
         """The same columns as [R, T] with T the longest row."""
         width = max(self.row_lengths, default=0)
-        mask = torch.arange(width, device=self.cu_seqlens.device) < torch.diff(self.cu_seqlens)[:, None]
+        place = torch.arange(width, device=self.cu_seqlens.device)
+        mask = place < torch.diff(self.cu_seqlens)[:, None]
+        # Read, with a zero behind the last token: torch cannot write unsigned integers by index.
+        index = torch.where(mask, self.cu_seqlens[:-1, None] + place, len(self.position_ids))
         padded = {}
         for name, values in {**self.columns, "position_ids": self.position_ids}.items():
-            target = values.new_zeros((self.num_rows, width, *values.shape[1:]))
-            target[mask] = values
-            padded[name] = target
+            padded[name] = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])[index]
         return PaddedBatch({**padded, "attention_mask": mask.to(torch.uint8)})
 
 
