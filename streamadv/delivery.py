@@ -214,7 +214,7 @@ def _no_tokens(run: Run, others: Sequence[Member], device: torch.device) -> dict
     """Every column a rank without trajectories would have, empty: its loop runs as on the other ranks."""
     run.refresh()  # knows the extra columns
     columns = {}
-    for name in set.intersection(*({*m.reference.columns, *m.columns, *m.numbers} for m in others)):
+    for name in sorted(set.intersection(*({*m.reference.columns, *m.columns, *m.numbers} for m in others))):
         dtype, shape, per_token = json.loads(run.manifest.columns.get(name, "[null, [], true]"))
         known = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS.get(name) or (dtype and np.dtype(dtype))
         if known is not None and per_token:
