@@ -71,6 +71,7 @@ class LedgerCollector(Collector):
 
     def __init__(self) -> None:
         self.read_status: StatusReader | None = None
+        self._failing = False
 
     def describe(self) -> Iterator[Metric]:
         yield from _ledger_families()
@@ -84,10 +85,14 @@ class LedgerCollector(Collector):
         try:
             status = read_status()
         except (RedisError, OSError, StreamadvError) as error:
-            logger.warning("metrics: no status of the run: %s", error)
+            # Once for each outage: scrapes go on through it.
+            level = logging.DEBUG if self._failing else logging.WARNING
+            logger.log(level, "metrics: the run's status cannot be read: %s", error)
+            self._failing = True
             up.add_metric([], 0)
             yield up
             return
+        self._failing = False
         up.add_metric([], 1)
         yield up
         for name, labels, value in _ledger_samples(status):

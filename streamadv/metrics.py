@@ -45,7 +45,8 @@ MAGNITUDES: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10)
 SYMMETRIC: Final = (*(-bound for bound in reversed(MAGNITUDES)), 0, *MAGNITUDES)
 TOKENS: Final = tuple(2**n for n in range(4, 18))  # 16 to 131072
 TURNS: Final = (1, 2, 3, 5, 8, 12, 20, 30, 50, 100)
-VERSIONS: Final = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
+# Between whole versions, so that quantiles interpolate around a version and not below it.
+VERSIONS: Final = (0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 8.5, 10.5, 12.5, 16.5, 24.5, 32.5, 64.5)
 WEIGHTS: Final = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 
 REGISTRY: Final = CollectorRegistry()
@@ -240,9 +241,8 @@ def group_ended(outcome: str, data_source: str | None = None) -> None:
     if data_source is not None and outcome not in AT_NAMING:
         source = _bounded_source(data_source)
         _child(GROUPS_PRODUCED, source).inc()
-        _child(GROUPS_KEPT, source).inc(
-            int(outcome in KEPT)
-        )  # by 0 too: a source that keeps nothing must show
+        # By 0 too: a source that keeps nothing must show.
+        _child(GROUPS_KEPT, source).inc(int(outcome in KEPT))
 
 
 def producer_pushed(codes: Iterable[str]) -> None:

@@ -92,8 +92,8 @@ FLOW: Final = [
     panel(
         "Connection trouble",
         "ops",
-        "Failed connections, and consumer groups found missing and made again (the server lost data or was "
-        "emptied). Both repair themselves; neither should go on.",
+        "Failed connections, and consumer groups found missing and made (at the start of a run, or because the "
+        "server lost data). Both repair themselves; neither should go on.",
         (rate("connection_errors_total", STAGE, by="stage"), "{{stage}} connection errors"),
         (rate("nogroup_recreations_total", STAGE, by="stage"), "{{stage}} group made again"),
     ),

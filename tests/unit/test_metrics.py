@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,15 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from streamadv import __version__, metrics
+from streamadv.connection import Connection
 from streamadv.errors import ServerUnreachableError, SettingError
 from streamadv.exposition import ArrayHistogram
+from streamadv.run import open_run
+from streamadv.status import read_status
 
 Delta = Callable[..., float]
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 STATUS: dict[str, Any] = {
     "ledger": {
@@ -134,6 +140,25 @@ def test_every_metric_declared_can_be_reported(ledger: None) -> None:
     declared = {family.name for collector in collectors for family in collector.describe()}
     families = text_string_to_metric_families(generate_latest(metrics.REGISTRY).decode())
     assert declared <= {family.name for family in families if family.samples}
+
+
+def test_every_metric_is_documented_with_its_type_and_labels(ledger: None) -> None:
+    report_everything()
+    metrics.register_ledger(lambda: STATUS)
+    families = text_string_to_metric_families(generate_latest(metrics.REGISTRY).decode())
+    exported = {
+        family.name + ("_total" if family.type == "counter" else ""): (
+            family.type,
+            {label for sample in family.samples for label in sample.labels} - {"le"},
+        )
+        for family in families
+        if not family.name.endswith("_created")
+    }
+    rows = re.findall(
+        r"^\| `(streamadv_\w+)` \| (\w+) ?±? \| ([\w, ]*?) ?\|", DOCUMENT.read_text(), flags=re.MULTILINE
+    )
+    documented = {name: (kind, set(filter(None, labels.split(", ")))) for name, kind, labels in rows}
+    assert documented == exported
 
 
 def test_names_follow_the_conventions(ledger: None) -> None:
@@ -404,10 +429,36 @@ def test_the_ledger_shows_what_status_says(ledger: None) -> None:
     assert value("model_version") == 7
 
 
+def test_the_status_of_a_real_run_is_understood(fake: Connection, run: str, ledger: None) -> None:
+    opened = open_run(fake, run, None)
+    metrics.register_ledger(lambda: read_status(opened))
+    assert value("up") == 1
+    assert value("ledger_trajectories", place="pushed") == 0
+    assert value("stream_length_entries", stream="rollouts") == 0
+    assert value("ledger_balanced") == 1
+
+
 def test_a_run_without_trainer_has_no_version(ledger: None) -> None:
     metrics.register_ledger(lambda: STATUS | {"trainer": {"version": None}, "balanced": False})
     assert value("model_version") is None
     assert value("ledger_balanced") == 0
+
+
+def test_an_outage_is_logged_once(ledger: None, caplog: pytest.LogCaptureFixture) -> None:
+    gone = OSError("gone")
+    answers: list[dict[str, Any] | OSError] = [STATUS, gone, gone, STATUS, gone]
+
+    def next_answer() -> dict[str, Any]:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    metrics.register_ledger(next_answer)
+    with caplog.at_level("WARNING"):
+        ups = [value("up") for _ in range(5)]
+    assert ups == [1, 0, 0, 1, 0]
+    assert caplog.text.count("gone") == 2
 
 
 @pytest.mark.parametrize(
