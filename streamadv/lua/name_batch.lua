@@ -7,5 +7,6 @@ redis.call('DEL', KEYS[1])
 if fenced(KEYS[2], ARGV[1]) then return -1 end
 if redis.call('HSETNX', KEYS[3], ARGV[2], ARGV[3]) == 0 then return 0 end
 for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[2], 'cursor:' .. ARGV[i], ARGV[i + 1]) end
+redis.call('HDEL', KEYS[2], 'end')
 redis.call('HSET', KEYS[2], 'named_ms', redis.call('TIME')[1] .. '000')
 return 1
