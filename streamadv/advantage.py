@@ -31,7 +31,7 @@ from .keys import ShardKeys
 from .payloads import fetch_payloads
 from .run import Run
 from .schema import Status
-from .scripts import script_call
+from .scripts import queue_script, script_call
 from .streams import ADVANTAGE, Consumer, Entry
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ def publish(run: Run, computed: Computed) -> bool:
     pipe = run.connection.push.pipeline(transaction=True)
     if computed.outputs:
         pipe.hset(output, mapping=dict(computed.outputs))
-    pipe.eval(*call.by_text)
+    queue_script(pipe, call)
     return bool(pipe.execute()[-1])
 
 

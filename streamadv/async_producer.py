@@ -26,7 +26,7 @@ from .producing import (
     prepare,
 )
 from .schema import Trajectory
-from .scripts import run_script_async
+from .scripts import queue_script, run_script_async
 
 logger = logging.getLogger(__name__)
 
@@ -149,11 +149,11 @@ class AsyncProducer:
             except ResponseError:  # not permitted, or not known to this server
                 return {}
         if isinstance(request, Transaction):
-            pipe = self._connection.push.pipeline(transaction=True)
-            for key, fields in request.payloads:
-                pipe.hset(key, mapping=fields)
-            pipe.eval(*request.call.by_text)
-            return (await pipe.execute())[-1]
+            async with self._connection.push.pipeline(transaction=True) as pipe:
+                for key, fields in request.payloads:
+                    pipe.hset(key, mapping=fields)
+                queue_script(pipe, request.call)
+                return (await pipe.execute())[-1]
         return await run_script_async(self._connection.scripts, request)
 
 

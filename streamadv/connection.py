@@ -263,6 +263,10 @@ class Connection(_Common):
                     on_wait(error)
             backoff.wait()
 
+    def server_id(self) -> str | None:
+        """Changes when the server restarts or another one takes over; None where it does not tell."""
+        return _run_id(self.scripts) if self._target is None or not self._target.cluster else None
+
     def close(self) -> None:
         with self._lock:
             if self._target is not None:
@@ -294,6 +298,15 @@ class Connection(_Common):
             return self.push.info("cluster")
         except redis.exceptions.NoPermissionError:
             return {}
+
+
+def _run_id(client: redis.Redis) -> str | None:
+    try:
+        return client.info("server").get("run_id")
+    except RETRYABLE:
+        raise
+    except redis.exceptions.ResponseError:  # not permitted, or not known to this server
+        return None
 
 
 def _make(target: _Target, socket_timeout: float, retries: int) -> redis.Redis:

@@ -31,7 +31,7 @@ from .producing import (
     prepare,
 )
 from .schema import Trajectory
-from .scripts import run_script
+from .scripts import queue_script, run_script
 
 if TYPE_CHECKING:
     from .async_producer import AsyncProducer
@@ -182,7 +182,7 @@ class Producer:
             pipe = self._connection.push.pipeline(transaction=True)
             for key, fields in request.payloads:
                 pipe.hset(key, mapping=fields)
-            pipe.eval(*request.call.by_text)
+            queue_script(pipe, request.call)
             return pipe.execute()[-1]
         return run_script(self._connection.scripts, request)
 

@@ -71,3 +71,8 @@ async def run_script_async(client: Any, call: ScriptCall) -> Any:
         return await client.evalsha(*call.by_hash)
     except NoScriptError:
         return await client.eval(*call.by_text)
+
+
+def queue_script(pipe: Any, call: ScriptCall) -> None:
+    """Put `call` into a MULTI: as a plain command, since a cluster's pipeline has no `eval`."""
+    pipe.execute_command("EVAL", *call.by_text)

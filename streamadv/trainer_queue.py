@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from .algorithms.config import ChainConfig
 from .connection import RETRYABLE, Backoff, Connection
 from .delivery import Chunk, LateColumn, assign, deliver, parse_chunk
 from .errors import NoBatchError, SettingError
-from .lineage import Lineage, NamingSettings, batch_scope
+from .lineage import Lineage, NamingSettings, Start, batch_scope
 from .manifest import RunSettings
 from .microbatch import Batch
 from .run import Run, open_run
@@ -86,6 +87,7 @@ class TrainerQueue(IterableDataset[Batch]):
             max_staleness=max_staleness,
             drop_after=2 * max_staleness if drop_after is None and max_staleness is not None else drop_after,
             keep_rolled_back=keep_rolled_back,
+            rolled_back_above=None,
             needs=_check_suppliers(built, self._late, pushed),
             chain=built.config.model_dump(mode="json"),
             late=tuple(sorted(self._late)),
@@ -100,7 +102,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._device = choose_device(device)
         self._stop = threading.Event()
         self._lineage: Lineage | None = None
-        self._state: Mapping[str, Any] | None = None  # given by load_state_dict
+        self._begin = Start()
         self._next = 0  # k of the batch to be delivered next
         self._current: Batch | None = None
         self._ready_cursors: dict[int, str] = {}  # last entry read of each shard's ready log
@@ -137,7 +139,7 @@ class TrainerQueue(IterableDataset[Batch]):
         backoff = Backoff(sleep=self._stop.wait)
         while True:
             try:
-                lineage = self._start()
+                lineage = self._recover(self._start())
                 self._finish_current(lineage)
                 ended = lineage.has_ended(self._next)
                 if lineage.look_ahead(ended, max_groups):
@@ -208,7 +210,9 @@ class TrainerQueue(IterableDataset[Batch]):
         """
         if state.get("run", self._run_name) != self._run_name:
             raise SettingError(f"state is of run {state['run']!r}, this queue reads {self._run_name!r}")
-        self._state = dict(state)
+        version = int(state["version"])
+        self._settings = replace(self._settings, rolled_back_above=version)
+        self._begin = Start(version, version, dict.fromkeys(state["groups"], time.monotonic()))
         self._lineage = self._current = None
         self._start()
 
@@ -223,19 +227,24 @@ class TrainerQueue(IterableDataset[Batch]):
     def _start(self) -> Lineage:
         """Join the run, once; rank 0 takes it over."""
         if self._lineage is None:
-            lineage = Lineage(
-                open_run(self._connection, self._run_name, self._run_settings),
-                self._settings,
-                leads=self._rank == 0,
-                epoch=self._epoch,
-                restored=None if self._state is None else int(self._state["version"]),
-                trained={} if self._state is None else dict.fromkeys(self._state["groups"]),
-            )
+            run = open_run(self._connection, self._run_name, self._run_settings)
+            leads = self._rank == 0
+            lineage = Lineage(run, self._settings, self._begin, leads=leads, epoch=self._epoch)
             _agree_on_epoch(lineage, self._rank, self._epoch)
             self._next = lineage.version
             self._ready_cursors, self._chunks = {}, {}
             self._lineage = lineage
         return self._lineage
+
+    def _recover(self, lineage: Lineage) -> Lineage:
+        """After a restart or failover of the server: repeat what it may have lost of this job."""
+        if lineage.run.connection.server_id() == lineage.server_id:
+            return lineage
+        logger.warning("%s: the server is not the one it was: repeating what it may have lost", STAGE)
+        if self._current is not None:  # the loop asks for the next batch: this one is in the weights
+            lineage.note_trained(lineage.records[self._current.version])
+        self._begin, self._lineage = lineage.remember(), None
+        return self._start()
 
     def _finish_current(self, lineage: Lineage) -> None:
         batch = self._current

@@ -15,6 +15,6 @@ def main(settings: Settings, wanted: RunSettings | None = None) -> int:
     """Run until SIGTERM or SIGINT."""
     torch.set_num_threads(settings.torch_threads)  # another thread count may change the last bit of a sum
     stop = stop_on_signals()
-    run = join_run(settings, wanted)
+    run = join_run(settings, wanted, stop)
     run_worker(run, stop, device=settings.device)
     return 0

@@ -14,7 +14,7 @@ from .process import join_run, stop_on_signals
 def main(settings: Settings, wanted: RunSettings | None = None) -> int:
     """Run until SIGTERM or SIGINT."""
     stop = stop_on_signals()
-    run = join_run(settings, wanted)
+    run = join_run(settings, wanted, stop)
     metrics.register_ledger(lambda: read_status(run))
     run_grouper(run, stop)
     return 0

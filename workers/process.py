@@ -33,12 +33,18 @@ def stop_on_signals() -> threading.Event:
     return stop
 
 
-def join_run(settings: Settings, wanted: RunSettings | None) -> Run:
-    """Wait for the server, create or join the run, serve metrics."""
+def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Event) -> Run:
+    """Wait for the server, create or join the run, serve metrics. A signal ends the wait with KeyboardInterrupt."""
     if settings.redis_url is None:
         raise SettingError("no server is given: use --redis URL or STREAMADV_REDIS_URL")
     connection = Connection(settings.redis_url)
-    connection.wait_until_ready(on_wait=lambda error: logger.warning("waiting for the server: %s", error))
+
+    def on_wait(error: Exception) -> None:
+        logger.warning("waiting for the server: %s", error)
+        if stop.is_set():
+            raise KeyboardInterrupt
+
+    connection.wait_until_ready(on_wait=on_wait)
     run = open_run(connection, settings.run, wanted)
     metrics.serve(settings.metrics_port, run.name)
     return run

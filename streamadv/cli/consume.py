@@ -6,13 +6,15 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from ..errors import NoBatchError
 from ..interchange import recover, write_trajectory
-from ..trainer_queue import TrainerQueue
 from . import FAILED, add_redis_options, connect, settings_from
 from .compute import add_chain_options, chain_from
+
+if TYPE_CHECKING:
+    from ..trainer_queue import TrainerQueue
 
 BATCH_GROUPS: Final = 64
 
@@ -37,6 +39,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Consume until N groups are written or the run has ended; 1 when neither happens."""
+    from ..trainer_queue import TrainerQueue  # torch: only commands that compute load it
+
     settings = settings_from(arguments)
     output: Path | None = arguments.output
     written = {} if output is None else recover(output)
