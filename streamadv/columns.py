@@ -111,7 +111,7 @@ def _numeric(value: Any) -> Array:
         raise ValueError("is ragged, needs lists of equal length") from error
     except OverflowError as error:
         raise ValueError("holds whole numbers that share no 64-bit type") from error
-    if array.size == 0 and array.dtype == np.float64:
+    if array.size == 0 and isinstance(value, list | tuple):
         array = array.astype(np.int64)
     if array.dtype.kind not in "biuf":
         raise ValueError(f"holds {array.dtype} values, needs numbers")
