@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -46,9 +45,8 @@ def run_grouper(
             entries = consumer.read(TAKE_COUNT)
             if entries:
                 with metrics.timed(STAGE, "take"):
-                    outcomes = take(run, entries)
+                    take(run, entries)
                 consumer.done(entries)
-                _report(outcomes)
             if clock() >= due:
                 housekeeping(run)
                 consumer.retire_others()
@@ -77,8 +75,10 @@ def take(run: Run, entries: Sequence[Entry]) -> list[str]:
         args += [entry.id, position]
         args += [entry.fields[name] for name in _FIELDS]
     taken = run.call("take", [*fixed, *[keys.group(group_id) for group_id in positions]], args)
-    metrics.entries(STAGE, "acked", len(taken) // 2)
-    return [outcome.decode() for outcome in taken[1::2] if outcome]
+    metrics.entries(STAGE, "acked", len(taken) // 3)
+    return [
+        _ended(outcome, source) for outcome, source in zip(taken[1::3], taken[2::3], strict=True) if outcome
+    ]
 
 
 _FIELDS: Final = ("group_id", "index", "kind", "reward", "bytes", "key", "role", "reference")
@@ -88,7 +88,7 @@ def housekeeping(run: Run) -> None:
     """What is done every second: settings, deadlines, garbage."""
     run.refresh()
     for keys in run.keys.shards:
-        _report(expire(run, keys))
+        expire(run, keys)
         sweep(run, keys)
 
 
@@ -101,10 +101,9 @@ def expire(run: Run, keys: ShardKeys) -> list[str]:
     for group_id in (member.decode() for member in due):
         names = [keys.void, keys.open, keys.rollouts, keys.group(group_id), keys.groups]
         names += [keys.ended, keys.ended_before, keys.ledger, keys.garbage]
-        outcome = run.call("expire", names, [group_id, *run.manifest.policy_args]).decode()
-        if outcome:
-            logger.warning("group %s reached its deadline: %s", group_id, outcome)
-            outcomes.append(outcome)
+        if ended := run.call("expire", names, [group_id, *run.manifest.policy_args]):
+            outcomes.append(_ended(*ended))
+            logger.warning("group %s reached its deadline: %s", group_id, outcomes[-1])
     return outcomes
 
 
@@ -120,7 +119,6 @@ def sweep(run: Run, keys: ShardKeys) -> int:
             return deleted
 
 
-def _report(outcomes: Sequence[str]) -> None:
-    for outcome, count in Counter(outcomes).items():
-        for _ in range(count):
-            metrics.group_ended(outcome)
+def _ended(outcome: bytes, data_source: bytes) -> str:
+    metrics.group_ended(outcome.decode(), data_source.decode() or None)
+    return outcome.decode()

@@ -17,6 +17,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
+from . import metrics
 from .connection import RETRYABLE, Backoff
 from .errors import Busy, GroupEndedError, SettingError, TrajectoryError
 from .keys import ShardKeys
@@ -106,7 +107,6 @@ class ProducerLogic:
         self.max_bytes = 0  # of one shard
         self.version: int | None = None  # newest model version heard of
         self.finished = False
-        self.busy_seconds = 0.0
 
     @property
     def ready(self) -> Manifest:
@@ -194,7 +194,7 @@ class ProducerLogic:
             delay = backoff.delay()
             if give_up is not None and time.monotonic() + delay > give_up:
                 raise busy_error(reply, timeout)
-            self.busy_seconds += delay
+            metrics.backpressure(delay)
             yield Pause(delay)
 
     def push(
@@ -436,6 +436,7 @@ def _codes(reply: list[Any], group_id: str, size: int) -> list[str]:
     if state == "mismatch":
         raise TrajectoryError(f"group_size is {size}, group {group_id} is open with {int(reply[1])}")
     codes = [code.decode() for code in reply[1:]]
+    metrics.producer_pushed(codes)
     if "range" in codes:
         raise TrajectoryError(f"record {codes.index('range')}: group {group_id} has no such place left")
     return codes

@@ -2,7 +2,7 @@
 -- stream: the grouper's own downtime must not lose anything.
 -- KEYS  void, open, rollouts, group, groups, ended, ended_before, ledger, garbage
 -- ARGV  group id, partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups
--- Returns  outcome, or '' when the group is not (or no longer) due
+-- Returns  {outcome, data source}, or {} when the group is not (or no longer) due
 -- include clock
 -- include ended
 -- include complete
@@ -13,8 +13,8 @@ local policy = {partial_min_usable = ARGV[2], zero_variance = ARGV[3], difficult
   difficulty_high = ARGV[5], dedupe_groups = tonumber(ARGV[6])}
 local id = ARGV[1]
 local deadline = tonumber(redis.call('ZSCORE', keys.open, id) or '')
-if not deadline or deadline > now_ms() then return '' end
+if not deadline or deadline > now_ms() then return {} end
 local oldest = redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', 1)
-if oldest[1] and tonumber(string.match(oldest[1][1], '^(%d+)')) <= deadline then return '' end
+if oldest[1] and tonumber(string.match(oldest[1][1], '^(%d+)')) <= deadline then return {} end
 local usable = tonumber(redis.call('HGET', keys.group, 'usable') or '') or 0
-return end_group(keys, id, short_outcome(usable, policy, 'expired'), 'e', policy)
+return {end_group(keys, id, short_outcome(usable, policy, 'expired'), 'e', policy)}

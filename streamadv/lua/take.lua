@@ -4,7 +4,7 @@
 -- ARGV  consumer group, partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups,
 --       then for each entry: entry id, position of its group's hash in KEYS, group id, index, kind, reward, bytes,
 --       payload key, role, reference JSON
--- Returns  {entry id, outcome, ...} of each entry taken; outcome '' = its group goes on
+-- Returns  {entry id, outcome, data source, ...} of each entry taken; outcome '' = its group goes on
 -- An entry that somebody else has finished (XACK 0) is skipped.
 -- include ended
 -- include complete
@@ -26,7 +26,7 @@ for at = 7, #ARGV, 10 do
     redis.call('XDEL', KEYS[2], entry)
     redis.call('HINCRBY', keys.ledger, 'rollouts', -1)
     keys.group = KEYS[tonumber(ARGV[at + 1])]
-    local outcome = ''
+    local outcome, data_source
     if redis.call('EXISTS', keys.group) == 0 then
       local reason = kind
       if kind == 'usable' then
@@ -52,10 +52,11 @@ for at = 7, #ARGV, 10 do
         redis.call('HINCRBY', keys.group, 'terminal', 1)
         drop(at, kind)
       end
-      outcome = try_complete(keys, id, policy) or ''
+      outcome, data_source = try_complete(keys, id, policy)
     end
     taken[#taken + 1] = entry
-    taken[#taken + 1] = outcome
+    taken[#taken + 1] = outcome or ''
+    taken[#taken + 1] = data_source or ''
   end
 end
 return taken

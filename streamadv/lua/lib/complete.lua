@@ -26,7 +26,8 @@ local function filter_reason(rewards, policy)
 end
 
 -- End the group for `outcome`: 'complete' and 'partial' go on to the groups log unless filtered, anything else
--- is dropped under that name. `letter` is what the tombstone says of it. Returns the outcome counted.
+-- is dropped under that name. `letter` is what the tombstone says of it. Returns the outcome
+-- counted and the group's data source.
 local function end_group(keys, id, outcome, letter, policy)
   local flat = redis.call('HGETALL', keys.group)
   local group = {}
@@ -81,7 +82,7 @@ local function end_group(keys, id, outcome, letter, policy)
   end
   redis.call('HINCRBY', keys.ledger, 'outcome:' .. outcome, 1)
   remember_ended(keys, id, letter, table.concat(bitmap), policy.dedupe_groups)
-  return outcome
+  return outcome, group.data_source
 end
 
 -- What a group short of usable members becomes.
@@ -91,7 +92,8 @@ local function short_outcome(usable, policy, otherwise)
   return otherwise
 end
 
--- End the group if enough usable members are there, or nothing more can come. Returns the outcome or nil.
+-- End the group if enough usable members are there, or nothing more can come. Returns what end_group
+-- returns, or nil.
 local function try_complete(keys, id, policy)
   local n = redis.call('HMGET', keys.group, 'size', 'places', 'usable', 'terminal')
   local size, places = tonumber(n[1]), tonumber(n[2])
