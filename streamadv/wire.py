@@ -222,16 +222,22 @@ def decode_column(name: str, spec: ColumnSpec, row_lengths: Sequence[int], raw: 
 def payload_trajectory(
     payload: Payload, outputs: Mapping[str, Array] | None = None, **fields: Any
 ) -> Trajectory:
-    """The trajectory of a payload with all its columns, plus output columns and fields (batch, reward ...)."""
+    """The trajectory of a payload with all its columns, plus output columns and fields (batch, reward ...).
+
+    Raises WireError when header and columns contradict each other.
+    """
     header = payload.header
     columns = {**payload.columns, **(outputs or {})}
     data = {name: getattr(header, name) for name in header.model_fields_set & Trajectory.model_fields.keys()}
     rows = []
-    for position, row in enumerate(header.rows):
-        values = {name: _slice(header, name, array, position) for name, array in columns.items()}
-        rows.append(Row(agent=row.agent, reward=row.reward, **values))
-    steps = [Step(**span._asdict()) for span in header.steps]
-    return Trajectory.model_validate({**data, "rows": rows, "steps": steps, **fields})
+    try:
+        for position, row in enumerate(header.rows):
+            values = {name: _slice(header, name, array, position) for name, array in columns.items()}
+            rows.append(Row(agent=row.agent, reward=row.reward, **values))
+        steps = [Step(**span._asdict()) for span in header.steps]
+        return Trajectory.model_validate({**data, "rows": rows, "steps": steps, **fields})
+    except ValidationError as error:
+        raise WireError(f"payload header: {first_problem(error)}") from error
 
 
 def _slice(header: Header, name: str, array: Array, position: int) -> Any:
