@@ -1,0 +1,190 @@
+"""What tests of the pipeline share: trajectories to push, stages run step by step in this thread, and checks.
+
+`group_all`, `compute_all` and `next_batch` do on any server, fake or real, what worker processes do, so that
+a test decides what happens in which order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from streamadv import advantage, grouping
+from streamadv.connection import Connection
+from streamadv.errors import NoBatchError
+from streamadv.inventory import deep_problems
+from streamadv.manifest import RunSettings
+from streamadv.microbatch import Batch
+from streamadv.producer import Producer
+from streamadv.producing import PushResult
+from streamadv.run import Run, open_run
+from streamadv.schema import Trajectory, parse_trajectory
+from streamadv.status import problems_of, read_shard, read_status
+from streamadv.streams import ADVANTAGE, GROUPER, Consumer
+from streamadv.trainer_queue import TrainerQueue
+
+CPU = advantage.choose_device("cpu")
+
+
+def trajectory(
+    group_id: str = "g", index: int = 0, size: int = 2, tokens: int = 5, **fields: Any
+) -> Trajectory:
+    """A usable trajectory of one row, two prompt tokens, reward = index; `fields` replace any of that."""
+    row = {
+        "input_ids": np.arange(tokens) + 10 * index,
+        "response_mask": [0, 0, *[1] * (tokens - 2)],
+        "rollout_log_probs": np.linspace(-1, -0.1, tokens),
+    }
+    record: dict[str, Any] = {
+        "group_id": group_id,
+        "group_size": size,
+        "rollout_index": index,
+        "reward": float(index),
+        **({} if "rows" in fields else row),
+        **fields,
+    }
+    return parse_trajectory({name: value for name, value in record.items() if value is not ...})
+
+
+def unscored(group_id: str = "g", index: int = 0, size: int = 2, **fields: Any) -> Trajectory:
+    """A usable trajectory whose reward comes later."""
+    return trajectory(group_id, index, size, reward=..., **fields)
+
+
+def ended(group_id: str, index: int, size: int, status: str) -> Trajectory:
+    """A failed or aborted rollout."""
+    return Trajectory(group_id=group_id, group_size=size, rollout_index=index, status=status)
+
+
+def push_groups(producer: Producer, count: int, size: int = 2, prefix: str = "g", **fields: Any) -> list[str]:
+    """Push `count` whole groups; their ids."""
+    ids = [f"{prefix}{number:04d}" for number in range(count)]
+    for group_id in ids:
+        producer.push([trajectory(group_id, index, size, **fields) for index in range(size)])
+    return ids
+
+
+@contextmanager
+def producing(
+    connection: Connection | str, run: str, settings: Mapping[str, Any] | None = None
+) -> Iterator[Producer]:
+    """A producer of a run with these settings."""
+    with Producer(connection, run, settings=RunSettings(**(settings or {}))) as producer:
+        yield producer
+
+
+def push_one(producer: Producer, item: Trajectory) -> str:
+    result: PushResult = producer.push([item])
+    return result.codes[0]
+
+
+def join(connection: Connection | str, name: str) -> Run:
+    connection = Connection(connection) if isinstance(connection, str) else connection
+    return open_run(connection, name)
+
+
+def consumer_of(run: Run, stage: str = GROUPER, name: str | None = None, lease_s: float = 5.0) -> Consumer:
+    """A consumer that never blocks."""
+    stop = threading.Event()
+    stop.set()
+    streams = {GROUPER: lambda keys: keys.rollouts, ADVANTAGE: lambda keys: keys.work}
+    stream = streams.get(stage, lambda keys: keys.scoring(stage))
+    return Consumer(run, stage, stream, lease_s=lease_s, stop=stop, name=name)
+
+
+def batches_read(consumer: Consumer, count: int = 128) -> Iterator[Any]:
+    """What the consumer reads until every shard had nothing twice (the first try may create the group)."""
+    empty = 0
+    while empty < 3 * len(consumer.streams):
+        entries = consumer.read(count)
+        empty = 0 if entries else empty + 1
+        if entries:
+            yield entries
+
+
+def group_all(run: Run, consumer: Consumer | None = None, count: int = 128) -> list[str]:
+    """Do what groupers do until nothing is left to do; outcomes of the groups that ended by their members."""
+    consumer = consumer or consumer_of(run)
+    outcomes = []
+    for entries in batches_read(consumer, count):
+        outcomes += grouping.take(run, entries)
+        consumer.done(entries)
+    grouping.housekeeping(run)
+    return outcomes
+
+
+def compute_all(run: Run, consumer: Consumer | None = None) -> int:
+    """Do what advantage workers do until no work is left; entries published."""
+    consumer = consumer or consumer_of(run, ADVANTAGE)
+    published = 0
+    for entries in batches_read(consumer, 1):
+        for entry in entries:
+            published += advantage.publish(run, advantage.compute(advantage.prepare(run, entry), CPU))
+        consumer.done(entries)
+    return published
+
+
+def next_batch(queue: TrainerQueue, run: Run, **options: Any) -> Batch | None:
+    """The next batch, None at the end of the run, NoBatchError when there are not enough groups."""
+    group_all(run)
+    try:
+        return queue.next_batch(timeout=0, **options)
+    except NoBatchError:
+        compute_all(run)
+        return queue.next_batch(timeout=0, **options)
+
+
+def problems(run: Run, deep: bool = True) -> list[str]:
+    """Contradictions between the ledger and everything stored; [] is what a test wants."""
+    found = [problem for keys in run.keys.shards for problem in problems_of(read_shard(run, keys))]
+    return found + (deep_problems(run) if deep else [])
+
+
+def ledger(run: Run) -> dict[str, Any]:
+    return dict(read_status(run)["ledger"])
+
+
+def make_overdue(run: Run, group_id: str, deadline_ms: int = 1) -> None:
+    """Move an open group's deadline."""
+    keys = run.keys.shard(run.keys.shard_of(group_id))
+    run.connection.scripts.zadd(keys.open, {group_id: deadline_ms}, xx=True)
+
+
+def now_ms(run: Run) -> int:
+    seconds, microseconds = run.connection.scripts.time()
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def identities(items: Sequence[Any]) -> list[tuple[str, int]]:
+    """Identity of references or trajectories."""
+    return [(item.group_id, item.rollout_index) for item in items]
+
+
+@contextmanager
+def threads(*targets: Callable[[threading.Event], object]) -> Iterator[threading.Event]:
+    """Run each target(stop) in a thread; on leaving they are stopped, and an error in one is raised."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def body(target: Callable[[threading.Event], object]) -> None:
+        try:
+            target(stop)
+        except BaseException as error:  # raised below, in the test's thread
+            errors.append(error)
+
+    running = [threading.Thread(target=body, args=(target,), daemon=True) for target in targets]
+    for thread in running:
+        thread.start()
+    try:
+        yield stop
+    finally:
+        stop.set()
+        for thread in running:
+            thread.join(30)
+    assert not any(thread.is_alive() for thread in running)
+    if errors:
+        raise errors[0]
