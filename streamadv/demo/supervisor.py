@@ -251,7 +251,7 @@ class _Conductor:
                 raise ProcessEndedError(
                     f"{name} keeps ending, last with exit status {status}: {child.log_tail()}"
                 )
-            self._view.say(f"{name} ended with exit status {status}")
+            self._view.say(f"{name} ended with exit status {status}: {child.log_tail()}")
             self._start([name])
         if time.monotonic() - self._moved > STALL_S:
             tails = "; ".join(f"{name}: {child.log_tail()}" for name, child in self._crew.items())

@@ -125,7 +125,7 @@ def test_an_accident_is_made_good(crews: Callable[..., list[dict[str, Child]]], 
     view = Listener()
     assert conduct(view).success_rate(0) == 0.0  # the question it had not answered is asked again
     assert made[0]["evaluate"].starts == 2
-    assert "evaluate ended with exit status 3" in view.said
+    assert "evaluate ended with exit status 3: (empty log)" in view.said
 
 
 def test_a_process_that_keeps_ending_is_an_error(crews: Callable[..., list[dict[str, Child]]]) -> None:
