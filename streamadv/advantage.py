@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import torch
+from redis.exceptions import OutOfMemoryError
 from torch import Tensor
 
 from . import metrics
@@ -228,18 +229,23 @@ def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, b
 def publish(run: Run, computed: Computed) -> bool:
     """Hand results off; False when somebody else had finished the entry or the batch is gone."""
     keys: ShardKeys = run.keys.shard(computed.entry.shard)
-    size = sum(len(value) for value in computed.outputs.values())
     output = keys.output(secrets.token_hex(12)) if computed.outputs else keys.void
     names = [keys.void, keys.work, keys.ready, keys.applied, keys.ledger, output]
-    args: list[Any] = [STAGE, computed.entry.id, computed.work.batch, computed.header, size]
-    for name, value in computed.results.items():
-        args += [name, value]
-    call = script_call("publish", names, args)
     pipe = run.connection.push.pipeline(transaction=True)
     if computed.outputs:
         pipe.hset(output, mapping=dict(computed.outputs))
-    queue_script(pipe, call)
-    return bool(pipe.execute()[-1])
+    queue_script(pipe, script_call("publish", names, _publish_args(computed, {})))
+    try:
+        return bool(pipe.execute()[-1])
+    except OutOfMemoryError:  # the HSET is refused above maxmemory; the script, which acks first, is not
+        call = script_call("publish", names, _publish_args(computed, computed.outputs))
+        return bool(run.connection.push.eval(*call.by_text))
+
+
+def _publish_args(computed: Computed, inline: Mapping[Any, Any]) -> list[Any]:
+    size = sum(len(value) for value in computed.outputs.values())
+    args: list[Any] = [STAGE, computed.entry.id, computed.work.batch, computed.header, size, len(inline)]
+    return args + [part for pair in (*inline.items(), *computed.results.items()) for part in pair]
 
 
 def _publish_all(

@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from .connection import RETRYABLE, AsyncConnection, Backoff
 from .producing import (
@@ -19,6 +19,7 @@ from .producing import (
     ProducerLogic,
     PushResult,
     Request,
+    ServerId,
     Steps,
     T,
     Ticket,
@@ -129,6 +130,8 @@ class AsyncProducer:
             while True:
                 try:
                     reply = await self._carry_out(request)
+                except OutOfMemoryError as failure:
+                    error = failure
                 except RETRYABLE as failure:
                     if not isinstance(request, Transaction) and patient:
                         level = logging.DEBUG if backoff.failures else logging.WARNING
@@ -148,6 +151,8 @@ class AsyncProducer:
                 return await self._connection.scripts.info("memory")
             except ResponseError:  # not permitted, or not known to this server
                 return {}
+        if isinstance(request, ServerId):
+            return await self._connection.server_id()
         if isinstance(request, Transaction):
             async with self._connection.push.pipeline(transaction=True) as pipe:
                 for key, fields in request.payloads:

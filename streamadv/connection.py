@@ -367,6 +367,17 @@ class AsyncConnection(_Common):
                     on_wait(error)
             await asyncio.sleep(backoff.delay())
 
+    async def server_id(self) -> str | None:
+        """As `Connection.server_id`."""
+        if self._target is None or self._target.cluster:
+            return None
+        try:
+            return (await self.scripts.info("server")).get("run_id")
+        except RETRYABLE:
+            raise
+        except redis.exceptions.ResponseError:
+            return None
+
     async def close(self) -> None:
         if self._target is not None:
             for client in self._clients.values():

@@ -20,6 +20,7 @@ CLUSTER_SLOTS: Final = 16384
 
 #: Hash of all runs of this server: name -> time of creation in ms.
 RUNS: Final = "streamadv:runs"
+RUNS_VOID: Final = "{streamadv:runs}:void"  # never exists, see `ShardKeys.void`
 
 
 def check_run_name(run: str) -> str:
@@ -36,6 +37,11 @@ def manifest_key(run: str) -> str:
 
 def void_key(run: str) -> str:
     """Never exists, in the manifest's slot: see `ShardKeys.void`."""
+    return f"{{{run}}}:void"
+
+
+def manifest_void_key(run: str) -> str:
+    """Never exists, in the manifest's slot; see `ShardKeys.void`."""
     return f"{{{run}}}:void"
 
 

@@ -10,10 +10,26 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from .errors import ManifestMismatchError, SettingError
-from .keys import RUNS, RunKeys, check_run_name, find_salt, manifest_key, void_key
+from .keys import (
+    RUNS,
+    RUNS_VOID,
+    RunKeys,
+    check_run_name,
+    find_salt,
+    manifest_key,
+    void_key,
+)
 from .schema import MAX_GROUP_SIZE, first_problem
 from .scripts import ScriptCall, script_call
 from .wire import SCHEMA_VERSION
@@ -45,8 +61,8 @@ class RunSettings(BaseModel):
     redundancy: Annotated[int, Field(ge=0, le=MAX_GROUP_SIZE)] | None = None  # places beyond group_size
     partial_min_usable: Annotated[int, Field(ge=1)] | None = None  # train a short group from so many on
     zero_variance_filter: bool | None = None  # drop groups whose rewards are all equal
-    difficulty_low: float | None = None  # drop groups with mean reward <= this
-    difficulty_high: float | None = None  # drop groups with mean reward >= this
+    difficulty_low: FiniteFloat | None = None  # drop groups with mean reward <= this
+    difficulty_high: FiniteFloat | None = None  # drop groups with mean reward >= this
     scorers: tuple[ScorerName, ...] | None = None  # visited in this order by trajectories without reward
     max_trajectory_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] | None = None
     max_bytes: Annotated[int, Field(ge=1 << 20)] | None = None  # of the run; default from the server's memory
@@ -57,6 +73,8 @@ class RunSettings(BaseModel):
         low, high = self.difficulty_low, self.difficulty_high
         if low is not None and high is not None and low >= high:
             raise ValueError(f"difficulty_low {low} is not below difficulty_high {high}")
+        if self.scorers is not None and len(set(self.scorers)) < len(self.scorers):
+            raise ValueError(f"scorers {', '.join(self.scorers)}: name each once")
         return self
 
     @property
@@ -141,7 +159,7 @@ def parse_manifest(run: str, settings: RunSettings | None, reply: list[bytes]) -
 
 def register_call(run: str) -> ScriptCall:
     """Put the run on the server's list of runs."""
-    return script_call("register", [RUNS], [run])
+    return script_call("register", [RUNS_VOID, RUNS], [run])
 
 
 def run_settings(**values: Any) -> RunSettings:

@@ -13,17 +13,19 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from .connection import RETRYABLE, AsyncConnection, Backoff, Connection
 from .manifest import RunSettings
 from .producing import (
     HEARTBEAT_S,
+    RESEND_WINDOW_S,
     Memory,
     Pause,
     ProducerLogic,
     PushResult,
     Request,
+    ServerId,
     Steps,
     T,
     Ticket,
@@ -43,7 +45,8 @@ class Producer:
     """Pushes rollouts of one run.
 
     `connection` is a URL or a Connection; `settings` are what this process wants the run to be created with
-    (see `manifest.py`). Thread-safe: every call is a self-contained exchange.
+    (see `manifest.py`). resend_window: seconds of pushes kept to be sent again when the server comes back without
+    its last moments (0 = none). Thread-safe: every call is a self-contained exchange.
     """
 
     def __init__(
@@ -53,10 +56,11 @@ class Producer:
         *,
         name: str | None = None,
         settings: RunSettings | None = None,
+        resend_window: float = RESEND_WINDOW_S,
     ) -> None:
         self._connection = Connection(connection) if isinstance(connection, str) else connection
         self._owned = isinstance(connection, str)
-        self._logic = ProducerLogic(run, name, settings)
+        self._logic = ProducerLogic(run, name, settings, resend_window)
         self._closing = threading.Event()
         self._heart: threading.Thread | None = None
 
@@ -159,6 +163,8 @@ class Producer:
             while True:
                 try:
                     reply = self._carry_out(request)
+                except OutOfMemoryError as failure:
+                    error = failure
                 except RETRYABLE as failure:
                     if not isinstance(request, Transaction) and patient:
                         level = logging.DEBUG if backoff.failures else logging.WARNING
@@ -178,6 +184,8 @@ class Producer:
                 return self._connection.scripts.info("memory")
             except ResponseError:  # not permitted, or not known to this server
                 return {}
+        if isinstance(request, ServerId):
+            return self._connection.server_id()
         if isinstance(request, Transaction):
             pipe = self._connection.push.pipeline(transaction=True)
             for key, fields in request.payloads:

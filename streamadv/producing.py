@@ -13,9 +13,12 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
+
+from redis.exceptions import OutOfMemoryError
 
 from . import metrics
 from .connection import RETRYABLE, Backoff
@@ -34,6 +37,9 @@ MAX_SLICE_BYTES: Final = 4 << 20
 HEARTBEAT_S: Final = 10.0
 #: A producer silent for longer is taken for dead (three missed heartbeats).
 PRODUCER_TIMEOUT_S: Final = 30.0
+#: What was sent this long before the server was last seen unchanged is sent again to a restarted one.
+RESEND_WINDOW_S: Final = 5.0
+MAX_RESEND_BYTES: Final = 256 << 20
 FALLBACK_MAX_BYTES: Final = 1 << 30
 MAX_BYTES_SHARE: Final = 0.7  # of maxmemory
 MAX_METADATA_BYTES: Final = 1 << 16
@@ -56,7 +62,11 @@ class Memory(NamedTuple):
     """Ask the server for its memory figures; {} where INFO is missing."""
 
 
-Request = ScriptCall | Transaction | Pause | Memory
+class ServerId(NamedTuple):
+    """Ask which server this is; None where it does not tell. Another one may have lost the last moments."""
+
+
+Request = ScriptCall | Transaction | Pause | Memory | ServerId
 T = TypeVar("T")
 Steps = Generator[Request, Any, T]
 
@@ -95,10 +105,25 @@ class PushResult(NamedTuple):
         return self.codes.count(code)
 
 
+class Sent(NamedTuple):
+    """Something a producer told the server, kept for a while in case the server forgets it."""
+
+    when: float
+    size: int
+    again: Callable[[], Steps[PushResult]]
+
+
 class ProducerLogic:
     """The state and the steps behind a producer."""
 
-    def __init__(self, run: str, name: str | None, settings: RunSettings | None) -> None:
+    def __init__(
+        self,
+        run: str,
+        name: str | None,
+        settings: RunSettings | None,
+        resend_window: float = RESEND_WINDOW_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.run = run
         self.name = name or f"{os.uname().nodename}-{os.getpid()}"
         self.id = f"{self.name}-{secrets.token_hex(4)}"
@@ -107,6 +132,11 @@ class ProducerLogic:
         self.max_bytes = 0  # of one shard
         self.version: int | None = None  # newest model version heard of
         self.finished = False
+        self._resend_window = resend_window
+        self._clock = clock
+        self._server_id: str | None = None
+        self._sent: deque[Sent] = deque()
+        self._sent_bytes = 0
 
     @property
     def ready(self) -> Manifest:
@@ -127,6 +157,32 @@ class ProducerLogic:
         """Say that this producer is alive or finished, and hear of the newest model version."""
         keys = self.ready.keys.home
         yield script_call("heartbeat", [keys.void, keys.producers], [self.id, self._state()])
+        yield from self.check_server()
+
+    def check_server(self) -> Steps[None]:
+        """Push again what a restarted server may have lost; forget what an unchanged one has had for long."""
+        server_id = yield ServerId()
+        if self._server_id not in (None, server_id):
+            sent, self._sent, self._sent_bytes = list(self._sent), deque(), 0
+            self._server_id = server_id
+            lost = 0
+            for item in sent:
+                result = yield from item.again()
+                lost += result.count("pushed")
+            logger.warning(
+                "the server is not the one it was: pushed %d times again, %d trajectories were lost",
+                len(sent),
+                lost,
+            )
+        self._server_id = server_id
+        oldest = self._clock() - self._resend_window
+        while self._sent and (self._sent[0].when < oldest or self._sent_bytes > MAX_RESEND_BYTES):
+            self._sent_bytes -= self._sent.popleft().size
+
+    def _remember(self, size: int, again: Callable[[], Steps[PushResult]]) -> None:
+        if self._resend_window > 0:
+            self._sent.append(Sent(self._clock(), size, again))
+            self._sent_bytes += size
 
     def goodbye(self) -> Steps[None]:
         """On a clean exit: only a producer that has finished stays on the list."""
@@ -136,6 +192,7 @@ class ProducerLogic:
 
     def finish(self) -> Steps[None]:
         """No more groups will come from this producer."""
+        yield from self.check_server()
         self.finished = True
         yield from self.heartbeat()
 
@@ -171,11 +228,11 @@ class ProducerLogic:
         while True:
             chosen = group_id or new_group_id()  # a new id may land on a shard with room
             keys = self._keys(chosen)
-            reply = yield script_call(
-                "begin",
-                keys.admission(chosen),
-                [chosen, *self._admission(size, places, data_source, deadline_s)],
-            )
+            args = [chosen, *self._admission(size, places, data_source, deadline_s)]
+            try:
+                reply = yield script_call("begin", keys.admission(chosen), args)
+            except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
+                reply = [b"busy", b"maxmemory", 0, 0]
             state = reply[0].decode()
             if state in ("ok", "open"):
                 version = int(reply[2]) if reply[2] else None
@@ -221,21 +278,29 @@ class ProducerLogic:
         for start, stop in _slices([size for _, size in encoded]):
             records = list(zip(trajectories[start:stop], encoded[start:stop], strict=True))
             codes += yield from self._push_slice(keys, first.group_id, spec, records, epoch or 0)
+        self._remember(sum(size for _, size in encoded), lambda: self.push(trajectories, epoch, places))
         return PushResult(codes)
 
-    def end_places(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
+    def end_places(
+        self, ticket: Ticket, indices: Sequence[int], kind: str, nonces: Sequence[str] = ()
+    ) -> Steps[PushResult]:
         """Record that rollouts ended without a trajectory: `kind` failed, aborted or cancelled; -1 = lowest free."""
         keys = self._keys(ticket.group_id)
         spec = self._admission(ticket.group_size, ticket.places, ticket.data_source, None)
+        # A nonce makes a repeated call for "the lowest free place" take no second one.
+        nonces = nonces or [secrets.token_hex(8) for _ in indices]
         args: list[Any] = [ticket.group_id, *spec, "0"]
-        for index in indices:
-            # The nonce makes a repeated call for "the lowest free place" take no second one.
-            args += [index, kind, "", 0, secrets.token_hex(8), "train", ""]
-        reply = yield script_call(
-            "push",
-            [*keys.admission(ticket.group_id), keys.rollouts, *[keys.void] * (1 + len(indices))],
-            args,
-        )
+        for index, nonce in zip(indices, nonces, strict=True):
+            args += [index, kind, "", 0, nonce, "train", ""]
+        names = [*keys.admission(ticket.group_id), keys.rollouts, *[keys.void] * (1 + len(indices))]
+        backoff = Backoff()
+        while True:
+            try:
+                reply = yield script_call("push", names, args)
+                break
+            except OutOfMemoryError:
+                yield from self._wait_for_room(backoff)
+        self._remember(0, lambda: self.end_places(ticket, indices, kind, nonces))
         return PushResult(_codes(reply, ticket.group_id, ticket.group_size))
 
     def score(
@@ -299,7 +364,15 @@ class ProducerLogic:
                 logger.warning("push of group %s to be repeated: %s", group_id, error)
                 yield Pause(backoff.delay())
                 continue
+            except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
+                yield from self._wait_for_room(backoff)
+                continue
             return _codes(reply, group_id, records[0][0].group_size)
+
+    def _wait_for_room(self, backoff: Backoff) -> Steps[None]:
+        delay = backoff.delay()
+        metrics.backpressure(delay)
+        yield Pause(delay)
 
     def _encode(self, trajectory: Trajectory) -> tuple[dict[Any, Any], int]:
         if _kind(trajectory) != "usable":
@@ -422,6 +495,8 @@ def busy_error(reply: Sequence[bytes], timeout: float | None) -> Busy:
     """Busy with the figures of a refusal."""
     reason, used, limit = (part.decode() if isinstance(part, bytes) else part for part in reply[1:4])
     waited = "" if timeout is None else f" after {timeout:g} s"
+    if reason == "maxmemory":
+        return Busy(f"not admitted{waited}: the server is above its maxmemory")
     if reason == "max_staleness":
         return Busy(
             f"not admitted{waited}: {used} groups begun and not yet trained, max_staleness allows {limit}"

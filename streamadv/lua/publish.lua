@@ -1,22 +1,24 @@
--- An advantage worker's hand-off: results of one work entry become visible to the trainer. Runs behind the HSET
--- of the output columns, in one MULTI, when there are any.
+-- An advantage worker's hand-off: results of one work entry become visible to the trainer. Output columns are
+-- written by a HSET in the same MULTI, before this script; over maxmemory that is refused, and they come inline.
 -- KEYS  void, work, ready, applied, ledger, output columns ('void' key without any)
--- ARGV  consumer group, entry id, batch id, header JSON, bytes of the output columns, results (raw bytes) as
---       field, value ...
+-- ARGV  consumer group, entry id, batch id, header JSON, bytes of the output columns, number of inline fields of
+--       the output columns, their field, value ...; then results (raw bytes) as field, value ...
 -- Returns  1, or 0 when somebody else has finished the entry or the batch is gone: the output is unlinked
 redis.call('DEL', KEYS[1])
-if redis.call('XACK', KEYS[2], ARGV[1], ARGV[2]) == 0 then
+local first = redis.call('XACK', KEYS[2], ARGV[1], ARGV[2]) == 1
+if first then redis.call('XDEL', KEYS[2], ARGV[2]) end
+if not first or redis.call('HEXISTS', KEYS[4], ARGV[3]) == 0 then
   redis.call('UNLINK', KEYS[6])
   return 0
 end
-redis.call('XDEL', KEYS[2], ARGV[2])
-if redis.call('HEXISTS', KEYS[4], ARGV[3]) == 0 then
-  redis.call('UNLINK', KEYS[6])
-  return 0
+local at = 7
+for _ = 1, tonumber(ARGV[6]) do
+  redis.call('HSET', KEYS[6], ARGV[at], ARGV[at + 1])
+  at = at + 2
 end
 local output = tonumber(ARGV[5]) > 0 and KEYS[6] or ''
 local entry = {'batch', ARGV[3], 'header', ARGV[4], 'output', output, 'output_bytes', ARGV[5]}
-for i = 6, #ARGV do entry[#entry + 1] = ARGV[i] end
+for i = at, #ARGV do entry[#entry + 1] = ARGV[i] end
 redis.call('XADD', KEYS[3], '*', unpack(entry))
 redis.call('HINCRBY', KEYS[5], 'live_bytes', ARGV[5])
 return 1

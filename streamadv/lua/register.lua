@@ -1,6 +1,7 @@
 -- Put a run on the list of runs.
--- KEYS  runs
+-- KEYS  void, runs
 -- ARGV  run
 -- Returns  1 when it is new, 0 when it was there
-if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 0 end
-return redis.call('HSET', KEYS[1], ARGV[1], redis.call('TIME')[1] .. '000')
+redis.call('DEL', KEYS[1])
+if redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then return 0 end
+return redis.call('HSET', KEYS[2], ARGV[1], redis.call('TIME')[1] .. '000')
