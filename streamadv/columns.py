@@ -44,7 +44,8 @@ EXTRA_DTYPES: Final = frozenset(["|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<u8"
 
 MAX_COLUMNS: Final = 64
 MAX_DIMENSIONS: Final = 6
-COLUMN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
+#: `header` is the one field of a stored payload that is no column.
+COLUMN_NAME: Final = re.compile(r"(?!header\Z)[A-Za-z_][A-Za-z0-9_.]{0,63}")
 
 Array = NDArray[Any]
 

@@ -221,7 +221,9 @@ class Row(BaseModel):
             raise ValueError(f"has {len(extras)} extra columns, at most {MAX_COLUMNS} are allowed")
         for name, value in extras.items():
             if not COLUMN_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is no column name: letters, digits, '_' and '.', at most 64")
+                raise ValueError(
+                    f"{name!r} is no column name: letters, digits, '_' and '.', at most 64, not header"
+                )
             extras[name] = _extra_column(name, value, length)
         return self
 

@@ -209,6 +209,7 @@ BAD_FIELDS = [
     ("extra", {"data": [1], "per_token": False, "dtype": ["O"]}),
     ("extra", {"data": [300], "per_token": False, "dtype": "|u1"}),
     ("two words", [1, 2, 3]),
+    ("header", [1, 2, 3]),
     ("line\nbreak", [1, 2, 3]),
     ("batch", -1),
 ]
