@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .chain_steps import ChainStep, State, chain_steps
+from .chain_steps import ChainStep, State, counted_anew, estimating_steps, shaping_steps
 from .config import ChainConfig, parse_config
+from .correction_step import correction_step
 from .metrics import fetch
 from .packed import Level, PackedBatch
 from .presets import preset
 from .registry import SCOPES, Scope, get_estimator
+from .running import RunningMoments
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Chain:
     @property
     def level(self) -> Level:
         """What one number of the result belongs to."""
-        return get_estimator(self.config.estimator).level
+        return "token" if self.config.distill else get_estimator(self.config.estimator).level
 
     @property
     def estimates(self) -> bool:
@@ -84,18 +86,29 @@ class ChainResult:
 def build_chain(source: ChainConfig | str | Mapping[str, Any]) -> Chain:
     """The chain of a configuration, a preset's name or a mapping; SettingError if it is wrong."""
     config = preset(source) if isinstance(source, str) else parse_config(source)
-    return Chain(config, tuple(chain_steps(config)))
+    steps = list(shaping_steps(config))
+    correction = [correction_step(config.correction)] if config.correction is not None else []
+    if config.correction is not None and config.correction.before_estimator:
+        steps = [steps[0], *correction, *steps[1:]]
+        correction = []
+    return Chain(config, (*steps, *estimating_steps(config), *correction))
 
 
-def run_chain(chain: Chain, batch: PackedBatch, kl_coefficient: float | None = None) -> ChainResult:
+def run_chain(
+    chain: Chain,
+    batch: PackedBatch,
+    kl_coefficient: float | None = None,
+    running: RunningMoments | None = None,
+) -> ChainResult:
     """Run the steps on `batch`, which must hold at least what `chain.scope` says, and `chain.needs`.
 
-    kl_coefficient: the one stamped into the batch record; None takes the configuration's. Pure: `batch` is
-    not changed. Raises TrajectoryError for a missing column.
+    kl_coefficient: the one stamped into the batch record; None takes the configuration's. running: moments
+    of the rewards of all batches up to and with this one, likewise stamped, for the scope "running". Pure:
+    `batch` is not changed. Raises TrajectoryError for a missing column.
     """
     if kl_coefficient is None:
         kl_coefficient = chain.config.kl.coefficient if chain.config.kl is not None else 0.0
-    state = State(batch, chain.level, kl_coefficient)
+    state = State(counted_anew(batch), chain.level, kl_coefficient, running)
     for step in chain.steps:
         state = step.run(state)
     metrics, weights = fetch(state.metrics)

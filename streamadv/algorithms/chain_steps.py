@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..errors import SettingError
-from .config import ChainConfig, KLConfig, RewardConfig
+from ..errors import SettingError, TrajectoryError
+from .config import ChainConfig, DistillConfig, KLConfig, MaskConfig, RewardConfig
 from .kl import approx_kl
 from .metrics import Metric, fraction, summary
 from .packed import Level, PackedBatch, expand, span_sum
 from .registry import Estimator, Scope, get_estimator
 from .rewards import clip, normalise
-from .segments import segment_sum, whole
+from .running import RunningMoments
+from .sample_masks import overlong_penalty
+from .segments import moments, segment_sum, spread, whole
 from .token_rewards import credited, outcome_rewards, step_rewards
 from .whitening import whiten
 
@@ -26,7 +28,8 @@ class State:
 
     batch: PackedBatch
     level: Level
-    kl_coefficient: float
+    kl_coefficient: float = 0.0
+    running: RunningMoments | None = None
     advantages: Tensor | None = None  # [R], [S] or [N] float64
     returns: Tensor | None = None
     changed: Mapping[str, Tensor] = field(default_factory=dict)  # columns made or changed
@@ -37,6 +40,11 @@ class State:
 
     def with_columns(self, **columns: Tensor) -> State:
         return replace(self, batch=self.batch.with_columns(**columns), changed={**self.changed, **columns})
+
+    def with_mask(self, mask: Tensor) -> State:
+        """The state with a narrowed response_mask [N]."""
+        state = self.with_columns(response_mask=mask)
+        return replace(state, batch=counted_anew(state.batch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +59,20 @@ class ChainStep:
     makes: tuple[str, ...] = ()
 
 
-def chain_steps(config: ChainConfig) -> Iterator[ChainStep]:
-    """The steps of a configuration: rewards, KL, token rewards, estimator, whitening, clipping."""
+def counted_anew(batch: PackedBatch) -> PackedBatch:
+    """The batch with row_trainable taken from its response_mask, if it has one: a step may have narrowed it."""
+    mask = batch.columns.get("response_mask")
+    if mask is None:
+        return batch
+    return replace(batch, row_trainable=segment_sum(mask, batch.cu_seqlens).to(torch.int64))
+
+
+def shaping_steps(config: ChainConfig) -> Iterator[ChainStep]:
+    """What happens before the estimator: rewards, masks, token rewards, KL, whitened rewards."""
     chosen = get_estimator(config.estimator)
     yield _reward_step(config.reward)
+    if config.masks is not None:
+        yield _mask_step(config.masks)
     by_token = "token_level_rewards" in chosen.needs
     if by_token:
         yield _token_reward_step(config)
@@ -62,26 +80,38 @@ def chain_steps(config: ChainConfig) -> Iterator[ChainStep]:
         yield _kl_step(config.kl, by_token, chosen.level == "step")
     if config.whiten_rewards:
         yield _whiten_rewards_step()
+
+
+def estimating_steps(config: ChainConfig) -> Iterator[ChainStep]:
+    """The estimator and what is done to its advantages."""
+    chosen = get_estimator(config.estimator)
     yield _estimator_step(config, chosen)
+    if config.distill is not None:
+        yield _distill_step(config.distill, config.raw_advantages)
     if config.whiten_advantages or config.advantage_clip:
-        yield _finish_step(config, chosen.level)
+        yield _finish_step(config, "token" if config.distill else chosen.level)
 
 
 def _reward_step(config: RewardConfig) -> ChainStep:
     def run(state: State) -> State:
         batch = state.batch
+        rewards = _summed(batch, config.components) if config.components else batch.rewards
         trained = (~batch.baseline).double()
-        state = state.with_metrics(summary("critic/score", batch.rewards, trained))
+        state = state.with_metrics(summary("critic/score", rewards, trained))
+        if config.overlong is not None:
+            lengths = segment_sum(batch.row_trainable, batch.row_offsets)
+            rewards = overlong_penalty(rewards, lengths, **config.overlong.model_dump())
         weight = trained
         if config.statistics == "row":
             weight = trained * (batch.row_offsets[1:] - batch.row_offsets[:-1])
         rewards = normalise(
-            batch.rewards,
+            rewards,
             batch.group_offsets,
             mean=config.mean,
             std=config.std,
             epsilon=config.epsilon,
             weight=weight,
+            running=state.running,
         )
         if config.clip is not None:
             rewards, outside = clip(rewards, config.clip)
@@ -90,12 +120,55 @@ def _reward_step(config: RewardConfig) -> ChainStep:
 
     scopes = {config.mean, config.std}
     scope: Scope = "batch" if "batch" in scopes else "group" if "group" in scopes else "row"
-    parts = [f"minus mean over {config.mean}"] if config.mean else []
+    parts = [" + ".join(f"{weight} {name}" for name, weight in config.components.items())]
+    parts += ["minus overlong penalty"] if config.overlong else []
+    parts += [f"minus mean over {config.mean}"] if config.mean else []
     parts += [f"over std over {config.std}"] if config.std else []
-    parts += [f"each {config.statistics} counted once"] if parts else []
+    parts += [f"each {config.statistics} counted once"] if config.mean or config.std else []
     parts += [f"clip to {config.clip}"] if config.clip else []
-    text = ", ".join(parts) or "as they came"
+    text = ", ".join(part for part in parts if part) or "as they came"
     return ChainStep("rewards", (), scope, text, run)
+
+
+def _summed(batch: PackedBatch, weights: Mapping[str, float]) -> Tensor:
+    """[M] float64: weighted sum of named rewards."""
+    total = torch.zeros_like(batch.rewards)
+    for name, weight in weights.items():
+        if name not in batch.components:
+            known = ", ".join(batch.components) or "none"
+            raise TrajectoryError(f"reward.components names {name!r}, the trajectories have {known}")
+        total = total + weight * batch.components[name]
+    return total
+
+
+def _mask_step(config: MaskConfig) -> ChainStep:
+    def run(state: State) -> State:
+        batch = state.batch
+        kept = torch.ones_like(batch.baseline)
+        counted = (~batch.baseline).double()
+        if config.difficulty_low is not None or config.difficulty_high is not None:
+            stats = moments(batch.rewards, batch.group_offsets, counted)
+            mean = spread(stats.mean, batch.group_offsets, len(kept))
+            alone = spread(stats.size, batch.group_offsets, len(kept)) < 2
+            low = -torch.inf if config.difficulty_low is None else config.difficulty_low
+            high = torch.inf if config.difficulty_high is None else config.difficulty_high
+            kept = kept & (((mean > low) & (mean < high)) | alone)
+        lengths = segment_sum(batch.row_trainable, batch.row_offsets)
+        if config.max_length is not None:
+            kept = kept & (lengths < config.max_length)
+        if config.wrong_max_length is not None:
+            kept = kept & ((batch.rewards > 0) | (lengths < config.wrong_max_length))
+        metrics = {"actor/final_mask_ratio": fraction(kept, counted)}
+        mask = batch.column("response_mask")
+        row_kept = kept[batch.row_trajectory]
+        mask = torch.where(spread(row_kept, batch.cu_seqlens, len(mask)), mask, torch.zeros_like(mask))
+        return state.with_metrics(metrics).with_mask(mask)
+
+    by_group = config.difficulty_low is not None or config.difficulty_high is not None
+    bounds = {name: value for name, value in config.model_dump().items() if value is not None}
+    text = ", ".join(f"{name} {value}" for name, value in bounds.items())
+    scope: Scope = "group" if by_group else "row"
+    return ChainStep("masks", ("response_mask",), scope, text, run, ("response_mask",))
 
 
 def _token_reward_step(config: ChainConfig) -> ChainStep:
@@ -131,15 +204,16 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
             tokens = batch.column("token_level_rewards") - coefficient * kl
             state = state.with_columns(token_level_rewards=tokens)
         if by_step:
-            steps = batch.steps
             step_kl = span_sum(batch, kl)
-            state = replace(state, batch=state.batch.with_step_rewards(steps.rewards - coefficient * step_kl))
+            steps = batch.steps.rewards - coefficient * step_kl
+            state = replace(state, batch=state.batch.with_step_rewards(steps))
         return state
 
-    needs = ("response_mask", config.log_probs, "ref_log_probs")
-    text = f"{config.penalty} of {config.log_probs} against ref_log_probs, off the rewards"
     makes = ("token_level_rewards",) if by_token else ()
-    return ChainStep("kl", (*needs, *makes), "row", text, run, makes)
+    needs = ("response_mask", config.log_probs, "ref_log_probs", *makes)
+    adaptive = f", towards {config.target}" if config.target else ""
+    text = f"{config.penalty} of {config.log_probs} against ref_log_probs, off the rewards{adaptive}"
+    return ChainStep("kl", needs, "row", text, run, makes)
 
 
 def _whiten_rewards_step() -> ChainStep:
@@ -157,9 +231,11 @@ def _whiten_rewards_step() -> ChainStep:
 
 def _estimator_step(config: ChainConfig, chosen: Estimator) -> ChainStep:
     options = {**chosen.options, **config.options}
+    changed_later = bool(config.whiten_advantages or config.advantage_clip or config.distill)
 
     def run(state: State) -> State:
-        estimate = chosen.function(state.batch, **options)
+        batch = state.batch
+        estimate = chosen.function(batch, **options)
         if estimate.level != chosen.level:
             raise SettingError(
                 f"estimator {chosen.name} returned level {estimate.level!r}, declared {chosen.level!r}: "
@@ -167,32 +243,66 @@ def _estimator_step(config: ChainConfig, chosen: Estimator) -> ChainStep:
             )
         advantages, returns = estimate.advantages, estimate.returns
         if chosen.level == "token":
-            mask = state.batch.column("response_mask").bool()
+            mask = batch.column("response_mask").bool()
             advantages = torch.where(mask, advantages, 0.0)
             returns = None if returns is None else torch.where(mask, returns, 0.0)
-        elif config.whiten_advantages or config.advantage_clip:
+        elif changed_later:
             returns = advantages if returns is None else returns
-        weight = _weight(state.batch, chosen.level)
+        if config.distill is not None and chosen.level != "token":
+            advantages = expand(batch, chosen.level, advantages)
+            returns = advantages if returns is None else expand(batch, chosen.level, returns)
+        weight = level_weight(batch, "token" if config.distill else chosen.level)
         metrics = {
-            **summary("critic/rewards", state.batch.rewards, ~state.batch.baseline),
+            **summary("critic/rewards", batch.rewards, ~batch.baseline),
             **summary("critic/advantages", advantages, weight),
             **summary("critic/returns", advantages if returns is None else returns, weight),
         }
         return replace(state.with_metrics(metrics), advantages=advantages, returns=returns)
 
     needs = chosen.needs
-    if chosen.level == "token" and "response_mask" not in needs:
+    if (chosen.level == "token" or config.distill) and "response_mask" not in needs:
         needs = (*needs, "response_mask")
     text = ", ".join([chosen.name, *(f"{name} {value}" for name, value in options.items())])
     return ChainStep("estimator", needs, chosen.scope, text, run)
 
 
+def _distill_step(config: DistillConfig, keep_raw: bool) -> ChainStep:
+    def run(state: State) -> State:
+        batch, before = state.batch, state.advantages
+        if before is None:
+            raise SettingError("chain: distillation comes before the estimator")
+        mask = batch.column("response_mask").bool()
+        kl = approx_kl(batch.column(config.log_probs), batch.column("teacher_log_probs"), config.penalty)
+        kl = torch.where(mask, kl, 0.0)
+        advantages = -config.coefficient * kl.to(torch.float64)
+        returns = state.returns
+        if config.only:
+            returns = advantages
+        else:
+            advantages = advantages + before
+        tokens = mask.sum()
+        metrics = {
+            "critic/distill_kl": Metric(segment_sum(kl, whole(kl))[0] / tokens.clamp(min=1), tokens),
+            **summary("critic/advantages", advantages, mask),
+        }
+        if keep_raw:
+            raw = before.to(torch.float32)
+            state = replace(state, changed={**state.changed, "raw_advantages": raw})
+        return replace(state.with_metrics(metrics), advantages=advantages, returns=returns)
+
+    needs = ("response_mask", config.log_probs, "teacher_log_probs")
+    text = f"{'only ' if config.only else ''}minus {config.coefficient} {config.penalty} against teacher_log_probs"
+    return ChainStep("distill", needs, "row", text, run)
+
+
 def _finish_step(config: ChainConfig, level: Level) -> ChainStep:
+    keep_raw = config.raw_advantages and config.distill is None
+
     def run(state: State) -> State:
         batch, advantages = state.batch, state.advantages
         if advantages is None:
             raise SettingError("chain: whitening comes before the estimator")
-        weight = _weight(batch, level)
+        weight = level_weight(batch, level)
         raw = advantages
         if config.whiten_advantages:
             segments = batch.cu_seqlens if level == "token" else whole(advantages)
@@ -201,24 +311,19 @@ def _finish_step(config: ChainConfig, level: Level) -> ChainStep:
             advantages, outside = clip(advantages, config.advantage_clip)
             state = state.with_metrics({"critic/advantage_clip_frac": fraction(outside, weight)})
         state = state.with_metrics(summary("critic/advantages", advantages, weight))
-        if config.raw_advantages:
+        if keep_raw:
             raw_column = expand(batch, level, raw)
             state = replace(state, changed={**state.changed, "raw_advantages": raw_column})
         return replace(state, advantages=advantages)
 
     parts = ["whiten over the batch"] if config.whiten_advantages else []
     parts += [f"clip to {config.advantage_clip}"] if config.advantage_clip else []
-    needs_mask = level != "row" or config.raw_advantages
-    return ChainStep(
-        "advantages",
-        ("response_mask",) if needs_mask else (),
-        "batch" if config.whiten_advantages else "row",
-        ", ".join(parts),
-        run,
-    )
+    needs = ("response_mask",) if level != "row" or keep_raw else ()
+    scope: Scope = "batch" if config.whiten_advantages else "row"
+    return ChainStep("advantages", needs, scope, ", ".join(parts), run)
 
 
-def _weight(batch: PackedBatch, level: Level) -> Tensor:
+def level_weight(batch: PackedBatch, level: Level) -> Tensor:
     """How many trainable tokens each value of a level stands for.
 
     A step counts its span where the mask was not fetched: spans normally hold what the policy wrote.

@@ -11,35 +11,101 @@ from ..errors import SettingError
 from ..schema import first_problem
 from . import estimators as _registered  # noqa: F401  registers the built-in estimators
 from .kl import KLPenalty
+from .off_policy import BoundMode, RatioLevel, Rejection, RejectionKind
 from .registry import get_estimator
+from .rewards import NormScope
 
 Positive = Annotated[float, Field(gt=0)]
+PolicyLogProbs = Literal["old_log_probs", "rollout_log_probs"]
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class RewardConfig(_Section):
-    """Shaping of the trajectory rewards before anything else: (r - mean) / (std + epsilon), then clip."""
+class OverlongConfig(_Section):
+    """A growing penalty on responses that come close to the length limit (DAPO, arXiv:2503.14476, eq. 13)."""
 
-    mean: Literal["batch", "group"] | None = None  # over which members the subtracted mean is taken
-    std: Literal["batch", "group"] | None = None  # likewise the divisor; independent of mean
+    max_length: Annotated[int, Field(gt=0)]  # trainable tokens
+    buffer: Annotated[int, Field(gt=0)]  # the penalty starts at max_length - buffer
+    factor: float = 1.0  # and is factor at max_length
+    capped: bool = True  # at most factor (verl and AReaL let it grow)
+
+
+class RewardConfig(_Section):
+    """Shaping of the trajectory rewards before anything else: sum, overlong penalty, normalise, clip."""
+
+    components: dict[str, float] = Field(default_factory=dict)  # reward = sum of weight * named reward
+    overlong: OverlongConfig | None = None
+    mean: NormScope | None = None  # over which members the subtracted mean is taken
+    std: NormScope | None = None  # likewise the divisor; independent of mean
     epsilon: Annotated[float, Field(ge=0)] = 1e-6
     clip: Positive | None = None  # rewards end in -clip .. clip
     statistics: Literal["trajectory", "row"] = "trajectory"  # what counts once in mean and std
 
 
+class MaskConfig(_Section):
+    """Whole trajectories that give no gradient; they count in the statistics all the same."""
+
+    difficulty_low: float | None = None  # kept: mean reward of the group strictly above
+    difficulty_high: float | None = None  # and strictly below
+    max_length: Annotated[int, Field(gt=0)] | None = None  # dropped: so many trainable tokens or more
+    wrong_max_length: Annotated[int, Field(gt=0)] | None = None  # the same where the reward is not positive
+
+
 class KLConfig(_Section):
-    """A penalty on the distance from the reference policy, taken off the token rewards."""
+    """A penalty on the distance from the reference policy, taken off the rewards.
+
+    With `target` the coefficient adapts: the batch record carries the one in force.
+    """
 
     penalty: KLPenalty = "k1"
-    coefficient: float = 0.001
-    log_probs: Literal["old_log_probs", "rollout_log_probs"] = "rollout_log_probs"
+    coefficient: float = 0.001  # fixed, or the first one
+    target: Positive | None = None
+    horizon: Positive = 10000.0
+    log_probs: PolicyLogProbs = "rollout_log_probs"
+
+
+class DistillConfig(_Section):
+    """On-policy distillation: advantages minus coefficient * KL(policy, teacher_log_probs)."""
+
+    coefficient: Positive = 1.0
+    penalty: KLPenalty = "k1"
+    log_probs: PolicyLogProbs = "rollout_log_probs"
+    only: bool = False  # nothing else: the estimator's advantages are dropped
+
+
+class RejectionConfig(_Section):
+    """One test that turns tokens or rows down; see `off_policy.Rejection`."""
+
+    kind: RejectionKind
+    upper: float
+    lower: float | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.rejection()
+        return self
+
+    def rejection(self) -> Rejection:
+        return Rejection(self.kind, self.upper, self.lower)
+
+
+class CorrectionConfig(_Section):
+    """Decoupled off-policy correction: weights pi_old / pi_rollout and rejection; see `off_policy`."""
+
+    level: RatioLevel | None = "token"  # None: no weights
+    mode: BoundMode = "truncate"
+    upper: Positive = 2.0
+    lower: Annotated[float, Field(ge=0)] | None = None
+    batch_normalize: bool = False
+    rejections: tuple[RejectionConfig, ...] = ()
+    veto: Positive | None = None  # rows with a token of a lower ratio are dropped
+    before_estimator: bool = False  # rejected tokens count in no statistics of the estimator (verl)
 
 
 class ChainConfig(_Section):
-    """rewards -> KL -> estimator -> whitening, clipping. Presets are instances of it (`presets.py`).
+    """rewards -> masks -> token rewards -> KL -> estimator -> whitening, clipping -> correction.
 
     `options` are the estimator's own; they may also be given beside the other fields.
     """
@@ -47,12 +113,15 @@ class ChainConfig(_Section):
     estimator: str = "grpo"
     options: dict[str, JsonValue] = Field(default_factory=dict)
     reward: RewardConfig = RewardConfig()
+    masks: MaskConfig | None = None
     token_rewards: Literal["outcome", "steps", "column"] = "outcome"  # where token-level rewards come from
     kl: KLConfig | None = None
     whiten_rewards: bool = False  # token rewards to mean 0, std 1 over the batch
+    distill: DistillConfig | None = None
     whiten_advantages: bool = False
     advantage_clip: Positive | None = None
-    raw_advantages: bool = False  # also give the advantages before whitening and clipping
+    raw_advantages: bool = False  # also give the advantages before distillation, whitening and clipping
+    correction: CorrectionConfig | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -72,7 +141,7 @@ class ChainConfig(_Section):
         return {**rest, "options": options}
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_options(self) -> Self:
         chosen = get_estimator(self.estimator)
         for name, value in self.options.items():
             if name not in chosen.options:
@@ -82,14 +151,29 @@ class ChainConfig(_Section):
                 TypeAdapter(chosen.types[name]).validate_python(value, strict=True)
             except ValidationError as error:
                 raise ValueError(f"options.{name}: {first_problem(error)}") from error
-        if self.whiten_rewards and "token_level_rewards" not in chosen.needs:
+        return self
+
+    @model_validator(mode="after")
+    def _check_contradictions(self) -> Self:
+        by_token = "token_level_rewards" in get_estimator(self.estimator).needs
+        if self.whiten_rewards and not by_token:
             raise ValueError(f"whiten_rewards does nothing: {self.estimator} reads no token rewards")
-        if self.token_rewards != "outcome" and "token_level_rewards" not in chosen.needs:
+        if self.token_rewards != "outcome" and not by_token:
             raise ValueError(
                 f"token_rewards {self.token_rewards!r} does nothing: {self.estimator} reads no token rewards"
             )
-        if self.raw_advantages and not (self.whiten_advantages or self.advantage_clip):
-            raise ValueError("raw_advantages does nothing without whiten_advantages or advantage_clip")
+        if self.raw_advantages and not (self.whiten_advantages or self.advantage_clip or self.distill):
+            raise ValueError(
+                "raw_advantages does nothing without distill, whiten_advantages or advantage_clip"
+            )
+        correction = self.correction
+        if correction and not (correction.level or correction.rejections or correction.veto):
+            raise ValueError("correction does nothing: give it a level, rejections or veto")
+        if correction and correction.batch_normalize and correction.level is None:
+            raise ValueError("correction.batch_normalize does nothing without correction.level")
+        masks = self.masks
+        if masks and all(value is None for value in masks.model_dump().values()):
+            raise ValueError("masks does nothing: give it a bound")
         return self
 
 

@@ -39,7 +39,10 @@ class StepLike(Protocol):
 
 
 class Packable(Protocol):
-    """What `pack` needs to know of a trajectory; its columns come separately."""
+    """What `pack` needs to know of a trajectory; its columns come separately.
+
+    One with named rewards has an attribute `rewards` too: Mapping[str, float].
+    """
 
     @property
     def group_id(self) -> str: ...
@@ -90,6 +93,7 @@ class PackedBatch:
     num_tokens: int  # N, on the host: reading it from a device would wait for it
     num_groups: int  # G: groups are numbered from 0 without gaps
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # each [N]; response_mask uint8
+    components: Mapping[str, Tensor] = field(default_factory=dict)  # named rewards, [M] float64; absent = 0
 
     @property
     def num_rows(self) -> int:
@@ -180,6 +184,7 @@ def pack(
         num_tokens=int(cu_seqlens[-1]),
         num_groups=groups[-1] + 1 if groups else 0,
         columns=_columns(members, columns, device) if columns is not None else {},
+        components={name: tensor(values, np.float64) for name, values in _components(members).items()},
     )
 
 
@@ -233,6 +238,13 @@ def _check_order(members: Sequence[Packable]) -> None:
         if member.reward is None:
             raise TrajectoryError(f"member {identity} has reward None: leave unscorable members out")
         previous = identity
+
+
+def _components(members: Sequence[Packable]) -> dict[str, list[float]]:
+    """Named rewards of members that have them (attribute `rewards`)."""
+    given: list[Mapping[str, float]] = [getattr(member, "rewards", {}) for member in members]
+    names = dict.fromkeys(sorted({name for rewards in given for name in rewards}))
+    return {name: [rewards.get(name, 0.0) for rewards in given] for name in names}
 
 
 def _codes(keys: Sequence[str]) -> list[int]:

@@ -17,7 +17,7 @@ from .packed import PackedBatch
 from .padded_layout import Labels, PeerQuirks, as_batch, to_padded
 from .padded_rewards import group_scores
 from .registry import get_estimator
-from .scan import blocks, next_in_row, reverse_scan
+from .scan import blocks, reverse_scan
 from .token_rewards import credited
 from .whitening import whiten
 
@@ -219,16 +219,14 @@ def compute_reinforce_plus_plus_outcome_advantage(
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks)
     order = torch.arange(len(response_mask), device=response_mask.device)
     mask = batch.column("response_mask")
+    estimate = get_estimator("reinforce_plus_plus").function(
+        batch, gamma=gamma, reset_at_observations=peer_quirks is not None
+    )
+    advantages, returns = estimate.advantages, estimate.returns
+    assert returns is not None
     if peer_quirks is None:
-        estimate = get_estimator("reinforce_plus_plus").function(batch, gamma=gamma)
-        assert estimate.returns is not None
-        advantages, returns = _masked(estimate.advantages, mask), _masked(estimate.returns, mask)
-        return to_padded(advantages, order), to_padded(returns, order)
-    carried = gamma * next_in_row(mask.to(torch.float64), batch.cu_seqlens)
-    cut = blocks(batch.cu_seqlens, batch.num_tokens)
-    returns = reverse_scan(batch.column("token_level_rewards"), carried, cut)
-    advantages = _masked(whiten(returns, mask, batch.cu_seqlens), mask)
-    return to_padded(advantages, order), to_padded(returns, order)
+        returns = _masked(returns, mask)
+    return to_padded(_masked(advantages, mask), order), to_padded(returns, order)
 
 
 def compute_remax_outcome_advantage(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +100,10 @@ class _Line:
     @property
     def row_trainable(self) -> Sequence[int]:
         return [int(row.response_mask.sum()) for row in self.trajectory.rows]
+
+    @property
+    def rewards(self) -> Mapping[str, float]:
+        return self.trajectory.rewards
 
     @property
     def steps(self) -> Sequence[Step]:

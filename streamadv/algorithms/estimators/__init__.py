@@ -1,6 +1,8 @@
 """One file per estimator; importing this package registers them all."""
 
+from . import agentic_reinforce as agentic_reinforce
 from . import gae as gae
+from . import gdpo as gdpo
 from . import gigpo as gigpo
 from . import gpg as gpg
 from . import grpo as grpo
@@ -13,3 +15,4 @@ from . import remax as remax
 from . import rloo as rloo
 from . import step_reinforce as step_reinforce
 from . import token_baseline as token_baseline
+from . import vtrace as vtrace

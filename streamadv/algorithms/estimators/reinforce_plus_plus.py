@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
+from ..scan import blocks, next_in_row, reverse_scan
 from ..segments import moments, whole
 from ..whitening import whiten
 from .reinforce import reinforce
@@ -13,13 +16,21 @@ from .singleton import Singleton, settle_singletons
 @estimator(
     "reinforce_plus_plus", scope="batch", level="token", needs=("response_mask", "token_level_rewards")
 )
-def reinforce_plus_plus(batch: PackedBatch, *, gamma: float = 1.0) -> Estimate:
+def reinforce_plus_plus(
+    batch: PackedBatch, *, gamma: float = 1.0, reset_at_observations: bool = False
+) -> Estimate:
     """G_t = R_t + gamma * G_{t+1} over trainable tokens, whitened over the batch; returns G.
 
-    verl resets the return at observation tokens, so earlier turns of an episode get nothing.
+    reset_at_observations: the return starts anew at every masked token, so only the last turn of an episode
+    hears of its reward (verl).
     """
+    mask = batch.column("response_mask")
     returns = reinforce(batch, gamma=gamma).advantages
-    return Estimate("token", whiten(returns, batch.column("response_mask"), batch.cu_seqlens), returns)
+    if reset_at_observations:
+        passed_on = gamma * next_in_row(mask.to(torch.float64), batch.cu_seqlens)
+        cut = blocks(batch.cu_seqlens, batch.num_tokens)
+        returns = reverse_scan(batch.column("token_level_rewards"), passed_on, cut)
+    return Estimate("token", whiten(returns, mask, batch.cu_seqlens), returns)
 
 
 @estimator("reinforce_plus_plus_baseline", scope="batch")

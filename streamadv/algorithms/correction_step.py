@@ -1,0 +1,62 @@
+"""The chain's off-policy correction: weights, rejection and their diagnostics, in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .chain_steps import ChainStep, State
+from .config import CorrectionConfig
+from .metrics import Metric
+from .off_policy import importance_weights, rejection_mask, veto_mask
+from .off_policy_metrics import off_policy_metrics
+from .registry import Scope
+
+PREFIX = "rollout_corr/"
+
+
+def correction_step(config: CorrectionConfig) -> ChainStep:
+    """Make rollout_is_weights and narrow response_mask from old_log_probs - rollout_log_probs."""
+
+    def run(state: State) -> State:
+        batch = state.batch
+        mask, bounds = batch.column("response_mask"), batch.cu_seqlens
+        old, rollout = batch.column("old_log_probs"), batch.column("rollout_log_probs")
+        log_ratio = old - rollout
+        metrics: dict[str, Metric] = off_policy_metrics(old, rollout, mask, bounds)
+        kept = mask
+        if config.rejections:
+            rejections = [item.rejection() for item in config.rejections]
+            kept, found = rejection_mask(log_ratio, mask, bounds, rejections)
+            metrics |= found
+        if config.veto is not None:
+            kept = veto_mask(log_ratio, mask, bounds, config.veto) * kept
+        if config.level is not None:
+            weights, found = importance_weights(
+                log_ratio,
+                mask,
+                bounds,
+                level=config.level,
+                mode=config.mode,
+                upper=config.upper,
+                lower=config.lower,
+                batch_normalize=config.batch_normalize,
+            )
+            metrics |= found
+            state = replace(state, changed={**state.changed, "rollout_is_weights": weights})
+        state = state.with_metrics({PREFIX + name: metric for name, metric in metrics.items()})
+        if not narrows:
+            return state
+        state = state.with_mask(kept)
+        if state.level == "token" and state.advantages is not None:
+            state = replace(state, advantages=state.advantages * kept)
+        return state
+
+    narrows = bool(config.rejections or config.veto)
+    makes = (("rollout_is_weights",) if config.level else ()) + (("response_mask",) if narrows else ())
+    parts = [f"{config.mode} {config.level} weights at {config.upper}"] if config.level else []
+    parts += ["normalised over the batch"] if config.batch_normalize else []
+    parts += [f"reject by {item.kind}" for item in config.rejections]
+    parts += [f"veto below {config.veto}"] if config.veto else []
+    scope: Scope = "batch" if config.batch_normalize else "row"
+    needs = ("response_mask", "old_log_probs", "rollout_log_probs")
+    return ChainStep("correction", needs, scope, ", ".join(parts), run, makes)
