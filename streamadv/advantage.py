@@ -12,6 +12,7 @@ import logging
 import queue
 import secrets
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
