@@ -1,0 +1,161 @@
+"""Off-policy correction: weights, rejection, veto, diagnostics, V-trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamadv import padded
+from streamadv.algorithms import build_chain, run_chain
+from streamadv.algorithms.off_policy import Rejection, importance_weights, rejection_mask, veto_mask
+from streamadv.algorithms.runs import run_mean, run_returns
+from streamadv.errors import SettingError
+
+from .reference import batch_of, member, random_pairs, rows_of
+
+BOUNDS = torch.tensor([0, 4, 6])
+MASK = torch.tensor([0, 1, 1, 1, 1, 1], dtype=torch.uint8)
+LOG_RATIO = torch.tensor([9.0, 0.0, np.log(4.0), np.log(0.25), 0.0, np.log(2.0)])
+
+
+def test_levels_and_modes_of_weights() -> None:
+    def weights(**options: Any) -> list[float]:
+        return [round(w, 4) for w in importance_weights(LOG_RATIO, MASK, BOUNDS, **options)[0].tolist()]
+
+    assert weights(upper=3.0) == [0, 1, 3, 0.25, 1, 2]
+    assert weights(upper=3.0, lower=0.5, mode="clip") == [0, 1, 3, 0.5, 1, 2]
+    assert weights(upper=3.0, lower=0.5, mode="mask") == [0, 1, 0, 0, 1, 2]
+    assert weights(level="sequence", upper=3.0) == [0, 1, 1, 1, 2, 2]
+    assert weights(level="geometric", upper=3.0) == [0, 1, 1, 1, 1.4142, 1.4142]
+    mean = (1 + 3 + 0.25 + 1 + 2) / 5
+    normalised = weights(upper=3.0, batch_normalize=True)
+    assert normalised == [round(w / mean, 4) for w in (0, 1, 3, 0.25, 1, 2)]
+
+
+def test_extreme_and_masked_ratios_stay_finite() -> None:
+    wild = torch.tensor([torch.nan, 500.0, -500.0, torch.inf, -torch.inf, 0.0])
+    mask = torch.tensor([0, 1, 1, 1, 1, 1], dtype=torch.uint8)
+    for level in ("token", "sequence", "geometric", "segment"):
+        weights, _ = importance_weights(wild.clamp(-1e30, 1e30), mask, BOUNDS, level=level)  # type: ignore[arg-type]
+        assert torch.isfinite(weights).all()
+        assert weights[0] == 0
+
+
+def test_rejection_and_veto_drop_what_they_should() -> None:
+    kept, metrics = rejection_mask(LOG_RATIO, MASK, BOUNDS, [Rejection("token_k1", 3.0)])
+    assert kept.tolist() == [0, 1, 0, 0, 1, 1]
+    assert metrics["rollout_rs_masked_fraction"].value == 0.4
+    kept, _ = rejection_mask(LOG_RATIO, MASK, BOUNDS, [Rejection("seq_max_k3", 0.8)])
+    assert kept.tolist() == [0, 0, 0, 0, 1, 1]
+    assert veto_mask(LOG_RATIO, MASK, BOUNDS, 0.3).tolist() == [0, 0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "upper", "lower"),
+    [("token_k3", 1.0, 0.5), ("token_k1", -1.0, None), ("seq_max_k1", 1.0, None), ("token_k1", 2.0, 0.0)],
+)
+def test_impossible_rejections_are_refused(kind: Any, upper: float, lower: float | None) -> None:
+    with pytest.raises(SettingError, match=kind):
+        Rejection(kind, upper, lower)
+    with pytest.raises(SettingError, match="correction"):
+        build_chain({"correction": {"upper": 1.0, "lower": 2.0, "level": None}})
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), gamma=st.sampled_from([0.0, 0.9, 1.0]))
+def test_runs_match_loops(seed: int, gamma: float) -> None:
+    batch = batch_of(random_pairs(seed, 2, longest=12))
+    mask = batch.column("response_mask").numpy()
+    values = batch.column("values").double().numpy()
+    mean, returns = np.zeros(len(mask)), np.zeros(len(mask))
+    for start, end in rows_of(batch):
+        ahead, t = 0.0, end - 1
+        while t >= start:
+            if not mask[t]:
+                t -= 1
+                continue
+            last = t
+            while t >= start and mask[t]:
+                t -= 1
+            run = slice(t + 1, last + 1)
+            mean[run] = values[run].mean()
+            ahead = values[last] + gamma * ahead
+            returns[run] = ahead
+    got = run_mean(torch.from_numpy(values), torch.from_numpy(mask), batch.cu_seqlens)
+    np.testing.assert_allclose(got, mean, atol=1e-12)
+    got = run_returns(torch.from_numpy(values), torch.from_numpy(mask), batch.cu_seqlens, gamma)
+    np.testing.assert_allclose(got, returns, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), gamma=st.sampled_from([0.0, 0.9, 1.0]), lam=st.sampled_from([0.0, 0.95, 1.0])
+)
+def test_vtrace_matches_a_loop_and_gae_when_on_policy(seed: int, gamma: float, lam: float) -> None:
+    batch = batch_of(random_pairs(seed, 2, longest=20))
+    config = {"estimator": "vtrace", "gamma": gamma, "lam": lam, "rho_clip": 1.2, "pg_rho_clip": 1.5}
+    result = run_chain(build_chain(config), batch)
+    mask, values = batch.column("response_mask").numpy(), batch.column("values").double().numpy()
+    rewards = result.columns["token_level_rewards"].double().numpy()
+    log_ratio = (batch.column("old_log_probs") - batch.column("rollout_log_probs")).double()
+    rho = log_ratio.exp().numpy()
+    want, returns = np.zeros(len(mask)), np.zeros(len(mask))
+    for start, end in rows_of(batch):
+        value_next = target_next = error = 0.0
+        for t in range(end - 1, start - 1, -1):
+            if not mask[t]:
+                continue
+            bootstrap = lam * target_next + (1 - lam) * value_next
+            want[t] = min(1.5, rho[t]) * (rewards[t] + gamma * bootstrap - values[t])
+            delta = min(1.2, rho[t]) * (rewards[t] + gamma * value_next - values[t])
+            error = delta + gamma * lam * min(1.0, rho[t]) * error
+            returns[t] = target_next = values[t] + error
+            value_next = values[t]
+    assert result.advantages is not None
+    assert result.returns is not None
+    np.testing.assert_allclose(result.advantages, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(result.returns, returns, rtol=1e-5, atol=1e-5)
+    on_policy = batch.with_columns(old_log_probs=batch.column("rollout_log_probs"))
+    returns_v = run_chain(build_chain(config), on_policy).returns
+    returns_g = run_chain(build_chain({"estimator": "gae", "gamma": gamma, "lam": lam}), on_policy).returns
+    torch.testing.assert_close(returns_v, returns_g, rtol=1e-5, atol=1e-5)
+
+
+def test_the_chain_corrects_after_or_before_the_estimator() -> None:
+    columns = {"rollout_log_probs": [0.0, 0.0, 0.0], "old_log_probs": [9.0, 0.0, np.log(3.0)]}
+    batch = batch_of([member("a", i, float(i), **columns) for i in (0, 1)])
+    config = {"correction": {"upper": 2.0, "rejections": [{"kind": "token_k1", "upper": 2.5}]}}
+    result = run_chain(build_chain(config), batch)
+    assert result.columns["rollout_is_weights"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert result.columns["response_mask"].tolist() == [0, 1, 0, 0, 1, 0]
+    assert result.metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.5
+    assert result.metrics["rollout_corr/kl"] == pytest.approx(-np.log(3.0) / 2)
+    config["correction"]["before_estimator"] = True
+    chain = build_chain({**config, "estimator": "reinforce"})
+    assert [step.name for step in chain.steps] == ["rewards", "correction", "token_rewards", "estimator"]
+    early = run_chain(chain, batch)
+    assert early.columns["token_level_rewards"].tolist() == [0, 0, 0, 0, 1, 0]
+
+
+def test_clean_data_have_neutral_diagnostics() -> None:
+    log_probs = torch.randn(3, 5)
+    mask = torch.tensor([[0, 1, 1, 1, 0]] * 2 + [[0] * 5])
+    weights, kept, metrics = padded.compute_rollout_correction_and_rejection_mask(
+        log_probs, log_probs, mask, "sequence", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01
+    )
+    assert weights is not None
+    assert torch.equal(weights, mask.float())
+    assert torch.equal(kept, mask)
+    neutral = {"kl": 0, "k3_kl": 0, "chi2_token": 0, "rollout_is_mean": 1, "rollout_is_seq_min": 1}
+    for name, value in neutral.items():
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(value)
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1)
+    _, _, nothing = padded.compute_rollout_correction_and_rejection_mask(
+        log_probs, log_probs, mask * 0, "token"
+    )
+    assert nothing == {}
