@@ -1,0 +1,80 @@
+"""Keys: one slot for each shard, shards spread evenly, names that cannot escape."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.crc import key_slot
+
+from streamadv.errors import SettingError
+from streamadv.keys import (
+    CLUSTER_SLOTS,
+    RunKeys,
+    ShardKeys,
+    check_run_name,
+    find_salt,
+    manifest_key,
+    void_key,
+)
+
+
+def keys_of(run: str, shards: int) -> RunKeys:
+    return RunKeys(run, tuple(find_salt(run, shard, shards) for shard in range(shards)))
+
+
+def every_key(keys: ShardKeys) -> list[str]:
+    fixed = [getattr(keys, name) for name in dir(ShardKeys) if isinstance(getattr(ShardKeys, name), property)]
+    return [
+        *fixed,
+        keys.group("a}{b"),
+        keys.payload("n"),
+        keys.output("n"),
+        keys.scoring("s"),
+        *keys.admission("g"),
+    ]
+
+
+@pytest.mark.parametrize("shards", [1, 3, 16])
+def test_all_keys_of_a_shard_share_a_slot_and_shards_have_their_own_part_of_the_slots(shards: int) -> None:
+    for number, shard in enumerate(keys_of("exp/1", shards).shards):
+        slots = {key_slot(key.encode()) for key in every_key(shard)}
+        assert len(slots) == 1
+        assert slots.pop() * shards // CLUSTER_SLOTS == number
+
+
+def test_keys_are_all_different() -> None:
+    keys = keys_of("r", 3)
+    names = [name for shard in keys.shards for name in {*every_key(shard)}]
+    assert len(names) == len({*names, manifest_key("r"), void_key("r")}) - 2
+    assert key_slot(manifest_key("r").encode()) == key_slot(void_key("r").encode())
+
+
+@given(group_id=st.text(min_size=1), shards=st.integers(1, 5))
+def test_a_group_lives_in_one_shard(group_id: str, shards: int) -> None:
+    keys = keys_of("r", shards)
+    assert keys.shard_of(group_id) == keys.shard_of(group_id)
+    assert 0 <= keys.shard_of(group_id) < shards
+
+
+def test_the_shard_of_a_group_is_the_same_in_every_release() -> None:
+    keys = keys_of("r", 7)
+    assert [keys.shard_of(f"g{number}") for number in range(8)] == [6, 6, 6, 4, 1, 4, 1, 3]
+
+
+def test_groups_spread_over_the_shards() -> None:
+    counts = Counter(keys_of("r", 4).shard_of(f"group-{number}") for number in range(4000))
+    assert min(counts.values()) > 850
+
+
+@pytest.mark.parametrize("name", ["", "a b", "{a}", "a}", "-a", "ü", "a" * 101, "a\n", "../a", "a:b", "a*"])
+def test_names_that_could_reach_other_keys_are_refused(name: str) -> None:
+    with pytest.raises(SettingError, match="run is"):
+        check_run_name(name)
+
+
+@pytest.mark.parametrize("name", ["a", "exp-1/seed_2.3", "a" * 100])
+def test_usual_names_are_taken(name: str) -> None:
+    assert check_run_name(name) == name

@@ -1,0 +1,69 @@
+"""Micro-batches: packed and padded hold the same numbers; what is missing is named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamadv.columns import EXTRA_DTYPES
+from streamadv.microbatch import MicroBatch, as_tensor
+
+CPU = torch.device("cpu")
+
+
+def micro_batch(lengths: list[int], dtype: str = "<f4", shape: tuple[int, ...] = ()) -> MicroBatch:
+    rng = np.random.default_rng(0)
+    total = sum(lengths)
+    columns = {
+        "input_ids": as_tensor(rng.integers(0, 99, total).astype(np.int32), CPU),
+        "extra": as_tensor(rng.integers(1, 99, (total, *shape)).astype(dtype), CPU),
+    }
+    return MicroBatch(columns, lengths, [], {})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6), max_size=5),
+    dtype=st.sampled_from(sorted(EXTRA_DTYPES)),
+    shape=st.sampled_from([(), (2,), (2, 3)]),
+)
+def test_padded_rows_are_the_packed_ones(lengths: list[int], dtype: str, shape: tuple[int, ...]) -> None:
+    packed = micro_batch(lengths, dtype, shape)
+    padded = packed.padded()
+    width = max(lengths, default=0)
+    assert padded.attention_mask.shape == (len(lengths), width)
+    assert packed.cu_seqlens.tolist() == [0, *np.cumsum(lengths).tolist()]
+    for name, values in packed.columns.items():
+        column = getattr(padded, name)
+        assert column.dtype == values.dtype
+        assert column.shape == (len(lengths), width, *values.shape[1:])
+        for row, length in enumerate(lengths):
+            start = int(packed.cu_seqlens[row])
+            want = values[start : start + length].numpy()
+            np.testing.assert_array_equal(column[row, :length].numpy(), want)
+            assert not column[row, length:].numpy().any()
+            assert padded.attention_mask[row].tolist() == [1] * length + [0] * (width - length)
+            assert padded.position_ids[row, :length].tolist() == list(range(length))
+    assert padded.attention_mask.dtype == torch.uint8
+
+
+def test_positions_count_from_zero_in_every_row() -> None:
+    assert micro_batch([2, 3]).position_ids.tolist() == [0, 1, 0, 1, 2]
+    assert micro_batch([2, 3]).num_rows == 2
+
+
+def test_an_empty_micro_batch_keeps_ranks_in_step() -> None:
+    empty = micro_batch([])
+    assert (empty.num_rows, empty.cu_seqlens.tolist(), len(empty.input_ids)) == (0, [0], 0)
+    assert empty.padded().input_ids.shape == (0, 0)
+
+
+def test_a_missing_column_is_named() -> None:
+    batch = micro_batch([2])
+    assert "input_ids" in batch
+    assert "old_log_probs" not in batch
+    with pytest.raises(AttributeError, match="no column old_log_probs: this batch has input_ids, extra"):
+        _ = batch.old_log_probs

@@ -1,0 +1,60 @@
+"""Scripts: what they may contain, and that a server which forgot them is told again."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+
+import pytest
+
+from streamadv import scripts
+from streamadv.connection import Connection
+
+FOLDER = resources.files("streamadv") / "lua"
+NAMES = sorted(path.name.removesuffix(".lua") for path in FOLDER.iterdir() if path.name.endswith(".lua"))
+#: May be refused above maxmemory: they bring data in. `register` writes for a new run only, `status` never.
+WRITERS_OF_NEW_DATA = {"push", "begin", "register", "status"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_script_says_what_it_takes_and_gives(name: str) -> None:
+    text = (FOLDER / f"{name}.lua").read_text()
+    for word in ("KEYS", "ARGV", "Returns"):
+        assert re.search(rf"^-- (KEYS and )?{word}  ", text, re.MULTILINE) or word not in text, word
+    assert "Returns" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scripts_use_only_what_every_server_has(name: str) -> None:
+    text = scripts.load(name).text
+    assert "-- include" not in text
+    assert not text.startswith("#!")
+    assert not re.search(r"\b(cmsgpack|struct|bit)\.|sha1hex|'(KEYS|SCAN|EXPIRE)'", text)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - WRITERS_OF_NEW_DATA))
+def test_the_first_write_of_a_script_needs_no_memory(name: str) -> None:
+    body = (FOLDER / f"{name}.lua").read_text()
+    first = re.search(r"redis\.p?call\('(\w+)', (KEYS\[1\])", body)
+    assert first is not None
+    assert first[1] == "DEL"
+    assert body.index(first[0]) == body.index("redis.")
+
+
+def test_a_server_that_forgot_a_script_is_sent_its_text(fake: Connection) -> None:
+    call = scripts.script_call("register", ["runs"], ["r"])
+    assert scripts.run_script(fake.scripts, call) == 1
+    fake.scripts.script_flush()
+    assert scripts.run_script(fake.scripts, call) == 0
+    assert scripts.run_script(fake.scripts, call) == 0
+
+
+async def test_also_by_asyncio() -> None:
+    import fakeredis
+
+    client = fakeredis.FakeAsyncRedis()
+    call = scripts.script_call("register", ["runs"], ["r"])
+    assert await scripts.run_script_async(client, call) == 1
+    await client.script_flush()
+    assert await scripts.run_script_async(client, call) == 0
+    await client.aclose()
