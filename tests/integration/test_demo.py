@@ -55,8 +55,31 @@ def test_small_run_with_kills_accounts_for_every_trajectory(tmp_path: Path) -> N
     assert "kill -9 of rollouts-0" in ended.stdout
     assert "balanced" in ended.stdout
     pids = started(ended.stdout)
-    assert len(pids) == 10  # seven processes, three of them twice
+    assert len(pids) == 10, ended.stdout  # seven processes, three of them twice
     assert all(gone(pid) for pid in pids)
+
+
+def test_the_trainer_may_be_killed_too(tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "demo.json"), "--picture", str(tmp_path / "curve.png")]
+    command = [*COMMAND, "--no-kill", "--maps", "random", "--updates", "25", *files]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        output = ""
+        while not re.search(r"  update [1-9]", output):
+            line = demo.stdout.readline()
+            assert line, demo.stderr.read() if demo.stderr else ""
+            output += line
+        found = re.search(r"trainer \((\d+)\)", output)
+        assert found is not None
+        os.kill(int(found[1]), signal.SIGKILL)
+        rest, errors = demo.communicate(timeout=110)
+    assert demo.returncode == 0, output + rest + errors
+    assert "trainer ended with exit status -9" in rest
+    result = json.loads((tmp_path / "demo.json").read_text())
+    assert result["balanced"] is True
+    assert result["updates"] >= 25
+    assert result["ledger"]["trained"] >= 25 * 8 * 16
+    assert all(gone(pid) for pid in started(output + rest))
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
