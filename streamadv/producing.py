@@ -214,12 +214,7 @@ class ProducerLogic:
                 f"group_size is {size}, redundancy {redundancy}: need 1..{MAX_GROUP_SIZE} and 0..{MAX_GROUP_SIZE}"
             )
         places = size + redundancy
-        reserve = places * manifest.max_trajectory_bytes
-        if reserve > self.max_bytes:
-            raise SettingError(
-                f"max_bytes allows {self.max_bytes} bytes a shard, one group of {places} reserves {reserve}: "
-                f"lower max_trajectory_bytes ({manifest.max_trajectory_bytes}) or the group size"
-            )
+        self._check_reserve(places)
         if metadata and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
             raise TrajectoryError(f"metadata: more than {MAX_METADATA_BYTES} bytes: use an extra column")
         yield from self._reopen()
@@ -271,9 +266,11 @@ class ProducerLogic:
                 )
         yield from self._reopen()
         yield from self._register_extras(trajectories)
+        places = places or size + manifest.redundancy
+        self._check_reserve(places)
         keys = self._keys(first.group_id)
         encoded = [self._encode(trajectory) for trajectory in trajectories]
-        spec = self._admission(size, places or size + manifest.redundancy, first.data_source, None)
+        spec = self._admission(size, places, first.data_source, None)
         codes: list[str] = []
         for start, stop in _slices([size for _, size in encoded]):
             records = list(zip(trajectories[start:stop], encoded[start:stop], strict=True))
@@ -410,6 +407,15 @@ class ProducerLogic:
         if self.finished:
             self.finished = False
             yield from self.heartbeat()
+
+    def _check_reserve(self, places: int) -> None:
+        """A group that needs more than the whole budget would wait for ever."""
+        each = self.ready.max_trajectory_bytes
+        if places * each > self.max_bytes:
+            raise SettingError(
+                f"max_bytes allows {self.max_bytes} bytes a shard, one group of {places} reserves {places * each}: "
+                f"lower max_trajectory_bytes ({each}) or the group size"
+            )
 
     def _state(self) -> str:
         return "finished" if self.finished else "open"
