@@ -1,0 +1,423 @@
+"""Admission and the push script: the only place of dedupe, and no payload without a reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamadv.connection import Connection
+from streamadv.errors import Busy, GroupEndedError, SettingError, TrajectoryError
+from streamadv.producer import Producer
+from streamadv.producing import MAX_SLICE_BYTES, Ticket, byte_budget, new_group_id, prepare
+from streamadv.run import Run
+from streamadv.scripts import ScriptCall, script_call
+
+from ..support import (
+    ended,
+    group_all,
+    join,
+    ledger,
+    make_overdue,
+    problems,
+    producing,
+    push_one,
+    trajectory,
+    unscored,
+)
+
+MB = 1 << 20
+
+
+def payload_keys(run: Run) -> list[bytes]:
+    return [key for key in run.connection.scripts.keys("*") if b":payload:" in key]
+
+
+def test_a_trajectory_is_pushed_once(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        assert push_one(producer, trajectory("g", 0)) == "pushed"
+        assert push_one(producer, trajectory("g", 0, reward=9.0)) == "duplicate"
+        assert producer.push([trajectory("g", 0), trajectory("g", 1)]).codes == ["duplicate", "pushed"]
+        assert len(payload_keys(run)) == 2
+        assert group_all(run) == ["complete"]
+        assert push_one(producer, trajectory("g", 1)) == "duplicate"
+    assert ledger(run) == {"pushed": 2, "trained": 0, "dropped": {}, "dead": {}, "queued": 2, "in_flight": 0}
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize(
+    ("item", "reason"),
+    [
+        (trajectory("g", 2, 2), "surplus"),
+        (ended("g", 2, 2, "failed"), "failed"),
+        (trajectory("g", 2, 2, reward=None), "unscorable"),
+    ],
+)
+def test_what_comes_after_completion_is_counted_and_not_kept(
+    fake: Connection, item: Any, reason: str
+) -> None:
+    with producing(fake, "r", {"redundancy": 2}) as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", index) for index in range(2)])
+        group_all(run)
+        kept = payload_keys(run)
+        assert push_one(producer, item) == "surplus"
+        assert push_one(producer, item) == "duplicate"
+        assert payload_keys(run) == kept
+        assert ledger(run)["dropped"] == {reason: 1}
+        with pytest.raises(TrajectoryError, match="no such place"):
+            push_one(producer, trajectory("g", 4))
+    assert problems(run) == []
+
+
+def test_what_is_overtaken_by_the_completion_of_its_group_is_surplus(fake: Connection) -> None:
+    with producing(fake, "r", {"redundancy": 1}) as producer:
+        run = join(fake, "r")
+        assert producer.push([trajectory("g", index) for index in range(3)]).codes == ["pushed"] * 3
+        assert group_all(run) == ["complete"]
+    assert ledger(run)["dropped"] == {"surplus": 1}
+    assert len(payload_keys(run)) == 2
+    assert problems(run) == []
+
+
+def test_what_comes_after_expiry_is_late(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        push_one(producer, trajectory("g", 0))
+        group_all(run)
+        make_overdue(run, "g")
+        group_all(run)
+        assert push_one(producer, trajectory("g", 1)) == "late"
+        assert push_one(producer, trajectory("g", 1)) == "duplicate"
+        assert push_one(producer, trajectory("g", 0)) == "duplicate"
+        with pytest.raises(GroupEndedError, match="g has ended"):
+            producer.begin_group(2, group_id="g")
+    assert ledger(run)["dropped"] == {"expired": 1, "late": 1}
+    assert payload_keys(run) == []
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize("item", [trajectory("g", 5, 2), trajectory("g", 0, 3)], ids=["range", "size"])
+def test_what_does_not_fit_its_group_is_refused_without_a_trace(fake: Connection, item: Any) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        push_one(producer, trajectory("g", 0))
+        with pytest.raises(TrajectoryError, match=r"no such place|group_size is 3, group g is open"):
+            push_one(producer, item)
+        with pytest.raises(TrajectoryError, match="group_size is 3"):
+            producer.begin_group(3, group_id="g")
+    assert ledger(run)["pushed"] == 1
+    assert len(payload_keys(run)) == 1
+    assert problems(run) == []
+
+
+def test_one_push_is_for_one_group(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        for other in (trajectory("h", 1), trajectory("g", 1, 3)):
+            with pytest.raises(TrajectoryError, match="one group at a time"):
+                producer.push([trajectory("g", 0), other])
+        assert producer.push([]).codes == []
+    assert ledger(join(fake, "r"))["pushed"] == 0
+
+
+def test_failed_cancelled_and_unscorable_places_end_without_a_trajectory(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        group = producer.begin_group(5, group_id="g")
+        rollouts = list(group)
+        assert rollouts[3].fail() == "pushed"
+        assert rollouts[3].fail() == "duplicate"
+        assert rollouts[4].fail("aborted") == "pushed"
+        assert group.cancel(1).codes == ["pushed"]
+        assert rollouts[0].push(input_ids=[1], response_mask=[1], reward=1.0) == "duplicate"
+        assert rollouts[1].push(input_ids=[1], response_mask=[1], reward=None) == "pushed"
+        assert rollouts[2].push(input_ids=[1], response_mask=[1], reward=1.0) == "pushed"
+        assert group_all(run) == ["incomplete"]
+    want = {"aborted": 1, "cancelled": 1, "failed": 1, "incomplete": 1, "unscorable": 1}
+    assert ledger(run) | {"dropped": want} == ledger(run)
+    assert (ledger(run)["pushed"], ledger(run)["queued"]) == (5, 0)
+    assert problems(run) == []
+    with pytest.raises(ValueError, match="needs 'failed' or 'aborted'"):
+        rollouts[0].fail("bored")
+
+
+def test_leaving_a_group_fails_what_was_not_pushed(fake: Connection) -> None:
+    with producing(fake, "r", {"partial_min_usable": 1}) as producer:
+        run = join(fake, "r")
+        with producer.group(3, group_id="g") as group:
+            first, second, _ = group
+            with first:
+                first.push(input_ids=[1], response_mask=[1], reward=1.0)
+            with pytest.raises(RuntimeError, match="boom"), second:
+                raise RuntimeError("boom")
+        assert group_all(run) == ["partial"]
+    assert ledger(run)["dropped"] == {"failed": 2}
+
+
+def test_a_cancel_that_is_sent_twice_takes_one_place(fake: Connection) -> None:
+    """The client repeats a script whose reply was lost."""
+    with producing(fake, "r") as producer:
+        group = producer.begin_group(3, group_id="g")
+        calls: list[ScriptCall] = []
+        steps = producer._logic.end_places(group.tickets[0], [-1], "cancelled")
+        calls.append(next(steps))  # type: ignore[arg-type]
+        replies = [fake.scripts.eval(*calls[0].by_text) for _ in range(3)]
+        assert replies == [[b"ok", b"pushed"]] * 3
+    assert ledger(join(fake, "r"))["pushed"] == 1
+
+
+def test_cancelling_more_than_there_is_free_says_so(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        group = producer.begin_group(2, group_id="g")
+        with pytest.raises(TrajectoryError, match="no such place left"):
+            group.cancel(3)
+        assert group_all(run) == ["incomplete"]
+        assert group.cancel(1).codes == ["surplus"]
+    assert ledger(run)["dropped"] == {"cancelled": 2}
+
+
+def test_admission_by_bytes(fake: Connection) -> None:
+    limits = {"max_bytes": 8 * MB, "max_trajectory_bytes": 2 * MB}
+    with producing(fake, "r", limits) as producer:
+        run = join(fake, "r")
+        first = producer.begin_group(2, timeout=0)
+        producer.begin_group(2, timeout=0)
+        for attempt in (
+            lambda: producer.begin_group(1, timeout=0),
+            lambda: producer.push([trajectory("new", 0, 1)]),
+        ):
+            with pytest.raises(Busy, match=f"{8 * MB} bytes live or reserved of max_bytes {8 * MB}"):
+                attempt()
+        assert payload_keys(run) == []
+        next(iter(first)).push(input_ids=[1], response_mask=[1], reward=1.0)
+        first.cancel(1)
+        producer.begin_group(1, timeout=0)
+        with pytest.raises(SettingError, match="one group of 5 reserves"):
+            producer.begin_group(5, timeout=0)
+        with pytest.raises(SettingError, match="one group of 5 reserves"):
+            producer.push([trajectory("huge", 0, 5)])
+    assert problems(run) == []
+
+
+def test_a_reservation_ends_with_its_group(fake: Connection) -> None:
+    with producing(fake, "r", {"max_bytes": 8 * MB, "max_trajectory_bytes": 2 * MB}) as producer:
+        run = join(fake, "r")
+        for group_id in ("a", "b"):
+            producer.begin_group(2, group_id=group_id, timeout=0)
+            make_overdue(run, group_id)
+        group_all(run)
+        state = run.connection.scripts.hget(run.keys.home.ledger, "reserved_bytes")
+        assert state is not None
+        assert int(state) == 0
+        producer.begin_group(4, timeout=0)
+    assert problems(run) == []
+
+
+def test_a_group_opened_by_a_process_with_a_smaller_limit_releases_no_more_than_it_has(
+    fake: Connection,
+) -> None:
+    with producing(fake, "r") as early, producing(fake, "r", {"max_trajectory_bytes": MB}) as later:
+        run = join(fake, "r")
+        later.begin_group(2, group_id="g")
+        early.push([trajectory("g", 0)])
+        assert problems(run) == []
+        early.push([trajectory("g", 1)])
+        group_all(run)
+    assert problems(run) == []
+
+
+def test_pacing_admits_so_many_groups_ahead(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        keys = run.keys.home
+        fake.scripts.hset(keys.trainer, mapping={"max_staleness": "1", "batch_groups": "2"})
+        groups = [producer.begin_group(1, timeout=0) for _ in range(4)]
+        with pytest.raises(Busy, match="4 groups begun and not yet trained, max_staleness allows 4"):
+            producer.begin_group(1, timeout=0)
+        with pytest.raises(Busy, match="max_staleness"):
+            producer.push([trajectory("new", 0, 1)])
+        for group in groups:
+            next(iter(group)).push(input_ids=[1], response_mask=[1], reward=1.0)
+        group_all(run)
+        with pytest.raises(Busy):
+            producer.begin_group(1, timeout=0)
+        fake.scripts.hset(keys.trainer, "held", "2")  # two of them are trained, the checkpoint is not written
+        producer.begin_group(1, timeout=0)
+        producer.begin_group(1, timeout=0)
+        with pytest.raises(Busy):
+            producer.begin_group(1, timeout=0)
+        fake.scripts.hset(keys.trainer, "max_staleness", "")
+        producer.begin_group(1, timeout=0)
+    assert problems(run) == []
+
+
+def test_an_open_group_gives_its_tickets_again(fake: Connection) -> None:
+    with producing(fake, "r") as one, producing(fake, "r") as other:
+        opened = one.begin_group(2, group_id="g", redundancy=1)
+        again = other.begin_group(2, group_id="g")
+        assert [ticket.rollout_index for ticket in again.tickets] == [0, 1, 2]
+        assert again.tickets == opened.tickets
+        assert ledger(join(fake, "r"))["pushed"] == 0
+
+
+@pytest.mark.parametrize("size", [0, -1, 5000])
+def test_a_group_needs_a_size(fake: Connection, size: int) -> None:
+    with producing(fake, "r") as producer, pytest.raises(TrajectoryError, match="group_size is"):
+        producer.begin_group(size)
+
+
+def test_a_ticket_can_be_pushed_from_anywhere(fake: Connection) -> None:
+    with producing(fake, "r") as one, producing(fake, "r") as other:
+        group = one.begin_group(1, group_id="g", data_source="math", metadata={"prompt": 7})
+        ticket = Ticket.from_json(group.tickets[0].to_json())
+        assert ticket == group.tickets[0]
+        rollout = other.rollout(ticket)
+        assert rollout.push(input_ids=[1], response_mask=[1], reward=1.0, metadata={"x": 1}) == "pushed"
+    run = join(fake, "r")
+    header = fake.scripts.hget(payload_keys(run)[0].decode(), "header")
+    assert header is not None
+    assert b'"metadata":{"prompt":7,"x":1}' in header
+    assert b'"data_source":"math"' in header
+
+
+def test_a_trajectory_above_the_limit_is_an_error_naming_it(fake: Connection) -> None:
+    with producing(fake, "r", {"max_trajectory_bytes": 1024}) as producer:
+        with pytest.raises(TrajectoryError, match="max_trajectory_bytes is 1024"):
+            producer.push([trajectory("g", 0, tokens=400)])
+        assert push_one(producer, trajectory("g", 0, tokens=20)) == "pushed"
+
+
+def test_extra_columns_are_fixed_by_their_first_push(fake: Connection) -> None:
+    with producing(fake, "r") as one, producing(fake, "r") as other:
+        one.push([trajectory("g", 0, x=np.zeros((5, 2), np.int16))])
+        for wrong in (np.zeros((5, 2), np.int8), np.zeros((5, 3), np.int16), np.zeros((4, 2), np.int16)):
+            with pytest.raises(TrajectoryError, match="extra column x is"):
+                other.push([trajectory("g", 1, x=wrong)])
+        mixed = [trajectory("h", 0, y=np.zeros(5, np.int8)), trajectory("h", 1, y=np.zeros(5, np.int16))]
+        with pytest.raises(TrajectoryError, match="extra column y is"):
+            other.push(mixed)
+    assert problems(join(fake, "r")) == []
+
+
+def test_a_large_group_is_pushed_in_slices(fake: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    carry_out = Producer._carry_out
+
+    def count(self: Producer, request: Any) -> Any:
+        if hasattr(request, "payloads"):
+            sent.append(sum(len(value) for _, fields in request.payloads for value in fields.values()))
+        return carry_out(self, request)
+
+    monkeypatch.setattr(Producer, "_carry_out", count)
+    with producing(fake, "r", {"max_trajectory_bytes": MB}) as producer:
+        big = [trajectory("g", index, 6, tokens=100_000) for index in range(6)]
+        assert producer.push(big).codes == ["pushed"] * 6
+        many = [trajectory("h", index, 300) for index in range(300)]
+        assert producer.push(many).count("pushed") == 300
+    assert len(sent) >= 4
+    assert max(sent) <= MAX_SLICE_BYTES
+    assert group_all(join(fake, "r")) == ["complete", "complete"]
+    assert problems(join(fake, "r")) == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(dedupe=st.integers(1, 4), total=st.integers(1, 12))
+def test_the_last_groups_are_remembered(dedupe: int, total: int) -> None:
+    import fakeredis
+
+    fake = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+    with producing(fake, "r", {"dedupe_groups": dedupe}) as producer:
+        run = join(fake, "r")
+        for number in range(total):
+            push_one(producer, trajectory(f"g{number}", 0, 1))
+            group_all(run)
+        remembered = fake.scripts.hlen(run.keys.home.ended) + fake.scripts.hlen(run.keys.home.ended_before)
+        assert remembered <= 2 * dedupe
+        for number in range(max(0, total - dedupe), total):
+            assert push_one(producer, trajectory(f"g{number}", 0, 1)) == "duplicate"
+    assert problems(run) == []
+
+
+def test_scores_must_be_finite(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        producer.push([unscored("g", 0)])
+        for reward, rewards in ((float("nan"), None), (float("inf"), None), (1.0, {"style": float("nan")})):
+            with pytest.raises(TrajectoryError, match="give a finite number"):
+                producer.score("g", 0, reward, rewards)
+        assert producer.score("g", 0, None) == "scored"
+
+
+def test_touch_extends_a_deadline_and_never_shortens_it(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        group = producer.begin_group(1, group_id="g", deadline_s=100)
+        before = fake.scripts.zscore(run.keys.home.open, "g")
+        assert group.touch(1)
+        assert fake.scripts.zscore(run.keys.home.open, "g") == before
+        assert producer.touch("g", 1000)
+        assert fake.scripts.zscore(run.keys.home.open, "g") > (before or 0) + 800_000  # type: ignore[operator]
+        assert not producer.touch("other")
+
+
+def test_producers_say_whether_more_will_come(fake: Connection) -> None:
+    def states() -> list[bytes]:
+        found: dict[bytes, bytes] = fake.scripts.hgetall(join(fake, "r").keys.home.producers)  # type: ignore[assignment]
+        return sorted(value.split()[1] for value in found.values())
+
+    with producing(fake, "r") as one:
+        with producing(fake, "r"):
+            assert states() == [b"open", b"open"]
+        assert states() == [b"open"]
+        one.finish()
+        assert states() == [b"finished"]
+        one.push([trajectory()])
+        assert states() == [b"open"]
+        one.finish()
+    assert states() == [b"finished"]
+
+
+def test_records_are_checked_against_their_ticket() -> None:
+    ticket = Ticket("g", 1, 2, 3, 0, 7, "math", {"a": 1})
+    (item,) = prepare([{"input_ids": [1], "response_mask": [1]}], ticket)
+    assert (item.group_id, item.rollout_index, item.model_version) == ("g", 1, 7)
+    assert (item.data_source, item.metadata) == ("math", {"a": 1})
+    with pytest.raises(TrajectoryError, match="belongs to group h"):
+        prepare([trajectory("h", 0)], ticket)
+    with pytest.raises(TrajectoryError, match="has 3 places"):
+        prepare([trajectory("g", 3)], ticket)
+
+
+def test_the_byte_budget_follows_the_server() -> None:
+    assert byte_budget(None, {"maxmemory": 1000}) == 700
+    assert byte_budget(None, {"maxmemory": 0, "total_system_memory": 1000}) == 500
+    assert byte_budget(None, {}) == 1 << 30
+    assert byte_budget(600, {"maxmemory": 1000}) == 600
+    assert byte_budget(600, {"maxmemory": 0}) == 600
+    with pytest.raises(SettingError, match="max_bytes is 800, more than"):
+        byte_budget(800, {"maxmemory": 1000})
+
+
+def test_new_group_ids_are_ordered_and_unique() -> None:
+    ids = [new_group_id() for _ in range(100)]
+    assert len(set(ids)) == 100
+    assert all(text[14] == "7" and text[19] in "89ab" for text in ids)
+    assert [text[:8] for text in ids] == sorted(text[:8] for text in ids)
+
+
+def test_scripts_refuse_what_they_do_not_know(fake: Connection) -> None:
+    """A push of a record that is not admitted leaves neither payload nor counter."""
+    run = join(fake, "r")
+    keys = run.keys.home
+    fake.scripts.hset(keys.payload("n"), "header", "x")
+    args = ["g", 1, 1, "", 1000, 100, 50, 1, "0", 0, "usable", "1.0", 10, keys.payload("n"), "train", "{}"]
+    names = [*keys.admission("g"), keys.rollouts, keys.void, keys.payload("n")]
+    reply: Any = run.call("push", names, args)
+    assert reply[:2] == [b"busy", b"max_bytes"]
+    assert not fake.scripts.exists(keys.payload("n"))
+    assert problems(run) == []
+    assert script_call("push", [], []).script.name == "push"
