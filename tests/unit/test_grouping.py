@@ -1,0 +1,451 @@
+"""Groups end once and rightly, whatever order things come in: examples, and a machine against a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import fakeredis
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from streamadv import batches, grouping
+from streamadv.connection import Connection
+from streamadv.errors import TrajectoryError
+from streamadv.manifest import RunSettings
+from streamadv.producer import Producer
+from streamadv.producing import Ticket
+from streamadv.run import Run
+
+from ..support import (
+    batches_read,
+    consumer_of,
+    ended,
+    group_all,
+    identities,
+    join,
+    ledger,
+    make_overdue,
+    now_ms,
+    problems,
+    producing,
+    threads,
+    trajectory,
+    unscored,
+)
+
+
+def logged(run: Run) -> dict[str, batches.LoggedGroup]:
+    return {
+        group.group_id: group
+        for shard in range(len(run.keys.shards))
+        for group in batches.read_log(run, shard, "0-0", 1000)
+    }
+
+
+def rewards_of(run: Run, group_id: str = "g") -> list[float | None]:
+    return [member.reward for member in logged(run)[group_id].members]
+
+
+def test_a_group_completes_with_its_first_usable_members(fake: Connection) -> None:
+    with producing(fake, "r", {"redundancy": 2}) as producer:
+        run = join(fake, "r")
+        producer.push([ended("g", 0, 2, "failed"), trajectory("g", 3, 2), trajectory("g", 1, 2)])
+        assert group_all(run) == ["complete"]
+    (group,) = logged(run).values()
+    assert identities(group.members) == [("g", 1), ("g", 3)]
+    assert (group.size, group.outcome) == (2, "complete")
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize(
+    ("minimum", "usable", "outcome"),
+    [
+        (None, 3, "incomplete"),
+        (2, 1, "incomplete"),
+        (2, 2, "partial"),
+        (2, 3, "partial"),
+        (1, 0, "incomplete"),
+    ],
+)
+def test_a_group_short_of_members_follows_the_policy(
+    fake: Connection, minimum: int | None, usable: int, outcome: str
+) -> None:
+    with producing(fake, "r", {"partial_min_usable": minimum}) as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", index, 4) for index in range(usable)])
+        producer.push([ended("g", index, 4, "aborted") for index in range(usable, 4)])
+        assert group_all(run) == [outcome]
+    assert len(logged(run)) == (outcome == "partial")
+    assert ledger(run)["queued"] == (usable if outcome == "partial" else 0)
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "rewards", "outcome"),
+    [
+        ({"zero_variance_filter": True}, [0.5, 0.5], "zero_variance"),
+        ({"zero_variance_filter": True}, [0.5, 0.6], "complete"),
+        ({}, [0.5, 0.5], "complete"),
+        ({"difficulty_low": 0.2}, [0.1, 0.3], "difficulty"),
+        ({"difficulty_low": 0.2}, [0.1, 0.4], "complete"),
+        ({"difficulty_high": 0.9}, [1.0, 0.8], "difficulty"),
+        ({"difficulty_high": 0.9}, [1.0, 0.7], "complete"),
+        ({"difficulty_low": 0.0}, [0.0, 0.0], "difficulty"),
+        ({"difficulty_high": 0.30000000000000004}, [0.1 + 0.2, 0.1 + 0.2], "difficulty"),
+    ],
+)
+def test_filters_look_at_rewards(
+    fake: Connection, policy: dict[str, Any], rewards: list[float], outcome: str
+) -> None:
+    with producing(fake, "r", policy) as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", index, reward=reward) for index, reward in enumerate(rewards)])
+        assert group_all(run) == [outcome]
+    assert ledger(run)["dropped"] == ({} if outcome == "complete" else {outcome: 2})
+    assert problems(run) == []
+
+
+def test_filters_do_not_look_at_baselines(fake: Connection) -> None:
+    with producing(fake, "r", {"zero_variance_filter": True}) as producer:
+        run = join(fake, "r")
+        members = [trajectory("g", 0, 3, reward=1.0), trajectory("g", 1, 3, reward=1.0)]
+        producer.push([*members, trajectory("g", 2, 3, reward=0.0, role="baseline")])
+        assert group_all(run) == ["zero_variance"]
+        producer.push([trajectory("h", 0, 1, role="baseline")])
+        assert group_all(run) == ["no_train_members"]
+    assert problems(run) == []
+
+
+def test_downtime_of_the_grouper_loses_nothing(fake: Connection) -> None:
+    """Pushed before the deadline, taken after it: the group completes."""
+    with producing(fake, "r", {"group_deadline_s": 0.001}) as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", index) for index in range(2)])
+        producer.push([trajectory("h", 0)])
+        make_overdue(run, "g", now_ms(run))
+        make_overdue(run, "h", now_ms(run))
+        consumer = consumer_of(run)
+        entries = consumer.read(1)
+        grouping.housekeeping(run)
+        assert grouping.take(run, entries) == []
+        grouping.housekeeping(run)
+        assert ledger(run)["dropped"] == {}, "the second record still waits"
+        assert group_all(run, consumer) == ["complete"]
+    assert ledger(run)["dropped"] == {"expired": 1}
+    assert problems(run) == []
+
+
+def test_an_expired_group_may_be_trained_in_part(fake: Connection) -> None:
+    with producing(fake, "r", {"partial_min_usable": 1}) as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", 1)])
+        producer.push([unscored("h", 0), trajectory("h", 1)])
+        producer.push([unscored("i", 0)])
+        group_all(run)
+        for group_id in "ghi":
+            make_overdue(run, group_id)
+        group_all(run)
+    assert {group_id: group.outcome for group_id, group in logged(run).items()} == {
+        "g": "partial",
+        "h": "partial",
+    }
+    assert ledger(run)["dropped"] == {"surplus": 1, "expired": 1}
+    assert problems(run) == []
+
+
+def test_scores_may_come_before_or_after_the_grouper(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        assert producer.score("g", 0, 1.0) == "unknown"
+        producer.push([unscored("g", index, 3) for index in range(3)])
+        assert producer.score("g", 0, 0.1, {"style": 0.1}) == "scored"
+        assert group_all(run) == []
+        assert producer.score("g", 0, 0.9) == "duplicate"
+        assert producer.score("g", 1, 0.2) == "scored"
+        assert producer.score("g", 2, 0.3) == "scored"
+        assert producer.score("g", 2, 0.3) == "ended"
+    assert rewards_of(run) == [0.1, 0.2, 0.3]
+    assert logged(run)["g"].members[0].rewards == {"style": 0.1}
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize("taken_first", [False, True])
+def test_a_score_cannot_replace_the_reward_that_came_with_the_push(
+    fake: Connection, taken_first: bool
+) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", 0, reward=1.0)])
+        if taken_first:
+            group_all(run)
+        producer.score("g", 0, 0.0)
+        group_all(run)
+        assert producer.score("g", 0, 0.0) == "duplicate"
+        producer.push([trajectory("g", 1, reward=2.0)])
+        group_all(run)
+    assert rewards_of(run) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("taken_first", [False, True])
+def test_a_score_of_none_ends_the_place(fake: Connection, taken_first: bool) -> None:
+    with producing(fake, "r", {"partial_min_usable": 1}) as producer:
+        run = join(fake, "r")
+        producer.push([unscored("g", 0), trajectory("g", 1)])
+        if taken_first:
+            group_all(run)
+        assert producer.score("g", 0, None) == "scored"
+        group_all(run)
+    assert logged(run)["g"].outcome == "partial"
+    assert ledger(run)["dropped"] == {"unscorable": 1}
+    assert problems(run) == []
+
+
+def test_several_groupers_race(redis_url: str, run: str) -> None:
+    """Each trajectory lands in one group, each group in the log once."""
+    with producing(redis_url, run, {"shards": 2}) as producer:
+        joined = join(redis_url, run)
+        for number in range(60):
+            producer.push([trajectory(f"g{number}", index, 4) for index in (0, 1, 2)])
+        stages = [lambda stop: grouping.run_grouper(join(redis_url, run), stop)] * 3
+        with threads(*stages):
+            for number in range(60):
+                producer.push([trajectory(f"g{number}", 3, 4)])
+            while ledger(joined)["queued"] > sum(len(g.members) for g in logged(joined).values()):
+                assert problems(joined, deep=False) == []
+    groups = logged(joined)
+    assert len(groups) == 60
+    assert all(len(group.members) == 4 for group in groups.values())
+    assert problems(joined) == []
+
+
+def test_a_take_that_is_repeated_changes_nothing(fake: Connection) -> None:
+    """The reply was lost, or a grouper that was thought dead wakes up."""
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", index) for index in range(2)])
+        entries = consumer_of(run).read(10)
+        assert grouping.take(run, entries) == ["complete"]
+        before = ledger(run)
+        assert grouping.take(run, entries) == []
+        assert ledger(run) == before
+    assert problems(run) == []
+
+
+def test_garbage_is_swept_once(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        for number in range(100):
+            producer.push([trajectory(f"g{number}", 0)])
+        for entries in batches_read(consumer_of(run)):
+            grouping.take(run, entries)
+        for number in range(100):
+            make_overdue(run, f"g{number}")
+        while grouping.expire(run, run.keys.home):
+            pass
+        assert fake.scripts.llen(run.keys.home.garbage) == 100
+        assert grouping.sweep(run, run.keys.home) == 100
+        assert grouping.sweep(run, run.keys.home) == 0
+    assert not [key for key in fake.scripts.keys("*") if b"payload" in key]
+    assert problems(run) == []
+
+
+# A machine against a model
+
+SIZE, PLACES = 2, 3
+IDS = st.sampled_from(["a", "b", "c"])
+KINDS = {
+    "usable": lambda g, i: trajectory(g, i, SIZE, reward=0.5),
+    "unscored": lambda g, i: unscored(g, i, SIZE),
+    "unscorable": lambda g, i: trajectory(g, i, SIZE, reward=None),
+    "failed": lambda g, i: ended(g, i, SIZE, "failed"),
+}
+
+
+@dataclass
+class Group:
+    letter: str = ""  # 'c' completed, 'e' expired, '' open
+    pushed: set[int] = field(default_factory=set)
+    members: dict[int, bool] = field(default_factory=dict)  # taken and usable: has it a reward?
+    ended_places: int = 0
+    scores: dict[int, bool] = field(default_factory=dict)  # brought by `score`: is it a number?
+
+
+class Pipeline(RuleBasedStateMachine):
+    """push, score, cancel, take, expire and crashes in any order: each trajectory is in one place."""
+
+    @initialize(minimum=st.sampled_from([None, 1]))
+    def start(self, minimum: int | None) -> None:
+        self.minimum = minimum
+        self.connection = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+        self.producer = Producer(
+            self.connection, "r", settings=RunSettings(redundancy=PLACES - SIZE, partial_min_usable=minimum)
+        ).open()
+        self.run = join(self.connection, "r")
+        self.groups: dict[str, Group] = {}
+        self.stream: list[tuple[str, int, str]] = []
+        self.dropped: Counter[str] = Counter()
+        self.logged: dict[str, set[int]] = {}
+        self.pushed = 0
+        self.zombies: list[Any] = []
+
+    def teardown(self) -> None:
+        if hasattr(self, "producer"):
+            self.producer.close()
+
+    @rule(group_id=IDS, index=st.integers(0, PLACES - 1), kind=st.sampled_from(sorted(KINDS)))
+    def push(self, group_id: str, index: int, kind: str) -> None:
+        (code,) = self.producer.push([KINDS[kind](group_id, index)]).codes
+        group = self.groups.setdefault(group_id, Group())
+        if index in group.pushed:
+            assert code == "duplicate"
+            return
+        self._register(group_id, index, kind, code)
+
+    @rule(group_id=IDS)
+    def cancel(self, group_id: str) -> None:
+        ticket = Ticket(group_id, 0, SIZE, PLACES, 0, None)
+        group = self.groups.setdefault(group_id, Group())
+        free = [index for index in range(PLACES) if index not in group.pushed]
+        steps = self.producer._logic.end_places(ticket, [-1], "cancelled")
+        try:
+            (code,) = self.producer._drive(steps).codes
+        except TrajectoryError:
+            assert not free
+            assert not group.letter
+            return
+        if group.letter:
+            assert code == {"c": "surplus", "e": "late"}[group.letter]
+        else:
+            self._register(group_id, free[0], "cancelled", code)
+
+    def _register(self, group_id: str, index: int, kind: str, code: str) -> None:
+        group = self.groups[group_id]
+        group.pushed.add(index)
+        self.pushed += 1
+        if not group.letter:
+            assert code == "pushed"
+            self.stream.append((group_id, index, kind))
+            return
+        late = {"c": "surplus", "e": "late"}[group.letter]
+        assert code == late
+        self.dropped[late if kind in ("usable", "unscored") else kind] += 1
+
+    @rule(group_id=IDS, index=st.integers(0, PLACES - 1), reward=st.sampled_from([None, 0.25]))
+    def score(self, group_id: str, index: int, reward: float | None) -> None:
+        code = self.producer.score(group_id, index, reward)
+        group = self.groups.get(group_id)
+        if group is None:
+            assert code == "unknown"
+        elif group.letter:
+            assert code == "ended"
+        elif group.members.get(index) or index in group.scores:
+            assert code == "duplicate"
+        else:
+            assert code == "scored"
+            group.scores[index] = reward is not None
+            if index in group.members:
+                if reward is None:
+                    del group.members[index]
+                    group.ended_places += 1
+                    self.dropped["unscorable"] += 1
+                else:
+                    group.members[index] = True
+                self._try_complete(group_id)
+
+    @precondition(lambda self: self.stream)
+    @rule(count=st.integers(1, 4), crash=st.booleans())
+    def take(self, count: int, crash: bool) -> None:
+        entries = consumer_of(self.run, lease_s=0).read(count)
+        found = [(e.fields["group_id"].decode(), int(e.fields["index"])) for e in entries]
+        assert found == [(group_id, index) for group_id, index, _ in self.stream[: len(entries)]]
+        assert entries
+        self.zombies.append(entries)
+        if crash:  # read and died: the next one finds them pending
+            return
+        grouping.take(self.run, entries)
+        taken, self.stream = self.stream[: len(entries)], self.stream[len(entries) :]
+        for group_id, index, kind in taken:
+            self._take_one(group_id, index, kind)
+
+    @precondition(lambda self: self.zombies)
+    @rule()
+    def a_zombie_repeats_its_last_take(self) -> None:
+        entries = self.zombies.pop(0)
+        waiting = {(group_id, index) for group_id, index, _ in self.stream}
+        if not any((e.fields["group_id"].decode(), int(e.fields["index"])) in waiting for e in entries):
+            assert grouping.take(self.run, entries) == []
+
+    def _take_one(self, group_id: str, index: int, kind: str) -> None:
+        group = self.groups[group_id]
+        if group.letter:
+            late = {"c": "surplus", "e": "late"}[group.letter]
+            self.dropped[late if kind in ("usable", "unscored") else kind] += 1
+            return
+        if kind != "unscored":
+            group.scores.pop(index, None)
+        elif index in group.scores:
+            kind = "usable" if group.scores[index] else "unscorable"
+        if kind in ("usable", "unscored"):
+            group.members[index] = kind == "usable"
+        else:
+            group.ended_places += 1
+            self.dropped[kind] += 1
+        self._try_complete(group_id)
+
+    def _try_complete(self, group_id: str) -> None:
+        group = self.groups[group_id]
+        usable = sum(group.members.values())
+        if usable >= SIZE:
+            self._end(group_id, "complete", "c")
+        elif usable + group.ended_places >= PLACES:
+            self._end(group_id, "partial" if self.minimum and usable >= self.minimum else "incomplete", "c")
+
+    def _end(self, group_id: str, outcome: str, letter: str) -> None:
+        group = self.groups[group_id]
+        group.letter = letter
+        scored = {index for index, has_reward in group.members.items() if has_reward}
+        if outcome in ("complete", "partial"):
+            self.logged[group_id] = scored
+            self.dropped["surplus"] += len(group.members) - len(scored)
+        else:
+            self.dropped[outcome] += len(group.members)
+
+    @rule(group_id=IDS, watermark=st.booleans())
+    def expire(self, group_id: str, watermark: bool) -> None:
+        group = self.groups.get(group_id)
+        if group is None or group.letter:
+            return
+        make_overdue(self.run, group_id, now_ms(self.run) - 1 if watermark else 1)
+        if watermark and self.stream:
+            make_overdue(self.run, group_id, now_ms(self.run))
+        grouping.expire(self.run, self.run.keys.home)
+        if watermark and self.stream:
+            make_overdue(self.run, group_id, now_ms(self.run) + 10**9)
+            return
+        usable = sum(group.members.values())
+        self._end(group_id, "partial" if self.minimum and usable >= self.minimum else "expired", "e")
+
+    @rule()
+    def sweep(self) -> None:
+        grouping.sweep(self.run, self.run.keys.home)
+
+    @invariant()
+    def each_trajectory_is_in_one_place(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        found = ledger(self.run)
+        assert found["pushed"] == self.pushed
+        assert found["dropped"] == {reason: n for reason, n in self.dropped.items() if n}
+        open_members = sum(len(g.members) for g in self.groups.values() if not g.letter)
+        assert found["queued"] == len(self.stream) + open_members + sum(map(len, self.logged.values()))
+        kept = {g: {m.rollout_index for m in group.members} for g, group in logged(self.run).items()}
+        assert kept == self.logged
+        assert problems(self.run) == []
+
+
+TestPipeline = Pipeline.TestCase
+TestPipeline.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
