@@ -7,14 +7,15 @@ entry acked by somebody else and drops what it has.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import queue
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -28,13 +29,15 @@ from .algorithms.packed import PackedBatch, pack
 from .batches import LoggedGroup, Work, read_groups
 from .columns import Array
 from .connection import RETRYABLE, Backoff
-from .errors import BatchLostError, SettingError
+from .errors import BatchLostError, SettingError, WireError
+from .isolation import Death, isolate
 from .keys import ShardKeys
-from .payloads import fetch_payloads
+from .payloads import fetch_fields
 from .run import Run
 from .schema import Status
 from .scripts import queue_script, script_call
 from .streams import ADVANTAGE, Consumer, Entry
+from .wire import decode_payload
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,8 @@ class Prepared:
     entry: Entry
     work: Work
     groups: list[LoggedGroup]
-    columns: list[dict[str, Array]]  # of each member, in the order of the groups; [] when none are needed
+    columns: dict[str, list[dict[str, Array]]]  # group id -> columns of its members; {} when none are needed
+    dead: dict[str, Death] = field(default_factory=dict)  # groups that could not be read or computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ def run_worker(
         if item is None:
             break
         with metrics.timed(STAGE, "compute"):
-            result = compute(item, where)
+            result = compute_safely(run, item, where)
         _put(computed, result, stop)
     stop.set()
     reader.join()
@@ -156,9 +160,17 @@ def prepare(run: Run, entry: Entry) -> Prepared:
     work = Work.model_validate_json(entry.fields["work"])
     groups = read_groups(run, work.groups)
     chain = worker_chain(work)
-    members = [member for group in groups for member in group.members]
-    payloads = fetch_payloads(run, members, chain.needs) if chain.needs else []
-    return Prepared(entry, work, groups, [payload.columns for payload in payloads])
+    columns: dict[str, list[dict[str, Array]]] = {}
+    dead: dict[str, Death] = {}
+    if chain.needs:
+        fields = fetch_fields(run, [member for group in groups for member in group.members], chain.needs)
+        for group in groups:
+            stored = list(itertools.islice(fields, len(group.members)))
+            try:
+                columns[group.group_id] = [decode_payload(each, chain.needs).columns for each in stored]
+            except WireError as error:
+                dead[group.group_id] = Death("undecodable", str(error))
+    return Prepared(entry, work, groups, columns, dead)
 
 
 def worker_chain(work: Work) -> Chain:
@@ -166,23 +178,43 @@ def worker_chain(work: Work) -> Chain:
     return build_chain(work.chain).cut(set(work.late))[0]
 
 
+def compute_safely(run: Run, prepared: Prepared, device: torch.device) -> Computed:
+    """`compute`, leaving out groups whose data break it (`isolation.py`)."""
+    if not prepared.entry.reclaimed:
+        try:
+            return compute(prepared, device)
+        except SettingError:
+            raise
+        except Exception as error:  # some group's data: found out below
+            logger.warning(
+                "%s: batch %s to be computed group by group: %s", STAGE, prepared.work.batch, error
+            )
+
+    def compute_alone(group: LoggedGroup) -> object:
+        return compute(replace(prepared, groups=[group]), device)
+
+    living = [group for group in prepared.groups if group.group_id not in prepared.dead]
+    return compute(replace(prepared, dead=prepared.dead | isolate(run, living, compute_alone)), device)
+
+
 def compute(prepared: Prepared, device: torch.device) -> Computed:
     """Run the worker's part of the chain. Pure: the same entry gives the same bits on any worker."""
     work = prepared.work
     chain = worker_chain(work)
-    members = [member for group in prepared.groups for member in group.members]
-    batch = pack(members, prepared.columns if chain.needs else None, device)
+    groups = [group for group in prepared.groups if group.group_id not in prepared.dead]
+    columns = [each for group in groups for each in prepared.columns.get(group.group_id, ())]
+    batch = pack([member for group in groups for member in group.members], columns or None, device)
     result = run_chain(chain, batch, work.kl_coefficient)
-    own = torch.tensor([group.shard == work.shard for group in prepared.groups], device=device)
-    selection = Selection(batch, own[batch.trajectory_group])
-    results, outputs = split_result(result, selection)
-    _observe(prepared, result)
+    own = torch.tensor([group.shard == work.shard for group in groups], dtype=torch.bool, device=device)
+    results, outputs = split_result(result, Selection(batch, own[batch.trajectory_group]))
+    _observe(groups, result)
     header = {
         "chunk": work.chunk,
         "level": result.level,
         "columns": sorted({name.partition(":")[2] for name in outputs}),
         "metrics": dict(result.metrics),
         "weights": dict(result.weights),
+        "dead": prepared.dead,
     }
     return Computed(prepared.entry, work, json.dumps(header), results, outputs)
 
@@ -283,10 +315,10 @@ def _bytes(values: Tensor) -> bytes:
     return values.cpu().numpy().tobytes()
 
 
-def _observe(prepared: Prepared, result: ChainResult) -> None:
-    members = [member for group in prepared.groups for member in group.members]
+def _observe(groups: Sequence[LoggedGroup], result: ChainResult) -> None:
+    members = [member for group in groups for member in group.members]
     stds = []
-    for group in prepared.groups:
+    for group in groups:
         rewards = [member.reward for member in group.members if member.reward is not None]
         if len(rewards) > 1:
             stds.append(float(np.std(rewards, ddof=1)))
@@ -297,6 +329,6 @@ def _observe(prepared: Prepared, result: ChainResult) -> None:
         turns=[len(member.steps) for member in members if member.steps],
         truncated=[float(member.status is Status.TRUNCATED) for member in members],
         group_reward_std=stds,
-        group_completion_s=[(group.logged_ms - group.opened_ms) / 1000 for group in prepared.groups],
+        group_completion_s=[(group.logged_ms - group.opened_ms) / 1000 for group in groups],
         metrics=result.metrics,
     )

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from .errors import BatchLostError, EpochFencedError
 from .run import Run
-from .schema import Role
+from .schema import Role, first_problem
 from .wire import Reference
 
 #: Trajectories in one unit of work, for chains that need no more than a group.
@@ -44,6 +44,12 @@ class LoggedGroup:
     epoch: int
     version: int | None
     members: tuple[Reference, ...]
+    payloads: tuple[tuple[str, int], ...]  # key and bytes of every member, as the push script saw them
+    problem: str | None = None  # why the members could not be read
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(size for _, size in self.payloads)
 
     @property
     def logged_ms(self) -> int:
@@ -133,11 +139,19 @@ def work_units(record: BatchRecord, batch_scope: bool) -> list[Work]:
 
 
 def parse_group(shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> LoggedGroup:
-    """A groups log entry. Rewards that came after the push are filled in."""
-    members = _REFERENCES.validate_json(fields[b"members"])
-    scores = json.loads(fields[b"scores"])
-    if scores:
-        members = [member.model_copy(update=scores.get(str(member.rollout_index), {})) for member in members]
+    """A groups log entry. Rewards that came after the push are filled in; what cannot be read is a `problem`."""
+    problem = None
+    members: list[Reference] = []
+    try:
+        members = _REFERENCES.validate_json(fields[b"members"])
+        scores = json.loads(fields[b"scores"])
+        if scores:
+            members = [
+                member.model_copy(update=scores.get(str(member.rollout_index), {})) for member in members
+            ]
+    except ValueError as error:
+        problem = first_problem(error)
+    lines = fields[b"payloads"].decode().split("\n")
     return LoggedGroup(
         shard=shard,
         entry=entry.decode(),
@@ -149,6 +163,8 @@ def parse_group(shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> Logg
         epoch=int(fields[b"epoch"]),
         version=int(fields[b"version"]) if fields[b"version"] else None,
         members=tuple(members),
+        payloads=tuple((key, int(size)) for key, _, size in (line.rpartition(" ") for line in lines)),
+        problem=problem,
     )
 
 
@@ -205,6 +221,8 @@ class NamingRules:
         """Why the group is not trained on at version k, or None."""
         if group.group_id in self.trained:
             return "trained"
+        if group.problem is not None:
+            return "dead:undecodable"
         restored = self.rolled_back_above
         if (
             restored is not None
@@ -263,11 +281,15 @@ def make_record(k: int, epoch: int, chosen: Sequence[LoggedGroup], **decided: An
 
 def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> None:
     """Take groups out of the log under the given reasons. Repeating it changes nothing."""
+    for group, reason in refused:
+        if reason.startswith("dead:"):
+            bury(run, group, reason.removeprefix("dead:"), group.problem or "", "grouped", epoch)
+    refused = [(group, reason) for group, reason in refused if not reason.startswith("dead:")]
     for shard, keys in enumerate(run.keys.shards):
         args: list[Any] = [epoch]
         for group, reason in refused:
             if group.shard == shard:
-                payloads = [f"{member.key} {member.size}" for member in group.members]
+                payloads = [f"{key} {size}" for key, size in group.payloads]
                 args += [group.entry, reason, len(payloads), *payloads]
         if len(args) > 1:
             names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.garbage]
@@ -299,6 +321,14 @@ def apply(run: Run, record: BatchRecord, batch_scope: bool, epoch: int) -> None:
             names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.work]
             args = [epoch, record.id, sum(p.trajectories for p in mine), len(mine), *work]
             check_fence(run, run.call("apply_batch", names, args))
+
+
+def bury(run: Run, group: LoggedGroup, reason: str, detail: str, place: str, epoch: int) -> None:
+    """Make a dead letter of a group that is counted in `place`. Repeating it changes nothing."""
+    keys = run.keys.shard(group.shard)
+    names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.dead, keys.dead_group(group.group_id)]
+    args = [epoch, group.entry, group.group_id, place, reason, detail, len(group.payloads), group.size_bytes]
+    check_fence(run, run.call("bury", names, args))
 
 
 # Commit
@@ -344,8 +374,8 @@ def _commit_groups(
             trained = states.pop("trained", 0)
             args += [pointer.entry, trained, len(states)]
             args += [part for pair in states.items() for part in pair]
-            args += [sum(member.size for member in group.members), len(group.members)]
-            payloads += [member.key for member in group.members]
+            args += [group.size_bytes, len(group.payloads)]
+            payloads += [key for key, _ in group.payloads]
         if len(payloads) >= COMMIT_SLICE:
             check_fence(run, run.call("commit", [*fixed, *payloads], args))
             payloads, args = [], [epoch]

@@ -19,6 +19,7 @@ from .algorithms.packed import Level, PackedBatch, expand, pack
 from .batches import BatchRecord, LoggedGroup, Work, staleness, terminal_states
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from .errors import SettingError, WireError
+from .isolation import Death
 from .microbatch import Batch, Delivered, MicroBatch
 from .payloads import fetch_payloads
 from .plan import RowRef, plan
@@ -41,6 +42,7 @@ class Chunk:
     output: str
     metrics: dict[str, float]
     weights: dict[str, float]
+    dead: dict[str, Death]  # groups left out
     results: dict[str, Array]
 
 
@@ -59,6 +61,7 @@ def parse_chunk(fields: Mapping[bytes, bytes]) -> Chunk:
         output=fields[b"output"].decode(),
         metrics=header["metrics"],
         weights=header["weights"],
+        dead={group_id: Death(*death) for group_id, death in header["dead"].items()},
         results=results,
     )
 
@@ -76,13 +79,13 @@ class Member:
 
 
 def assign(units: Sequence[Work], chunks: Mapping[int, Chunk], groups: Sequence[LoggedGroup]) -> list[Member]:
-    """Every member of the batch with its numbers, in batch order."""
+    """Every member of `groups`, the living ones of the batch, with its numbers, in batch order."""
     by_id = {group.group_id: group for group in groups}
     members: dict[tuple[str, int], Member] = {}
     for unit in units:
         chunk = chunks[unit.chunk]
         taken: dict[str, int] = defaultdict(int)
-        own = [by_id[pointer.group_id] for pointer in unit.groups if pointer.shard == unit.shard]
+        own = [by_id[p.group_id] for p in unit.groups if p.shard == unit.shard and p.group_id in by_id]
         for position, reference in enumerate(m for group in own for m in group.members):
             counts = {"row": len(reference.row_lengths), "step": len(reference.steps), "token": 0}
             numbers = {}

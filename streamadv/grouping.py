@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from . import metrics
 from .connection import RETRYABLE, Backoff
+from .dead_letters import trim_dead
 from .keys import ShardKeys
 from .run import Run
 from .streams import GROUPER, Consumer, Entry
@@ -85,10 +86,11 @@ _FIELDS: Final = ("group_id", "index", "kind", "reward", "bytes", "key", "role",
 
 
 def housekeeping(run: Run) -> None:
-    """What is done every second: settings, deadlines, garbage."""
+    """What is done every second: settings, deadlines, dead letters, garbage."""
     run.refresh()
     for keys in run.keys.shards:
         expire(run, keys)
+        trim_dead(run, keys)
         sweep(run, keys)
 
 

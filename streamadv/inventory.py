@@ -20,7 +20,9 @@ class ShardInventory:
 
     payloads: dict[str, int] = field(default_factory=dict)  # key -> bytes
     outputs: dict[str, int] = field(default_factory=dict)
+    dead: dict[str, int] = field(default_factory=dict)  # payloads of dead letters
     open_groups: list[str] = field(default_factory=list)
+    dead_groups: list[str] = field(default_factory=list)
     rollouts: int = 0
     scoring: int = 0
     open: int = 0
@@ -51,8 +53,15 @@ def walk(run: Run, keys: ShardKeys) -> ShardInventory:
     while groups := batches.read_log(run, shard, after, PAGE):
         after = groups[-1].entry
         for group_entry in groups:
-            found.logged += len(group_entry.members)
-            found.payloads.update({member.key: member.size for member in group_entry.members})
+            found.logged += len(group_entry.payloads)
+            found.payloads.update(group_entry.payloads)
+    for member, _ in scripts.zscan_iter(keys.dead, count=PAGE):
+        found.dead_groups.append(member.decode())
+        stored: Any = scripts.hmget(keys.dead_group(member.decode()), ["emptied", "log:payloads"])
+        emptied, payloads = stored
+        for item in [] if emptied else (payloads or b"").split(b"\n"):
+            key, _, size = item.rpartition(b" ")
+            _add(found.dead, key, size)
     garbage: Any = scripts.lrange(keys.garbage, 0, -1)
     for item in garbage:
         key, _, size = item.rpartition(b" ")
@@ -76,6 +85,7 @@ def deep_problems(run: Run) -> list[str]:
             ("open", ledger.get("open", 0), found.open),
             ("grouped + in_flight", ledger.get("grouped", 0) + ledger.get("in_flight", 0), found.logged),
             ("live_bytes", ledger.get("live_bytes", 0), live),
+            ("dead_bytes", ledger.get("dead_bytes", 0), sum(found.dead.values())),
         ):
             if counted != there:
                 problems.append(f"shard {number}: ledger {name} is {counted}, found {there}")
@@ -85,13 +95,13 @@ def deep_problems(run: Run) -> list[str]:
 
 def _stray_keys(run: Run, keys: ShardKeys, found: ShardInventory) -> Iterator[str]:
     scripts = run.connection.scripts
-    known = {*found.payloads, *found.outputs, *(keys.group(group_id) for group_id in found.open_groups)}
-    prefixes = (keys.payload(""), keys.output(""), keys.group(""))
+    known = {*found.payloads, *found.outputs, *found.dead, *_group_keys(keys, found)}
+    prefixes = (keys.payload(""), keys.output(""), keys.group(""), keys.dead_group(""))
     there = {key.decode() for key in scripts.scan_iter(match=f"{_escape(keys.void[:-4])}*", count=PAGE)}
     owned = {key for key in there if key.startswith(prefixes)}
     for key in sorted(owned - known):
         yield f"key {key} belongs to nothing (orphan)"
-    for key in sorted({*found.payloads, *found.outputs} - there):
+    for key in sorted({*found.payloads, *found.outputs, *found.dead} - there):
         yield f"key {key} is referred to and missing"
 
 
@@ -100,9 +110,9 @@ def delete_run(run: Run) -> int:
     scripts, count = run.connection.scripts, 0
     for keys in run.keys.shards:
         found = walk(run, keys)
-        names = [*found.payloads, *found.outputs, *(keys.group(group_id) for group_id in found.open_groups)]
+        names = [*found.payloads, *found.outputs, *found.dead, *_group_keys(keys, found)]
         names += [keys.rollouts, keys.open, keys.groups, keys.work, keys.ready, keys.applied, keys.ledger]
-        names += [keys.trainer, keys.ended, keys.ended_before, keys.garbage]
+        names += [keys.trainer, keys.ended, keys.ended_before, keys.garbage, keys.dead, keys.attempts]
         names += [keys.scoring(scorer) for scorer in run.manifest.scorers]
         names += [keys.lineage, keys.batches, keys.producers]
         for start in range(0, len(names), DELETE_SLICE):
@@ -110,6 +120,10 @@ def delete_run(run: Run) -> int:
     count += scripts.unlink(manifest_key(run.name))
     scripts.hdel(RUNS, run.name)
     return count
+
+
+def _group_keys(keys: ShardKeys, found: ShardInventory) -> list[str]:
+    return [*map(keys.group, found.open_groups), *map(keys.dead_group, found.dead_groups)]
 
 
 def _stream(run: Run, key: str) -> Iterator[dict[bytes, bytes]]:

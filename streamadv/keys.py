@@ -111,6 +111,17 @@ class ShardKeys:
     def garbage(self) -> str:
         return self._key("garbage")
 
+    @property
+    def dead(self) -> str:
+        return self._key("dead")
+
+    @property
+    def attempts(self) -> str:
+        return self._key("attempts")
+
+    def dead_group(self, group_id: str) -> str:
+        return self._key(f"dead:{group_id}")
+
     def group(self, group_id: str) -> str:
         return self._key(f"group:{group_id}")
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 from . import batches, metrics
 from .algorithms.chain import build_chain
 from .batches import BatchRecord, NamingRules, check_fence
+from .isolation import Death
 from .producing import PRODUCER_TIMEOUT_S
 from .run import Run
 
@@ -78,6 +79,7 @@ class Lineage:
         #: Groups in the weights -> when they were committed, None = not yet.
         self.trained = dict(start.trained)
         self._applied: set[str] = set()
+        self._dead: dict[int, set[str]] = {}  # group ids of batch k that became dead letters
         home = run.keys.home
         if leads:
             version = "" if start.version is None else start.version
@@ -206,6 +208,16 @@ class Lineage:
                 self.records[k] = BatchRecord.model_validate_json(text)
         return self.records.get(k)
 
+    def bury(self, record: BatchRecord, dead: Mapping[str, Death]) -> None:
+        """Groups of batch k that could not be computed leave it as dead letters."""
+        doomed = [pointer for pointer in record.groups if pointer.group_id in dead]
+        self._dead[record.k] = {pointer.group_id for pointer in doomed}
+        if self._leads:
+            for group in batches.find_groups(self.run, doomed):
+                if group is not None:
+                    death = dead[group.group_id]
+                    batches.bury(self.run, group, death.reason, death.detail, "in_flight", self.epoch)
+
     # The end of a run
 
     def has_ended(self, k: int) -> bool:
@@ -244,14 +256,16 @@ class Lineage:
             args = [self.epoch, version, len(record.groups)]
             check_fence(self.run, self.run.call("trained", [home.void, home.lineage], args))
             for shard, keys in enumerate(self.run.keys.shards):
-                args = [self.epoch, version, len(record.in_shard(shard))]
+                living = [p for p in record.in_shard(shard) if p.group_id not in self._dead.get(record.k, ())]
+                args = [self.epoch, version, len(living)]
                 check_fence(self.run, self.run.call("trained", [keys.void, keys.trainer], args))
         self.note_trained(record)
 
     def note_trained(self, record: BatchRecord) -> None:
         """The batch is in the weights, whatever the server knows."""
         self.version = max(self.version, record.k + 1)
-        self.trained.update((pointer.group_id, None) for pointer in record.groups)
+        dead = self._dead.get(record.k, ())
+        self.trained.update((p.group_id, None) for p in record.groups if p.group_id not in dead)
 
     def commit(self, version: int) -> None:
         """Every batch below `version` is in a saved checkpoint: count and delete them."""
@@ -271,8 +285,11 @@ class Lineage:
             if self._leads:
                 batches.commit(self.run, self.records[k], self.epoch)
             now = self._clock()
-            self.trained.update((pointer.group_id, now) for pointer in self.records[k].groups)
+            for pointer in self.records[k].groups:
+                if pointer.group_id in self.trained:
+                    self.trained[pointer.group_id] = now
             del self.records[k]
+            self._dead.pop(k, None)
         oldest = self._clock() - DURABILITY_WINDOW_S
         self.trained = {
             group_id: when for group_id, when in self.trained.items() if when is None or when > oldest

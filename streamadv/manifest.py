@@ -48,6 +48,7 @@ DEFAULTS: Final[dict[str, Any]] = {
     "max_trajectory_bytes": 4 << 20,
     "max_bytes": None,
     "dedupe_groups": 1_000_000,
+    "dead_bytes": 256 << 20,
 }
 
 
@@ -67,6 +68,7 @@ class RunSettings(BaseModel):
     max_trajectory_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] | None = None
     max_bytes: Annotated[int, Field(ge=1 << 20)] | None = None  # of the run; default from the server's memory
     dedupe_groups: Annotated[int, Field(ge=1)] | None = None  # ended groups remembered per shard
+    dead_bytes: Annotated[int, Field(ge=0)] | None = None  # payloads of dead letters kept per shard
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -98,6 +100,7 @@ class Manifest(BaseModel):
     max_trajectory_bytes: int
     max_bytes: int | None
     dedupe_groups: int
+    dead_bytes: int
     columns: dict[str, str]  # extra column -> JSON of [dtype, shape, per_token]
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from .errors import BatchLostError
@@ -14,12 +14,18 @@ REPLY_BYTES: Final = 8 << 20
 
 
 def fetch_payloads(run: Run, members: Sequence[Reference], columns: Sequence[str] | None) -> list[Payload]:
-    """Payloads of `members` with the named columns (None = all).
+    """Payloads of `members` with the named columns (None = all). Raises BatchLostError, WireError."""
+    return [decode_payload(fields, columns) for fields in fetch_fields(run, members, columns)]
 
-    Asks for at most REPLY_BYTES before reading the replies. Raises BatchLostError, WireError.
+
+def fetch_fields(
+    run: Run, members: Sequence[Reference], columns: Sequence[str] | None
+) -> Iterator[dict[bytes, bytes]]:
+    """The stored fields of each payload: the header and the named columns (None = all).
+
+    Asks for at most REPLY_BYTES before reading the replies. Raises BatchLostError when a payload is gone.
     """
     names = None if columns is None else [HEADER, *[name.encode() for name in columns]]
-    payloads: list[Payload] = []
     start = 0
     while start < len(members):
         stop, size = start, 0
@@ -39,6 +45,5 @@ def fetch_payloads(run: Run, members: Sequence[Reference], columns: Sequence[str
                     f"payload of {member.group_id}/{member.rollout_index} is gone: "
                     f"restart the trainer from its checkpoint"
                 )
-            payloads.append(decode_payload(fields, columns))
+            yield fields
         start = stop
-    return payloads

@@ -154,7 +154,11 @@ def read_status(run: Run) -> dict[str, Any]:
             "remembered": sum(state.groups_remembered for state in shards),
             "outcomes": _reasons(total, "outcome"),
         },
-        "bytes": {"live": total["live_bytes"], "reserved": total["reserved_bytes"]},
+        "bytes": {
+            "live": total["live_bytes"],
+            "reserved": total["reserved_bytes"],
+            "dead": total["dead_bytes"],
+        },
         "garbage": sum(state.garbage for state in shards),
         "ready": sum(state.ready for state in shards),
         "streams": streams,

@@ -42,6 +42,7 @@ class Entry(NamedTuple):
     shard: int
     id: str
     fields: dict[str, bytes]
+    reclaimed: bool = False  # whoever had it before did not finish it within the lease
 
 
 def consumer_name() -> str:
@@ -169,7 +170,7 @@ class Consumer:
             self._reclaim[shard] = None if text == "0-0" else text
             if text == "0-0":
                 self._reclaim_due[shard] = self._clock() + self.lease_ms / 3000 * random.uniform(0.8, 1.2)
-            if fresh := self._take_in_hand(_entries(shard, claimed)):
+            if fresh := self._take_in_hand(_entries(shard, claimed, reclaimed=True)):
                 metrics.entries(self.stage, "reclaimed", len(fresh))
                 return fresh
         fresh = self._take_in_hand(self._group_read(shard, ">", count, block_ms))
@@ -193,10 +194,10 @@ class Consumer:
         return fresh
 
 
-def _entries(shard: int, entries: Sequence[Any]) -> list[Entry]:
+def _entries(shard: int, entries: Sequence[Any], reclaimed: bool = False) -> list[Entry]:
     """Entries of a reply; one whose content was deleted while pending has no fields and is left out."""
     return [
-        Entry(shard, entry_id.decode(), {name.decode(): value for name, value in fields.items()})
+        Entry(shard, entry_id.decode(), {name.decode(): value for name, value in fields.items()}, reclaimed)
         for entry_id, fields in entries
         if fields
     ]

@@ -266,13 +266,16 @@ class TrainerQueue(IterableDataset[Batch]):
         chunks = self._chunks.get(record.id, {})
         if len(chunks) < len(units):
             return None
-        groups = batches.read_groups(lineage.run, record.groups)
+        found = [chunks[unit.chunk] for unit in units]
+        dead = {group_id: death for chunk in found for group_id, death in chunk.dead.items()}
+        groups = batches.read_groups(lineage.run, [p for p in record.groups if p.group_id not in dead])
+        lineage.bury(record, dead)
         batch = deliver(
             lineage.run,
             record,
             groups,
             assign(units, chunks, groups),
-            [chunks[unit.chunk] for unit in units],
+            found,
             rank=self._rank,
             world_size=self._world_size,
             device=self._device,

@@ -28,6 +28,7 @@ COMMANDS: Final = (
     "consume",
     "compute",
     "status",
+    "dead",
     "runs",
     "schema",
     "config",

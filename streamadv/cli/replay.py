@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             connection, settings.run, name="replay", settings=run_settings_from(arguments)
         ) as producer:
             try:
-                replay(producer, source, codes)
+                replay(producer, source, codes, together=not arguments.follow)
                 producer.finish()
             finally:
                 duplicates = codes["duplicate"]
@@ -66,11 +66,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def replay(producer: Producer, source: Iterable[Trajectory], codes: Counter[str]) -> None:
-    """Push everything in `source`, counting what became of it; waits while there is no room."""
+def replay(
+    producer: Producer, source: Iterable[Trajectory], codes: Counter[str], together: bool = True
+) -> None:
+    """Push everything in `source`, counting what became of it; waits while there is no room.
+
+    together: push consecutive trajectories of a group at once; while following a file each as it comes.
+    """
     aside: dict[str, list[Trajectory]] = {}
     backoff = Backoff()
-    for members in _runs_of_a_group(source):
+    for members in _runs_of_a_group(source) if together else ([each] for each in source):
         group_id = members[0].group_id
         if group_id in aside:
             aside[group_id] += members

@@ -1,7 +1,7 @@
 -- Groups that a naming passes over leave the log for good.
 -- KEYS  void, trainer, groups, ledger, garbage
--- ARGV  epoch, then for each group: entry id, reason ('trained': in the checkpoint already; 'dead:...' counts as
---       dead; others as dropped), number of trajectories, 'payload key bytes' ...
+-- ARGV  epoch, then for each group: entry id, reason ('trained': in the checkpoint already; others count as
+--       dropped), number of trajectories, 'payload key bytes' ...
 -- Returns  number of groups dropped, -1 when fenced; one that is gone from the log is skipped
 -- include fence
 redis.call('DEL', KEYS[1])
@@ -10,7 +10,7 @@ local dropped, at = 0, 2
 while at <= #ARGV do
   local entry, reason, count = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2])
   if redis.call('XDEL', KEYS[3], entry) == 1 then
-    local counter = (reason == 'trained' or string.sub(reason, 1, 5) == 'dead:') and reason or 'dropped:' .. reason
+    local counter = reason == 'trained' and reason or 'dropped:' .. reason
     redis.call('HINCRBY', KEYS[4], 'grouped', -count)
     redis.call('HINCRBY', KEYS[4], 'groups_logged', -1)
     redis.call('HINCRBY', KEYS[4], counter, count)

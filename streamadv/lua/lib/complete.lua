@@ -58,16 +58,17 @@ local function end_group(keys, id, outcome, letter, policy)
   redis.call('HINCRBY', keys.ledger, 'reserved_bytes', string.format('%d', -tonumber(group.reserved)))
   if n_open > 0 then redis.call('HINCRBY', keys.ledger, 'open', -n_open) end
   if outcome == 'complete' or outcome == 'partial' then
-    local references, scores = {}, {}
+    local references, scores, payloads = {}, {}, {}
     for _, member in ipairs(kept) do
       references[#references + 1] = member.reference
+      payloads[#payloads + 1] = member.key .. ' ' .. member.bytes
       local score = group['score:' .. member.index]
       if score then scores[#scores + 1] = '"' .. member.index .. '":' .. score end
     end
     redis.call('XADD', keys.groups, '*', 'group_id', id, 'size', group.size, 'data_source', group.data_source,
       'opened_ms', group.opened_ms, 'outcome', outcome, 'epoch', group.epoch, 'version', group.version,
       'count', #kept, 'members', '[' .. table.concat(references, ',') .. ']',
-      'scores', '{' .. table.concat(scores, ',') .. '}')
+      'scores', '{' .. table.concat(scores, ',') .. '}', 'payloads', table.concat(payloads, '\n'))
     redis.call('HINCRBY', keys.ledger, 'grouped', #kept)
     redis.call('HINCRBY', keys.ledger, 'groups_logged', 1)
   else

@@ -1,0 +1,91 @@
+"""`streamadv dead list`, `show`, `requeue`, `purge`: groups that could not be computed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from contextlib import suppress
+from typing import Any
+
+from ..dead_letters import list_dead, purge, requeue, show_dead
+from ..errors import SettingError
+from ..run import Run, find_run
+from . import add_redis_options, connect, settings_from
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the `dead` command to the command line."""
+    parser = subparsers.add_parser("dead", help="lists, shows, requeues or purges dead letters")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    for name, action, text in (
+        ("list", list_all, "all dead groups, with reason and age"),
+        ("show", show, "one dead group with the references of its trajectories"),
+        ("requeue", requeue_some, "puts dead groups back into the groups log"),
+        ("purge", purge_some, "deletes dead groups; the ledger goes on counting them as dead"),
+    ):
+        sub = actions.add_parser(name, help=text, description=text)
+        if name == "show":
+            sub.add_argument("group", metavar="GROUP")
+        elif name != "list":
+            sub.add_argument("groups", metavar="GROUP", nargs="*")
+            sub.add_argument("--all", action="store_true", help="every dead group")
+        else:
+            sub.add_argument("--json", action="store_true", help="one JSON object for each group")
+        add_redis_options(sub)
+        sub.set_defaults(run=action)
+
+
+def list_all(arguments: argparse.Namespace) -> int:
+    """Print a line for each dead group."""
+    with connect(settings_from(arguments)) as connection:
+        for dead in list_dead(find_run(connection, settings_from(arguments).run)):
+            if arguments.json:
+                print(json.dumps(dataclasses.asdict(dead)))
+                continue
+            gone = ", payloads deleted" if dead.emptied else ""
+            print(
+                f"{dead.group_id}  {dead.reason}  {dead.trajectories} trajectories  {dead.bytes} bytes  "
+                f"{dead.age_s:.0f} s ago{gone}: {dead.detail}"
+            )
+    return 0
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print one dead group as JSON."""
+    with connect(settings_from(arguments)) as connection:
+        dead = dataclasses.asdict(
+            show_dead(find_run(connection, settings_from(arguments).run), arguments.group)
+        )
+        with suppress(ValueError):  # else shown as the text it is: that may be why it is here
+            dead["members"] = json.loads(dead["members"])
+        print(json.dumps(dead, indent=2))
+    return 0
+
+
+def requeue_some(arguments: argparse.Namespace) -> int:
+    """Requeue the named groups."""
+    with connect(settings_from(arguments)) as connection:
+        run = find_run(connection, settings_from(arguments).run)
+        for group_id in _named(run, arguments):
+            print(f"{group_id}: {requeue(run, group_id)} trajectories requeued")
+    return 0
+
+
+def purge_some(arguments: argparse.Namespace) -> int:
+    """Purge the named groups."""
+    with connect(settings_from(arguments)) as connection:
+        run = find_run(connection, settings_from(arguments).run)
+        for group_id in _named(run, arguments):
+            purge(run, group_id)
+            print(f"{group_id}: purged")
+    return 0
+
+
+def _named(run: Run, arguments: argparse.Namespace) -> list[str]:
+    if arguments.all:
+        return [dead.group_id for dead in list_dead(run)]
+    if not arguments.groups:
+        raise SettingError("no group is named: give their ids, or --all")
+    groups: list[str] = arguments.groups
+    return groups

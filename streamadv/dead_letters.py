@@ -1,0 +1,108 @@
+"""Dead letters: groups that could not be computed, kept with the reason until somebody decides about them.
+
+The unit is the group. Payloads are kept within the run's `dead_bytes`; above it the oldest dead group loses its
+payloads (it stays listed and counted).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import StreamadvError
+from .keys import ShardKeys
+from .run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class DeadGroup:
+    """One dead letter."""
+
+    group_id: str
+    reason: str
+    detail: str
+    trajectories: int
+    bytes: int
+    emptied: bool  # its payloads were deleted: it cannot be requeued
+    age_s: float
+    data_source: str | None
+    members: str  # references as JSON, as they stood in the groups log
+
+
+def list_dead(run: Run) -> Iterator[DeadGroup]:
+    """All dead groups, oldest first in each shard."""
+    for keys in run.keys.shards:
+        entries: Any = run.connection.scripts.zrange(keys.dead, 0, -1, withscores=True)
+        for member, when_ms in entries:
+            found = _read(run, keys, member.decode(), when_ms)
+            if found is not None:
+                yield found
+
+
+def show_dead(run: Run, group_id: str) -> DeadGroup:
+    """One dead group. Raises StreamadvError when there is none of that id."""
+    keys = _keys(run, group_id)
+    when_ms = run.connection.scripts.zscore(keys.dead, group_id)
+    found = None if when_ms is None else _read(run, keys, group_id, float(when_ms))
+    if found is None:
+        raise StreamadvError(
+            f"group {group_id!r} is no dead letter of run {run.name}: see `streamadv dead list`"
+        )
+    return found
+
+
+def requeue(run: Run, group_id: str) -> int:
+    """Put a dead group back into the groups log, whole. Returns its number of trajectories."""
+    keys = _keys(run, group_id)
+    names = [keys.void, keys.groups, keys.ledger, keys.dead, keys.dead_group(group_id)]
+    count: int = run.call("requeue", names, [group_id])
+    if count == -1:
+        raise StreamadvError(f"group {group_id!r} has lost its payloads (dead_bytes): it cannot be requeued")
+    if count == 0:
+        show_dead(run, group_id)
+    return count
+
+
+def purge(run: Run, group_id: str) -> None:
+    """Forget a dead group and delete its payloads; the ledger goes on counting it as dead."""
+    show_dead(run, group_id)
+    keys = _keys(run, group_id)
+    names = [keys.void, keys.ledger, keys.dead, keys.dead_group(group_id), keys.garbage]
+    run.call("empty_dead", names, [group_id, "purge"])
+
+
+def trim_dead(run: Run, keys: ShardKeys) -> None:
+    """Delete payloads of the oldest dead groups of a shard until the rest fits into `dead_bytes`."""
+    scripts = run.connection.scripts
+    if int(scripts.hget(keys.ledger, "dead_bytes") or 0) <= run.manifest.dead_bytes:
+        return
+    oldest: Any = scripts.zrange(keys.dead, 0, -1)
+    for member in oldest:
+        names = [keys.void, keys.ledger, keys.dead, keys.dead_group(member.decode()), keys.garbage]
+        run.call("empty_dead", names, [member, "keep"])
+        if int(scripts.hget(keys.ledger, "dead_bytes") or 0) <= run.manifest.dead_bytes:
+            return
+
+
+def _keys(run: Run, group_id: str) -> ShardKeys:
+    return run.keys.shard(run.keys.shard_of(group_id))
+
+
+def _read(run: Run, keys: ShardKeys, group_id: str, when_ms: float) -> DeadGroup | None:
+    stored: Any = run.connection.scripts.hgetall(keys.dead_group(group_id))
+    if not stored:
+        return None
+    fields = {name.decode(): value.decode(errors="replace") for name, value in stored.items()}
+    return DeadGroup(
+        group_id=group_id,
+        reason=fields["reason"],
+        detail=fields["detail"],
+        trajectories=int(fields["count"]),
+        bytes=int(fields["bytes"]),
+        emptied="emptied" in fields,
+        age_s=round(max(0.0, time.time() - when_ms / 1000), 1),
+        data_source=fields.get("log:data_source") or None,
+        members=fields.get("log:members", "[]"),
+    )

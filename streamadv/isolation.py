@@ -1,0 +1,58 @@
+"""Poison: groups whose data break the computation are found by computing every group alone.
+
+One bad group must neither stop the stage nor take its batch-mates with it. A unit of work that failed, or that a
+worker before did not survive, is tried group by group; each try is counted on the server before it is made, so
+that a crash counts as well. What fails MAX_ATTEMPTS times is left out and reported as dead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from .batches import LoggedGroup
+from .errors import SettingError
+from .run import Run
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS: Final = 10
+
+
+class Death(NamedTuple):
+    """Why a group is left out."""
+
+    reason: str
+    detail: str
+
+
+def isolate(
+    run: Run, groups: Sequence[LoggedGroup], compute_alone: Callable[[LoggedGroup], object]
+) -> dict[str, Death]:
+    """Compute every group alone; those that cannot be computed, by id. Raises SettingError of the chain itself."""
+    dead = {}
+    for group in groups:
+        death = _try_alone(run, group, compute_alone)
+        if death is not None:
+            dead[group.group_id] = death
+            logger.error("group %s is dead (%s): %s", group.group_id, death.reason, death.detail)
+    return dead
+
+
+def _try_alone(run: Run, group: LoggedGroup, compute_alone: Callable[[LoggedGroup], object]) -> Death | None:
+    keys = run.keys.shard(group.shard)
+    names = [keys.void, keys.attempts]
+    detail = f"crashed the process {MAX_ATTEMPTS} times"
+    while run.call("attempt", names, [group.group_id, "1"]) <= MAX_ATTEMPTS:
+        try:
+            compute_alone(group)
+        except SettingError:
+            raise
+        except Exception as error:  # whatever its data provoke: that is what is being found out
+            detail = f"{type(error).__name__}: {error}"[:500]
+            continue
+        run.call("attempt", names, [group.group_id, "0"])
+        return None
+    run.call("attempt", names, [group.group_id, "0"])
+    return Death("compute_error", detail)

@@ -1,0 +1,21 @@
+-- A group becomes a dead letter: out of the log, its payloads kept under their own byte count.
+-- KEYS  void, trainer, groups, ledger, dead, hash of the dead group
+-- ARGV  epoch, entry id, group id, place it is counted in (grouped or in_flight), reason, detail, trajectories, bytes
+-- Returns  1, 0 when the log has no such entry (any more), -1 when fenced
+-- include clock
+-- include fence
+redis.call('DEL', KEYS[1])
+if fenced(KEYS[2], ARGV[1]) then return -1 end
+local found = redis.call('XRANGE', KEYS[3], ARGV[2], ARGV[2])
+if #found == 0 then return 0 end
+redis.call('XDEL', KEYS[3], ARGV[2])
+redis.call('HSET', KEYS[6], 'reason', ARGV[5], 'detail', ARGV[6], 'count', ARGV[7], 'bytes', ARGV[8])
+local fields = found[1][2]
+for i = 1, #fields, 2 do redis.call('HSET', KEYS[6], 'log:' .. fields[i], fields[i + 1]) end
+redis.call('ZADD', KEYS[5], string.format('%.17g', now_ms()), ARGV[3])
+redis.call('HINCRBY', KEYS[4], ARGV[4], string.format('%d', -tonumber(ARGV[7])))
+redis.call('HINCRBY', KEYS[4], 'groups_logged', -1)
+redis.call('HINCRBY', KEYS[4], 'dead:' .. ARGV[5], ARGV[7])
+redis.call('HINCRBY', KEYS[4], 'live_bytes', string.format('%d', -tonumber(ARGV[8])))
+redis.call('HINCRBY', KEYS[4], 'dead_bytes', ARGV[8])
+return 1
