@@ -202,19 +202,20 @@ def compute(prepared: Prepared, device: torch.device) -> Computed:
     work = prepared.work
     chain = worker_chain(work)
     groups = [group for group in prepared.groups if group.group_id not in prepared.dead]
+    header: dict[str, Any] = {"chunk": work.chunk, "level": chain.level, "dead": prepared.dead}
+    if not groups:
+        header |= {"columns": [], "metrics": {}, "weights": {}}
+        return Computed(prepared.entry, work, json.dumps(header), {}, {})
     columns = [each for group in groups for each in prepared.columns.get(group.group_id, ())]
     batch = pack([member for group in groups for member in group.members], columns or None, device)
     result = run_chain(chain, batch, work.kl_coefficient)
     own = torch.tensor([group.shard == work.shard for group in groups], dtype=torch.bool, device=device)
     results, outputs = split_result(result, Selection(batch, own[batch.trajectory_group]))
     _observe(groups, result)
-    header = {
-        "chunk": work.chunk,
-        "level": result.level,
+    header |= {
         "columns": sorted({name.partition(":")[2] for name in outputs}),
         "metrics": dict(result.metrics),
         "weights": dict(result.weights),
-        "dead": prepared.dead,
     }
     return Computed(prepared.entry, work, json.dumps(header), results, outputs)
 
