@@ -17,11 +17,12 @@ STOP_SECONDS: Final = 5.0  # from SIGTERM to SIGKILL
 LOG_TAIL_LINES: Final = 3
 
 # Linux ends a child with the supervisor, however that one died. The request belongs to the calling process and
-# survives exec, so a small launcher makes it and then becomes the child.
+# survives exec, so a small launcher makes it and then becomes the child. SIGKILL: with the supervisor its server is
+# gone, and a child that finishes what it has begun would wait for it for ever.
 _LAUNCHER: Final = (
     "import ctypes, os, sys\n"
     "parent, *command = sys.argv[1:]\n"
-    "ctypes.CDLL(None).prctl(1, 15)\n"  # PR_SET_PDEATHSIG, SIGTERM
+    "ctypes.CDLL(None).prctl(1, 9)\n"  # PR_SET_PDEATHSIG, SIGKILL
     "if os.getppid() != int(parent): sys.exit('the supervisor has ended')\n"
     "os.execv(command[0], command)\n"
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -181,3 +184,27 @@ def test_messages_and_other_output_are_told_apart(tmp_path: Path) -> None:
     talker.stop()
     assert not talker.running
     assert talker.log_tail() == "hello"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children end with a killed supervisor on Linux only")
+def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
+    stubborn = SEND + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsend('ready')\nsignal.pause()"
+    log = str(tmp_path / "log")
+    code = (
+        "import os, pathlib, queue, signal\n"
+        "from streamadv.demo.children import Child\n"
+        f"inbox, command, log = queue.SimpleQueue(), ['-c', {stubborn!r}], pathlib.Path({log!r})\n"
+        "child = Child('child', command, environment=dict(os.environ), log=log, inbox=inbox)\n"
+        "child.start()\n"
+        "inbox.get(timeout=20)\n"
+        "print(child.pid, flush=True)\n"
+        "signal.pause()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        watch = os.pidfd_open(pid)
+        parent.kill()
+    ended, _, _ = select.select([watch], [], [], 20)
+    os.close(watch)
+    assert ended
