@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     process = settings_from(arguments)
     console = Console()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill PID` ends like Ctrl-C: children first
+    # `kill PID` ends like Ctrl-C: children first.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with open_view(console) as view:
             progress = demonstrate(
@@ -105,6 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("demo: interrupted, all its processes have ended", file=sys.stderr)
         return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     draw(progress, arguments.picture)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(progress.result(), indent=2) + "\n")

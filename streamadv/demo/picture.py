@@ -53,7 +53,7 @@ def draw(progress: Progress, path: Path) -> None:
             axes.axvline(progress.kills[0].version, color="tab:red", linestyle="--", linewidth=1)
         learning.plot([], [], color="tab:red", linestyle="--", linewidth=1, label=f"kill -9: {names}")
     learning.legend(loc="lower right", fontsize="small")
-    staleness.legend(loc="upper right", fontsize="small")
+    staleness.legend(loc="lower right", fontsize="small")
     settings = progress.settings
     learning.set_title(
         f"FrozenLake 4x4, {settings.maps} map{'s' * (settings.maps == 'random')}: "

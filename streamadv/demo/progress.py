@@ -87,10 +87,12 @@ class Progress:
     @property
     def depths(self) -> dict[str, int]:
         """Entries waiting in each stream, and groups on their way."""
-        streams = {name: int(stream["length"]) for name, stream in self.status.get("streams", {}).items()}
+        streams = {
+            f"{name} stream": int(stream["length"]) for name, stream in self.status.get("streams", {}).items()
+        }
         groups = self.status.get("groups", {})
         return streams | {
-            f"groups {name}": int(groups[name]) for name in ("open", "logged") if name in groups
+            f"{name} groups": int(groups[name]) for name in ("open", "logged") if name in groups
         }
 
     @property

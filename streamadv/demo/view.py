@@ -130,11 +130,11 @@ def _facts(title: str, rows: list[tuple[str, str]]) -> Table:
 
 
 def _learning(progress: Progress) -> Table:
-    rows = [("success rate", "-"), ("", "")]
+    rows = [("success rate", "-"), ("curve", "")]
     if progress.evaluations:
         last = progress.evaluations[-1]
         curve = sparkline([evaluation.success_rate for evaluation in progress.evaluations][-12:])
-        rows = [("success rate", f"{last.success_rate:.1%} (v{last.version})"), ("", curve)]
+        rows = [("success rate", f"{last.success_rate:.1%} (v{last.version})"), ("curve", curve)]
     if progress.updates:
         newest = progress.updates[-1]
         rows += [
@@ -157,7 +157,7 @@ def _pipeline(progress: Progress) -> Table:
         *((f"dead {reason}", f"{count:,}") for reason, count in ledger["dead"].items() if count),
         ("queued", f"{ledger['queued']:,}"),
         ("in flight", f"{ledger['in_flight']:,}"),
-        *((f"depth {name}", f"{depth:,}") for name, depth in progress.depths.items()),
+        *((name, f"{depth:,}") for name, depth in progress.depths.items()),
     ]
     return _facts("Pipeline", rows)
 

@@ -129,7 +129,7 @@ def test_summary_writes_the_ledger_out(progress: Progress) -> None:
 def test_screen_fits_the_terminal(progress: Progress, width: int) -> None:
     text = rendered(screen(progress, {}, ["an event"]), width)
     assert max(map(len, text.splitlines())) <= width
-    for word in ("90.0%", "pushed", "staleness", "an event", "depth rollouts"):
+    for word in ("90.0%", "pushed", "staleness", "an event", "rollouts stream"):
         assert word in text
 
 
