@@ -29,7 +29,7 @@ from .algorithms.packed import PackedBatch, pack
 from .batches import LoggedGroup, Work, read_groups
 from .columns import Array
 from .connection import RETRYABLE, Backoff
-from .errors import BatchLostError, SettingError, WireError
+from .errors import BatchLostError, ChainError, SettingError, WireError
 from .isolation import Death, isolate
 from .keys import ShardKeys
 from .payloads import fetch_fields
@@ -179,7 +179,7 @@ def worker_chain(work: Work) -> Chain:
 
 
 def compute_safely(run: Run, prepared: Prepared, device: torch.device) -> Computed:
-    """`compute`, leaving out groups whose data break it (`isolation.py`)."""
+    """`compute`, leaving out groups whose data break it (`isolation.py`). Raises ChainError if all do."""
     if not prepared.entry.reclaimed:
         try:
             return compute(prepared, device)
@@ -194,7 +194,12 @@ def compute_safely(run: Run, prepared: Prepared, device: torch.device) -> Comput
         return compute(replace(prepared, groups=[group]), device)
 
     living = [group for group in prepared.groups if group.group_id not in prepared.dead]
-    return compute(replace(prepared, dead=prepared.dead | isolate(run, living, compute_alone)), device)
+    dead = isolate(run, living, compute_alone)
+    if len(dead) == len(living) > 1:
+        raise ChainError(
+            f"batch {prepared.work.batch}: every group fails, as with {next(iter(dead.values())).detail}"
+        )
+    return compute(replace(prepared, dead=prepared.dead | dead), device)
 
 
 def compute(prepared: Prepared, device: torch.device) -> Computed:

@@ -283,7 +283,7 @@ def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> No
     """Take groups out of the log under the given reasons. Repeating it changes nothing."""
     for group, reason in refused:
         if reason.startswith("dead:"):
-            bury(run, group, reason.removeprefix("dead:"), group.problem or "", "grouped", epoch)
+            bury(run, group, reason.removeprefix("dead:"), group.problem or "", "", epoch)
     refused = [(group, reason) for group, reason in refused if not reason.startswith("dead:")]
     for shard, keys in enumerate(run.keys.shards):
         args: list[Any] = [epoch]
@@ -323,12 +323,30 @@ def apply(run: Run, record: BatchRecord, batch_scope: bool, epoch: int) -> None:
             check_fence(run, run.call("apply_batch", names, args))
 
 
-def bury(run: Run, group: LoggedGroup, reason: str, detail: str, place: str, epoch: int) -> None:
-    """Make a dead letter of a group that is counted in `place`. Repeating it changes nothing."""
+def bury(run: Run, group: LoggedGroup, reason: str, detail: str, batch_id: str, epoch: int) -> None:
+    """Make a dead letter of a group of a batch, or of one in none yet (''). Repeating it changes nothing."""
     keys = run.keys.shard(group.shard)
     names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.dead, keys.dead_group(group.group_id)]
-    args = [epoch, group.entry, group.group_id, place, reason, detail, len(group.payloads), group.size_bytes]
-    check_fence(run, run.call("bury", names, args))
+    args = [
+        epoch,
+        group.entry,
+        group.group_id,
+        batch_id,
+        reason,
+        detail,
+        len(group.payloads),
+        group.size_bytes,
+    ]
+    check_fence(run, run.call("bury", [*names, keys.applied], args))
+
+
+def buried(run: Run, record: BatchRecord) -> set[str]:
+    """Ids of the batch's groups that have become dead letters."""
+    found: set[str] = set()
+    for shard in {pointer.shard for pointer in record.groups}:
+        text: Any = run.connection.scripts.hget(run.keys.shard(shard).applied, f"dead:{record.id}")
+        found.update(text.decode().split("\n") if text else ())
+    return found
 
 
 # Commit

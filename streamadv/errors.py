@@ -23,6 +23,18 @@ class WireError(StreamadvError):
     """Bytes read from Redis are not a payload of a schema version this release understands."""
 
 
+class UndecodableGroupError(WireError):
+    """A payload of a group cannot be read."""
+
+    def __init__(self, group_id: str, problem: str) -> None:
+        super().__init__(f"group {group_id}: {problem}")
+        self.group_id = group_id
+
+
+class ChainError(StreamadvError):
+    """The advantage chain fails on every group: the fault is not in the data."""
+
+
 class MissingDependencyError(StreamadvError):
     """An optional package is needed; the message names the extra that brings it."""
 

@@ -208,15 +208,17 @@ class Lineage:
                 self.records[k] = BatchRecord.model_validate_json(text)
         return self.records.get(k)
 
-    def bury(self, record: BatchRecord, dead: Mapping[str, Death]) -> None:
-        """Groups of batch k that could not be computed leave it as dead letters."""
-        doomed = [pointer for pointer in record.groups if pointer.group_id in dead]
-        self._dead[record.k] = {pointer.group_id for pointer in doomed}
+    def bury(self, record: BatchRecord, deaths: Mapping[str, Death]) -> set[str]:
+        """Groups of batch k that cannot be computed leave it as dead letters. Returns the ids of all such."""
+        dead = batches.buried(self.run, record)
         if self._leads:
+            doomed = [p for p in record.groups if p.group_id in deaths and p.group_id not in dead]
             for group in batches.find_groups(self.run, doomed):
                 if group is not None:
-                    death = dead[group.group_id]
-                    batches.bury(self.run, group, death.reason, death.detail, "in_flight", self.epoch)
+                    death = deaths[group.group_id]
+                    batches.bury(self.run, group, death.reason, death.detail, record.id, self.epoch)
+        self._dead[record.k] = dead | deaths.keys()
+        return self._dead[record.k]
 
     # The end of a run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from .errors import BatchLostError
+from .errors import BatchLostError, UndecodableGroupError, WireError
 from .run import Run
 from .wire import HEADER, Payload, Reference, decode_payload
 
@@ -14,8 +14,17 @@ REPLY_BYTES: Final = 8 << 20
 
 
 def fetch_payloads(run: Run, members: Sequence[Reference], columns: Sequence[str] | None) -> list[Payload]:
-    """Payloads of `members` with the named columns (None = all). Raises BatchLostError, WireError."""
-    return [decode_payload(fields, columns) for fields in fetch_fields(run, members, columns)]
+    """Payloads of `members` with the named columns (None = all).
+
+    Raises BatchLostError when one is gone, UndecodableGroupError when one cannot be read.
+    """
+    payloads = []
+    for member, fields in zip(members, fetch_fields(run, members, columns), strict=True):
+        try:
+            payloads.append(decode_payload(fields, columns))
+        except WireError as error:
+            raise UndecodableGroupError(member.group_id, str(error)) from error
+    return payloads
 
 
 def fetch_fields(

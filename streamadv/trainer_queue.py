@@ -22,9 +22,11 @@ from . import batches, metrics
 from .advantage import Device, choose_device
 from .algorithms.chain import Chain, build_chain
 from .algorithms.config import ChainConfig
+from .batches import BatchRecord, Work
 from .connection import RETRYABLE, Backoff, Connection
 from .delivery import Chunk, LateColumn, assign, deliver, parse_chunk
-from .errors import NoBatchError, SettingError
+from .errors import NoBatchError, SettingError, UndecodableGroupError
+from .isolation import Death
 from .lineage import Lineage, NamingSettings, Start, batch_scope
 from .manifest import RunSettings
 from .microbatch import Batch
@@ -266,24 +268,37 @@ class TrainerQueue(IterableDataset[Batch]):
         chunks = self._chunks.get(record.id, {})
         if len(chunks) < len(units):
             return None
-        found = [chunks[unit.chunk] for unit in units]
-        dead = {group_id: death for chunk in found for group_id, death in chunk.dead.items()}
-        groups = batches.read_groups(lineage.run, [p for p in record.groups if p.group_id not in dead])
-        lineage.bury(record, dead)
-        batch = deliver(
-            lineage.run,
-            record,
-            groups,
-            assign(units, chunks, groups),
-            found,
-            rank=self._rank,
-            world_size=self._world_size,
-            device=self._device,
-            late=self._late,
-        )
+        batch = self._deliver(lineage, record, units, [chunks[unit.chunk] for unit in units])
         del self._chunks[record.id]
         self._next += 1
         return batch
+
+    def _deliver(
+        self, lineage: Lineage, record: BatchRecord, units: Sequence[Work], chunks: Sequence[Chunk]
+    ) -> Batch:
+        """This rank's part of the batch without the groups that turn out to be dead."""
+        deaths = {group_id: death for chunk in chunks for group_id, death in chunk.dead.items()}
+        while True:
+            dead = lineage.bury(record, deaths)
+            living = [pointer for pointer in record.groups if pointer.group_id not in dead]
+            groups = batches.read_groups(lineage.run, living)
+            try:
+                return deliver(
+                    lineage.run,
+                    record,
+                    groups,
+                    assign(units, {chunk.number: chunk for chunk in chunks}, groups),
+                    chunks,
+                    rank=self._rank,
+                    world_size=self._world_size,
+                    device=self._device,
+                    late=self._late,
+                )
+            except UndecodableGroupError as error:
+                if self._world_size > 1:  # the other ranks do not know, and would go on with another plan
+                    raise
+                logger.error("%s: %s", STAGE, error)
+                deaths[error.group_id] = Death("undecodable", str(error))
 
     def _read_chunks(self, run: Run) -> None:
         for shard, keys in enumerate(run.keys.shards):

@@ -1,6 +1,6 @@
 -- A group becomes a dead letter: out of the log, its payloads kept under their own byte count.
--- KEYS  void, trainer, groups, ledger, dead, hash of the dead group
--- ARGV  epoch, entry id, group id, place it is counted in (grouped or in_flight), reason, detail, trajectories, bytes
+-- KEYS  void, trainer, groups, ledger, dead, hash of the dead group, applied
+-- ARGV  epoch, entry id, group id, id of the batch it was in ('' = none yet), reason, detail, trajectories, bytes
 -- Returns  1, 0 when the log has no such entry (any more), -1 when fenced
 -- include clock
 -- include fence
@@ -13,7 +13,13 @@ redis.call('HSET', KEYS[6], 'reason', ARGV[5], 'detail', ARGV[6], 'count', ARGV[
 local fields = found[1][2]
 for i = 1, #fields, 2 do redis.call('HSET', KEYS[6], 'log:' .. fields[i], fields[i + 1]) end
 redis.call('ZADD', KEYS[5], string.format('%.17g', now_ms()), ARGV[3])
-redis.call('HINCRBY', KEYS[4], ARGV[4], string.format('%d', -tonumber(ARGV[7])))
+local place = 'grouped'
+if ARGV[4] ~= '' then
+  place = 'in_flight'
+  local known = redis.call('HGET', KEYS[7], 'dead:' .. ARGV[4])  -- a batch that comes again must not miss it
+  redis.call('HSET', KEYS[7], 'dead:' .. ARGV[4], (known and known .. '\n' or '') .. ARGV[3])
+end
+redis.call('HINCRBY', KEYS[4], place, string.format('%d', -tonumber(ARGV[7])))
 redis.call('HINCRBY', KEYS[4], 'groups_logged', -1)
 redis.call('HINCRBY', KEYS[4], 'dead:' .. ARGV[5], ARGV[7])
 redis.call('HINCRBY', KEYS[4], 'live_bytes', string.format('%d', -tonumber(ARGV[8])))

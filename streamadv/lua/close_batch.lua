@@ -11,5 +11,5 @@ for i = 3, #ARGV, 2 do
     redis.call('HINCRBY', KEYS[5], 'live_bytes', string.format('%d', -tonumber(ARGV[i + 1])))
   end
 end
-redis.call('HDEL', KEYS[4], ARGV[2])
+redis.call('HDEL', KEYS[4], ARGV[2], 'dead:' .. ARGV[2])
 return 1
