@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .chain_steps import ChainStep, State, counted_anew, estimating_steps, shaping_steps
+from .chain_steps import (
+    ChainStep,
+    State,
+    counted_anew,
+    estimating_steps,
+    known_tokens,
+    shaping_steps,
+)
 from .config import ChainConfig, parse_config
 from .correction_step import correction_step
 from .metrics import fetch
@@ -108,17 +115,25 @@ def run_chain(
     """
     if kl_coefficient is None:
         kl_coefficient = chain.config.kl.coefficient if chain.config.kl is not None else 0.0
-    state = State(counted_anew(batch), chain.level, kl_coefficient, running)
+    state = counted_anew(State(batch, chain.level, kl_coefficient, running))
     for step in chain.steps:
         state = step.run(state)
     metrics, weights = fetch(state.metrics)
     return ChainResult(
         level=state.level,
-        advantages=None if state.advantages is None else state.advantages.to(torch.float32),
-        returns=None if state.returns is None else state.returns.to(torch.float32),
+        advantages=_rounded(state, state.advantages),
+        returns=_rounded(state, state.returns),
         rewards=state.batch.rewards,
         step_rewards=state.batch.steps.rewards,
         columns=state.changed,
         metrics=metrics,
         weights=weights,
     )
+
+
+def _rounded(state: State, values: Tensor | None) -> Tensor | None:
+    """float32, and at level token on all N tokens."""
+    if values is None:
+        return None
+    rounded = values.to(torch.float32)
+    return known_tokens(state).spread(rounded) if state.level == "token" else rounded

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import SettingError, TrajectoryError
 from .config import ChainConfig, DistillConfig, KLConfig, MaskConfig, RewardConfig
 from .kl import approx_kl
-from .metrics import Metric, fraction, summary
+from .metrics import Metric, fraction, mean, summary
 from .packed import Level, PackedBatch, expand, span_sum
 from .registry import Estimator, Scope, get_estimator
 from .rewards import clip, normalise
@@ -19,6 +19,7 @@ from .running import RunningMoments
 from .sample_masks import overlong_penalty
 from .segments import moments, segment_sum, spread, whole
 from .token_rewards import credited, outcome_rewards, step_rewards
+from .trainable import Trainable, trainable
 from .whitening import whiten
 
 
@@ -30,7 +31,8 @@ class State:
     level: Level
     kl_coefficient: float = 0.0
     running: RunningMoments | None = None
-    advantages: Tensor | None = None  # [R], [S] or [N] float64
+    tokens: Trainable | None = None  # where the mask was fetched
+    advantages: Tensor | None = None  # [R], [S] or, at level token, one per trainable token; float64
     returns: Tensor | None = None
     changed: Mapping[str, Tensor] = field(default_factory=dict)  # columns made or changed
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -43,8 +45,7 @@ class State:
 
     def with_mask(self, mask: Tensor) -> State:
         """The state with a narrowed response_mask [N]."""
-        state = self.with_columns(response_mask=mask)
-        return replace(state, batch=counted_anew(state.batch))
+        return counted_anew(self.with_columns(response_mask=mask))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,19 @@ class ChainStep:
     makes: tuple[str, ...] = ()
 
 
-def counted_anew(batch: PackedBatch) -> PackedBatch:
-    """The batch with row_trainable taken from its response_mask, if it has one: a step may have narrowed it."""
-    mask = batch.columns.get("response_mask")
-    if mask is None:
-        return batch
-    return replace(batch, row_trainable=segment_sum(mask, batch.cu_seqlens).to(torch.int64))
+def counted_anew(state: State) -> State:
+    """The state with its trainable tokens taken from response_mask, if it has one: a step may narrow it."""
+    batch = state.batch
+    if "response_mask" not in batch.columns:
+        return state
+    tokens = trainable(batch)
+    counts = tokens.offsets[1:] - tokens.offsets[:-1]
+    return replace(state, batch=replace(batch, row_trainable=counts), tokens=tokens)
+
+
+def known_tokens(state: State) -> Trainable:
+    """The trainable tokens; TrajectoryError when the batch came without response_mask."""
+    return state.tokens or trainable(state.batch)
 
 
 def shaping_steps(config: ChainConfig) -> Iterator[ChainStep]:
@@ -148,11 +156,11 @@ def _mask_step(config: MaskConfig) -> ChainStep:
         counted = (~batch.baseline).double()
         if config.difficulty_low is not None or config.difficulty_high is not None:
             stats = moments(batch.rewards, batch.group_offsets, counted)
-            mean = spread(stats.mean, batch.group_offsets, len(kept))
+            difficulty = spread(stats.mean, batch.group_offsets, len(kept))
             alone = spread(stats.size, batch.group_offsets, len(kept)) < 2
             low = -torch.inf if config.difficulty_low is None else config.difficulty_low
             high = torch.inf if config.difficulty_high is None else config.difficulty_high
-            kept = kept & (((mean > low) & (mean < high)) | alone)
+            kept = kept & (((difficulty > low) & (difficulty < high)) | alone)
         lengths = segment_sum(batch.row_trainable, batch.row_offsets)
         if config.max_length is not None:
             kept = kept & (lengths < config.max_length)
@@ -185,26 +193,26 @@ def _token_reward_step(config: ChainConfig) -> ChainStep:
 def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
     def run(state: State) -> State:
         batch, coefficient = state.batch, state.kl_coefficient
-        mask = batch.column("response_mask").bool()
-        kl = approx_kl(batch.column(config.log_probs), batch.column("ref_log_probs"), config.penalty)
-        kl = torch.where(mask, kl, 0.0)
-        row_kl = segment_sum(kl, batch.cu_seqlens)
+        tokens = known_tokens(state)
+        policy, reference = (tokens.pick(batch.column(name)) for name in (config.log_probs, "ref_log_probs"))
+        kl = approx_kl(policy, reference, config.penalty)
+        row_kl = segment_sum(kl, tokens.offsets)
         rewards = batch.rewards - coefficient * segment_sum(row_kl, batch.row_offsets)
         counted = batch.row_trainable > 0
-        mean = torch.where(counted, row_kl / batch.row_trainable.clamp(min=1), 0.0)
+        per_row = torch.where(counted, row_kl / batch.row_trainable.clamp(min=1), 0.0)
         rows = counted.sum()
         state = state.with_metrics(
             {
-                "critic/kl": Metric(segment_sum(mean, whole(mean))[0] / rows.clamp(min=1), rows),
+                "critic/kl": Metric(segment_sum(per_row, whole(per_row))[0] / rows.clamp(min=1), rows),
                 "critic/kl_coef": Metric(rewards.new_full((), coefficient), rows),
             }
         )
         state = replace(state, batch=replace(batch, rewards=rewards))
         if by_token:
-            tokens = batch.column("token_level_rewards") - coefficient * kl
-            state = state.with_columns(token_level_rewards=tokens)
+            shaped = batch.column("token_level_rewards").sub(tokens.spread(kl), alpha=coefficient)
+            state = state.with_columns(token_level_rewards=shaped)
         if by_step:
-            step_kl = span_sum(batch, kl)
+            step_kl = span_sum(batch, tokens.spread(kl))
             steps = batch.steps.rewards - coefficient * step_kl
             state = replace(state, batch=state.batch.with_step_rewards(steps))
         return state
@@ -218,11 +226,10 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
 
 def _whiten_rewards_step() -> ChainStep:
     def run(state: State) -> State:
-        batch = state.batch
-        mask = batch.column("response_mask")
-        whitened = whiten(batch.column("token_level_rewards"), mask, batch.cu_seqlens)
-        rewards = torch.where(mask.bool(), whitened, 0.0).to(torch.float32)
-        return state.with_columns(token_level_rewards=rewards)
+        tokens = known_tokens(state)
+        rewards = tokens.pick(state.batch.column("token_level_rewards"))
+        whitened = whiten(rewards, torch.ones_like(rewards), tokens.offsets)
+        return state.with_columns(token_level_rewards=tokens.spread(whitened.to(torch.float32)))
 
     needs = ("response_mask", "token_level_rewards")
     text = "token rewards to mean 0, std 1"
@@ -232,6 +239,7 @@ def _whiten_rewards_step() -> ChainStep:
 def _estimator_step(config: ChainConfig, chosen: Estimator) -> ChainStep:
     options = {**chosen.options, **config.options}
     changed_later = bool(config.whiten_advantages or config.advantage_clip or config.distill)
+    level: Level = "token" if config.distill else chosen.level
 
     def run(state: State) -> State:
         batch = state.batch
@@ -242,16 +250,13 @@ def _estimator_step(config: ChainConfig, chosen: Estimator) -> ChainStep:
                 f"register it with level={estimate.level!r}"
             )
         advantages, returns = estimate.advantages, estimate.returns
-        if chosen.level == "token":
-            mask = batch.column("response_mask").bool()
-            advantages = torch.where(mask, advantages, 0.0)
-            returns = None if returns is None else torch.where(mask, returns, 0.0)
-        elif changed_later:
-            returns = advantages if returns is None else returns
-        if config.distill is not None and chosen.level != "token":
-            advantages = expand(batch, chosen.level, advantages)
-            returns = advantages if returns is None else expand(batch, chosen.level, returns)
-        weight = level_weight(batch, "token" if config.distill else chosen.level)
+        if changed_later and returns is None:
+            returns = advantages
+        if level == "token":
+            tokens = known_tokens(state)
+            advantages = _on_tokens(batch, tokens, chosen.level, advantages)
+            returns = None if returns is None else _on_tokens(batch, tokens, chosen.level, returns)
+        weight = level_weight(batch, level)
         metrics = {
             **summary("critic/rewards", batch.rewards, ~batch.baseline),
             **summary("critic/advantages", advantages, weight),
@@ -260,7 +265,7 @@ def _estimator_step(config: ChainConfig, chosen: Estimator) -> ChainStep:
         return replace(state.with_metrics(metrics), advantages=advantages, returns=returns)
 
     needs = chosen.needs
-    if (chosen.level == "token" or config.distill) and "response_mask" not in needs:
+    if level == "token" and "response_mask" not in needs:
         needs = (*needs, "response_mask")
     text = ", ".join([chosen.name, *(f"{name} {value}" for name, value in options.items())])
     return ChainStep("estimator", needs, chosen.scope, text, run)
@@ -271,22 +276,23 @@ def _distill_step(config: DistillConfig, keep_raw: bool) -> ChainStep:
         batch, before = state.batch, state.advantages
         if before is None:
             raise SettingError("chain: distillation comes before the estimator")
-        mask = batch.column("response_mask").bool()
-        kl = approx_kl(batch.column(config.log_probs), batch.column("teacher_log_probs"), config.penalty)
-        kl = torch.where(mask, kl, 0.0)
+        tokens = known_tokens(state)
+        policy, teacher = (
+            tokens.pick(batch.column(name)) for name in (config.log_probs, "teacher_log_probs")
+        )
+        kl = approx_kl(policy, teacher, config.penalty)
         advantages = -config.coefficient * kl.to(torch.float64)
         returns = state.returns
         if config.only:
             returns = advantages
         else:
             advantages = advantages + before
-        tokens = mask.sum()
         metrics = {
-            "critic/distill_kl": Metric(segment_sum(kl, whole(kl))[0] / tokens.clamp(min=1), tokens),
-            **summary("critic/advantages", advantages, mask),
+            "critic/distill_kl": mean(kl),
+            **summary("critic/advantages", advantages),
         }
         if keep_raw:
-            raw = before.to(torch.float32)
+            raw = tokens.spread(before.to(torch.float32))
             state = replace(state, changed={**state.changed, "raw_advantages": raw})
         return replace(state.with_metrics(metrics), advantages=advantages, returns=returns)
 
@@ -305,15 +311,17 @@ def _finish_step(config: ChainConfig, level: Level) -> ChainStep:
         weight = level_weight(batch, level)
         raw = advantages
         if config.whiten_advantages:
-            segments = batch.cu_seqlens if level == "token" else whole(advantages)
-            advantages = torch.where(weight > 0, whiten(advantages, weight, segments), 0.0)
+            segments = known_tokens(state).offsets if level == "token" else whole(advantages)
+            counts = torch.ones_like(advantages) if weight is None else weight
+            advantages = torch.where(counts > 0, whiten(advantages, counts, segments), 0.0)
         if config.advantage_clip is not None:
             advantages, outside = clip(advantages, config.advantage_clip)
             state = state.with_metrics({"critic/advantage_clip_frac": fraction(outside, weight)})
         state = state.with_metrics(summary("critic/advantages", advantages, weight))
         if keep_raw:
-            raw_column = expand(batch, level, raw)
-            state = replace(state, changed={**state.changed, "raw_advantages": raw_column})
+            raw = raw.to(torch.float32)
+            column = known_tokens(state).spread(raw) if level == "token" else expand(batch, level, raw)
+            state = replace(state, changed={**state.changed, "raw_advantages": column})
         return replace(state, advantages=advantages)
 
     parts = ["whiten over the batch"] if config.whiten_advantages else []
@@ -323,16 +331,25 @@ def _finish_step(config: ChainConfig, level: Level) -> ChainStep:
     return ChainStep("advantages", needs, scope, ", ".join(parts), run)
 
 
-def level_weight(batch: PackedBatch, level: Level) -> Tensor:
-    """How many trainable tokens each value of a level stands for.
+def level_weight(batch: PackedBatch, level: Level) -> Tensor | None:
+    """How many trainable tokens each value of a level stands for; None = one each (level token).
 
     A step counts its span where the mask was not fetched: spans normally hold what the policy wrote.
     """
+    if level == "token":
+        return None
     if level == "row":
         return batch.row_trainable
-    if level == "token":
-        return batch.column("response_mask")
     steps = batch.steps
     if "response_mask" in batch.columns:
         return span_sum(batch, batch.column("response_mask"))
     return torch.where(batch.baseline[steps.trajectory], 0, steps.end - steps.start)
+
+
+def _on_tokens(batch: PackedBatch, tokens: Trainable, level: Level, values: Tensor) -> Tensor:
+    """One value per trainable token from an estimate's values."""
+    if level == "row":
+        return spread(values, tokens.offsets, len(tokens.position))
+    if level == "step":
+        values = expand(batch, "step", values)
+    return tokens.pick(values)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .chain_steps import ChainStep, State
+import torch
+
+from .chain_steps import ChainStep, State, known_tokens
 from .config import CorrectionConfig
 from .metrics import Metric
 from .off_policy import importance_weights, rejection_mask, veto_mask
@@ -18,9 +20,10 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
     """Make rollout_is_weights and narrow response_mask from old_log_probs - rollout_log_probs."""
 
     def run(state: State) -> State:
-        batch = state.batch
-        mask, bounds = batch.column("response_mask"), batch.cu_seqlens
-        old, rollout = batch.column("old_log_probs"), batch.column("rollout_log_probs")
+        batch, tokens = state.batch, known_tokens(state)
+        bounds = tokens.offsets
+        old, rollout = (tokens.pick(batch.column(name)) for name in ("old_log_probs", "rollout_log_probs"))
+        mask = torch.ones_like(tokens.position, dtype=torch.uint8)  # all that follows is on trainable tokens
         log_ratio = old - rollout
         metrics: dict[str, Metric] = off_policy_metrics(old, rollout, mask, bounds)
         kept = mask
@@ -42,14 +45,17 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
                 batch_normalize=config.batch_normalize,
             )
             metrics |= found
-            state = replace(state, changed={**state.changed, "rollout_is_weights": weights})
+            state = replace(state, changed={**state.changed, "rollout_is_weights": tokens.spread(weights)})
         state = state.with_metrics({PREFIX + name: metric for name, metric in metrics.items()})
         if not narrows:
             return state
-        state = state.with_mask(kept)
-        if state.level == "token" and state.advantages is not None:
-            state = replace(state, advantages=state.advantages * kept)
-        return state
+        if state.level == "token":
+            left = kept.bool()
+            advantages, returns = (
+                None if values is None else values[left] for values in (state.advantages, state.returns)
+            )
+            state = replace(state, advantages=advantages, returns=returns)
+        return state.with_mask(tokens.spread(kept).to(batch.column("response_mask").dtype))
 
     narrows = bool(config.rejections or config.veto)
     makes = (("rollout_is_weights",) if config.level else ()) + (("response_mask",) if narrows else ())

@@ -19,25 +19,38 @@ class Metric(NamedTuple):
     weight: Tensor  # 0-d: number of trajectories, rows or tokens behind it
 
 
-def summary(name: str, values: Tensor, weight: Tensor) -> dict[str, Metric]:
-    """`name`/mean, /max and /min of `values` [K], each counted `weight` [K] times (0 = left out)."""
-    weight = weight.to(torch.float64)
-    total = weight.sum()
-    counted = weight > 0
+def mean(values: Tensor) -> Metric:
+    """The mean of `values` [K]."""
+    count = torch.tensor(float(len(values)), dtype=torch.float64)
+    return Metric(values.sum(dtype=torch.float64) / max(len(values), 1), count)
+
+
+def summary(name: str, values: Tensor, weight: Tensor | None = None) -> dict[str, Metric]:
+    """`name`/mean, /max and /min of `values` [K], each counted `weight` [K] times (0 = left out; None = once)."""
     values = values.to(torch.float64)
-    mean = torch.where(counted, values * weight, 0.0).sum() / total.clamp(min=1)
-    # One element more, so that an empty batch has extremes; fetch drops it with its weight of 0.
-    highest = torch.cat([torch.where(counted, values, -torch.inf), -total.new_full((1,), torch.inf)]).amax()
-    lowest = torch.cat([torch.where(counted, values, torch.inf), total.new_full((1,), torch.inf)]).amin()
+    if weight is None:
+        average = mean(values)
+        above = below = values
+    else:
+        weight = weight.to(torch.float64)
+        counted = weight > 0
+        total = weight.sum()
+        average = Metric(torch.where(counted, values * weight, 0.0).sum() / total.clamp(min=1), total)
+        above = torch.where(counted, values, -torch.inf)
+        below = torch.where(counted, values, torch.inf)
+    if not len(values):
+        return {}
     return {
-        f"{name}/mean": Metric(mean, total),
-        f"{name}/max": Metric(highest, total),
-        f"{name}/min": Metric(lowest, total),
+        f"{name}/mean": average,
+        f"{name}/max": Metric(above.amax(), average.weight),
+        f"{name}/min": Metric(below.amin(), average.weight),
     }
 
 
-def fraction(hits: Tensor, weight: Tensor) -> Metric:
-    """The share of `hits` [K] bool among elements counted `weight` [K] times each."""
+def fraction(hits: Tensor, weight: Tensor | None = None) -> Metric:
+    """The share of `hits` [K] bool among elements counted `weight` [K] times each (None = once)."""
+    if weight is None:
+        return mean(hits)
     weight = weight.to(torch.float64)
     total = weight.sum()
     return Metric(torch.where(hits, weight, 0.0).sum() / total.clamp(min=1), total)
@@ -47,7 +60,8 @@ def fetch(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str, fl
     """Values and weights as plain numbers; metrics over nothing (weight 0) are left out."""
     if not metrics:
         return {}, {}
-    flat = [number.to(torch.float64) for metric in metrics.values() for number in metric]
+    device = next(iter(metrics.values())).value.device
+    flat = [number.to(device, torch.float64) for metric in metrics.values() for number in metric]
     numbers = torch.stack(flat).tolist()
     kept = [
         (name, numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(metrics) if numbers[2 * i + 1] > 0

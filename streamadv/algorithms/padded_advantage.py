@@ -19,6 +19,7 @@ from .registry import get_estimator
 from .runs import run_returns
 from .scan import blocks, reverse_scan
 from .token_rewards import credited
+from .trainable import trainable
 
 #: The ones that are a plain return here: their group logic is in the reward normalisation.
 RETURN_ESTIMATORS: Final = ("reinforce", "grpo", "gigpo", "step_reinforce")
@@ -114,8 +115,9 @@ def _estimate(
 ) -> tuple[Tensor, Tensor]:
     rewards, mask = batch.column("token_level_rewards"), batch.column("response_mask")
     if name == "gae":
-        known = mask if peer_quirks is None else None
-        estimate = gae_scan(rewards, batch.column("values"), known, batch.cu_seqlens, gamma, lambd)
+        everything = blocks(batch.cu_seqlens, batch.num_tokens)
+        cut = everything if peer_quirks else trainable(batch).blocks
+        estimate = gae_scan(rewards, batch.column("values"), cut, gamma, lambd)
         assert estimate.returns is not None
         return estimate.advantages, estimate.returns
     if name == "agentic_reinforce":

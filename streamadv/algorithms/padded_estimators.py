@@ -19,6 +19,7 @@ from .padded_rewards import group_scores
 from .registry import get_estimator
 from .scan import blocks, reverse_scan
 from .token_rewards import credited
+from .trainable import trainable
 from .whitening import whiten
 
 Pair = tuple[Tensor, Tensor]
@@ -41,12 +42,18 @@ def compute_gae_advantage_return(
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks, values=values)
     mask = batch.column("response_mask")
     rewards, value = batch.column("token_level_rewards"), batch.column("values")
-    estimate = gae_scan(rewards, value, mask, batch.cu_seqlens, gamma, lam)
+    tokens = trainable(batch)
+    estimate = gae_scan(rewards, value, tokens.blocks, gamma, lam)
     advantages, returns = estimate.advantages, estimate.returns
     assert returns is not None
-    advantages = whiten(advantages, mask, batch.cu_seqlens)
-    if peer_quirks is None:
-        advantages, returns = _masked(advantages, mask), _masked(returns, mask)
+    if peer_quirks:  # a masked token takes over what the next action has
+        following = blocks(batch.cu_seqlens, batch.num_tokens)
+        advantages = reverse_scan(advantages, (mask == 0).double(), following)
+        returns = advantages + value
+        advantages = whiten(advantages, mask, batch.cu_seqlens)
+    else:
+        chosen = tokens.pick(advantages)
+        advantages = tokens.spread(whiten(chosen, torch.ones_like(chosen), tokens.offsets))
     order = torch.arange(len(response_mask), device=mask.device)
     return to_padded(advantages, order), to_padded(returns, order)
 

@@ -8,6 +8,7 @@ from ..packed import PackedBatch
 from ..registry import Estimate, estimator
 from ..scan import blocks, next_in_row, reverse_scan
 from ..segments import moments, whole
+from ..trainable import trainable
 from ..whitening import whiten
 from .reinforce import reinforce
 from .singleton import Singleton, settle_singletons
@@ -25,12 +26,16 @@ def reinforce_plus_plus(
     hears of its reward (verl).
     """
     mask = batch.column("response_mask")
-    returns = reinforce(batch, gamma=gamma).advantages
-    if reset_at_observations:
+    if not reset_at_observations:
+        returns = reinforce(batch, gamma=gamma).advantages
+    else:
         passed_on = gamma * next_in_row(mask.to(torch.float64), batch.cu_seqlens)
         cut = blocks(batch.cu_seqlens, batch.num_tokens)
         returns = reverse_scan(batch.column("token_level_rewards"), passed_on, cut)
-    return Estimate("token", whiten(returns, mask, batch.cu_seqlens), returns)
+    tokens = trainable(batch)
+    chosen = tokens.pick(returns)
+    whitened = whiten(chosen, torch.ones_like(chosen), tokens.offsets)
+    return Estimate("token", tokens.spread(whitened), returns)
 
 
 @estimator("reinforce_plus_plus_baseline", scope="batch")

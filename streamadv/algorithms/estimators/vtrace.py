@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..scan import blocks, next_in_row, reverse_scan
+from ..scan import Blocks, arrange, put_back, scan, upcoming
+from ..trainable import trainable
 
 NEEDS = ("response_mask", "values", "token_level_rewards", "old_log_probs", "rollout_log_probs")
 
@@ -27,48 +27,28 @@ def vtrace(
     A_t = min(pg_rho_clip, rho_t) (R_t + gamma (lam vs_{t+1} + (1 - lam) V_{t+1}) - V_t). t runs over
     trainable tokens; the value after the last one is 0. The log-ratio is held in -20 .. 20.
     """
-    mask = batch.column("response_mask").bool()
-    ratio = (batch.column("old_log_probs") - batch.column("rollout_log_probs")).double()
-    rho = torch.where(mask, ratio.clamp(-20, 20), 0.0).exp()
-    errors, advantages = vtrace_scan(
-        batch.column("token_level_rewards"),
-        batch.column("values"),
-        rho,
-        gamma,
-        mask,
-        batch.cu_seqlens,
-        lam=lam,
-        rho_clip=rho_clip,
-        pg_rho_clip=pg_rho_clip,
-    )
-    return Estimate("token", advantages, errors + batch.column("values"))
+    cut = trainable(batch).blocks
+    log_ratio = batch.column("old_log_probs") - batch.column("rollout_log_probs")
+    rho = arrange(log_ratio, cut).clamp_(-20, 20).exp_()
+    value = arrange(batch.column("values"), cut)
+    rewards, bootstrap = arrange(batch.column("token_level_rewards"), cut), upcoming(value, cut)
+    errors = vtrace_errors(rewards, value, bootstrap, rho, gamma, cut, lam=lam, rho_clip=rho_clip)
+    target = bootstrap.add_(upcoming(errors, cut), alpha=lam)
+    advantages = rho.clamp_(max=pg_rho_clip) * (rewards + gamma * target - value)
+    return Estimate("token", put_back(advantages, cut), put_back(errors + value, cut))
 
 
-def vtrace_scan(
+def vtrace_errors(
     rewards: Tensor,
     values: Tensor,
+    next_values: Tensor,
     rho: Tensor,
     discount: Tensor | float,
-    mask: Tensor,
-    cu_seqlens: Tensor,
+    cut: Blocks,
     *,
     lam: float,
     rho_clip: float,
-    pg_rho_clip: float,
-) -> tuple[Tensor, Tensor]:
-    """(e_t, A_t) over packed rows, all [N]; masked tokens take no part and carry e_t through."""
-    cut = blocks(cu_seqlens, len(values))
-    values = values.to(torch.float64)
-
-    def upcoming(column: Tensor) -> Tensor:
-        """The column at the next trainable token of the row, 0 after the last."""
-        at_or_after = reverse_scan(torch.where(mask, column, 0.0), (~mask).double(), cut)
-        return next_in_row(at_or_after, cu_seqlens)
-
-    next_value = upcoming(values)
-    delta = rho.clamp(max=rho_clip) * (rewards + discount * next_value - values)
-    carry = torch.where(mask, discount * lam * rho.clamp(max=1.0), torch.ones_like(values))
-    errors = reverse_scan(torch.where(mask, delta, 0.0), carry, cut)
-    target = next_value + lam * upcoming(errors)
-    advantages = rho.clamp(max=pg_rho_clip) * (rewards + discount * target - values)
-    return errors, torch.where(mask, advantages, 0.0)
+) -> Tensor:
+    """e_t = vs_t - V_t, everything in the block layout of `cut`."""
+    delta = rho.clamp(max=rho_clip) * (rewards + discount * next_values - values)
+    return scan(delta, discount * lam * rho.clamp(max=1.0), cut)

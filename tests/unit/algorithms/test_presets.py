@@ -171,9 +171,7 @@ def test_rolls_order_of_use_is_its_preset(seed: int, name: str, with_kl: bool) -
     inside = torch.arange(rows["mask"].shape[1]) < torch.from_numpy(rows["lengths"])[:, None]
     data["values"] = data["values"] * inside
     data, _ = padded.reward_postprocess(data, adv_estimator=estimator, index=rows["labels"])
-    data, _ = padded.compute_token_reward(
-        data, add_token_level_kl=with_kl, kl_penalty="k3", kl_coef=0.1
-    )
+    data, _ = padded.compute_token_reward(data, add_token_level_kl=with_kl, kl_penalty="k3", kl_coef=0.1)
     data, _ = padded.compute_advantage(data, adv_estimator=estimator, peer_quirks="roll")
     mask = batch.column("response_mask")
     torch.testing.assert_close(got[0], unpadded(rows, data["advantages"]), rtol=1e-5, atol=1e-5)
