@@ -1,0 +1,102 @@
+"""What must hold of a run when everything is quiet: nothing lost, nothing twice, nothing left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from streamadv.inventory import deep_problems
+from streamadv.keys import manifest_key
+from streamadv.run import Run
+from streamadv.status import ledger_of, problems_of, read_shard
+
+Identity = tuple[str, int]
+
+#: Keys that outlast a drained run; streams among them must be empty.
+LASTING: Final = ("ledger", "ended", "ended_before", "trainer", "lineage", "producers")
+STREAMS: Final = ("rollouts", "groups", "work", "ready", "scoring:")
+
+
+def registered(run: Run) -> set[Identity]:
+    """Places that were ever pushed, by the tombstones: nothing else remembers a trajectory for good."""
+    found = set()
+    for keys in run.keys.shards:
+        for key in (keys.ended, keys.ended_before):
+            tombstones: Any = run.connection.scripts.hgetall(key)
+            for group_id, text in tombstones.items():
+                bitmap = text.decode()[1:]
+                found |= {(group_id.decode(), index) for index, bit in enumerate(bitmap) if bit == "1"}
+    return found
+
+
+def total(run: Run) -> dict[str, Any]:
+    """The ledger of all shards."""
+    counters: Counter[str] = Counter()
+    for keys in run.keys.shards:
+        counters.update(read_shard(run, keys).counters)
+    return {**ledger_of(counters), "counters": dict(counters)}
+
+
+def leftovers(run: Run) -> list[str]:
+    """Keys that a drained run should not have."""
+    found = []
+    scripts = run.connection.scripts
+    for number, keys in enumerate(run.keys.shards):
+        prefix = keys.void.removesuffix("void")
+        for key in sorted(key.decode() for key in scripts.scan_iter(match=f"{prefix}*", count=256)):
+            name = key.removeprefix(prefix)
+            if name.startswith(STREAMS) and scripts.type(key) == b"stream":
+                if length := scripts.xlen(key):
+                    found.append(f"shard {number}: stream {name} has {length} entries")
+            elif name not in LASTING:
+                found.append(f"shard {number}: key {name} is left behind")
+    if not scripts.exists(manifest_key(run.name)):
+        found.append("the manifest is gone")
+    return found
+
+
+def problems(
+    run: Run,
+    planned: Iterable[Identity],
+    weights: Iterable[Identity],
+    *,
+    usable: Iterable[Identity] | None = None,
+    server_lost: bool = False,
+) -> list[str]:
+    """Everything wrong with a drained run; [] is what a test wants.
+
+    planned: places that producers filled. weights: what the last checkpoint was trained on, in order.
+    usable: planned places with a trajectory. server_lost: the server came back without its last moments, so it may
+    know less than the checkpoint.
+    """
+    planned, weights = set(planned), list(weights)
+    found = []
+    for number, keys in enumerate(run.keys.shards):
+        found += [f"shard {number}: {text}" for text in problems_of(read_shard(run, keys))]
+    found += deep_problems(run)
+    found += leftovers(run)
+    ledger = total(run)
+    counters: Mapping[str, int] = ledger["counters"]
+    twice = {identity: n for identity, n in Counter(weights).items() if n > 1}
+    if twice:
+        found.append(f"{len(twice)} trajectories are in the weights more than once: {sorted(twice)[:4]}")
+    for name in ("queued", "in_flight"):
+        if ledger[name]:
+            found.append(f"{ledger[name]} trajectories are still {name}")
+    for name in ("live_bytes", "reserved_bytes", "dead_bytes", "groups_open", "groups_logged"):
+        if counters.get(name, 0):
+            found.append(f"ledger {name} is {counters[name]} after draining")
+    there = registered(run)
+    if lost := planned - there - (set(weights) if server_lost else set()):
+        found.append(f"{len(lost)} planned trajectories were never registered: {sorted(lost)[:4]}")
+    if unknown := there - planned:
+        found.append(f"{len(unknown)} registered places nobody filled: {sorted(unknown)[:4]}")
+    if ledger["pushed"] != len(there):
+        found.append(f"ledger pushed is {ledger['pushed']}, the tombstones know of {len(there)}")
+    if unknown := set(weights) - set(planned if usable is None else usable):
+        found.append(f"{len(unknown)} trajectories in the weights were not pushed: {sorted(unknown)[:4]}")
+    trained = ledger["trained"]
+    if trained > len(weights) or (trained < len(weights) and not server_lost):
+        found.append(f"ledger trained is {trained}, the checkpoint has {len(weights)}")
+    return found

@@ -1,0 +1,309 @@
+"""Every stage of a run in one thread, step by step, each of which can die at any point and is started again.
+
+A death here is an exception at the point, and nothing more is sent by whoever died: what the server sees is what a
+SIGKILL would leave. It is deterministic and takes a second where processes take minutes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from streamadv import advantage, grouping, lineage
+from streamadv.connection import Connection
+from streamadv.dead_letters import list_dead, purge, requeue
+from streamadv.errors import GroupEndedError, NoBatchError, StreamadvError, TrajectoryError
+from streamadv.manifest import RunSettings
+from streamadv.producer import Producer
+from streamadv.run import open_run
+from streamadv.scorer import Scorer
+from streamadv.streams import ADVANTAGE, GROUPER, Consumer
+from streamadv.trainer_queue import TrainerQueue
+from tests.support import consumer_of, ended, make_overdue, trajectory, unscored
+
+from .checks import Identity
+from .victim import SAVE_COMMIT, hooked
+
+SETTINGS: Final = RunSettings(shards=2, redundancy=1, scorers=("judge",), max_trajectory_bytes=1 << 16)
+#: Works on tokens and on the whole batch: results travel in hashes of their own, one entry for each shard.
+CHAIN: Final = {"estimator": "gae", "whiten_advantages": True}
+MAX_ROUNDS: Final = 400
+VALUES: Final = [0.5] * 5
+
+
+class Killed(BaseException):
+    """A process ends here."""
+
+
+class Stuck(AssertionError):
+    """The run did not come to its end."""
+
+
+class World:
+    """All actors of one run on one server."""
+
+    def __init__(self, url: str, run: str, dies: Callable[[str, int], bool]) -> None:
+        """`dies(point, n)`: whether whoever comes to `point` as the n-th, counted over all, ends there."""
+        self.connection = Connection(url)
+        self.run_name = run
+        self.dies = dies
+        self.reached: dict[str, int] = {}
+        self.deaths: list[str] = []
+        self.dead = False
+        self.planned: set[Identity] = set()
+        self.usable: set[Identity] = set()
+        self.checkpoint: tuple[list[Identity], dict[str, Any]] | None = None
+        self.compositions: dict[int, list[Identity]] = {}  # of each batch when it was delivered first
+        self.repaired: set[str] = set()  # dead groups that went back into the run
+        self.settled = False  # no dead letter is left
+        self.ended = False
+
+    def hook(self, point: str) -> None:
+        count = self.reached[point] = self.reached.get(point, 0) + 1
+        if self.dies(point, count):
+            self.deaths.append(point)
+            self.dead = True
+            raise Killed(point)
+
+    def gate(self) -> None:
+        if self.dead:
+            raise Killed
+
+    def play(self) -> None:
+        """Step everybody in turn, starting again whoever died, until the trainer has seen the end of the run."""
+        with hooked(self.hook, self.gate), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lineage, "PRODUCER_TIMEOUT_S", -1.0)  # a dead producer is known to be dead at once
+            actors = [(make, make(self)) for make in ACTORS]
+            for _ in range(MAX_ROUNDS):
+                for place, (make, actor) in enumerate(actors):
+                    try:
+                        next(actor)
+                    except Killed:
+                        self.dead = False  # of its successor
+                        actors[place] = (make, make(self))
+                if self.ended:
+                    break
+            else:
+                raise Stuck(f"no end after {MAX_ROUNDS} rounds")
+            for _, actor in actors:
+                with suppress(Killed):
+                    actor.close()
+        grouping.housekeeping(open_run(self.connection, self.run_name))
+
+
+Life = Generator[None, None, None]
+Actor = Callable[[World], Life]
+
+
+def producer(world: World) -> Life:
+    """Carries its plan out from the beginning, whatever an earlier life has done of it."""
+    with _producer(world) as producer:
+        for operation in _plan(world, producer):
+            with suppress(GroupEndedError, TrajectoryError):  # done by an earlier life
+                operation()
+            yield
+        while (producer.model_version() or 0) < 2:
+            yield
+        _whole(world, producer, "stale", model_version=0)
+        yield
+        producer.finish()
+        yield
+    while True:
+        yield
+
+
+@contextmanager
+def _producer(world: World) -> Iterator[Producer]:
+    producer = Producer(world.connection, world.run_name, settings=SETTINGS)
+    try:
+        yield producer.open()
+    finally:
+        producer.close()
+
+
+def _whole(world: World, producer: Producer, group_id: str, values: bool = True, **fields: Any) -> None:
+    given: dict[str, Any] = {"values": VALUES, **fields} if values else fields
+    members = [trajectory(group_id, index, 2, **given) for index in range(2)]
+    _note(world, group_id, 0, 1)
+    producer.push(members)
+
+
+def _note(world: World, group_id: str, *indices: int, usable: bool = True) -> None:
+    places = {(group_id, index) for index in indices}
+    world.planned |= places
+    if usable:
+        world.usable |= places
+
+
+def _plan(world: World, producer: Producer) -> Iterator[Callable[[], object]]:
+    values: dict[str, Any] = {"values": VALUES}
+
+    def push(group_id: str, index: int, **fields: Any) -> None:
+        _note(world, group_id, index)
+        producer.push([trajectory(group_id, index, 2, **values, **fields)])
+
+    def fail() -> None:
+        _note(world, "failed", 0)
+        _note(world, "failed", 1, 2, usable=False)
+        group = producer.begin_group(2, group_id="failed")
+        group.touch(3600.0)
+        rollouts = list(group)
+        rollouts[0].push(
+            input_ids=range(5),
+            response_mask=[0, 0, 1, 1, 1],
+            rollout_log_probs=[-1.0] * 5,
+            reward=1.0,
+            **values,
+        )
+        rollouts[1].fail()
+        producer.push([ended("failed", 2, 2, "aborted")])
+
+    def cancel() -> None:
+        _note(world, "cancelled", 0)
+        _note(world, "cancelled", 1, 2, usable=False)
+        group = producer.begin_group(2, group_id="cancelled")
+        push("cancelled", 0)
+        group.cancel(2)
+
+    def expire() -> None:
+        push("late", 0)
+        make_overdue(open_run(world.connection, world.run_name), "late")
+
+    def judged(group_id: str) -> None:
+        _note(world, group_id, 0, 1)
+        producer.push([unscored(group_id, index, 2, **values) for index in range(2)])
+
+    def score() -> None:
+        judged("judged1")
+        producer.score("judged1", 0, 0.5)
+
+    def poison() -> None:
+        _whole(world, producer, "poison")
+        if not world.repaired:
+            _write_values(world, "poison", b"xx")
+
+    def unscorable() -> None:
+        push("unscorable", 0, reward=None)
+        push("unscorable", 1)
+        push("unscorable", 2)
+
+    for number in range(3):
+        yield lambda number=number: _whole(world, producer, f"whole{number}")  # type: ignore[misc]
+    yield lambda: push("whole0", 1)  # again
+    yield lambda: push("whole1", 2)  # surplus
+    yield fail
+    yield cancel
+    yield expire
+    yield lambda: None
+    yield lambda: push("late", 1)
+    yield lambda: judged("judged0")
+    yield score
+    yield lambda: _whole(world, producer, "incomplete", values=False)  # misses a column
+    yield unscorable
+    yield poison
+    for number in range(3, 6):
+        yield lambda number=number: _whole(world, producer, f"whole{number}")  # type: ignore[misc]
+
+
+def _write_values(world: World, group_id: str, values: bytes) -> None:
+    scripts = world.connection.scripts
+    for key in scripts.scan_iter(match="*:payload:*"):
+        header = scripts.hget(key, "header")
+        if header is not None and json.loads(header)["group_id"] == group_id:
+            scripts.hset(key, "values", values)
+
+
+def scorer(world: World) -> Life:
+    run = open_run(world.connection, world.run_name, SETTINGS)
+    judge = Scorer(world.connection, world.run_name, "judge", batch_size=3)
+    consumer = consumer_of(run, "judge", lease_s=0.0)
+    while True:
+        if entries := consumer.read(3):
+            judge._hand_off(entries, lambda references, payloads: [1.0 + r.rollout_index for r in references])
+            consumer.done(entries)
+        yield
+
+
+def grouper(world: World) -> Life:
+    run = open_run(world.connection, world.run_name, SETTINGS)
+    consumer = consumer_of(run, GROUPER, lease_s=0.0)
+    while True:
+        if entries := consumer.read(3):
+            grouping.take(run, entries)
+            consumer.done(entries)
+        grouping.housekeeping(run)
+        consumer.retire_others()
+        yield
+
+
+def worker(world: World) -> Life:
+    run = open_run(world.connection, world.run_name, SETTINGS)
+    consumer: Consumer = consumer_of(run, ADVANTAGE, lease_s=0.0)
+    cpu = advantage.choose_device("cpu")
+    while True:
+        for entry in consumer.read(1):
+            prepared = advantage.prepare(run, entry)
+            advantage.publish(run, advantage.compute_safely(run, prepared, cpu))
+            consumer.done([entry])
+        yield
+
+
+def trainer(world: World) -> Life:
+    """Saves every second batch; the weights are the list of what it was trained on."""
+    queue = TrainerQueue(
+        world.connection,
+        world.run_name,
+        batch_groups=2,
+        max_staleness=None,
+        drop_after=1,
+        chain=CHAIN,
+        pushed=("values",),
+        commit="manual",
+        settings=SETTINGS,
+    )
+    weights: list[Identity] = []
+    if world.checkpoint is not None:
+        weights = list(world.checkpoint[0])
+        queue.load_state_dict(world.checkpoint[1])
+    while True:
+        try:
+            batch = queue.next_batch(timeout=0)
+        except NoBatchError:
+            yield
+            continue
+        if batch is not None:
+            members = [(each.group_id, each.rollout_index) for each in batch.references]
+            assert world.compositions.setdefault(batch.version, members) == members
+            weights += members
+            queue.trained(batch)
+        if batch is None or batch.version % 2:
+            state = queue.state_dict()
+            world.checkpoint = (list(weights), state)
+            world.hook(SAVE_COMMIT)
+            queue.commit(state)
+        world.ended = batch is None and world.settled
+        yield
+
+
+def operator(world: World) -> Life:
+    """Repairs what can be repaired of the dead letters and puts them back, once; then gives them up."""
+    run = open_run(world.connection, world.run_name, SETTINGS)
+    while True:
+        for dead in list(list_dead(run)):
+            with suppress(StreamadvError):  # done by an earlier life
+                if dead.group_id in world.repaired:
+                    purge(run, dead.group_id)
+                    continue
+                _write_values(world, dead.group_id, np.array(VALUES, np.float32).tobytes())
+                requeue(run, dead.group_id)
+            world.repaired.add(dead.group_id)
+        world.settled = "incomplete" in world.repaired and not list(list_dead(run))
+        yield
+
+
+ACTORS: Final[tuple[Actor, ...]] = (producer, scorer, grouper, worker, trainer, operator)
