@@ -234,6 +234,11 @@ class AsyncRollout:
         self.model_version = ticket.model_version
         self.ended = False
 
+    @property
+    def cancelled(self) -> bool:
+        """As `Rollout.cancelled`."""
+        return self._producer._logic.too_late(self.ticket)
+
     async def push(self, **fields: Any) -> str:
         """As `Rollout.push`."""
         fields.setdefault("model_version", self.model_version)

@@ -63,6 +63,10 @@ class NoBatchError(StreamadvError):
     """No batch could be formed within the time the caller gave."""
 
 
+class StarvedError(StreamadvError):
+    """Filters drop everything that is produced: no batch will come."""
+
+
 class EpochFencedError(StreamadvError):
     """Another trainer has taken over this run; this one may no longer name, train or commit."""
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from . import batches, metrics
 from .algorithms.chain import build_chain
-from .batches import BatchRecord, NamingRules, check_fence
+from .batches import BatchRecord, LoggedGroup, NamingRules, check_fence
 from .isolation import Death
 from .producing import PRODUCER_TIMEOUT_S
 from .run import Run
@@ -79,6 +79,8 @@ class Lineage:
         #: Groups in the weights -> when they were committed, None = not yet.
         self.trained = dict(start.trained)
         self._applied: set[str] = set()
+        #: Groups dropped at naming, with the reason, until somebody reports and clears them.
+        self.passed_over: list[tuple[str, LoggedGroup]] = []
         self._dead: dict[int, set[str]] = {}  # group ids of batch k that became dead letters
         home = run.keys.home
         if leads:
@@ -178,7 +180,8 @@ class Lineage:
         batches.drop(self.run, refused, self.epoch)
         for group, reason in refused:
             logger.warning("group %s is not trained on: %s", group.group_id, reason)
-            metrics.group_ended(reason, group.data_source)
+            metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
+            self.passed_over.append((reason, group))
         if len(chosen) < (1 if ended else min(settings.min_groups, limit)):
             return False
         record = batches.make_record(

@@ -159,6 +159,9 @@ IS_ESS: Final = _gauge(
 IS_CLIPPED: Final = _gauge("streamadv_is_clipped_ratio", "Share of weights truncated, last chunk.", "stage")
 
 # The trainer queue.
+NO_PROGRESS: Final = _gauge(
+    "streamadv_no_progress_seconds", "Seconds that the trainer has waited for the batch it is waiting for."
+)
 BATCH_VERSION: Final = _gauge("streamadv_batch_version", "Version that the last batch delivered trains.")
 TRAINED_BATCHES: Final = _counter("streamadv_trained_batches", "Batches delivered to the trainer.")
 TRAINED_TRAJECTORIES: Final = _counter(
@@ -327,6 +330,11 @@ def batch_delivered(
     TRAINER_WAIT.inc(wait_s)
     E2E.observe(_known(e2e_s))
     _succeeded("trainer")
+
+
+def no_progress(seconds: float) -> None:
+    """The trainer has waited so long for a batch; 0 when one is there."""
+    NO_PROGRESS.set(seconds)
 
 
 def register_ledger(read_status: StatusReader | None) -> None:

@@ -273,6 +273,11 @@ class Rollout:
         self.model_version = ticket.model_version
         self.ended = False
 
+    @property
+    def cancelled(self) -> bool:
+        """True when it would be dropped as stale by now: stop playing it. As of the last heartbeat."""
+        return self._producer._logic.too_late(self.ticket)
+
     def push(self, **fields: Any) -> str:
         """Push this rollout: its columns (or `rows=`), `reward`, `steps` and other fields of a Trajectory."""
         fields.setdefault("model_version", self.model_version)

@@ -135,6 +135,7 @@ class ProducerLogic:
         self._resend_window = resend_window
         self._clock = clock
         self._server_id: str | None = None
+        self._drop_after: int | None = None
         self._sent: deque[Sent] = deque()
         self._sent_bytes = 0
 
@@ -156,7 +157,11 @@ class ProducerLogic:
     def heartbeat(self) -> Steps[None]:
         """Say that this producer is alive or finished, and hear of the newest model version."""
         keys = self.ready.keys.home
-        yield script_call("heartbeat", [keys.void, keys.producers], [self.id, self._state()])
+        names = [keys.void, keys.producers, keys.trainer]
+        reply = yield script_call("heartbeat", names, [self.id, self._state()])
+        if reply[0]:
+            self.version = int(reply[0])
+        self._drop_after = int(reply[1]) if reply[1] else None
         yield from self.check_server()
 
     def check_server(self) -> Steps[None]:
@@ -179,6 +184,12 @@ class ProducerLogic:
         while self._sent and (self._sent[0].when < oldest or self._sent_bytes > MAX_RESEND_BYTES):
             self._sent_bytes -= self._sent.popleft().size
 
+    def too_late(self, ticket: Ticket) -> bool:
+        """Whether a rollout begun under this ticket can only be dropped as stale."""
+        if self._drop_after is None or ticket.model_version is None or self.version is None:
+            return False
+        return self.version - ticket.model_version > self._drop_after
+
     def _remember(self, size: int, again: Callable[[], Steps[PushResult]]) -> None:
         if self._resend_window > 0:
             self._sent.append(Sent(self._clock(), size, again))
@@ -188,7 +199,7 @@ class ProducerLogic:
         """On a clean exit: only a producer that has finished stays on the list."""
         keys = self.ready.keys.home
         state = "finished" if self.finished else "gone"
-        yield script_call("heartbeat", [keys.void, keys.producers], [self.id, state])
+        yield script_call("heartbeat", [keys.void, keys.producers, keys.trainer], [self.id, state])
 
     def finish(self) -> Steps[None]:
         """No more groups will come from this producer."""

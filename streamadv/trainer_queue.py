@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +32,7 @@ from .lineage import Lineage, NamingSettings, Start, batch_scope
 from .manifest import RunSettings
 from .microbatch import Batch
 from .run import Run, open_run
+from .watchdog import Limits, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,8 @@ class TrainerQueue(IterableDataset[Batch]):
     max_staleness: producers are admitted so far ahead, in batches (None = not paced). drop_after: groups staler
     than this are dropped when a batch is named (default 2 x max_staleness). tokens_per_micro_batch: None = each
     rank runs its part at once. commit: "each_batch" commits when the next batch is asked for; with "manual"
-    nothing is committed but by `commit`. epoch: of rank 0, for other ranks without torch.distributed.
+    nothing is committed but by `commit`. min_kept_ratio, max_filtered_batches: warn when filters keep fewer groups,
+    raise StarvedError when they drop so many batches' worth since the last batch (None = never). epoch: of rank 0, for other ranks without torch.distributed.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class TrainerQueue(IterableDataset[Batch]):
         device: Device = "cpu",
         epoch: int | None = None,
         keep_rolled_back: bool = False,
+        min_kept_ratio: float = 0.05,
+        max_filtered_batches: int | None = 10,
         settings: RunSettings | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
@@ -102,7 +107,9 @@ class TrainerQueue(IterableDataset[Batch]):
         self._epoch = epoch
         self._commit_mode = commit
         self._device = choose_device(device)
+        self._limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches)
         self._stop = threading.Event()
+        self._watchdog: Watchdog | None = None
         self._lineage: Lineage | None = None
         self._begin = Start()
         self._next = 0  # k of the batch to be delivered next
@@ -135,7 +142,8 @@ class TrainerQueue(IterableDataset[Batch]):
 
         max_groups: a batch that is named now gets no more groups than this (default batch_groups).
         Raises NoBatchError after `timeout` seconds without a new group, EpochFencedError when a newer trainer
-        has taken over, BatchLostError when the server lost a named batch.
+        has taken over, BatchLostError when the server lost a named batch, and where waiting cannot end
+        StarvedError and UncommittedBudgetError.
         """
         started = progress = time.monotonic()
         backoff = Backoff(sleep=self._stop.wait)
@@ -150,6 +158,8 @@ class TrainerQueue(IterableDataset[Batch]):
                     with suppress(*RETRYABLE):  # the next call does it again
                         lineage.look_ahead(False, max_groups)
                     self._current = batch
+                    if self._watchdog is not None:
+                        self._watchdog.progress()
                     if self._rank == 0:
                         _observe(batch, time.monotonic() - started)
                     return batch
@@ -159,8 +169,10 @@ class TrainerQueue(IterableDataset[Batch]):
                 if timeout is not None and time.monotonic() - progress > timeout:
                     raise NoBatchError(
                         f"no new group for {timeout:g} s (run {self._run_name}, batch {self._next}): "
-                        f"see `streamadv status`"
+                        f"{Watchdog(lineage.run, self._limits).reasons()}"
                     )
+                if self._watchdog is not None:
+                    self._watchdog.look()
                 self._wait(lineage, BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1))
             except RETRYABLE as error:
                 metrics.retried(STAGE)
@@ -236,6 +248,7 @@ class TrainerQueue(IterableDataset[Batch]):
             self._next = lineage.version
             self._ready_cursors, self._chunks = {}, {}
             self._lineage = lineage
+            self._watchdog = Watchdog(run, self._limits) if leads else None
         return self._lineage
 
     def _recover(self, lineage: Lineage) -> Lineage:
@@ -269,6 +282,7 @@ class TrainerQueue(IterableDataset[Batch]):
         if len(chunks) < len(units):
             return None
         batch = self._deliver(lineage, record, units, [chunks[unit.chunk] for unit in units])
+        batch.metrics.update(_passed_over(lineage, batch))
         del self._chunks[record.id]
         self._next += 1
         return batch
@@ -322,6 +336,22 @@ class TrainerQueue(IterableDataset[Batch]):
                 return
         if time.monotonic() - started < block_ms / 2000:
             self._stop.wait(share / 1000)  # a server that does not block must not be asked in a loop
+
+
+def _passed_over(lineage: Lineage, batch: Batch) -> dict[str, float]:
+    """What was dropped at naming since the batch before, by reason and source, and how its length compares."""
+    tokens: dict[str, list[int]] = defaultdict(list)
+    groups: Counter[str] = Counter()
+    for reason, group in lineage.passed_over:
+        name = f"dropped/{reason}/{group.data_source or 'unknown'}"
+        groups[name] += 1
+        tokens[name] += [sum(member.row_trainable) for member in group.members]
+    lineage.passed_over.clear()
+    found = {f"{name}/groups": float(count) for name, count in groups.items()}
+    found |= {f"{name}/response_length/mean": sum(n) / len(n) for name, n in tokens.items() if n}
+    if batch.num_trajectories:
+        found["response_length/mean"] = batch.num_tokens / batch.num_trajectories
+    return found
 
 
 def _observe(batch: Batch, wait_s: float) -> None:

@@ -11,6 +11,7 @@ from ..inventory import deep_problems
 from ..manifest import Manifest
 from ..run import find_run
 from ..status import read_status
+from ..watchdog import reasons_of
 from . import FAILED, add_redis_options, connect, settings_from
 
 WATCH_SECONDS: Final = 1.0
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
                 status["problems"] += deep_problems(found)
                 status["balanced"] = not status["problems"]
             if arguments.json:
-                print(json.dumps(status), flush=True)
+                print(json.dumps({**status, "waiting": reasons_of(status)}), flush=True)
             else:
                 print("\n".join(lines_of(status, found.manifest)), flush=True)
             if not arguments.watch:
@@ -98,6 +99,7 @@ def lines_of(status: dict[str, Any], manifest: Manifest) -> list[str]:
         lines.append(
             f"  producer {producer['name']}: {producer['state']}, last heard of {producer['silent_s']} s ago"
         )
+    lines += [f"  WAITING {reason}" for reason in reasons_of(status)]
     if status["balanced"]:
         lines.append("  ledger balanced")
     return lines + [f"  PROBLEM {problem}" for problem in status["problems"]]
