@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from .connection import Connection
     from .manifest import RunSettings
     from .producer import Producer
-    from .producing import Ticket
     from .schema import Column, Role, Row, Status, Step, Trajectory
     from .scorer import Scorer
+    from .tickets import Ticket
     from .trainer_queue import TrainerQueue
 
 __version__ = "0.1.0"
@@ -31,7 +31,7 @@ _HOMES = {
     "Scorer": "scorer",
     "Status": "schema",
     "Step": "schema",
-    "Ticket": "producing",
+    "Ticket": "tickets",
     "TrainerQueue": "trainer_queue",
     "Trajectory": "schema",
     "errors": "errors",

@@ -12,22 +12,11 @@ from typing import Any, Self
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from .connection import RETRYABLE, AsyncConnection, Backoff
-from .producing import (
-    HEARTBEAT_S,
-    Memory,
-    Pause,
-    ProducerLogic,
-    PushResult,
-    Request,
-    ServerId,
-    Steps,
-    T,
-    Ticket,
-    Transaction,
-    prepare,
-)
+from .exchange import Memory, Pause, Request, ServerId, Steps, T, Transaction
+from .producing import HEARTBEAT_S, ProducerLogic
 from .schema import Trajectory
 from .scripts import queue_script, run_script_async
+from .tickets import PushResult, Ticket, prepare
 
 logger = logging.getLogger(__name__)
 

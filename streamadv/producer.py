@@ -16,24 +16,13 @@ from typing import TYPE_CHECKING, Any, Self
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from .connection import RETRYABLE, AsyncConnection, Backoff, Connection
+from .exchange import Memory, Pause, Request, ServerId, Steps, T, Transaction
 from .manifest import RunSettings
-from .producing import (
-    HEARTBEAT_S,
-    RESEND_WINDOW_S,
-    Memory,
-    Pause,
-    ProducerLogic,
-    PushResult,
-    Request,
-    ServerId,
-    Steps,
-    T,
-    Ticket,
-    Transaction,
-    prepare,
-)
+from .producing import HEARTBEAT_S, ProducerLogic
+from .resend import RESEND_WINDOW_S
 from .schema import Trajectory
 from .scripts import queue_script, run_script
+from .tickets import PushResult, Ticket, prepare
 
 if TYPE_CHECKING:
     from .async_producer import AsyncProducer

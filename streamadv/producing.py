@@ -12,21 +12,22 @@ import math
 import os
 import secrets
 import time
-import uuid
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from redis.exceptions import OutOfMemoryError
 
 from . import metrics
+from .admission import busy_error, byte_budget, push_codes
 from .connection import RETRYABLE, Backoff
-from .errors import Busy, GroupEndedError, SettingError, TrajectoryError
+from .errors import GroupEndedError, SettingError, TrajectoryError
+from .exchange import Memory, Pause, Steps, Transaction
 from .keys import ShardKeys
 from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
-from .schema import MAX_GROUP_SIZE, Trajectory, parse_trajectory
-from .scripts import ScriptCall, script_call
+from .resend import RESEND_WINDOW_S, ResendWindow
+from .schema import MAX_GROUP_SIZE, Trajectory
+from .scripts import script_call
+from .tickets import PushResult, Ticket, new_group_id
 from .wire import encode_payload, make_reference, payload_bytes
 
 logger = logging.getLogger(__name__)
@@ -37,80 +38,7 @@ MAX_SLICE_BYTES: Final = 4 << 20
 HEARTBEAT_S: Final = 10.0
 #: A producer silent for longer is taken for dead (three missed heartbeats).
 PRODUCER_TIMEOUT_S: Final = 30.0
-#: What was sent this long before the server was last seen unchanged is sent again to a restarted one.
-RESEND_WINDOW_S: Final = 5.0
-MAX_RESEND_BYTES: Final = 256 << 20
-FALLBACK_MAX_BYTES: Final = 1 << 30
-MAX_BYTES_SHARE: Final = 0.7  # of maxmemory
 MAX_METADATA_BYTES: Final = 1 << 16
-
-
-class Transaction(NamedTuple):
-    """MULTI: write the payload hashes, then run the script. Never sent twice."""
-
-    payloads: Sequence[tuple[str, dict[Any, Any]]]
-    call: ScriptCall
-
-
-class Pause(NamedTuple):
-    """Wait so many seconds."""
-
-    seconds: float
-
-
-class Memory(NamedTuple):
-    """Ask the server for its memory figures; {} where INFO is missing."""
-
-
-class ServerId(NamedTuple):
-    """Ask which server this is; None where it does not tell. Another one may have lost the last moments."""
-
-
-Request = ScriptCall | Transaction | Pause | Memory | ServerId
-T = TypeVar("T")
-Steps = Generator[Request, Any, T]
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """The right to push one rollout of an admitted group, from any process: `to_json` and `from_json`."""
-
-    group_id: str
-    rollout_index: int
-    group_size: int
-    places: int
-    epoch: int
-    model_version: int | None
-    data_source: str | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Ticket:
-        return cls(**json.loads(text))
-
-
-class PushResult(NamedTuple):
-    """What became of the records of one push, one code each.
-
-    'pushed'; 'duplicate' (that place was taken before, nothing changed); 'surplus' or 'late' (the group had
-    ended: complete without it, or expired).
-    """
-
-    codes: list[str]
-
-    def count(self, code: str) -> int:
-        return self.codes.count(code)
-
-
-class Sent(NamedTuple):
-    """Something a producer told the server, kept for a while in case the server forgets it."""
-
-    when: float
-    size: int
-    again: Callable[[], Steps[PushResult]]
 
 
 class ProducerLogic:
@@ -122,7 +50,6 @@ class ProducerLogic:
         name: str | None,
         settings: RunSettings | None,
         resend_window: float = RESEND_WINDOW_S,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run = run
         self.name = name or f"{os.uname().nodename}-{os.getpid()}"
@@ -132,12 +59,8 @@ class ProducerLogic:
         self.max_bytes = 0  # of one shard
         self.version: int | None = None  # newest model version heard of
         self.finished = False
-        self._resend_window = resend_window
-        self._clock = clock
-        self._server_id: str | None = None
         self._drop_after: int | None = None
-        self._sent: deque[Sent] = deque()
-        self._sent_bytes = 0
+        self._resend = ResendWindow(resend_window)
 
     @property
     def ready(self) -> Manifest:
@@ -162,38 +85,13 @@ class ProducerLogic:
         if reply[0]:
             self.version = int(reply[0])
         self._drop_after = int(reply[1]) if reply[1] else None
-        yield from self.check_server()
-
-    def check_server(self) -> Steps[None]:
-        """Push again what a restarted server may have lost; forget what an unchanged one has had for long."""
-        server_id = yield ServerId()
-        if self._server_id not in (None, server_id):
-            sent, self._sent, self._sent_bytes = list(self._sent), deque(), 0
-            self._server_id = server_id
-            lost = 0
-            for item in sent:
-                result = yield from item.again()
-                lost += result.count("pushed")
-            logger.warning(
-                "the server is not the one it was: pushed %d times again, %d trajectories were lost",
-                len(sent),
-                lost,
-            )
-        self._server_id = server_id
-        oldest = self._clock() - self._resend_window
-        while self._sent and (self._sent[0].when < oldest or self._sent_bytes > MAX_RESEND_BYTES):
-            self._sent_bytes -= self._sent.popleft().size
+        yield from self._resend.check()
 
     def too_late(self, ticket: Ticket) -> bool:
         """Whether a rollout begun under this ticket can only be dropped as stale."""
         if self._drop_after is None or ticket.model_version is None or self.version is None:
             return False
         return self.version - ticket.model_version > self._drop_after
-
-    def _remember(self, size: int, again: Callable[[], Steps[PushResult]]) -> None:
-        if self._resend_window > 0:
-            self._sent.append(Sent(self._clock(), size, again))
-            self._sent_bytes += size
 
     def goodbye(self) -> Steps[None]:
         """On a clean exit: only a producer that has finished stays on the list."""
@@ -203,7 +101,7 @@ class ProducerLogic:
 
     def finish(self) -> Steps[None]:
         """No more groups will come from this producer."""
-        yield from self.check_server()
+        yield from self._resend.check()
         self.finished = True
         yield from self.heartbeat()
 
@@ -286,7 +184,9 @@ class ProducerLogic:
         for start, stop in _slices([size for _, size in encoded]):
             records = list(zip(trajectories[start:stop], encoded[start:stop], strict=True))
             codes += yield from self._push_slice(keys, first.group_id, spec, records, epoch or 0)
-        self._remember(sum(size for _, size in encoded), lambda: self.push(trajectories, epoch, places))
+        self._resend.remember(
+            sum(size for _, size in encoded), lambda: self.push(trajectories, epoch, places)
+        )
         return PushResult(codes)
 
     def end_places(
@@ -308,8 +208,8 @@ class ProducerLogic:
                 break
             except OutOfMemoryError:
                 yield from self._wait_for_room(backoff)
-        self._remember(0, lambda: self.end_places(ticket, indices, kind, nonces))
-        return PushResult(_codes(reply, ticket.group_id, ticket.group_size))
+        self._resend.remember(0, lambda: self.end_places(ticket, indices, kind, nonces))
+        return PushResult(push_codes(reply, ticket.group_id, ticket.group_size))
 
     def score(
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
@@ -375,7 +275,7 @@ class ProducerLogic:
             except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
                 yield from self._wait_for_room(backoff)
                 continue
-            return _codes(reply, group_id, records[0][0].group_size)
+            return push_codes(reply, group_id, records[0][0].group_size)
 
     def _wait_for_room(self, backoff: Backoff) -> Steps[None]:
         delay = backoff.delay()
@@ -450,88 +350,6 @@ class ProducerLogic:
             self.max_bytes,
             shards,
         ]
-
-
-def new_group_id() -> str:
-    """A UUIDv7 (RFC 9562): unique across restarts, ordered by time."""
-    value = (int(time.time() * 1000) & (1 << 48) - 1) << 80 | secrets.randbits(80)
-    return str(uuid.UUID(int=value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62))
-
-
-def byte_budget(max_bytes: int | None, memory: Mapping[str, Any]) -> int:
-    """The run's budget for payload bytes.
-
-    Given: at most 0.7 x maxmemory (SettingError above it). Else 0.7 x maxmemory, half of the system's memory
-    without maxmemory, 1 GiB where the server does not tell.
-    """
-    maxmemory = int(memory.get("maxmemory", 0))
-    limit = int(maxmemory * MAX_BYTES_SHARE)
-    if max_bytes is None:
-        return limit or int(memory.get("total_system_memory", 0)) // 2 or FALLBACK_MAX_BYTES
-    if limit and max_bytes > limit:
-        raise SettingError(
-            f"max_bytes is {max_bytes}, more than {MAX_BYTES_SHARE} of the server's maxmemory ({maxmemory}): "
-            f"set it to {limit} or less, or raise maxmemory"
-        )
-    return max_bytes
-
-
-def prepare(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket) -> list[Trajectory]:
-    """Records of one group as trajectories: what the ticket knows is filled in, what it contradicts is refused."""
-    prepared = []
-    for position, record in enumerate(records):
-        if isinstance(record, Trajectory):
-            trajectory = record
-        else:
-            known = {
-                "group_id": ticket.group_id,
-                "group_size": ticket.group_size,
-                "rollout_index": ticket.rollout_index,
-            }
-            if ticket.model_version is not None:
-                known["model_version"] = ticket.model_version
-            if ticket.data_source is not None:
-                known["data_source"] = ticket.data_source
-            metadata = {**ticket.metadata, **record.get("metadata", {})}
-            where = f"group {ticket.group_id}, record {position}"
-            trajectory = parse_trajectory({**known, **record, "metadata": metadata}, where)
-        if (trajectory.group_id, trajectory.group_size) != (ticket.group_id, ticket.group_size):
-            raise TrajectoryError(
-                f"record {position} belongs to group {trajectory.group_id} of {trajectory.group_size}, "
-                f"not {ticket.group_id} of {ticket.group_size}"
-            )
-        if trajectory.rollout_index >= ticket.places:
-            raise TrajectoryError(
-                f"rollout_index is {trajectory.rollout_index}, group {ticket.group_id} has {ticket.places} places"
-            )
-        prepared.append(trajectory)
-    return prepared
-
-
-def busy_error(reply: Sequence[bytes], timeout: float | None) -> Busy:
-    """Busy with the figures of a refusal."""
-    reason, used, limit = (part.decode() if isinstance(part, bytes) else part for part in reply[1:4])
-    waited = "" if timeout is None else f" after {timeout:g} s"
-    if reason == "maxmemory":
-        return Busy(f"not admitted{waited}: the server is above its maxmemory")
-    if reason == "max_staleness":
-        return Busy(
-            f"not admitted{waited}: {used} groups begun and not yet trained, max_staleness allows {limit}"
-        )
-    return Busy(f"not admitted{waited}: {used} bytes live or reserved of max_bytes {limit}")
-
-
-def _codes(reply: list[Any], group_id: str, size: int) -> list[str]:
-    state = reply[0].decode()
-    if state == "busy":
-        raise busy_error(reply, None)
-    if state == "mismatch":
-        raise TrajectoryError(f"group_size is {size}, group {group_id} is open with {int(reply[1])}")
-    codes = [code.decode() for code in reply[1:]]
-    metrics.producer_pushed(codes)
-    if "range" in codes:
-        raise TrajectoryError(f"record {codes.index('range')}: group {group_id} has no such place left")
-    return codes
 
 
 def _kind(trajectory: Trajectory) -> str:

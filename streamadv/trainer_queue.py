@@ -52,7 +52,8 @@ class TrainerQueue(IterableDataset[Batch]):
     than this are dropped when a batch is named (default 2 x max_staleness). tokens_per_micro_batch: None = each
     rank runs its part at once. commit: "each_batch" commits when the next batch is asked for; with "manual"
     nothing is committed but by `commit`. min_kept_ratio, max_filtered_batches: warn when filters keep fewer groups,
-    raise StarvedError when they drop so many batches' worth since the last batch (None = never). epoch: of rank 0, for other ranks without torch.distributed.
+    raise StarvedError when they drop so many batches' worth since the last batch (None = never). epoch: of
+    rank 0, for other ranks without torch.distributed.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ from typing import Any, Final
 from redis.exceptions import ResponseError
 
 from . import metrics
+from .admission import byte_budget
 from .errors import StarvedError, UncommittedBudgetError
-from .producing import byte_budget
 from .run import Run
 from .status import read_status
 

@@ -20,11 +20,11 @@ from streamadv.inventory import deep_problems
 from streamadv.manifest import RunSettings
 from streamadv.microbatch import Batch
 from streamadv.producer import Producer
-from streamadv.producing import PushResult
 from streamadv.run import Run, open_run
 from streamadv.schema import Trajectory, parse_trajectory
 from streamadv.status import problems_of, read_shard, read_status
 from streamadv.streams import ADVANTAGE, GROUPER, Consumer
+from streamadv.tickets import PushResult
 from streamadv.trainer_queue import TrainerQueue
 
 CPU = advantage.choose_device("cpu")

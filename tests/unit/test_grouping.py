@@ -17,8 +17,8 @@ from streamadv.connection import Connection
 from streamadv.errors import TrajectoryError
 from streamadv.manifest import RunSettings
 from streamadv.producer import Producer
-from streamadv.producing import Ticket
 from streamadv.run import Run
+from streamadv.tickets import Ticket
 
 from ..support import (
     batches_read,

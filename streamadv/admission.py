@@ -1,0 +1,56 @@
+"""The byte budget, and what a producer reads out of the replies of `begin.lua` and `push.lua`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from . import metrics
+from .errors import Busy, SettingError, TrajectoryError
+
+FALLBACK_MAX_BYTES: Final = 1 << 30
+MAX_BYTES_SHARE: Final = 0.7  # of maxmemory
+
+
+def byte_budget(max_bytes: int | None, memory: Mapping[str, Any]) -> int:
+    """The run's budget for payload bytes.
+
+    Given: at most 0.7 x maxmemory (SettingError above it). Else 0.7 x maxmemory, half of the system's memory
+    without maxmemory, 1 GiB where the server does not tell.
+    """
+    maxmemory = int(memory.get("maxmemory", 0))
+    limit = int(maxmemory * MAX_BYTES_SHARE)
+    if max_bytes is None:
+        return limit or int(memory.get("total_system_memory", 0)) // 2 or FALLBACK_MAX_BYTES
+    if limit and max_bytes > limit:
+        raise SettingError(
+            f"max_bytes is {max_bytes}, more than {MAX_BYTES_SHARE} of the server's maxmemory ({maxmemory}): "
+            f"set it to {limit} or less, or raise maxmemory"
+        )
+    return max_bytes
+
+
+def busy_error(reply: Sequence[bytes], timeout: float | None) -> Busy:
+    """Busy with the figures of a refusal."""
+    reason, used, limit = (part.decode() if isinstance(part, bytes) else part for part in reply[1:4])
+    waited = "" if timeout is None else f" after {timeout:g} s"
+    if reason == "maxmemory":
+        return Busy(f"not admitted{waited}: the server is above its maxmemory")
+    if reason == "max_staleness":
+        return Busy(
+            f"not admitted{waited}: {used} groups begun and not yet trained, max_staleness allows {limit}"
+        )
+    return Busy(f"not admitted{waited}: {used} bytes live or reserved of max_bytes {limit}")
+
+
+def push_codes(reply: list[Any], group_id: str, size: int) -> list[str]:
+    state = reply[0].decode()
+    if state == "busy":
+        raise busy_error(reply, None)
+    if state == "mismatch":
+        raise TrajectoryError(f"group_size is {size}, group {group_id} is open with {int(reply[1])}")
+    codes = [code.decode() for code in reply[1:]]
+    metrics.producer_pushed(codes)
+    if "range" in codes:
+        raise TrajectoryError(f"record {codes.index('range')}: group {group_id} has no such place left")
+    return codes
