@@ -143,7 +143,9 @@ def check_estimator(name: str) -> None:
 
     parse_config({"estimator": name})
     lacking = [column for column in get_estimator(name).needs if column not in SUPPLIED]
+    if name == "remax":
+        lacking.append("a baseline rollout in each group")
     if lacking:
         raise SettingError(
-            f"--estimator {name} needs {', '.join(lacking)}, which the demo's policy does not have"
+            f"--estimator {name} needs {', '.join(lacking)}, which the demo does not have: choose another"
         )

@@ -106,6 +106,7 @@ def rollout(index: int, episode: Episode, version: int) -> dict[str, Any]:
         "response_mask": episode.response_mask,
         "rollout_log_probs": episode.log_probs,
         "reward": episode.reward,
+        "rewards": {"goal": episode.reward},  # estimators over named components have one
         "status": "truncated" if episode.truncated else "completed",
         "model_version": version,
         "steps": steps,

@@ -86,6 +86,7 @@ def test_missing_package_names_the_extra(
     ("flags", "message"),
     [
         (["--estimator", "gae"], "--estimator gae needs values"),
+        (["--estimator", "remax"], "needs a baseline rollout"),
         (["--estimator", "nonsense"], "estimator 'nonsense' is unknown"),
         (["--updates", "0"], "--updates 0"),
         (["--picture", "no/such/folder/x.png"], "there is no folder"),
