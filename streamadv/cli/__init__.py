@@ -33,6 +33,8 @@ COMMANDS: Final = (
     "schema",
     "config",
 )
+#: How long commands that only look wait for a server that does not answer.
+LOOK_PATIENCE_S: Final = 30.0
 FAILED: Final = 1
 INTERRUPTED: Final = 130
 PIPE_CLOSED: Final = 141
@@ -98,6 +100,12 @@ def add_redis_options(parser: argparse.ArgumentParser) -> None:
     add_log_options(parser)
 
 
+def add_metrics_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--metrics-port", type=int, metavar="P", help="of /metrics (default: a free one, logged)"
+    )
+
+
 def add_log_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-level",
@@ -118,13 +126,25 @@ def flags_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return flags | {"run": parsed.get("run_name")}
 
 
-def connect(settings: Settings) -> Connection:
-    """The connection to the given server; SettingError if none was given. Does not touch the network."""
+def connect(settings: Settings, patience_s: float | None = LOOK_PATIENCE_S) -> Connection:
+    """A connection to the given server, which is asked until it answers, `patience_s` at most (None = for ever).
+
+    Raises SettingError if none was given, ServerUnreachableError.
+    """
     if settings.redis_url is None:
         raise SettingError(
             "no server is given: use --redis URL or STREAMADV_REDIS_URL (`streamadv server` starts one)"
         )
-    return Connection(settings.redis_url)
+    connection = Connection(settings.redis_url)
+    said: list[Exception] = []
+
+    def on_wait(error: Exception) -> None:
+        if not said:
+            logger.warning("waiting for %s: %s", connection.safe_url, error)
+        said.append(error)
+
+    connection.wait_until_ready(patience_s, on_wait)
+    return connection
 
 
 class _OneLine(logging.Formatter):

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
+from .. import metrics
 from ..errors import NoBatchError
 from ..interchange import recover, write_trajectory
-from . import FAILED, add_redis_options, connect, settings_from
+from . import FAILED, add_metrics_option, add_redis_options, connect, settings_from
 from .compute import add_chain_options, chain_from
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--timeout", type=float, metavar="S", help="fail after S seconds without a new group")
     add_chain_options(parser)
     add_redis_options(parser)
+    add_metrics_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -44,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments)
     output: Path | None = arguments.output
     written = {} if output is None else recover(output)
-    with connect(settings) as connection:
-        connection.wait_until_ready()
+    metrics.serve(settings.metrics_port, settings.run)
+    with connect(settings, patience_s=None) as connection:
         queue = TrainerQueue(
             connection,
             settings.run,

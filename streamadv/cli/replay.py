@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from .. import metrics
 from ..adapters import FORMATS
 from ..connection import Backoff
 from ..errors import Busy, SettingError
 from ..interchange import read_trajectories
 from ..producer import Producer
 from ..schema import Trajectory
-from . import add_redis_options, connect, settings_from
+from . import add_metrics_option, add_redis_options, connect, settings_from
 from .worker import add_run_options, run_settings_from
 
 #: Trajectories of refused groups kept in memory before reading on waits for room.
@@ -37,6 +38,7 @@ def add_parser(subparsers: Any) -> None:
         "--follow", action="store_true", help="wait for more at the end of the file; never finish"
     )
     add_redis_options(parser)
+    add_metrics_option(parser)
     add_run_options(parser)
     parser.set_defaults(run=run)
 
@@ -49,20 +51,20 @@ def run(arguments: argparse.Namespace) -> int:
     path: Path = arguments.file
     source = read_trajectories(path, follow=True) if arguments.follow else FORMATS[arguments.format](path)
     codes: Counter[str] = Counter()
-    with connect(settings) as connection:
-        connection.wait_until_ready()
-        with Producer(
-            connection, settings.run, name="replay", settings=run_settings_from(arguments)
-        ) as producer:
-            try:
-                replay(producer, source, codes, together=not arguments.follow)
-                producer.finish()
-            finally:
-                duplicates = codes["duplicate"]
-                late = codes["surplus"] + codes["late"]
-                more = f", {late} of them after their group had ended" if late else ""
-                print(f"pushed {codes.total() - duplicates}, duplicates {duplicates}{more}")
-                sys.stdout.flush()
+    metrics.serve(settings.metrics_port, settings.run)
+    with (
+        connect(settings, patience_s=None) as connection,
+        Producer(connection, settings.run, name="replay", settings=run_settings_from(arguments)) as producer,
+    ):
+        try:
+            replay(producer, source, codes, together=not arguments.follow)
+            producer.finish()
+        finally:
+            duplicates = codes["duplicate"]
+            late = codes["surplus"] + codes["late"]
+            more = f", {late} of them after their group had ended" if late else ""
+            print(f"pushed {codes.total() - duplicates}, duplicates {duplicates}{more}")
+            sys.stdout.flush()
     return 0
 
 

@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from ..manifest import RunSettings, run_settings
-from . import add_redis_options, settings_from
+from . import add_metrics_option, add_redis_options, settings_from
 
 STAGES = {
     "grouper": "takes pushed trajectories into groups and ends groups",
@@ -24,9 +24,7 @@ def add_parser(subparsers: Any) -> None:
             stage, help=text, description=f"One process that {text}. Start any number."
         )
         add_redis_options(worker)
-        worker.add_argument(
-            "--metrics-port", type=int, metavar="P", help="of /metrics (default: a free one, logged)"
-        )
+        add_metrics_option(worker)
         if stage == "advantage":
             worker.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to compute")
         add_run_options(worker)
