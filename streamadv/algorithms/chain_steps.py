@@ -352,4 +352,4 @@ def _on_tokens(batch: PackedBatch, tokens: Trainable, level: Level, values: Tens
         return spread(values, tokens.offsets, len(tokens.position))
     if level == "step":
         values = expand(batch, "step", values)
-    return tokens.pick(values)
+    return values if len(values) == len(tokens.position) else tokens.pick(values)

@@ -116,10 +116,13 @@ def _estimate(
     rewards, mask = batch.column("token_level_rewards"), batch.column("response_mask")
     if name == "gae":
         everything = blocks(batch.cu_seqlens, batch.num_tokens)
-        cut = everything if peer_quirks else trainable(batch).blocks
+        tokens = trainable(batch)
+        cut = everything if peer_quirks else tokens.blocks
         estimate = gae_scan(rewards, batch.column("values"), cut, gamma, lambd)
         assert estimate.returns is not None
-        return estimate.advantages, estimate.returns
+        if peer_quirks:
+            return estimate.advantages, estimate.returns
+        return tokens.spread(estimate.advantages), tokens.spread(estimate.returns)
     if name == "agentic_reinforce":
         returns = run_returns(rewards, mask, batch.cu_seqlens, gamma)
     elif name not in RETURN_ESTIMATORS:
@@ -128,5 +131,5 @@ def _estimate(
     elif peer_quirks:
         returns = reverse_scan(rewards, gamma, blocks(batch.cu_seqlens, batch.num_tokens))
     else:
-        returns = get_estimator("reinforce").function(batch, gamma=gamma).advantages
+        returns = trainable(batch).spread(get_estimator("reinforce").function(batch, gamma=gamma).advantages)
     return returns, returns

@@ -48,12 +48,11 @@ def compute_gae_advantage_return(
     assert returns is not None
     if peer_quirks:  # a masked token takes over what the next action has
         following = blocks(batch.cu_seqlens, batch.num_tokens)
-        advantages = reverse_scan(advantages, (mask == 0).double(), following)
-        returns = advantages + value
-        advantages = whiten(advantages, mask, batch.cu_seqlens)
+        carried = reverse_scan(tokens.spread(advantages), (mask == 0).double(), following)
+        advantages, returns = whiten(carried, mask, batch.cu_seqlens), carried + value
     else:
-        chosen = tokens.pick(advantages)
-        advantages = tokens.spread(whiten(chosen, torch.ones_like(chosen), tokens.offsets))
+        advantages = tokens.spread(whiten(advantages, torch.ones_like(advantages), tokens.offsets))
+        returns = tokens.spread(returns)
     order = torch.arange(len(response_mask), device=mask.device)
     return to_padded(advantages, order), to_padded(returns, order)
 
@@ -225,15 +224,13 @@ def compute_reinforce_plus_plus_outcome_advantage(
     """
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks)
     order = torch.arange(len(response_mask), device=response_mask.device)
-    mask = batch.column("response_mask")
     estimate = get_estimator("reinforce_plus_plus").function(
         batch, gamma=gamma, reset_at_observations=peer_quirks is not None
     )
-    advantages, returns = estimate.advantages, estimate.returns
-    assert returns is not None
-    if peer_quirks is None:
-        returns = _masked(returns, mask)
-    return to_padded(_masked(advantages, mask), order), to_padded(returns, order)
+    tokens = trainable(batch)
+    assert estimate.returns is not None
+    returns = estimate.returns if peer_quirks else tokens.spread(estimate.returns)
+    return to_padded(tokens.spread(estimate.advantages), order), to_padded(returns, order)
 
 
 def compute_remax_outcome_advantage(

@@ -21,7 +21,7 @@ class Estimate:
     """What an estimator returns: one value per row, step or token, float64 until the chain rounds it."""
 
     level: Level
-    advantages: Tensor  # [R], [S] or [N]
+    advantages: Tensor  # [R], [S], or at level "token" [N] or one per trainable token
     returns: Tensor | None = None  # same shape; None = equal to the advantages
 
 

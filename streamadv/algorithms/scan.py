@@ -8,6 +8,8 @@ in the batch. Long rows are safe: no power of a discount beyond the BLOCK-th is 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -15,24 +17,33 @@ from torch import Tensor
 
 BLOCK: Final = 64
 
+#: Blocks worked on at a time: few enough for a core's cache, many enough to hide the cost of a call.
+SLAB: Final = 4096
+
 #: Discounts from here on may be divided by their powers within a block (1e-4 ** 63 is a normal float64).
 SMALLEST_SCALED: Final = 1e-4
 
 
 class Blocks(NamedTuple):
-    """Where the elements of each block are: J blocks, row by row, each row backwards in time."""
+    """Where the elements of each block are: J blocks, row by row, each row backwards in time.
 
-    position: Tensor  # [J, BLOCK] int64: in the packed batch; N where a row does not fill its last block
+    A row that does not fill its last block leaves places at the block's end, after all its tokens, so what
+    is read there reaches no token.
+    """
+
+    source: Tensor  # [J, BLOCK] int64: position in the packed batch; any where there is no token
+    target: Tensor  # [J, BLOCK] int64: position in the result; `size` where there is no token
     rank: Tensor  # [J] int64: 0 for a row's first block (its last tokens)
     max_rank: int
-    num_tokens: int  # N
+    size: int  # elements of a result
+    bounds: list[int]  # where slabs of whole rows start and end, counted in blocks
 
 
 def blocks(offsets: Tensor, num_tokens: int, tokens: Tensor | None = None) -> Blocks:
     """Cut rows into blocks; row r is positions offsets[r] .. offsets[r+1] ([R + 1] int64, empty rows allowed).
 
-    tokens [K] int64, ascending: the scan runs over these positions of the packed batch only, and `offsets`
-    count them; None = all N.
+    tokens [K] int64, ascending: the scan runs over these positions of the packed batch only, `offsets` count
+    them, and results have K elements; None = all N = `num_tokens`.
     """
     lengths = offsets[1:] - offsets[:-1]
     per_row = (lengths + BLOCK - 1) // BLOCK
@@ -41,43 +52,62 @@ def blocks(offsets: Tensor, num_tokens: int, tokens: Tensor | None = None) -> Bl
     rank = torch.arange(count, device=offsets.device)
     rank = rank - torch.repeat_interleave(ends - per_row, per_row, output_size=count)
     last = torch.repeat_interleave(offsets[1:] - 1, per_row, output_size=count)
-    within = torch.arange(BLOCK, device=offsets.device)
-    index = (last - rank * BLOCK)[:, None] - within
-    nothing = num_tokens if tokens is None else len(tokens)
+    target = (last - rank * BLOCK)[:, None] - torch.arange(BLOCK, device=offsets.device)
+    size = num_tokens if tokens is None else len(tokens)
     tail = ends[per_row > 0] - 1
     start = offsets[:-1][per_row > 0]
-    index[tail] = torch.where(index[tail] >= start[:, None], index[tail], nothing)
-    if tokens is not None:
-        index = torch.cat([tokens, tokens.new_full((1,), num_tokens)])[index]
-    return Blocks(index, rank, int(per_row.max()) if count else 0, num_tokens)
+    target[tail] = torch.where(target[tail] >= start[:, None], target[tail], size)
+    if tokens is None:
+        source = target.clamp(max=size - 1)
+    else:
+        known = torch.cat([tokens, tokens[:1]])
+        source = known.index_select(0, target.view(-1)).view(target.shape)
+    return Blocks(source, target, rank, int(per_row.max()) if count else 0, size, _bounds(ends, count))
 
 
 def reverse_scan(values: Tensor, coefficients: Tensor | float, cut: Blocks) -> Tensor:
-    """[N] float64: x_t = values_t + coefficients_t * x_{t+1} within each row, x = 0 after its end.
+    """x_t = values_t + coefficients_t * x_{t+1} within each row, x = 0 after its end; float64.
 
-    values [N]; coefficients [N] or one number for all. Positions outside the blocks are 0.
+    values [N]; coefficients [N] or one number for all. The result has one element per token of `cut`.
     """
-    factors = arrange(coefficients, cut) if isinstance(coefficients, Tensor) else coefficients
-    return put_back(scan(arrange(values, cut), factors, cut), cut)
+    if isinstance(coefficients, Tensor):
+        return over_blocks(lambda part, a, c: (scan(a, c, part),), [values, coefficients], cut)[0]
+    return over_blocks(lambda part, a: (scan(a, coefficients, part),), [values], cut)[0]
 
 
-def arrange(values: Tensor, cut: Blocks) -> Tensor:
-    """[J, BLOCK] float64: `values` [N] in block layout, 0 where there is no token."""
-    padded = torch.cat([values, values.new_zeros(1)])
-    return padded.index_select(0, cut.position.view(-1)).view(cut.position.shape).to(torch.float64)
+def over_blocks(
+    function: Callable[..., Sequence[Tensor]], columns: Sequence[Tensor], cut: Blocks, results: int = 1
+) -> list[Tensor]:
+    """Apply `function(part, *arranged columns)` slab by slab; each of its `results` comes back packed, float64.
+
+    columns [N] are given in block layout, [J, BLOCK] float64, and the results are expected in it. The
+    function may change its arguments.
+    """
+    packed = [torch.empty(cut.size + 1, dtype=torch.float64, device=cut.rank.device) for _ in range(results)]
+    for first, end in itertools.pairwise(cut.bounds):
+        part = cut._replace(
+            source=cut.source[first:end], target=cut.target[first:end], rank=cut.rank[first:end]
+        )
+        source, target, shape = part.source.view(-1), part.target.view(-1), part.source.shape
+        arranged = [column.index_select(0, source).view(shape).to(torch.float64) for column in columns]
+        for result, found in zip(packed, function(part, *arranged), strict=True):
+            result.scatter_(0, target, found.reshape(-1))
+    return [result[:-1] for result in packed]
 
 
-def put_back(arranged: Tensor, cut: Blocks) -> Tensor:
-    """[N]: from block layout to packed positions, 0 at positions outside the blocks."""
-    packed = arranged.new_zeros(cut.num_tokens + 1)
-    return packed.scatter_(0, cut.position.view(-1), arranged.reshape(-1))[:-1]
+def add_upcoming(target: Tensor, arranged: Tensor, factor: float, cut: Blocks) -> Tensor:
+    """`target` + factor * (`arranged` one token later in the row, 0 after its last), in place; block layout."""
+    ends = cut.rank == 0
+    alone = target[ends, 0]
+    target.view(-1)[1:].add_(arranged.reshape(-1)[:-1], alpha=factor)
+    target[ends, 0] = alone
+    return target
 
 
 def upcoming(arranged: Tensor, cut: Blocks) -> Tensor:
-    """[J, BLOCK]: in block layout, the value one token later in the row; 0 for a row's last token."""
+    """In block layout, the value one token later in the row; 0 for a row's last token."""
     ahead = torch.empty_like(arranged)
-    ahead[:, 1:] = arranged[:, :-1]
-    ahead[1:, 0] = arranged[:-1, -1]
+    ahead.view(-1)[1:] = arranged.reshape(-1)[:-1]
     ahead[cut.rank == 0, 0] = 0
     return ahead
 
@@ -93,7 +123,7 @@ def scan(arranged: Tensor, coefficients: Tensor | float, cut: Blocks) -> Tensor:
     exponent = torch.arange(BLOCK, device=arranged.device, dtype=torch.float64)
     powers = coefficients**exponent
     # x_k = c^k * (sum of a_j / c^j up to k): every term keeps its sign, nothing cancels.
-    sums = arranged.cumsum(1) if coefficients == 1 else (arranged / powers).cumsum_(1)
+    sums = arranged.cumsum(1) if coefficients == 1 else (arranged * powers.reciprocal()).cumsum_(1)
     ends = sums[:, -1] * powers[-1]
     carry = _carry(ends, torch.full_like(ends, coefficients**BLOCK), cut)
     sums += (coefficients * carry)[:, None]
@@ -108,6 +138,16 @@ def next_in_row(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     return ahead.masked_fill(is_last[1:], 0)
 
 
+def _bounds(ends: Tensor, count: int) -> list[int]:
+    """0, then the ends of slabs: as many whole rows as start within SLAB blocks. One slab on a device."""
+    if ends.device.type != "cpu":
+        return [0, count]
+    slab = (ends - 1) // SLAB
+    last = torch.ones_like(slab, dtype=torch.bool)
+    last[:-1] = slab[1:] != slab[:-1]  # rows without blocks repeat an end
+    return [0, *ends[last & (ends > 0)].tolist()]
+
+
 def _scan_varying(arranged: Tensor, coefficients: Tensor, cut: Blocks) -> Tensor:
     # One step for all blocks at a time, on contiguous slices.
     result, product = (
@@ -116,18 +156,20 @@ def _scan_varying(arranged: Tensor, coefficients: Tensor, cut: Blocks) -> Tensor
     for k in range(1, BLOCK):
         result[k].addcmul_(product[k], result[k - 1])
         product[k] *= product[k - 1]
-    carry = _carry(result[-1], product[-1], cut)
-    return torch.addcmul(result, product, carry).t()
+    carry = _carry(result[-1].clone(), product[-1].clone(), cut)
+    return result.addcmul_(product, carry).t()
 
 
 def _carry(ends: Tensor, product: Tensor, cut: Blocks) -> Tensor:
-    """[J]: what each block receives from the block before it in its row, from its own end and product."""
+    """[J]: what each block receives from the block before it in its row; changes its arguments."""
     step = 1
     while step < cut.max_rank:
         reaches = cut.rank[step:] >= step
-        further = torch.where(reaches, product[step:] * ends[:-step], 0.0)
-        product = torch.cat([product[:step], torch.where(reaches, product[step:] * product[:-step], 0.0)])
-        ends = torch.cat([ends[:step], ends[step:] + further])
+        further = product[step:] * ends[:-step]
+        combined = product[step:] * product[:-step]
+        ends[step:] += further.masked_fill_(~reaches, 0)
+        product[step:] = combined.masked_fill_(~reaches, 0)
         step *= 2
-    received = torch.cat([ends.new_zeros(1), ends[:-1]]) if len(ends) else ends
-    return torch.where(cut.rank > 0, received, 0.0)
+    received = torch.zeros_like(ends)
+    received[1:] = ends[:-1]
+    return received.masked_fill_(cut.rank == 0, 0)

@@ -21,7 +21,7 @@ class Trainable(NamedTuple):
 
     @property
     def blocks(self) -> Blocks:
-        """Layout for scans in which time runs over trainable tokens only."""
+        """Layout for scans in which time runs over trainable tokens only; their results have K elements."""
         return blocks(self.offsets, self.num_tokens, self.position)
 
     def pick(self, values: Tensor) -> Tensor:

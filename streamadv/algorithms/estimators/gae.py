@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..scan import Blocks, arrange, blocks, put_back, scan, upcoming
+from ..scan import Blocks, add_upcoming, blocks, over_blocks, scan
 from ..trainable import trainable
 
 
@@ -23,8 +23,12 @@ def gae(batch: PackedBatch, *, gamma: float = 1.0, lam: float = 0.95, mask_aware
 
 
 def gae_scan(rewards: Tensor, values: Tensor, cut: Blocks, gamma: float, lam: float) -> Estimate:
-    """GAE over the tokens of `cut`, 0 elsewhere; rewards and values [N]."""
-    value = arrange(values, cut)
-    delta = arrange(rewards, cut).sub_(value).add_(upcoming(value, cut), alpha=gamma)
-    advantages = scan(delta, gamma * lam, cut)
-    return Estimate("token", put_back(advantages, cut), put_back(value.add_(advantages), cut))
+    """GAE over the tokens of `cut`, one value each; rewards and values [N]."""
+
+    def slab(part: Blocks, reward: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        delta = add_upcoming(reward.sub_(value), value, gamma, part)
+        advantages = scan(delta, gamma * lam, part)
+        return advantages, value.add_(advantages)
+
+    advantages, returns = over_blocks(slab, [rewards, values], cut, results=2)
+    return Estimate("token", advantages, returns)

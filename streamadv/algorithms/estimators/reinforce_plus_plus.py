@@ -33,9 +33,8 @@ def reinforce_plus_plus(
         cut = blocks(batch.cu_seqlens, batch.num_tokens)
         returns = reverse_scan(batch.column("token_level_rewards"), passed_on, cut)
     tokens = trainable(batch)
-    chosen = tokens.pick(returns)
-    whitened = whiten(chosen, torch.ones_like(chosen), tokens.offsets)
-    return Estimate("token", tokens.spread(whitened), returns)
+    chosen = tokens.pick(returns) if reset_at_observations else returns
+    return Estimate("token", whiten(chosen, torch.ones_like(chosen), tokens.offsets), returns)
 
 
 @estimator("reinforce_plus_plus_baseline", scope="batch")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..scan import Blocks, arrange, put_back, scan, upcoming
+from ..scan import Blocks, add_upcoming, over_blocks, scan, upcoming
 from ..trainable import trainable
 
 NEEDS = ("response_mask", "values", "token_level_rewards", "old_log_probs", "rollout_log_probs")
@@ -27,15 +27,19 @@ def vtrace(
     A_t = min(pg_rho_clip, rho_t) (R_t + gamma (lam vs_{t+1} + (1 - lam) V_{t+1}) - V_t). t runs over
     trainable tokens; the value after the last one is 0. The log-ratio is held in -20 .. 20.
     """
-    cut = trainable(batch).blocks
+
+    def slab(part: Blocks, reward: Tensor, value: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
+        rho = ratio.clamp_(-20, 20).exp_()
+        bootstrap = upcoming(value, part)
+        errors = vtrace_errors(reward, value, bootstrap, rho, gamma, part, lam=lam, rho_clip=rho_clip)
+        target = add_upcoming(bootstrap, errors, lam, part)
+        advantages = rho.clamp_(max=pg_rho_clip) * (reward + gamma * target - value)
+        return advantages, errors + value
+
     log_ratio = batch.column("old_log_probs") - batch.column("rollout_log_probs")
-    rho = arrange(log_ratio, cut).clamp_(-20, 20).exp_()
-    value = arrange(batch.column("values"), cut)
-    rewards, bootstrap = arrange(batch.column("token_level_rewards"), cut), upcoming(value, cut)
-    errors = vtrace_errors(rewards, value, bootstrap, rho, gamma, cut, lam=lam, rho_clip=rho_clip)
-    target = bootstrap.add_(upcoming(errors, cut), alpha=lam)
-    advantages = rho.clamp_(max=pg_rho_clip) * (rewards + gamma * target - value)
-    return Estimate("token", put_back(advantages, cut), put_back(errors + value, cut))
+    columns = [batch.column("token_level_rewards"), batch.column("values"), log_ratio]
+    advantages, returns = over_blocks(slab, columns, trainable(batch).blocks, results=2)
+    return Estimate("token", advantages, returns)
 
 
 def vtrace_errors(
@@ -49,6 +53,6 @@ def vtrace_errors(
     lam: float,
     rho_clip: float,
 ) -> Tensor:
-    """e_t = vs_t - V_t, everything in the block layout of `cut`."""
+    """e_t = vs_t - V_t, everything in block layout."""
     delta = rho.clamp(max=rho_clip) * (rewards + discount * next_values - values)
     return scan(delta, discount * lam * rho.clamp(max=1.0), cut)
