@@ -1,0 +1,174 @@
+"""The consumer loop: nothing read is lost, nothing in hand is given twice, what vanishes is made again."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import redis
+from redis.exceptions import ResponseError
+
+from streamadv.connection import Connection
+from streamadv.producer import Producer
+from streamadv.run import Run
+from streamadv.streams import GROUPER, Consumer, Entry
+
+from ..support import consumer_of, join, producing, push_groups
+
+
+@pytest.fixture
+def pushed(fake: Connection) -> Run:
+    """A run with 40 records in its rollouts stream."""
+    with producing(fake, "r") as producer:
+        push_groups(producer, 20)
+    return join(fake, "r")
+
+
+def read_all(consumer: Consumer, count: int) -> list[Entry]:
+    found: list[Entry] = []
+    while entries := consumer.read(count):
+        found += entries
+    return found
+
+
+def ids(entries: list[Entry]) -> list[str]:
+    return [entry.id for entry in entries]
+
+
+def test_every_entry_is_given_once(pushed: Run) -> None:
+    consumer = consumer_of(pushed)
+    found = ids(read_all(consumer, 7))
+    assert len(found) == len(set(found)) == 40
+    assert consumer.read(7) == []
+
+
+def test_own_pending_entries_come_first_after_a_restart(pushed: Run) -> None:
+    first = consumer_of(pushed, name="same")
+    lost = first.read(25)  # more than one page below
+    again = consumer_of(pushed, name="same")
+    found = read_all(again, 10)
+    assert ids(found[:25]) == ids(lost)
+    assert len(set(ids(found))) == 40
+
+
+def test_after_a_failed_hand_off_everything_pending_comes_again(pushed: Run) -> None:
+    consumer = consumer_of(pushed)
+    lost = consumer.read(5)
+    consumer.recover()
+    assert ids(consumer.read(5)) == ids(lost)
+
+
+def test_entries_in_hand_are_not_given_twice(pushed: Run) -> None:
+    """Also when their lease is over and the consumer claims them from itself."""
+    consumer = consumer_of(pushed, lease_s=0)
+    found = read_all(consumer, 7)
+    consumer.recover_own()
+    assert read_all(consumer, 7) == []
+    consumer.done(found[:3])
+    consumer.recover_own()
+    assert ids(read_all(consumer, 7)) == ids(found[:3]), "not handed off after all"
+
+
+def test_what_a_dead_consumer_left_is_taken_over_after_its_lease(pushed: Run) -> None:
+    dead = ids(consumer_of(pushed, name="dead").read(15))
+    patient = consumer_of(pushed, name="patient", lease_s=1000)
+    assert not set(dead) & set(ids(read_all(patient, 4)))
+    heir = consumer_of(pushed, name="heir", lease_s=0)
+    found = ids(read_all(heir, 4))
+    assert len(found) == len(set(found)) == 40
+
+
+def test_the_cursor_of_xautoclaim_is_followed(redis_url: str, run: str) -> None:
+    """It looks at COUNT x 10 entries a call: younger pending ones before an old one hide it from a single call."""
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 60, 1)
+    joined = join(redis_url, run)
+    young = consumer_of(joined, name="young")
+    entries = read_all(young, 100)
+    old = entries[-1]
+    joined.connection.scripts.xclaim(young.streams[0], GROUPER, "dead", 0, [old.id], idle=10**6, justid=True)
+    heir = consumer_of(joined, name="heir", lease_s=100)
+    found: list[str] = []
+    for _ in range(20):
+        found += ids(heir.read(1))
+    assert found == [old.id]
+
+
+def test_given_back_entries_are_there_for_others_at_once(pushed: Run) -> None:
+    leaving = consumer_of(pushed, name="leaving", lease_s=1000)
+    held = leaving.read(5)
+    leaving.done(held[:2])
+    leaving.give_back()
+    other = consumer_of(pushed, name="other", lease_s=1000)
+    found = ids(read_all(other, 50))
+    assert set(ids(held[2:])) <= set(found)
+    assert not set(ids(held[:2])) & set(found), "still pending, and its lease goes on"
+
+
+def test_a_stream_that_vanishes_is_made_again_without_a_hot_loop(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = join(redis_url, run)
+    consumer = consumer_of(joined)
+    assert consumer.read(5) == []
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+    calls: list[str] = []
+    original = Run.call
+
+    def count(self: Run, script: str, keys: Any, args: Any = ()) -> Any:
+        calls.append(script)
+        return original(self, script, keys, args)
+
+    monkeypatch.setattr(Run, "call", count)
+    assert consumer.read(5) == []
+    assert calls == ["ensure_group"]
+    joined.refresh()
+    with Producer(redis_url, run) as producer:
+        push_groups(producer, 1)
+    assert len(read_all(consumer, 5)) == 2
+    assert calls == ["ensure_group"]
+
+    slept: list[float] = []
+    consumer._backoff._sleep = slept.append
+    monkeypatch.setattr(
+        Consumer, "_read", lambda *_: (_ for _ in ()).throw(ResponseError("NOGROUP No such key"))
+    )
+    for _ in range(20):
+        assert consumer.read(5) == []
+    assert len(slept) == 19, "the first time at once, then slower and slower"
+
+
+def test_another_error_of_the_server_is_not_swallowed(pushed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer = consumer_of(pushed)
+    monkeypatch.setattr(Consumer, "_read", lambda *_: (_ for _ in ()).throw(ResponseError("WRONGTYPE")))
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        consumer.read(5)
+
+
+def test_every_shard_is_read(fake: Connection) -> None:
+    with producing(fake, "r", {"shards": 4}) as producer:
+        push_groups(producer, 20, 1)
+    run = join(fake, "r")
+    consumer = Consumer(run, GROUPER, lambda keys: keys.rollouts, lease_s=5, stop=threading.Event())
+    for keys in run.keys.shards:
+        run.call("ensure_group", [keys.void, keys.rollouts], [GROUPER])
+    found = read_all(consumer, 3)
+    assert len(found) == 20
+    assert {entry.shard for entry in found} == {0, 1, 2, 3}
+    assert all(run.keys.shard_of(e.fields["group_id"].decode()) == e.shard for e in found)
+
+
+def test_consumers_that_are_gone_are_forgotten_but_never_with_work_pending(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        push_groups(producer, 1)
+    run = join(fake, "r")
+    keys = run.keys.home
+    holder, idle, me = (consumer_of(run, name=name) for name in ("holder", "idle", "me"))
+    assert len(holder.read(10)) == 2
+    idle.read(1)
+    me.read(1)
+    assert run.call("retire", [keys.void, keys.rollouts], [GROUPER, 0, "me"]) == 1
+    left: Any = fake.scripts.xinfo_consumers(keys.rollouts, GROUPER)
+    assert {consumer["name"] for consumer in left} == {b"holder", b"me"}
