@@ -24,6 +24,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "max_trajectory_bytes": (1 << 20, 1 << 21),
     "max_bytes": (1 << 30, 1 << 31),
     "dedupe_groups": (10, 20),
+    "dead_bytes": (1 << 20, 0),
 }
 
 

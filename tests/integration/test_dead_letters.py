@@ -1,0 +1,220 @@
+"""Groups whose data break a stage: isolated, kept, requeued or purged; their neighbours are trained on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from streamadv import advantage
+from streamadv.advantage import compute_safely, prepare, publish
+from streamadv.algorithms.registry import estimator
+from streamadv.cli import main
+from streamadv.connection import Connection
+from streamadv.dead_letters import list_dead, purge, requeue, show_dead
+from streamadv.errors import ChainError, StreamadvError
+from streamadv.grouping import housekeeping
+from streamadv.isolation import MAX_ATTEMPTS
+from streamadv.run import Run
+from streamadv.streams import ADVANTAGE
+from streamadv.trainer_queue import TrainerQueue
+from tests.support import (
+    CPU,
+    batches_read,
+    consumer_of,
+    group_all,
+    join,
+    ledger,
+    next_batch,
+    problems,
+    producing,
+    push_groups,
+)
+
+
+def spoil_payload(run: Run, group_id: str, column: str, value: bytes) -> None:
+    """Damage one stored column of a group whose records are still in the rollouts stream."""
+    keys = run.keys.shard(run.keys.shard_of(group_id))
+    for _, fields in run.connection.scripts.xrange(keys.rollouts):
+        if fields[b"group_id"].decode() == group_id:
+            run.connection.scripts.hset(fields[b"key"], column, value)
+            return
+    raise AssertionError(f"{group_id} has no record")
+
+
+def spoil_reference(run: Run, group_id: str) -> None:
+    keys = run.keys.shard(run.keys.shard_of(group_id))
+    for entry, fields in run.connection.scripts.xrange(keys.rollouts):
+        if fields[b"group_id"].decode() == group_id:
+            run.connection.scripts.xdel(keys.rollouts, entry)
+            run.connection.scripts.xadd(keys.rollouts, {**fields, b"reference": b"{nonsense"})
+            return
+
+
+@pytest.mark.parametrize("chain", ["grpo", {"estimator": "reinforce"}])
+def test_neighbours_of_an_unreadable_payload_are_trained_on(redis_url: str, run: str, chain: object) -> None:
+    """GRPO's workers read no columns, so the trainer finds it; REINFORCE's workers do."""
+    connection = Connection(redis_url)
+    with producing(connection, run) as producer:
+        push_groups(producer, 4)
+        producer.finish()
+    joined = join(connection, run)
+    spoil_payload(joined, "g0001", "response_mask", b"\x07\x07\x07\x07\x07")
+    queue = TrainerQueue(connection, run, batch_groups=4, chain=chain)  # type: ignore[arg-type]
+    group_all(joined)
+    queue_batch = None
+    consumer = consumer_of(joined, ADVANTAGE)
+    for _ in range(3):
+        try:
+            queue_batch = queue.next_batch(timeout=0)
+            break
+        except StreamadvError:
+            for entries in batches_read(consumer, 1):
+                for entry in entries:
+                    publish(joined, compute_safely(joined, prepare(joined, entry), CPU))
+                consumer.done(entries)
+    assert queue_batch is not None
+    assert {r.group_id for r in queue_batch.references} == {"g0000", "g0002", "g0003"}
+    assert ledger(joined)["dead"] == {"undecodable": 2}
+    assert queue.next_batch(timeout=0) is None
+    assert ledger(joined)["trained"] == 6
+    assert problems(joined) == []
+    (dead,) = list_dead(joined)
+    assert (dead.group_id, dead.reason, dead.trajectories) == ("g0001", "undecodable", 2)
+    assert "response_mask" in dead.detail
+
+
+def test_an_unreadable_reference_is_found_when_the_batch_is_named(redis_url: str, run: str) -> None:
+    connection = Connection(redis_url)
+    with producing(connection, run) as producer:
+        push_groups(producer, 2)
+        producer.finish()
+    joined = join(connection, run)
+    spoil_reference(joined, "g0000")
+    queue = TrainerQueue(connection, run, batch_groups=2)
+    batch = next_batch(queue, joined)
+    assert batch is not None
+    assert {r.group_id for r in batch.references} == {"g0001"}
+    assert ledger(joined)["dead"] == {"undecodable": 2}
+    assert problems(joined) == []
+
+
+def test_requeued_groups_are_trained_on_when_they_can_be(redis_url: str, run: str) -> None:
+    """A column the chain needs was not pushed; another trainer does not need it."""
+    connection = Connection(redis_url)
+    with producing(connection, run) as producer:
+        push_groups(producer, 2)
+        producer.finish()
+    joined = join(connection, run)
+    wanting = TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"])
+    assert next_batch(wanting, joined) is None
+    assert ledger(joined)["dead"] == {"missing_column": 4}
+    assert {dead.reason for dead in list_dead(joined)} == {"missing_column"}
+    assert requeue(joined, "g0000") == 2
+    assert ledger(joined)["queued"] == 2
+    assert problems(joined) == []
+    batch = next_batch(TrainerQueue(connection, run), joined)
+    assert batch is not None
+    assert {r.group_id for r in batch.references} == {"g0000"}
+    purge(joined, "g0001")
+    housekeeping(joined)
+    assert list(list_dead(joined)) == []
+    assert ledger(joined)["dead"] == {"missing_column": 2}  # what is purged stays counted
+    assert problems(joined) == []
+    with pytest.raises(StreamadvError, match="g0001"):
+        show_dead(joined, "g0001")
+
+
+def test_dead_bytes_bound_what_is_kept(redis_url: str, run: str) -> None:
+    connection = Connection(redis_url)
+    with producing(connection, run, {"dead_bytes": 0}) as producer:
+        push_groups(producer, 1)
+        producer.finish()
+    joined = join(connection, run)
+    next_batch(TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"]), joined)
+    housekeeping(joined)
+    (dead,) = list_dead(joined)
+    assert dead.emptied
+    with pytest.raises(StreamadvError, match="payloads"):
+        requeue(joined, dead.group_id)
+    assert problems(joined) == []
+
+
+@estimator("brittle", scope="group")
+def brittle(batch: object) -> object:
+    """Breaks on groups whose first reward is 13, and on everything while `broken` is set."""
+    from streamadv.algorithms.estimators.grpo import grpo
+
+    if brittle.broken or float(batch.rewards[0]) == 13.0 or 13.0 in batch.rewards.tolist():  # type: ignore[attr-defined]
+        raise ZeroDivisionError("thirteen")
+    return grpo(batch)  # type: ignore[arg-type]
+
+
+brittle.broken = False  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def named(redis_url: str, run: str) -> Run:
+    """A run with one named batch of three groups, one of which breaks the estimator `brittle`."""
+    connection = Connection(redis_url)
+    with producing(connection, run) as producer:
+        push_groups(producer, 2)
+        push_groups(producer, 1, prefix="x", reward=13.0)
+        producer.finish()
+    joined = join(connection, run)
+    group_all(joined)
+    queue = TrainerQueue(connection, run, batch_groups=3, chain="grpo")
+    queue._settings = advantage.replace(queue._settings, chain={"estimator": "brittle"})
+    with pytest.raises(StreamadvError, match="no new group"):
+        queue.next_batch(timeout=0)
+    return joined
+
+
+def test_a_group_that_breaks_the_computation_is_left_out_alone(named: Run) -> None:
+    ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
+    computed = compute_safely(named, prepare(named, entry), CPU)
+    dead = json.loads(computed.header)["dead"]
+    assert list(dead) == ["x0000"]
+    assert dead["x0000"][0] == "compute_error"
+    assert "thirteen" in dead["x0000"][1]
+    assert not named.connection.scripts.exists(named.keys.home.attempts)
+
+
+def test_a_group_that_kills_its_worker_is_left_out_after_ten_attempts(named: Run) -> None:
+    """A crash leaves only the count of attempts behind."""
+    ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
+    named.connection.scripts.hset(named.keys.home.attempts, "g0001", MAX_ATTEMPTS)
+    reclaimed = prepare(named, entry._replace(reclaimed=True))
+    dead = json.loads(compute_safely(named, reclaimed, CPU).header)["dead"]
+    assert sorted(dead) == ["g0001", "x0000"]
+    assert "crashed the process" in dead["g0001"][1]
+
+
+def test_a_chain_that_breaks_on_every_group_stops_the_worker(
+    named: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(brittle, "broken", True)
+    ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
+    with pytest.raises(ChainError, match="every group fails"):
+        compute_safely(named, prepare(named, entry), CPU)
+
+
+def test_the_command(redis_url: str, run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    connection = Connection(redis_url)
+    with producing(connection, run) as producer:
+        push_groups(producer, 2)
+        producer.finish()
+    joined = join(connection, run)
+    next_batch(TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"]), joined)
+    where = ["--redis", redis_url, "--run", run]
+    assert main(["dead", "list", *where]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == 2
+    assert all("missing_column" in line for line in listed)
+    assert main(["dead", "show", "g0000", *where]) == 0
+    assert len(json.loads(capsys.readouterr().out)["members"]) == 2
+    assert main(["dead", "requeue", "g0000", *where]) == 0
+    assert main(["dead", "purge", "--all", *where]) == 0
+    assert main(["dead", "show", "g0000", *where]) == 1
+    assert "g0000" in capsys.readouterr().err
+    assert main(["dead", "purge", *where]) == 1

@@ -1,0 +1,78 @@
+"""Above maxmemory only admission and push are refused; everything else restarts and the pipeline drains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import redis
+
+from streamadv.advantage import run_worker
+from streamadv.connection import Connection
+from streamadv.errors import Busy
+from streamadv.grouping import run_grouper
+from streamadv.inventory import deep_problems
+from streamadv.manifest import RunSettings
+from streamadv.producer import Producer
+from streamadv.run import open_run
+from streamadv.server import EmbeddedServer
+from streamadv.status import read_status
+from streamadv.trainer_queue import TrainerQueue
+from tests.support import push_groups, threads
+
+SMALL = RunSettings(max_trajectory_bytes=100_000)
+
+
+@pytest.fixture
+def small() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(maxmemory="40mb") as server:
+        yield server
+
+
+def test_every_role_restarts_and_the_pipeline_drains(small: EmbeddedServer, run: str) -> None:
+    columns = {"values": np.zeros(2000), "token_level_rewards": np.zeros(2000)}
+    with redis.Redis.from_url(small.url) as client:
+        with Producer(small.url, run, settings=SMALL) as producer:
+            push_groups(producer, 8, tokens=2000, **columns)
+            producer.finish()
+        client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            client.set("another", "key")
+        with Producer(small.url, run) as refused, pytest.raises(Busy, match="maxmemory"):
+            refused.begin_group(2, timeout=0.2)
+        joined = open_run(Connection(small.url), run)
+        queue = TrainerQueue(small.url, run, batch_groups=3, chain={"estimator": "gae"}, pushed=["values"])
+        with threads(
+            lambda stop: run_grouper(joined, stop), lambda stop: run_worker(joined, stop, device="cpu")
+        ):
+            trained = sum(batch.num_trajectories for batch in queue)
+        assert trained == 16
+        status = read_status(joined)
+        assert status["balanced"]
+        assert status["bytes"] == {"live": 0, "reserved": 0, "dead": 0}
+        assert deep_problems(joined) == []
+
+
+def test_producers_go_on_when_there_is_room_again(small: EmbeddedServer, run: str) -> None:
+    """A push under way waits for the fuse; nothing of it is lost or left behind."""
+    with redis.Redis.from_url(small.url) as client, Producer(small.url, run) as producer:
+        group = producer.begin_group(2)
+        client.config_set("maxmemory", 1)
+        pushing = threading.Thread(
+            target=lambda: group.push(
+                [
+                    {"rollout_index": i, "input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0}
+                    for i in (0, 1)
+                ]
+            )
+        )
+        pushing.start()
+        assert not any(key.startswith(b"{") and b"payload" in key for key in client.scan_iter())
+        client.config_set("maxmemory", 0)
+        pushing.join(30)
+        assert not pushing.is_alive()
+        status = read_status(open_run(Connection(small.url), run))
+        assert status["ledger"]["pushed"] == 2
+        assert status["duplicates"] == 0
