@@ -60,8 +60,8 @@ def add_parser(subparsers: Any) -> None:
         "--picture",
         type=Path,
         metavar="FILE",
-        default=Path("streamadv-demo.png"),
-        help="learning curve (default streamadv-demo.png)",
+        default=Path("demo-learning-curve.png"),
+        help="learning curve (default demo-learning-curve.png)",
     )
     add_log_options(parser)
     parser.set_defaults(run=run)

@@ -19,7 +19,7 @@ from .children import Child
 from .progress import Progress
 from .settings import EVALUATION_EPISODES, GOAL
 
-EVENTS_SHOWN: Final = 6
+EVENTS_SHOWN: Final = 5
 PLAIN_EVERY_S: Final = 2.0
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _PHASES: Final = {
@@ -133,15 +133,15 @@ def _learning(progress: Progress) -> Table:
     rows = [("success rate", "-"), ("curve", "")]
     if progress.evaluations:
         last = progress.evaluations[-1]
-        curve = sparkline([evaluation.success_rate for evaluation in progress.evaluations][-12:])
+        curve = sparkline([evaluation.success_rate for evaluation in progress.evaluations][-11:])
         rows = [("success rate", f"{last.success_rate:.1%} (v{last.version})"), ("curve", curve)]
     if progress.updates:
         newest = progress.updates[-1]
         rows += [
             ("batch reward", f"{newest.reward:.3f}"),
-            ("KL to rollouts", f"{newest.kl:.4f}"),
+            ("KL", f"{newest.kl:.4f}"),
             ("entropy", f"{newest.entropy:.3f}"),
-            ("clip fraction", f"{newest.clip_fraction:.3f}"),
+            ("clipped", f"{newest.clip_fraction:.3f}"),
             ("staleness", f"{newest.staleness_mean:.1f}, max {newest.staleness_max}"),
         ]
     return _facts("Learning", rows)
@@ -153,13 +153,17 @@ def _pipeline(progress: Progress) -> Table:
         ("trajectories/s", f"{progress.trajectories_per_second:,.0f}"),
         ("pushed", f"{ledger['pushed']:,}"),
         ("trained", f"{ledger['trained']:,}"),
-        *((f"dropped {reason}", f"{count:,}") for reason, count in ledger["dropped"].items() if count),
-        *((f"dead {reason}", f"{count:,}") for reason, count in ledger["dead"].items() if count),
+        *_reasons("dropped", ledger["dropped"]),
+        *_reasons("dead", ledger["dead"]),
         ("queued", f"{ledger['queued']:,}"),
         ("in flight", f"{ledger['in_flight']:,}"),
         *((name, f"{depth:,}") for name, depth in progress.depths.items()),
     ]
     return _facts("Pipeline", rows)
+
+
+def _reasons(kind: str, counts: dict[str, int]) -> list[tuple[str, str]]:
+    return [(kind, "")] * bool(counts) + [(f"  {reason}", f"{count:,}") for reason, count in counts.items()]
 
 
 def _processes(progress: Progress, crew: dict[str, Child]) -> Table:
@@ -173,7 +177,7 @@ def _processes(progress: Progress, crew: dict[str, Child]) -> Table:
         else:
             state = "ended"
         if name in killed:
-            state = f"[yellow]killed →[/] {state}"
+            state = f"[yellow]new[/] {state}"
         rows.append((name, state))
     return _facts("Processes", rows)
 
