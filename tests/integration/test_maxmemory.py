@@ -36,12 +36,12 @@ def test_every_role_restarts_and_the_pipeline_drains(small: EmbeddedServer, run:
     with redis.Redis.from_url(small.url) as client:
         with Producer(small.url, run, settings=SMALL) as producer:
             push_groups(producer, 8, tokens=2000, **columns)
+            client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
+            with pytest.raises(redis.exceptions.OutOfMemoryError):
+                client.set("another", "key")
+            with pytest.raises(Busy, match="above its maxmemory"):
+                producer.begin_group(2, timeout=0.2)
             producer.finish()
-        client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
-        with pytest.raises(redis.exceptions.OutOfMemoryError):
-            client.set("another", "key")
-        with Producer(small.url, run) as refused, pytest.raises(Busy, match="maxmemory"):
-            refused.begin_group(2, timeout=0.2)
         joined = open_run(Connection(small.url), run)
         queue = TrainerQueue(small.url, run, batch_groups=3, chain={"estimator": "gae"}, pushed=["values"])
         with threads(
