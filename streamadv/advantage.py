@@ -134,25 +134,35 @@ def choose_device(device: Device) -> torch.device:
 def _read(
     run: Run, consumer: Consumer, prepared: queue.Queue[Prepared | None], stop: threading.Event
 ) -> None:
+    backoff = Backoff(sleep=stop.wait)
     while not stop.is_set():
         for entry in consumer.read(1):
             try:
                 with metrics.timed(STAGE, "read"):
-                    item = prepare(run, entry)
-            except BatchLostError as error:
-                logger.warning("%s: %s", STAGE, error)
-                keys = run.keys.shard(entry.shard)
-                run.call("discard", [keys.void, keys.work], [STAGE, entry.id])
-                consumer.done([entry])
-                continue
+                    item = prepare_or_discard(run, entry)
             except RETRYABLE as error:
                 metrics.retried(STAGE)
                 logger.warning("%s: cannot read a batch: %s", STAGE, error)
-                consumer.done([entry])  # still pending: offered again after the lost connection is noticed
+                consumer.done([entry])  # still pending: asked for again with the own entries
                 consumer.recover_own()
-                stop.wait(0.1)
+                backoff.wait()
                 continue
-            _put(prepared, item, stop)
+            backoff.reset()
+            if item is None:
+                consumer.done([entry])
+            else:
+                _put(prepared, item, stop)
+
+
+def prepare_or_discard(run: Run, entry: Entry) -> Prepared | None:
+    """`prepare`; an entry whose batch is gone (committed before the server forgot that) is finished with None."""
+    try:
+        return prepare(run, entry)
+    except BatchLostError as error:
+        logger.warning("%s: %s", STAGE, error)
+        keys = run.keys.shard(entry.shard)
+        run.call("discard", [keys.void, keys.work], [STAGE, entry.id])
+        return None
 
 
 def prepare(run: Run, entry: Entry) -> Prepared:

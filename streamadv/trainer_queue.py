@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from .advantage import Device, choose_device
 from .algorithms.chain import Chain, build_chain
 from .algorithms.config import ChainConfig
 from .batches import BatchRecord, Work
-from .connection import RETRYABLE, Backoff, Connection
+from .connection import RETRYABLE, Backoff, Connection, T, patiently
 from .delivery import Chunk, LateColumn, assign, deliver, parse_chunk
 from .errors import NoBatchError, SettingError, UndecodableGroupError
 from .isolation import Death
@@ -131,12 +131,12 @@ class TrainerQueue(IterableDataset[Batch]):
     @property
     def epoch(self) -> int:
         """This job's epoch: rank 0 hands it to the other ranks."""
-        return self._start().epoch
+        return self._patiently(lambda: self._start().epoch)
 
     @property
     def batches_waiting(self) -> int:
         """Batches that are named and not yet delivered: after a restart, those that come again."""
-        return sum(k >= self._next for k in self._start().records)
+        return self._patiently(lambda: sum(k >= self._next for k in self._start().records))
 
     def next_batch(self, timeout: float | None = None, max_groups: int | None = None) -> Batch | None:
         """The next batch, or None when the run has ended. Marks the one before as trained.
@@ -188,17 +188,14 @@ class TrainerQueue(IterableDataset[Batch]):
     def trained(self, batch: Batch) -> None:
         """The batch has been trained on: the version moves to batch.version + 1, admission is freed.
 
-        Called for the batch before by `next_batch` if the loop did not. Only rank 0's call counts.
+        Called for the batch before by `next_batch` if the loop did not. Only rank 0's call counts. Waits for a
+        server that does not answer, as all calls of this queue do.
         """
-        lineage = self._start()
-        record = lineage.find(batch.version)
-        if record is None or record.id != batch.id:
-            raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
-        lineage.advance(record)
+        self._patiently(lambda: self._trained(batch))
 
     def state_dict(self) -> dict[str, Any]:
         """What to save beside the weights: JSON-serialisable; pass it to `commit` after saving."""
-        lineage = self._start()
+        lineage = self._patiently(self._start)
         return {
             "run": self._run_name,
             "epoch": lineage.epoch,
@@ -211,12 +208,7 @@ class TrainerQueue(IterableDataset[Batch]):
 
         Repeating it changes nothing. Only rank 0's call counts.
         """
-        lineage = self._start()
-        if state["version"] > lineage.version:
-            raise SettingError(
-                f"state has version {state['version']}, this queue is at {lineage.version}: load it first"
-            )
-        lineage.commit(state["version"])
+        self._patiently(lambda: self._commit(state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint: take over the run, repeat its commit, set the version back.
@@ -229,7 +221,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._settings = replace(self._settings, rolled_back_above=version)
         self._begin = Start(version, version, dict.fromkeys(state["groups"], time.monotonic()))
         self._lineage = self._current = None
-        self._start()
+        self._patiently(self._start)
 
     def close(self) -> None:
         """Disconnect. What was delivered and not marked as trained comes again."""
@@ -238,6 +230,24 @@ class TrainerQueue(IterableDataset[Batch]):
             self._connection.close()
 
     # Inside
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        return patiently(call, STAGE, sleep=self._stop.wait)
+
+    def _trained(self, batch: Batch) -> None:
+        lineage = self._start()
+        record = lineage.find(batch.version)
+        if record is None or record.id != batch.id:
+            raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
+        lineage.advance(record)
+
+    def _commit(self, state: Mapping[str, Any]) -> None:
+        lineage = self._start()
+        if state["version"] > lineage.version:
+            raise SettingError(
+                f"state has version {state['version']}, this queue is at {lineage.version}: load it first"
+            )
+        lineage.commit(state["version"])
 
     def _start(self) -> Lineage:
         """Join the run, once; rank 0 takes it over."""
@@ -257,8 +267,9 @@ class TrainerQueue(IterableDataset[Batch]):
         if lineage.run.connection.server_id() == lineage.server_id:
             return lineage
         logger.warning("%s: the server is not the one it was: repeating what it may have lost", STAGE)
-        if self._current is not None:  # the loop asks for the next batch: this one is in the weights
-            lineage.note_trained(lineage.records[self._current.version])
+        current = self._current
+        if current is not None and current.version in lineage.records:  # else committed already
+            lineage.note_trained(lineage.records[current.version])  # the loop asks for the next one
         self._begin, self._lineage = lineage.remember(), None
         return self._start()
 
@@ -267,9 +278,9 @@ class TrainerQueue(IterableDataset[Batch]):
         if batch is None:
             return
         if batch.version >= lineage.version:
-            self.trained(batch)
+            self._trained(batch)
         if self._commit_mode == "each_batch":
-            self.commit(self.state_dict())
+            self._commit(self.state_dict())
         self._current = None
 
     def _collect(self, lineage: Lineage) -> Batch | None:

@@ -125,7 +125,9 @@ def compute_all(run: Run, consumer: Consumer | None = None) -> int:
     published = 0
     for entries in batches_read(consumer, 1):
         for entry in entries:
-            published += advantage.publish(run, advantage.compute(advantage.prepare(run, entry), CPU))
+            prepared = advantage.prepare_or_discard(run, entry)
+            if prepared is not None:
+                published += advantage.publish(run, advantage.compute_safely(run, prepared, CPU))
         consumer.done(entries)
     return published
 

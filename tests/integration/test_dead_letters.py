@@ -7,7 +7,7 @@ import json
 import pytest
 
 from streamadv import advantage
-from streamadv.advantage import compute_safely, prepare, publish
+from streamadv.advantage import compute_safely, prepare
 from streamadv.algorithms.registry import estimator
 from streamadv.cli import main
 from streamadv.connection import Connection
@@ -61,18 +61,7 @@ def test_neighbours_of_an_unreadable_payload_are_trained_on(redis_url: str, run:
     joined = join(connection, run)
     spoil_payload(joined, "g0001", "response_mask", b"\x07\x07\x07\x07\x07")
     queue = TrainerQueue(connection, run, batch_groups=4, chain=chain)  # type: ignore[arg-type]
-    group_all(joined)
-    queue_batch = None
-    consumer = consumer_of(joined, ADVANTAGE)
-    for _ in range(3):
-        try:
-            queue_batch = queue.next_batch(timeout=0)
-            break
-        except StreamadvError:
-            for entries in batches_read(consumer, 1):
-                for entry in entries:
-                    publish(joined, compute_safely(joined, prepare(joined, entry), CPU))
-                consumer.done(entries)
+    queue_batch = next_batch(queue, joined)
     assert queue_batch is not None
     assert {r.group_id for r in queue_batch.references} == {"g0000", "g0002", "g0003"}
     assert ledger(joined)["dead"] == {"undecodable": 2}

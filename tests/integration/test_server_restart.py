@@ -1,0 +1,112 @@
+"""A server that comes back without its last moments: producers send again, the trainer repeats its commits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from streamadv.connection import Connection
+from streamadv.manifest import RunSettings
+from streamadv.producer import Producer
+from streamadv.server import EmbeddedServer
+from streamadv.trainer_queue import TrainerQueue
+from tests.support import group_all, join, ledger, next_batch, problems, push_groups, trajectory
+
+
+@pytest.fixture
+def forgetful() -> Iterator[EmbeddedServer]:
+    """Keeps nothing across a restart."""
+    with EmbeddedServer() as server:
+        yield server
+
+
+def restart(server: EmbeddedServer) -> None:
+    server.kill()
+    server.start()
+
+
+def test_a_producer_sends_again_what_the_server_forgot(forgetful: EmbeddedServer, run: str) -> None:
+    with Producer(forgetful.url, run) as producer:
+        push_groups(producer, 3)
+        group = producer.begin_group(2, group_id="half")
+        group.push([{"rollout_index": 0, "input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0}])
+        group.cancel(1)
+        restart(forgetful)
+        producer.finish()
+        joined = join(forgetful.url, run)
+        assert ledger(joined)["pushed"] == 8
+        assert group_all(joined) == ["complete"] * 3 + ["incomplete"]
+        assert problems(joined) == []
+
+
+def test_a_producer_sends_nothing_again_to_the_same_server(forgetful: EmbeddedServer, run: str) -> None:
+    with Producer(forgetful.url, run) as producer:
+        push_groups(producer, 2)
+        producer.finish()
+        assert producer.push([trajectory("g0000")]).codes == ["duplicate"]
+        producer.finish()
+    assert ledger(join(forgetful.url, run))["pushed"] == 4
+
+
+def test_without_a_window_nothing_is_sent_again(forgetful: EmbeddedServer, run: str) -> None:
+    with Producer(forgetful.url, run, resend_window=0) as producer:
+        push_groups(producer, 2)
+        restart(forgetful)
+        producer.finish()
+    assert ledger(join(forgetful.url, run))["pushed"] == 0
+
+
+@pytest.mark.parametrize("forgotten", ["naming", "results", "trained", "commit"])
+@pytest.mark.parametrize("mode", ["each_batch", "manual"])
+def test_a_trainer_goes_on_from_an_earlier_state_of_the_server(
+    tmp_path: Path, run: str, forgotten: str, mode: str
+) -> None:
+    """The server goes back to just before `forgotten`; every group is trained once all the same."""
+    data, copy = tmp_path / "data", tmp_path / "copy"
+    seen: list[str] = []
+
+    def snapshot(moment: str) -> None:
+        if moment == forgotten:
+            shutil.copytree(data, copy)
+
+    with EmbeddedServer(data, appendfsync="always") as server:
+        connection = Connection(server.url)
+        with Producer(server.url, run, settings=RunSettings(group_deadline_s=600)) as producer:
+            push_groups(producer, 4)
+            producer.finish()
+        joined = join(connection, run)
+        group_all(joined)
+        queue = TrainerQueue(connection, run, batch_groups=2, commit=mode, prefetch=0)  # type: ignore[arg-type]
+
+        def train() -> bool:
+            batch = next_batch(queue, joined)
+            if batch is None:
+                return False
+            seen.extend(sorted({reference.group_id for reference in batch.references}))
+            if forgotten == "trained":
+                snapshot("trained")
+            queue.trained(batch)
+            return True
+
+        snapshot("naming")
+        if forgotten == "results":
+            with pytest.raises(Exception, match="no new group"):
+                queue.next_batch(timeout=0)
+            snapshot("results")
+        assert train()
+        snapshot("commit")
+        queue.commit(queue.state_dict())
+        server.kill()
+        shutil.rmtree(data)
+        copy.rename(data)
+        server.start()
+        while train():
+            pass
+        queue.commit(queue.state_dict())
+        assert seen == ["g0000", "g0001", "g0002", "g0003"]
+        assert ledger(joined)["trained"] == 8
+        assert problems(joined) == []
+        queue.close()
