@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from .compare import Function
+from .mapping_others import OTHERS
 from .mapping_roll import ROLL
 from .mapping_verl import VERL
 
-MAPPING: dict[str, Function] = {**ROLL, **VERL}
+MAPPING: dict[str, Function] = {**OTHERS, **ROLL, **VERL}
 
 #: Functions streamadv does not offer, and why.
 NOT_IN_CATALOGUE: dict[str, str] = dict.fromkeys(
@@ -14,26 +15,14 @@ NOT_IN_CATALOGUE: dict[str, str] = dict.fromkeys(
         "areal_apply_rejection_sampling",
         "areal_compute_advantages",
         "areal_decoupled_ppo_loss",
-        "areal_m2po_mask",
         "areal_normalization",
-        "areal_overlong_penalty",
-        "areal_prox_logp_approximation",
-        "areal_version_staleness",
         "openrlhf_advantages",
-        "openrlhf_length_penalty",
         "pipelinerl_advantages",
         "primerl_advantages",
-        "rlax_vtrace",
-        "skyrl_adv_maxrl",
-        "skyrl_adv_rloo",
         "skyrl_off_policy_correction",
-        "slime_discounted_returns",
         "slime_mis_weights",
-        "slime_opsm_mask",
         "trl_grpo_advantages",
-        "trl_off_policy_mask",
         "trl_rloo_advantages",
-        "trl_vllm_is_ratio",
     ),
     "of another peer, not offered",
 )

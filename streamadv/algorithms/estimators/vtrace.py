@@ -20,18 +20,22 @@ def vtrace(
     lam: float = 1.0,
     rho_clip: float = 1.0,
     pg_rho_clip: float = 1.0,
+    alpha: float = 1.0,
 ) -> Estimate:
     """rho_t = pi_old / pi_rollout; c_t = lam * min(1, rho_t); rho'_t = min(rho_clip, rho_t).
 
     e_t = rho'_t (R_t + gamma V_{t+1} - V_t) + gamma c_t e_{t+1}; returns vs_t = V_t + e_t;
     A_t = min(pg_rho_clip, rho_t) (R_t + gamma (lam vs_{t+1} + (1 - lam) V_{t+1}) - V_t). t runs over
-    trainable tokens; the value after the last one is 0. The log-ratio is held in -20 .. 20.
+    trainable tokens; the value after the last one is 0. The log-ratio is held in -20 .. 20. alpha below 1
+    is leaky V-trace: every min(x, rho) in e_t becomes (1 - alpha) rho + alpha min(x, rho).
     """
 
     def slab(part: Blocks, reward: Tensor, value: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
         rho = ratio.clamp_(-20, 20).exp_()
         bootstrap = upcoming(value, part)
-        errors = vtrace_errors(reward, value, bootstrap, rho, gamma, part, lam=lam, rho_clip=rho_clip)
+        errors = vtrace_errors(
+            reward, value, bootstrap, rho, gamma, part, lam=lam, rho_clip=rho_clip, alpha=alpha
+        )
         target = add_upcoming(bootstrap, errors, lam, part)
         advantages = rho.clamp_(max=pg_rho_clip) * (reward + gamma * target - value)
         return advantages, errors + value
@@ -52,7 +56,12 @@ def vtrace_errors(
     *,
     lam: float,
     rho_clip: float,
+    alpha: float = 1.0,
 ) -> Tensor:
     """e_t = vs_t - V_t, everything in block layout."""
-    delta = rho.clamp(max=rho_clip) * (rewards + discount * next_values - values)
-    return scan(delta, discount * lam * rho.clamp(max=1.0), cut)
+    clipped, cut_off = (
+        (1 - alpha) * rho + alpha * rho.clamp(max=limit) if alpha != 1 else rho.clamp(max=limit)
+        for limit in (rho_clip, 1.0)
+    )
+    delta = clipped * (rewards + discount * next_values - values)
+    return scan(delta, discount * lam * cut_off, cut)

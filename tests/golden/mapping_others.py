@@ -1,0 +1,173 @@
+"""Recorded functions of other peers whose estimator or correction streamadv offers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from streamadv import padded
+from streamadv.algorithms import sample_masks, staleness
+from streamadv.algorithms.estimators.vtrace import vtrace_errors
+from streamadv.algorithms.off_policy import importance_weights
+from streamadv.algorithms.padded_layout import as_batch
+from streamadv.algorithms.scan import blocks, over_blocks
+
+from .compare import Function, Inputs
+
+Result = dict[str, Any]
+
+
+def _areal_overlong(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    rewards = sample_masks.overlong_penalty(
+        z["rewards"],
+        z["loss_mask"].sum(1),
+        max_length=kwargs["max_response_length"],
+        buffer=kwargs["overlong_tokens"],
+        factor=kwargs["overlong_penalty_factor"],
+        capped=False,
+    )
+    return {"rewards": rewards}
+
+
+def _openrlhf_length(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    if "stop_properly_penalty_coef" in kwargs:
+        coefficient = kwargs["stop_properly_penalty_coef"]
+        return {"rewards": sample_masks.truncation_penalty(z["rewards"], z["truncated"], coefficient)}
+    rewards = sample_masks.overlong_penalty(
+        z["rewards"],
+        z["response_length"],
+        max_length=kwargs["max_new_tokens"],
+        buffer=kwargs["overlong_buffer_len"],
+        factor=kwargs["overlong_penalty_factor"],
+    )
+    return {"rewards": rewards}
+
+
+def _m2po(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    log_ratio = z["prox_logp"] - z["old_logp"]
+    return {"loss_mask": staleness.m2po_mask(log_ratio, z["loss_mask"], kwargs["m2_threshold"])}
+
+
+def _proximal(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    return {"prox_logp": staleness.proximal_log_probs(z["old_logp"], z["logprobs"], z["versions"], **kwargs)}
+
+
+def _staleness(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    return {"metrics": staleness.version_staleness(z["versions"], z["mask"], **kwargs)}
+
+
+def _skyrl(function: Any, **fixed: Any) -> Function:
+    def call(z: Inputs, kwargs: dict[str, Any]) -> Result:
+        advantages, returns = function(z["token_level_rewards"], z["response_mask"], z["index"], **fixed)
+        return {"advantages": advantages, "returns": returns}
+
+    return call
+
+
+def _slime_returns(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    batch = {
+        "token_level_rewards": z["rewards"],
+        "values": z["values"],
+        "response_mask": torch.ones_like(z["rewards"]),
+    }
+    if "discount" in kwargs:
+        options = {"adv_estimator": "reinforce", "gamma": kwargs["discount"]}
+    else:
+        options = {"adv_estimator": "gae", "gamma": kwargs["gamma"], "lambd": kwargs["lambd"]}
+    return padded.compute_advantage(batch, **options)[0]
+
+
+def _vtrace(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    mask = z["sample_mask"] if kwargs.get("sample_mask") else torch.ones_like(z["r_t"])
+    rows, width = mask.shape
+    offsets = torch.arange(rows + 1) * width
+    chosen = mask.reshape(-1).nonzero().squeeze(1)
+    cut = blocks(torch.searchsorted(chosen, offsets), rows * width, chosen)
+    names = ("r_t", "v_tm1", "v_t", "rho", "discount_t")
+    lam, rho_clip = kwargs["lambda_"], kwargs["clip_rho_threshold"]
+    known = over_blocks(
+        lambda part, r, v, following, rho, discount: (
+            vtrace_errors(
+                r,
+                v,
+                following,
+                rho,
+                discount,
+                part,
+                lam=lam,
+                rho_clip=rho_clip,
+                alpha=kwargs.get("alpha", 1.0),
+            ),
+        ),
+        [z[name].reshape(-1) for name in names],
+        cut,
+    )[0]
+    # A masked step has the error of the next one.
+    ahead = torch.searchsorted(chosen, torch.arange(rows * width))
+    row_end = torch.searchsorted(chosen, offsets[1:]).repeat_interleave(width)
+    errors = torch.cat([known, known.new_zeros(1)])[torch.where(ahead < row_end, ahead, len(known))]
+    errors = errors.view(rows, width)
+    v, following = z["v_tm1"], z["v_t"]
+    later = torch.cat([lam * (errors + v)[:, 1:] + (1 - lam) * v[:, 1:], following[:, -1:]], 1)
+    target = z["r_t"] + z["discount_t"] * later
+    rho = z["rho"].clamp(max=kwargs.get("clip_pg_rho_threshold", 1.0))
+    return {"errors": errors, "pg_advantage": rho * (target - v), "q_estimate": target}
+
+
+def _trl_mask(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    keep = staleness.off_policy_sequence_mask(
+        z["advantages"],
+        z["per_token_logps"],
+        z["sampling_per_token_logps"],
+        z["mask"],
+        kwargs["off_policy_threshold"],
+    )
+    return {"keep": keep[:, :1]}
+
+
+def _slime_opsm(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    mask = z["loss_masks"]
+    keep = staleness.off_policy_sequence_mask(
+        z["advantages"], z["log_probs"], z["old_log_probs"], mask, kwargs["delta"]
+    )
+    dropped = (~keep).sum(1)  # positions outside the mask count too
+    dropped = dropped / mask.sum(1).clamp(min=1)
+    return {"keep": keep, "clipfrac": dropped.sum()}
+
+
+def _trl_ratio(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    level, mode = kwargs["mode"].split("_")
+    low = kwargs["clip_min"]
+    batch, _ = as_batch(z["completion_mask"])
+    log_ratio = (z["old_per_token_logps"] - z["sampling_per_token_logps"]).reshape(-1)
+    weights, _ = importance_weights(
+        log_ratio,
+        batch.column("response_mask"),
+        batch.cu_seqlens,
+        level=level,
+        mode="clip" if mode == "truncate" and low is not None else mode,
+        upper=kwargs["clip_max"],
+        lower=0.0 if low is None else low,
+    )
+    weights = weights.view(z["completion_mask"].shape)
+    if level == "sequence":  # one number per row
+        empty = z["completion_mask"].sum(1, keepdim=True) == 0
+        return {"ratio": torch.where(empty, 1.0, weights.amax(1, keepdim=True))}
+    return {"ratio": torch.where(z["completion_mask"] != 0, weights, 1.0)}
+
+
+OTHERS: dict[str, Function] = {
+    "areal_m2po_mask": _m2po,
+    "areal_overlong_penalty": _areal_overlong,
+    "areal_prox_logp_approximation": _proximal,
+    "areal_version_staleness": _staleness,
+    "openrlhf_length_penalty": _openrlhf_length,
+    "rlax_vtrace": _vtrace,
+    "skyrl_adv_maxrl": _skyrl(padded.compute_maxrl_outcome_advantage, negative_means=True, singleton="raw"),
+    "skyrl_adv_rloo": _skyrl(padded.compute_rloo_outcome_advantage),
+    "slime_discounted_returns": _slime_returns,
+    "slime_opsm_mask": _slime_opsm,
+    "trl_off_policy_mask": _trl_mask,
+    "trl_vllm_is_ratio": _trl_ratio,
+}
