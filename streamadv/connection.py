@@ -9,6 +9,7 @@ retries every command 10 times and cuts reads off after 5 s), so nothing is left
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import re
 import threading
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 import redis
@@ -30,6 +31,10 @@ from redis.backoff import FullJitterBackoff, NoBackoff
 from redis.retry import Retry
 
 from .errors import ServerUnreachableError, SettingError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RETRYABLE: Final[tuple[type[Exception], ...]] = (
     redis.exceptions.ConnectionError,  # also BusyLoadingError: the server is reading its data
@@ -110,6 +115,18 @@ class Backoff:
     def reset(self) -> None:
         """Call after a success."""
         self.failures = 0
+
+
+def patiently(call: Callable[[], T], who: str, *, sleep: Callable[[float], object] = time.sleep) -> T:
+    """`call()`, again until the server answers: for what may simply be done twice. `who` is for the log."""
+    backoff = Backoff(sleep=sleep)
+    while True:
+        try:
+            return call()
+        except RETRYABLE as error:
+            level = logging.DEBUG if backoff.failures else logging.WARNING  # once for each outage
+            logger.log(level, "%s: the server does not answer, waiting: %s", who, error)
+            backoff.wait()
 
 
 @dataclass(frozen=True)
