@@ -10,11 +10,12 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from . import metrics
-from .connection import RETRYABLE, Backoff, Connection
-from .errors import SettingError, WireError
+from .connection import RETRYABLE, Backoff, Connection, patiently
+from .errors import BatchLostError, SettingError, UndecodableGroupError, WireError
 from .manifest import RunSettings
 from .payloads import fetch_payloads
 from .run import open_run
@@ -50,7 +51,7 @@ class Scorer:
         settings: RunSettings | None = None,
     ) -> None:
         connection = Connection(connection) if isinstance(connection, str) else connection
-        self._run = open_run(connection, run, settings)
+        self._run = patiently(lambda: open_run(connection, run, settings), f"scorer {name}")
         scorers = self._run.manifest.scorers
         if name not in scorers:
             raise SettingError(
@@ -86,24 +87,43 @@ class Scorer:
 
     def _hand_off(self, entries: Sequence[Entry], score: ScoreFunction) -> None:
         references = [Reference.model_validate_json(entry.fields["reference"]) for entry in entries]
-        payloads = fetch_payloads(self._run, references, self._columns)
+        found = self._fetch(references)
+        asked = [reference for reference, payload in zip(references, found, strict=True) if payload]
         with metrics.timed(self._name, "score"):
-            scores = score(references, payloads)
-        if len(scores) != len(entries):
-            raise SettingError(
-                f"scorer {self._name} gave {len(scores)} scores for {len(entries)} trajectories"
-            )
+            given = score(asked, [payload for payload in found if payload]) if asked else []
+        if len(given) != len(asked):
+            raise SettingError(f"scorer {self._name} gave {len(given)} scores for {len(asked)} trajectories")
+        answers = iter(given)
+        scores = [next(answers) if payload else None for payload in found]
         keys = self._run.keys.shard(entries[0].shard)
         order = self._run.manifest.scorers
         position = order.index(self._name) + 1
         last = position == len(order)
         target = keys.rollouts if last else keys.scoring(order[position])
         args: list[Any] = [self._name, "1" if last else "0"]
-        for entry, reference, given in zip(entries, references, scores, strict=True):
-            args += [entry.id, *_scored(entry, reference, self._name, given)]
+        for entry, reference, answer in zip(entries, references, scores, strict=True):
+            args += [entry.id, *_scored(entry, reference, self._name, answer)]
         passed = self._run.call("scored", [keys.void, keys.scoring(self._name), target, keys.ledger], args)
         metrics.entries(self._name, "acked", passed)
         metrics.entries(self._name, "duplicate", len(entries) - passed)
+
+    def _fetch(self, references: Sequence[Reference]) -> list[Payload | None]:
+        """Payloads; None = unscorable, since it cannot be read, or is gone.
+
+        It is gone when this process was held up beyond its lease and the group has ended meanwhile: then the entry
+        was handed off by somebody else and what is said of it here is dropped.
+        """
+        unreadable = (BatchLostError, UndecodableGroupError)
+        with suppress(*unreadable):
+            return list(fetch_payloads(self._run, references, self._columns))
+        found: list[Payload | None] = []
+        for reference in references:
+            try:
+                found += fetch_payloads(self._run, [reference], self._columns)
+            except unreadable as error:
+                logger.warning("scorer %s: left out: %s", self._name, error)
+                found.append(None)
+        return found
 
 
 def _scored(entry: Entry, reference: Reference, name: str, given: Score) -> list[Any]:
