@@ -6,10 +6,11 @@ import logging
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 
 from streamadv import metrics
-from streamadv.connection import Connection
+from streamadv.connection import RETRYABLE, Connection
 from streamadv.errors import SettingError
 from streamadv.manifest import RunSettings
 from streamadv.run import Run, open_run
@@ -44,7 +45,10 @@ def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Eve
         if stop.is_set():
             raise KeyboardInterrupt
 
-    connection.wait_until_ready(on_wait=on_wait)
-    run = open_run(connection, settings.run, wanted)
+    while True:
+        connection.wait_until_ready(on_wait=on_wait)
+        with suppress(*RETRYABLE):  # it may be gone again by now
+            run = open_run(connection, settings.run, wanted)
+            break
     metrics.serve(settings.metrics_port, run.name)
     return run
