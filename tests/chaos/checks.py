@@ -61,14 +61,15 @@ def problems(
     planned: Iterable[Identity],
     weights: Iterable[Identity],
     *,
+    optional: Iterable[Identity] = (),
     usable: Iterable[Identity] | None = None,
     server_lost: bool = False,
 ) -> list[str]:
     """Everything wrong with a drained run; [] is what a test wants.
 
-    planned: places that producers filled. weights: what the last checkpoint was trained on, in order.
-    usable: planned places with a trajectory. server_lost: the server came back without its last moments, so it may
-    know less than the checkpoint.
+    planned: places that producers filled. optional: places they may have filled. weights: what the last
+    checkpoint was trained on, in order. usable: planned places with a trajectory. server_lost: the server came back
+    without its last moments, so it may know less than the checkpoint.
     """
     planned, weights = set(planned), list(weights)
     found = []
@@ -90,7 +91,7 @@ def problems(
     there = registered(run)
     if lost := planned - there - (set(weights) if server_lost else set()):
         found.append(f"{len(lost)} planned trajectories were never registered: {sorted(lost)[:4]}")
-    if unknown := there - planned:
+    if unknown := there - planned - set(optional):
         found.append(f"{len(unknown)} registered places nobody filled: {sorted(unknown)[:4]}")
     if ledger["pushed"] != len(there):
         found.append(f"ledger pushed is {ledger['pushed']}, the tombstones know of {len(there)}")

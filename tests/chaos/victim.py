@@ -154,8 +154,7 @@ def run_words(words: Sequence[str], reached: Hook) -> int:
         return roles.main(words[1:], reached)
     from streamadv.cli import main as streamadv
 
-    status: int = streamadv(words)
-    return status
+    return streamadv(words)
 
 
 if __name__ == "__main__":
