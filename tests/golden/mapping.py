@@ -10,22 +10,18 @@ from .mapping_verl import VERL
 MAPPING: dict[str, Function] = {**OTHERS, **ROLL, **VERL}
 
 #: Functions streamadv does not offer, and why.
-NOT_IN_CATALOGUE: dict[str, str] = dict.fromkeys(
-    (
-        "areal_apply_rejection_sampling",
-        "areal_compute_advantages",
-        "areal_decoupled_ppo_loss",
-        "areal_normalization",
-        "openrlhf_advantages",
-        "pipelinerl_advantages",
-        "primerl_advantages",
-        "skyrl_off_policy_correction",
-        "slime_mis_weights",
-        "trl_grpo_advantages",
-        "trl_rloo_advantages",
-    ),
-    "of another peer, not offered",
-)
+NOT_IN_CATALOGUE: dict[str, str] = {
+    "areal_apply_rejection_sampling": "weights of sequence level are geometric means there whatever the metric",
+    "areal_compute_advantages": "a whole pipeline of AReaL's; its parts are offered, no preset",
+    "areal_decoupled_ppo_loss": "a loss: losses are the trainer's",
+    "areal_normalization": "leave-one-out means over tokens are not offered",
+    "openrlhf_advantages": "a whole pipeline of OpenRLHF's; its parts are offered, no preset",
+    "pipelinerl_advantages": "groups by step index are not offered",
+    "primerl_advantages": "per-agent running baselines and comparison within an episode are not offered",
+    "skyrl_off_policy_correction": "outlier masks of SkyRL are not offered, and its metric names",
+    "trl_grpo_advantages": "a reward that is NaN for one function is refused at the producer",
+    "trl_rloo_advantages": "a reward that is NaN for one function is refused at the producer",
+}
 
 #: Calls that raise in the peer and have a defined result here ("function.variant"; "function": where the
 #: inputs are the reason, so that any variant may).

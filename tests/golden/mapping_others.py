@@ -9,7 +9,7 @@ import torch
 from streamadv import padded
 from streamadv.algorithms import sample_masks, staleness
 from streamadv.algorithms.estimators.vtrace import vtrace_errors
-from streamadv.algorithms.off_policy import importance_weights
+from streamadv.algorithms.off_policy import Rejection, importance_weights, rejection_mask, veto_mask
 from streamadv.algorithms.padded_layout import as_batch
 from streamadv.algorithms.scan import blocks, over_blocks
 
@@ -157,6 +157,45 @@ def _trl_ratio(z: Inputs, kwargs: dict[str, Any]) -> Result:
     return {"ratio": torch.where(z["completion_mask"] != 0, weights, 1.0)}
 
 
+SLIME_KINDS: dict[str, Any] = {
+    "token": "token_k1",
+    "sequence": "seq_sum_k1",
+    "geometric": "seq_mean_k1",
+}
+
+
+def _inside(level: str, lower: float | None, upper: float) -> Rejection:
+    """Ratios train / rollout inside lower .. upper; the bounds of a k1 rejection are on its inverse."""
+    return Rejection(SLIME_KINDS[level], upper if lower is None else 1 / lower, 1 / upper)
+
+
+def _slime_mis(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    within = torch.arange(z["loss_masks"].shape[1]) < z["lengths"][:, None]
+    mask = z["loss_masks"] * within
+    batch, _ = as_batch(mask)
+    flat, bounds = batch.column("response_mask"), batch.cu_seqlens
+    log_ratio = (z["train_log_probs"] - z["rollout_log_probs"]).reshape(-1)
+    level, mode, upper = kwargs["tis_level"], kwargs["tis_mode"], kwargs["tis_upper_bound"]
+    weights, _ = importance_weights(
+        log_ratio,
+        flat,
+        bounds,
+        level=level,
+        mode="truncate" if mode == "mask" else mode,
+        upper=1e30 if mode == "mask" else upper,
+        lower=kwargs["tis_lower_bound"],
+        batch_normalize=kwargs["tis_batch_normalize"],
+    )
+    rejections = [_inside(level, kwargs["tis_lower_bound"], upper)] if mode == "mask" else []
+    if kwargs["use_rs"]:
+        rs_upper = kwargs["rs_upper_bound"] or upper
+        rejections.append(_inside(kwargs["rs_level"], kwargs["rs_lower_bound"], rs_upper))
+    kept, _ = rejection_mask(log_ratio, flat, bounds, rejections)
+    if kwargs["rs_veto_threshold"]:
+        kept = kept * veto_mask(log_ratio, flat, bounds, kwargs["rs_veto_threshold"])
+    return {"weights": weights.view(mask.shape), "masks": kept.view(mask.shape)}
+
+
 OTHERS: dict[str, Function] = {
     "areal_m2po_mask": _m2po,
     "areal_overlong_penalty": _areal_overlong,
@@ -167,6 +206,7 @@ OTHERS: dict[str, Function] = {
     "skyrl_adv_maxrl": _skyrl(padded.compute_maxrl_outcome_advantage, negative_means=True, singleton="raw"),
     "skyrl_adv_rloo": _skyrl(padded.compute_rloo_outcome_advantage),
     "slime_discounted_returns": _slime_returns,
+    "slime_mis_weights": _slime_mis,
     "slime_opsm_mask": _slime_opsm,
     "trl_off_policy_mask": _trl_mask,
     "trl_vllm_is_ratio": _trl_ratio,
