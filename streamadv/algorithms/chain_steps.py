@@ -103,12 +103,9 @@ def estimating_steps(config: ChainConfig) -> Iterator[ChainStep]:
 def _reward_step(config: RewardConfig) -> ChainStep:
     def run(state: State) -> State:
         batch = state.batch
-        rewards = _summed(batch, config.components) if config.components else batch.rewards
         trained = (~batch.baseline).double()
-        state = state.with_metrics(summary("critic/score", rewards, trained))
-        if config.overlong is not None:
-            lengths = segment_sum(batch.row_trainable, batch.row_offsets)
-            rewards = overlong_penalty(rewards, lengths, **config.overlong.model_dump())
+        state = state.with_metrics(summary("critic/score", _scores(config, batch), trained))
+        rewards = raw_rewards(config, batch)
         weight = trained
         if config.statistics == "row":
             weight = trained * (batch.row_offsets[1:] - batch.row_offsets[:-1])
@@ -136,6 +133,19 @@ def _reward_step(config: RewardConfig) -> ChainStep:
     parts += [f"clip to {config.clip}"] if config.clip else []
     text = ", ".join(part for part in parts if part) or "as they came"
     return ChainStep("rewards", (), scope, text, run)
+
+
+def raw_rewards(config: RewardConfig, batch: PackedBatch) -> Tensor:
+    """[M] float64: rewards before they are normalised, what running moments are taken of."""
+    rewards = _scores(config, batch)
+    if config.overlong is None:
+        return rewards
+    lengths = segment_sum(batch.row_trainable, batch.row_offsets)
+    return overlong_penalty(rewards, lengths, **config.overlong.model_dump())
+
+
+def _scores(config: RewardConfig, batch: PackedBatch) -> Tensor:
+    return _summed(batch, config.components) if config.components else batch.rewards
 
 
 def _summed(batch: PackedBatch, weights: Mapping[str, float]) -> Tensor:
