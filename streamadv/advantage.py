@@ -26,6 +26,7 @@ from torch import Tensor
 from . import metrics
 from .algorithms.chain import Chain, ChainResult, build_chain, run_chain
 from .algorithms.packed import PackedBatch, pack
+from .batch_statistics import running_of
 from .batches import LoggedGroup, Work, read_groups
 from .columns import Array
 from .connection import RETRYABLE, Backoff
@@ -223,7 +224,7 @@ def compute(prepared: Prepared, device: torch.device) -> Computed:
         return Computed(prepared.entry, work, json.dumps(header), {}, {})
     columns = [each for group in groups for each in prepared.columns.get(group.group_id, ())]
     batch = pack([member for group in groups for member in group.members], columns or None, device)
-    result = run_chain(chain, batch, work.kl_coefficient)
+    result = run_chain(chain, batch, work.kl_coefficient, running_of(work))
     own = torch.tensor([group.shard == work.shard for group in groups], dtype=torch.bool, device=device)
     results, outputs = split_result(result, Selection(batch, own[batch.trajectory_group]))
     _observe(groups, result)

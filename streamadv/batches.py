@@ -84,6 +84,7 @@ class BatchRecord(BaseModel):
     late: list[str] = []  # columns the trainer supplies: the chain is cut before the first step needing one
     tokens_per_micro_batch: int | None = None  # rows above it are not delivered
     kl_coefficient: float | None = None
+    running: dict[str, float] | None = None  # moments of all rewards up to and with this batch
     short: bool = False
 
     @property
@@ -107,6 +108,7 @@ class Work(BaseModel):
     chain: dict[str, Any]
     late: list[str] = []
     kl_coefficient: float | None = None
+    running: dict[str, float] | None = None
 
 
 def work_units(record: BatchRecord, batch_scope: bool) -> list[Work]:
@@ -133,6 +135,7 @@ def work_units(record: BatchRecord, batch_scope: bool) -> list[Work]:
             chain=record.chain,
             late=record.late,
             kl_coefficient=record.kl_coefficient,
+            running=record.running,
         )
         for number, (shard, groups) in enumerate(units)
     ]
@@ -299,7 +302,8 @@ def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> No
 def name(run: Run, record: BatchRecord, cursors: Mapping[int, str]) -> bool:
     """Write the record; False when batch k has one already. Raises EpochFencedError."""
     home = run.keys.home
-    args: list[Any] = [record.epoch, record.k, record.model_dump_json()]
+    running = "" if record.running is None else json.dumps(record.running)
+    args: list[Any] = [record.epoch, record.k, record.model_dump_json(), running]
     for shard, entry in cursors.items():
         args += [shard, entry]
     return bool(check_fence(run, run.call("name_batch", [home.void, home.lineage, home.batches], args)))

@@ -7,6 +7,7 @@ names, advances and commits; the others follow the records.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from typing import Any, Final
 
 from . import batches, metrics
 from .algorithms.chain import build_chain
+from .algorithms.config import ChainConfig
+from .batch_statistics import KLCoefficients, running_with
 from .batches import BatchRecord, LoggedGroup, NamingRules, check_fence
 from .isolation import Death
 from .producing import PRODUCER_TIMEOUT_S
@@ -55,6 +58,7 @@ class Start:
     committed: int | None = None
     trained: Mapping[str, float | None] = field(default_factory=dict)
     records: Mapping[int, BatchRecord] = field(default_factory=dict)
+    kl: Mapping[str, float] | None = None  # coefficients after the last batches
 
 
 class Lineage:
@@ -93,6 +97,10 @@ class Lineage:
             self.epoch = current if epoch is None else epoch
         self.records = batches.read_records(run)
         stored: Any = run.connection.scripts.hgetall(home.lineage)
+        running, kl = stored.get(b"running"), stored.get(b"kl")
+        self._running: Mapping[str, float] | None = None if running is None else json.loads(running)
+        known = start.kl if start.kl is not None else None if kl is None else json.loads(kl)
+        self.kl = KLCoefficients(ChainConfig.model_validate(settings.chain), settings.prefetch, known)
         self._cursors = {
             shard: stored.get(f"cursor:{shard}".encode(), b"0-0").decode()
             for shard in range(len(run.keys.salts))
@@ -106,7 +114,7 @@ class Lineage:
         """What to go on from when the server comes back without its last moments."""
         now = self._clock()
         trained = {group_id: when and now for group_id, when in self.trained.items()}
-        return Start(self.version, self.committed, trained, self.records)
+        return Start(self.version, self.committed, trained, self.records, self.kl.to_json())
 
     def _settle(self) -> None:
         """Finish what an older job, or a server before its restart, left half done."""
@@ -191,6 +199,8 @@ class Lineage:
             chain=dict(settings.chain),
             late=list(settings.late),
             tokens_per_micro_batch=settings.tokens_per_micro_batch,
+            kl_coefficient=self.kl.of_batch(k),
+            running=running_with(ChainConfig.model_validate(settings.chain), self._running, chosen),
             short=len(chosen) < limit,
         )
         passed = {group.group_id for group in chosen} | {group.group_id for group, _ in refused}
@@ -199,7 +209,7 @@ class Lineage:
         if not batches.name(self.run, record, cursors):
             # The reply to an earlier try was lost: what stands there is ours, the epoch says so.
             record = batches.read_records(self.run)[k]
-        self._cursors = cursors
+        self._cursors, self._running = cursors, record.running
         self.records[k] = record
         return True
 
@@ -253,16 +263,19 @@ class Lineage:
 
     # Trained and committed
 
-    def advance(self, record: BatchRecord) -> None:
-        """Batch k is trained: first the lineage says so, then every shard's copy."""
+    def advance(self, record: BatchRecord, kl: float | None = None) -> None:
+        """Batch k is trained, with this mean KL: first the lineage says so, then every shard's copy."""
         version = record.k + 1
+        if version > self.version:
+            self.kl.trained(record.k, kl, record.trajectories)
         if self._leads:
             home = self.run.keys.home
-            args = [self.epoch, version, len(record.groups)]
+            coefficients = self.kl.to_json()
+            args = [self.epoch, version, len(record.groups), json.dumps(coefficients) if coefficients else ""]
             check_fence(self.run, self.run.call("trained", [home.void, home.lineage], args))
             for shard, keys in enumerate(self.run.keys.shards):
                 living = [p for p in record.in_shard(shard) if p.group_id not in self._dead.get(record.k, ())]
-                args = [self.epoch, version, len(living)]
+                args = [self.epoch, version, len(living), ""]
                 check_fence(self.run, self.run.call("trained", [keys.void, keys.trainer], args))
         self.note_trained(record)
 

@@ -201,6 +201,7 @@ class TrainerQueue(IterableDataset[Batch]):
             "epoch": lineage.epoch,
             "version": lineage.version,
             "groups": list(lineage.trained),
+            "kl": lineage.kl.to_json(),
         }
 
     def commit(self, state: Mapping[str, Any]) -> None:
@@ -219,7 +220,8 @@ class TrainerQueue(IterableDataset[Batch]):
             raise SettingError(f"state is of run {state['run']!r}, this queue reads {self._run_name!r}")
         version = int(state["version"])
         self._settings = replace(self._settings, rolled_back_above=version)
-        self._begin = Start(version, version, dict.fromkeys(state["groups"], time.monotonic()))
+        trained = dict.fromkeys(state["groups"], time.monotonic())
+        self._begin = Start(version, version, trained, kl=state.get("kl"))
         self._lineage = self._current = None
         self._patiently(self._start)
 
@@ -239,7 +241,7 @@ class TrainerQueue(IterableDataset[Batch]):
         record = lineage.find(batch.version)
         if record is None or record.id != batch.id:
             raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
-        lineage.advance(record)
+        lineage.advance(record, batch.metrics.get("critic/kl"))
 
     def _commit(self, state: Mapping[str, Any]) -> None:
         lineage = self._start()
