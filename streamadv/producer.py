@@ -34,8 +34,9 @@ class Producer:
     """Pushes rollouts of one run.
 
     `connection` is a URL or a Connection; `settings` are what this process wants the run to be created with
-    (see `manifest.py`). resend_window: seconds of pushes kept to be sent again when the server comes back without
-    its last moments (0 = none). Thread-safe: every call is a self-contained exchange.
+    (see `manifest.py`). name: who this is among the run's producers; a restarted one of the same name takes its
+    predecessor's place (default: unique). resend_window: seconds of pushes kept to be sent again when the server
+    comes back without its last moments (0 = none). Thread-safe: every call is a self-contained exchange.
     """
 
     def __init__(

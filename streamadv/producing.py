@@ -52,8 +52,7 @@ class ProducerLogic:
         resend_window: float = RESEND_WINDOW_S,
     ) -> None:
         self.run = run
-        self.name = name or f"{os.uname().nodename}-{os.getpid()}"
-        self.id = f"{self.name}-{secrets.token_hex(4)}"
+        self.name = name or f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self.settings = settings
         self.manifest: Manifest | None = None
         self.max_bytes = 0  # of one shard
@@ -81,7 +80,7 @@ class ProducerLogic:
         """Say that this producer is alive or finished, and hear of the newest model version."""
         keys = self.ready.keys.home
         names = [keys.void, keys.producers, keys.trainer]
-        reply = yield script_call("heartbeat", names, [self.id, self._state()])
+        reply = yield script_call("heartbeat", names, [self.name, self._state()])
         if reply[0]:
             self.version = int(reply[0])
         self._drop_after = int(reply[1]) if reply[1] else None
@@ -97,7 +96,7 @@ class ProducerLogic:
         """On a clean exit: only a producer that has finished stays on the list."""
         keys = self.ready.keys.home
         state = "finished" if self.finished else "gone"
-        yield script_call("heartbeat", [keys.void, keys.producers, keys.trainer], [self.id, state])
+        yield script_call("heartbeat", [keys.void, keys.producers, keys.trainer], [self.name, state])
 
     def finish(self) -> Steps[None]:
         """No more groups will come from this producer."""

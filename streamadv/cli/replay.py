@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     metrics.serve(settings.metrics_port, settings.run)
     with (
         connect(settings, patience_s=None) as connection,
-        Producer(connection, settings.run, name="replay", settings=run_settings_from(arguments)) as producer,
+        Producer(connection, settings.run, settings=run_settings_from(arguments)) as producer,
     ):
         try:
             replay(producer, source, codes, together=not arguments.follow)

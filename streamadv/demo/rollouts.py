@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 
 import streamadv as sa
+from streamadv import metrics
 
 from . import messages, weights
 from .environment import PROMPT_LENGTH, Episode, Lakes, draw_map
@@ -40,9 +41,10 @@ def main(arguments: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     messages.send("ready")
+    metrics.serve(0, settings.run)
     chance = random.Random(
         f"{settings.seed}/{index}/{start}"
-    )  # a restarted process plays on, it does not repeat
+    )  # a restarted process plays on, it repeats nothing
     generator = torch.Generator().manual_seed(chance.randrange(2**63))
     policy, lakes, loaded = Policy(), Lakes(), None
     with sa.Producer(

@@ -14,7 +14,6 @@ from typing import Any, Final, Protocol
 from ..connection import Connection
 from ..errors import ProcessEndedError
 from ..manifest import run_settings
-from ..producing import PRODUCER_TIMEOUT_S
 from ..run import open_run
 from ..server import EmbeddedServer
 from ..status import read_status
@@ -203,10 +202,6 @@ class _Conductor:
         if version >= settings.updates and self.progress.phase == "learning":
             self.progress.phase = "draining"
             self._view.say(f"{version} updates: rollouts finish, what is under way is still trained")
-            if self.progress.kills:
-                self._view.say(
-                    f"the run ends when the killed producer has been silent for {PRODUCER_TIMEOUT_S:g} s"
-                )
             for name in sorted(self._ready):
                 self._finish(name)
 

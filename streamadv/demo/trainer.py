@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 import streamadv as sa
+from streamadv import metrics
 
 from . import messages, weights
 from .learning import new_optimizer, update
@@ -39,6 +40,7 @@ def main(arguments: list[str]) -> int:
         chain={"estimator": settings.estimator},
         commit="manual",
     )
+    metrics.serve(0, settings.run)
     version = 0
     if (checkpoint := weights.load_checkpoint(directory, policy, optimizer)) is not None:
         version, queue_state = checkpoint
@@ -49,6 +51,7 @@ def main(arguments: list[str]) -> int:
     committed = version
     for batch in queue:
         measured = update(policy, optimizer, batch, batch.num_tokens, settings.correction)
+        metrics.training_metrics({"rollout_corr/k3_kl": measured.kl})
         version = batch.version + 1
         weights.publish(
             directory, version, policy
