@@ -9,7 +9,7 @@ import torch
 from .chain_steps import ChainStep, State, known_tokens
 from .config import CorrectionConfig
 from .metrics import Metric
-from .off_policy import importance_weights, rejection_mask, veto_mask
+from .off_policy import importance_weights, reject, veto
 from .off_policy_metrics import off_policy_metrics
 from .registry import Scope
 
@@ -21,23 +21,20 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
 
     def run(state: State) -> State:
         batch, tokens = state.batch, known_tokens(state)
-        bounds = tokens.offsets
         old, rollout = (tokens.pick(batch.column(name)) for name in ("old_log_probs", "rollout_log_probs"))
-        mask = torch.ones_like(tokens.position, dtype=torch.uint8)  # all that follows is on trainable tokens
         log_ratio = old - rollout
-        metrics: dict[str, Metric] = off_policy_metrics(old, rollout, mask, bounds)
-        kept = mask
+        metrics: dict[str, Metric] = off_policy_metrics(old, rollout, tokens)
+        kept = torch.ones_like(log_ratio, dtype=torch.bool)
         if config.rejections:
             rejections = [item.rejection() for item in config.rejections]
-            kept, found = rejection_mask(log_ratio, mask, bounds, rejections)
+            kept, found = reject(log_ratio, tokens, rejections)
             metrics |= found
         if config.veto is not None:
-            kept = veto_mask(log_ratio, mask, bounds, config.veto) * kept
+            kept = kept & veto(log_ratio, tokens, config.veto)
         if config.level is not None:
             weights, found = importance_weights(
                 log_ratio,
-                mask,
-                bounds,
+                tokens,
                 level=config.level,
                 mode=config.mode,
                 upper=config.upper,
@@ -50,9 +47,8 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
         if not narrows:
             return state
         if state.level == "token":
-            left = kept.bool()
             advantages, returns = (
-                None if values is None else values[left] for values in (state.advantages, state.returns)
+                None if values is None else values[kept] for values in (state.advantages, state.returns)
             )
             state = replace(state, advantages=advantages, returns=returns)
         return state.with_mask(tokens.spread(kept).to(batch.column("response_mask").dtype))

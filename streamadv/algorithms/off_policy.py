@@ -1,8 +1,9 @@
 """Off-policy correction: importance weights and rejection for tokens sampled by another policy.
 
 The data were sampled by the rollout policy (rollout_log_probs); the update starts from the training policy
-(old_log_probs). log_ratio = old_log_probs - rollout_log_probs, [N] packed, is held in -20 .. 20 before exp.
-A sequence is a row. Metric names are verl's, without its prefix `rollout_corr/`.
+(old_log_probs). Everything here has one element per trainable token ([K], see `trainable`): log_ratio =
+old_log_probs - rollout_log_probs, held in -20 .. 20 before exp. A sequence is a row. Metric names are
+verl's, without its prefix `rollout_corr/`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from ..errors import SettingError
 from .metrics import Metric
-from .off_policy_metrics import rejection_metrics, weight_metrics
+from .off_policy_metrics import rejection_metrics, row_means, weight_metrics
 from .padded_layout import PeerQuirks
 from .runs import run_mean
 from .segments import segment_max, segment_sum, spread
+from .trainable import Trainable
 
 SAFETY_BOUND: Final = 20.0
 
@@ -34,35 +36,26 @@ RejectionKind = Literal[
 ]  # fmt: skip
 
 
-def bounded(log_ratio: Tensor) -> Tensor:
-    """float64 `log_ratio` held in -20 .. 20; NaN, which only masked tokens may hold, as 0."""
-    return log_ratio.to(torch.float64).nan_to_num(nan=0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+def at_level(level: RatioLevel, values: Tensor, tokens: Trainable) -> Tensor:
+    """[K] float64: `values` [K] combined at a level and spread over its tokens.
 
-
-def log_ratio_at(level: RatioLevel, log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[N] float64: log of the importance ratio at a level, spread over its tokens; masked tokens count 0.
-
-    token: l_t. sequence: sum over the row's trainable tokens. geometric: their mean. segment: mean over the
-    run of trainable tokens (one turn). Raises SettingError for another level.
+    token: as they are; sequence: their sum over the row; geometric: their mean over the row; segment: their
+    mean over the run of trainable tokens (one turn). Raises SettingError for another level.
     """
-    if level not in get_args(RatioLevel):
+    if level == "token":
+        return values.to(torch.float64)
+    if level == "segment":
+        return run_mean(values, tokens)
+    if level not in ("sequence", "geometric"):
         known = ", ".join(get_args(RatioLevel))
         raise SettingError(f"correction.level {level!r} is unknown: choose one of {known}")
-    ratio = torch.where(mask != 0, log_ratio.to(torch.float64), 0.0)
-    if level == "token":
-        return ratio
-    if level == "segment":
-        return run_mean(ratio, mask, cu_seqlens)
-    rows = segment_sum(ratio, cu_seqlens)
-    if level == "geometric":
-        rows = rows / segment_sum(mask, cu_seqlens).clamp(min=1)
-    return spread(rows, cu_seqlens, len(ratio))
+    rows = segment_sum(values, tokens.offsets) if level == "sequence" else row_means(values, tokens)
+    return spread(rows, tokens.offsets, len(values))
 
 
 def importance_weights(
     log_ratio: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
+    tokens: Trainable,
     *,
     level: RatioLevel = "token",
     mode: BoundMode = "truncate",
@@ -71,45 +64,37 @@ def importance_weights(
     batch_normalize: bool = False,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Weights pi_old / pi_rollout [N] float32, 0 outside the mask, and the metrics of the raw ones.
+    """Weights pi_old / pi_rollout [K] float32 and the metrics of the raw ones.
 
     mode truncate: min(w, upper) (TIS); clip: held in lower .. upper; mask: 0 outside them (IcePop). lower
-    defaults to 1 / upper. batch_normalize divides by the mean bounded weight (over tokens, or over rows of
-    their means for level sequence). Raises SettingError unless 0 <= lower <= upper and upper > 0.
+    defaults to 1 / upper. batch_normalize divides by the mean bounded weight (over tokens, or for levels
+    above over the rows' means). Raises SettingError unless 0 <= lower <= upper and upper > 0.
     """
     if not upper > 0:
         raise SettingError(f"correction.upper is {upper}, needs a number above 0")
     least = 1 / upper if lower is None else lower
     if not 0 <= least <= upper:
         raise SettingError(f"correction.lower is {least}, needs 0 .. upper ({upper})")
-    counted = mask != 0
-    log_weight = log_ratio_at(level, log_ratio.nan_to_num(nan=0.0), mask, cu_seqlens)
-    weights = torch.where(counted, bounded(log_weight).exp(), 0.0)
+    log_weights = at_level(level, log_ratio, tokens)
+    weights = log_weights.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp_()
     metrics = weight_metrics(
-        weights,
-        log_weight,
-        mask,
-        cu_seqlens,
-        upper,
-        by_row=level != "token",
-        all_rows=peer_quirks is not None,
+        weights, log_weights, tokens, upper, by_row=level != "token", all_rows=peer_quirks is not None
     )
     if mode == "truncate":
-        weights = weights.clamp(max=upper)
+        weights = weights.clamp_(max=upper)
     elif mode == "clip":
-        weights = torch.where(counted, weights.clamp(least, upper), 0.0)
+        weights = weights.clamp_(least, upper)
     else:
-        weights = torch.where((weights >= least) & (weights <= upper), weights, 0.0)
+        weights = weights * ((weights >= least) & (weights <= upper))
     if batch_normalize:
-        tokens = segment_sum(mask, cu_seqlens)
-        sums = segment_sum(weights, cu_seqlens)
+        counts = tokens.counts
         if level == "token":
-            mean = sums.sum() / tokens.sum().clamp(min=1)
+            mean = segment_sum(weights, tokens.offsets).sum() / max(len(weights), 1)
         else:
-            mean = (sums / tokens.clamp(min=1)).sum() / (tokens > 0).sum().clamp(min=1)
+            mean = row_means(weights, tokens).sum() / (counts > 0).sum().clamp(min=1)
         factor = torch.where(mean > 1e-8, mean, 1.0)
         weights = weights / factor
-        metrics["rollout_is_batch_norm_factor"] = Metric(factor, counted.sum())
+        metrics["rollout_is_batch_norm_factor"] = Metric(factor, counts.sum())
     return weights.to(torch.float32), metrics
 
 
@@ -143,47 +128,41 @@ class Rejection:
         return -math.inf, self.upper
 
 
-def rejection_mask(
+def reject(
     log_ratio: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
+    tokens: Trainable,
     rejections: Sequence[Rejection],
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """`mask` [N] without what any of `rejections` turns down (same dtype), and metrics per rejection."""
-    counted = mask != 0
-    ratio = torch.where(counted, bounded(log_ratio), 0.0)
-    kept = counted
+    """[K] bool: which tokens none of `rejections` turns down; and metrics per rejection."""
+    ratio = log_ratio.to(torch.float64).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    kept = torch.ones_like(ratio, dtype=torch.bool)
     metrics: dict[str, Metric] = {}
     for rejection in dict.fromkeys(rejections):
         level, _, kind = rejection.kind.rpartition("_")
         statistic = _statistic(kind, ratio)
         if level != "token":
-            statistic = spread(_per_row(level, statistic, mask, cu_seqlens), cu_seqlens, len(mask))
+            statistic = spread(_per_row(level, statistic, tokens), tokens.offsets, len(ratio))
         lower, upper = rejection.bounds
         passes = (statistic >= lower) & (statistic <= upper)
         name = f"rollout_rs_{rejection.kind}"
-        metrics |= rejection_metrics(
-            name, statistic, passes, mask, cu_seqlens, lower, upper, level == "token"
-        )
-        kept = kept & passes
-    tokens = counted.sum()
-    rejected = segment_sum(counted & ~kept, cu_seqlens)
-    has_tokens = segment_sum(mask, cu_seqlens) > 0
-    rows = has_tokens.new_ones(len(has_tokens)).sum() if peer_quirks else has_tokens.sum()
-    metrics["rollout_rs_masked_fraction"] = Metric(rejected.sum() / tokens.clamp(min=1), tokens)
+        metrics |= rejection_metrics(name, statistic, passes, tokens, lower, upper, level == "token")
+        kept &= passes
+    counts = tokens.counts
+    rejected = segment_sum(~kept, tokens.offsets)
+    rows = torch.ones_like(counts).sum() if peer_quirks else (counts > 0).sum()
+    metrics["rollout_rs_masked_fraction"] = Metric(rejected.sum() / counts.sum().clamp(min=1), counts.sum())
     metrics["rollout_rs_seq_masked_fraction"] = Metric((rejected > 0).sum() / rows.clamp(min=1), rows)
-    return torch.where(kept, mask, torch.zeros_like(mask)), metrics
+    return kept, metrics
 
 
-def veto_mask(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, threshold: float) -> Tensor:
-    """`mask` without rows that hold a trainable token of ratio below `threshold` (catastrophic mismatch)."""
+def veto(log_ratio: Tensor, tokens: Trainable, threshold: float) -> Tensor:
+    """[K] bool: False for all tokens of a row that holds one with a ratio below `threshold`."""
     if not threshold > 0:
         raise SettingError(f"correction.veto is {threshold}, needs a number above 0")
-    bad = (mask != 0) & (log_ratio.to(torch.float64) < math.log(threshold))
-    vetoed = spread(segment_sum(bad, cu_seqlens) > 0, cu_seqlens, len(mask))
-    return torch.where(vetoed, torch.zeros_like(mask), mask)
+    bad = segment_sum(log_ratio < math.log(threshold), tokens.offsets)
+    return spread(bad == 0, tokens.offsets, len(log_ratio))
 
 
 def _statistic(kind: str, ratio: Tensor) -> Tensor:
@@ -194,11 +173,7 @@ def _statistic(kind: str, ratio: Tensor) -> Tensor:
     return torch.expm1(ratio) - ratio
 
 
-def _per_row(level: str, statistic: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _per_row(level: str, statistic: Tensor, tokens: Trainable) -> Tensor:
     if level == "seq_max":
-        highest = segment_max(torch.where(mask != 0, statistic, -torch.inf), cu_seqlens)
-        return torch.where(highest > -torch.inf, highest, 0.0)
-    total = segment_sum(torch.where(mask != 0, statistic, 0.0), cu_seqlens)
-    if level == "seq_sum":
-        return total
-    return total / segment_sum(mask, cu_seqlens).clamp(min=1)
+        return segment_max(statistic, tokens.offsets)
+    return row_means(statistic, tokens) if level == "seq_mean" else segment_sum(statistic, tokens.offsets)

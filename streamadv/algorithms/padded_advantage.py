@@ -19,7 +19,7 @@ from .registry import get_estimator
 from .runs import run_returns
 from .scan import blocks, reverse_scan
 from .token_rewards import credited
-from .trainable import trainable
+from .trainable import padded_tokens, trainable
 
 #: The ones that are a plain return here: their group logic is in the reward normalisation.
 RETURN_ESTIMATORS: Final = ("reinforce", "grpo", "gigpo", "step_reinforce")
@@ -103,9 +103,8 @@ def compute_agentic_reinforce_return(
 
     mask None: every row is one turn.
     """
-    packed, _ = as_batch(torch.ones_like(token_level_rewards) if mask is None else mask)
-    counted = packed.column("response_mask")
-    returns = run_returns(token_level_rewards.reshape(-1), counted, packed.cu_seqlens, gamma)
+    tokens = padded_tokens(torch.ones_like(token_level_rewards) if mask is None else mask)
+    returns = tokens.spread(run_returns(tokens.pick(token_level_rewards.reshape(-1)), tokens, gamma))
     shaped = returns.view(token_level_rewards.shape).to(torch.float32)
     return shaped, shaped
 
@@ -113,23 +112,21 @@ def compute_agentic_reinforce_return(
 def _estimate(
     batch: PackedBatch, name: str, gamma: float, lambd: float, peer_quirks: PeerQuirks | None
 ) -> tuple[Tensor, Tensor]:
-    rewards, mask = batch.column("token_level_rewards"), batch.column("response_mask")
+    rewards, tokens = batch.column("token_level_rewards"), trainable(batch)
+    everything = blocks(batch.cu_seqlens, batch.num_tokens)
     if name == "gae":
-        everything = blocks(batch.cu_seqlens, batch.num_tokens)
-        tokens = trainable(batch)
         cut = everything if peer_quirks else tokens.blocks
         estimate = gae_scan(rewards, batch.column("values"), cut, gamma, lambd)
-        assert estimate.returns is not None
-        if peer_quirks:
-            return estimate.advantages, estimate.returns
-        return tokens.spread(estimate.advantages), tokens.spread(estimate.returns)
+        advantages, returns = estimate.advantages, estimate.returns
+        assert returns is not None
+        return (advantages, returns) if peer_quirks else (tokens.spread(advantages), tokens.spread(returns))
     if name == "agentic_reinforce":
-        returns = run_returns(rewards, mask, batch.cu_seqlens, gamma)
+        returns = tokens.spread(run_returns(tokens.pick(rewards), tokens, gamma))
     elif name not in RETURN_ESTIMATORS:
         known_names = ", ".join(("gae", *RETURN_ESTIMATORS, "agentic_reinforce"))
         raise SettingError(f"adv_estimator {name!r} is unknown: choose one of {known_names}")
     elif peer_quirks:
-        returns = reverse_scan(rewards, gamma, blocks(batch.cu_seqlens, batch.num_tokens))
+        returns = reverse_scan(rewards, gamma, everything)
     else:
-        returns = trainable(batch).spread(get_estimator("reinforce").function(batch, gamma=gamma).advantages)
+        returns = tokens.spread(get_estimator("reinforce").function(batch, gamma=gamma).advantages)
     return returns, returns

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from ..errors import SettingError
 from .metrics import Metric, fetch
-from .off_policy import BoundMode, RatioLevel, Rejection, RejectionKind, importance_weights, rejection_mask
+from .off_policy import BoundMode, RatioLevel, Rejection, RejectionKind, importance_weights, reject
 from .off_policy_metrics import off_policy_metrics
-from .padded_layout import PeerQuirks, as_batch
+from .padded_layout import PeerQuirks
+from .trainable import padded_tokens
 
 Metrics = dict[str, float]
 PREFIX = "rollout_corr/"
@@ -30,11 +31,10 @@ def compute_rollout_correction_weights(
     verl knows the levels token and sequence and the mode truncate, and counts rows without tokens in its
     row metrics.
     """
-    batch, _ = as_batch(response_mask, {"log_ratio": log_ratio})
+    tokens = padded_tokens(response_mask)
     weights, metrics = importance_weights(
-        batch.column("log_ratio"),
-        batch.column("response_mask"),
-        batch.cu_seqlens,
+        tokens.pick(log_ratio.reshape(-1)),
+        tokens,
         level=rollout_is,
         mode=mode,
         upper=rollout_is_threshold,
@@ -42,7 +42,7 @@ def compute_rollout_correction_weights(
         batch_normalize=rollout_is_batch_normalize,
         peer_quirks=peer_quirks,
     )
-    return weights.view(response_mask.shape), fetch(metrics)[0]
+    return tokens.spread(weights).view(response_mask.shape), fetch(metrics)[0]
 
 
 def compute_rollout_rejection_mask(
@@ -59,12 +59,9 @@ def compute_rollout_rejection_mask(
     one each, comma-separated; "lower_upper" or the upper one alone.
     """
     rejections = parse_rejections(rollout_rs, rollout_rs_threshold)
-    batch, _ = as_batch(response_mask, {"log_ratio": log_ratio})
-    counted = response_mask.reshape(-1)
-    kept, metrics = rejection_mask(
-        batch.column("log_ratio"), counted, batch.cu_seqlens, rejections, peer_quirks=peer_quirks
-    )
-    return kept.view(response_mask.shape), fetch(metrics)[0]
+    tokens = padded_tokens(response_mask)
+    kept, metrics = reject(tokens.pick(log_ratio.reshape(-1)), tokens, rejections, peer_quirks=peer_quirks)
+    return tokens.spread(kept).view(response_mask.shape) * response_mask, fetch(metrics)[0]
 
 
 def compute_offpolicy_metrics(
@@ -149,13 +146,11 @@ def _rejection(kind: str, spec: str) -> Rejection:
 def _diagnostics(
     old: Tensor | None, rollout: Tensor | None, mask: Tensor, peer_quirks: PeerQuirks | None
 ) -> dict[str, Metric]:
-    columns = {"old": old, "rollout": rollout}
-    batch, _ = as_batch(mask, {name: column for name, column in columns.items() if column is not None})
-    counted, bounds, all_rows = batch.column("response_mask"), batch.cu_seqlens, peer_quirks is not None
-    if rollout is None:
-        if old is None:
-            return {}
-        only = off_policy_metrics(None, batch.column("old"), counted, bounds, all_rows)
-        return {name.replace("rollout", "training"): metric for name, metric in only.items()}
-    known = batch.column("old") if old is not None else None
-    return off_policy_metrics(known, batch.column("rollout"), counted, bounds, all_rows)
+    tokens, all_rows = padded_tokens(mask), peer_quirks is not None
+    known = None if old is None else tokens.pick(old.reshape(-1))
+    if rollout is not None:
+        return off_policy_metrics(known, tokens.pick(rollout.reshape(-1)), tokens, all_rows)
+    if known is None:
+        return {}
+    only = off_policy_metrics(None, known, tokens, all_rows)
+    return {name.replace("rollout", "training"): metric for name, metric in only.items()}

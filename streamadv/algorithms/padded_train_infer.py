@@ -9,9 +9,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from .off_policy import RatioLevel, bounded, log_ratio_at
-from .padded_layout import PeerQuirks, as_batch
-from .segments import segment_sum
+from .off_policy import SAFETY_BOUND, RatioLevel, at_level
+from .padded_layout import PeerQuirks
+from .trainable import Trainable, padded_tokens
 
 Metrics = dict[str, float]
 
@@ -48,34 +48,31 @@ def compute_train_infer_correction(
     `response_mask`; ROLL leaves them as they come there, bounds no exponent, and counts clipped and kept
     tokens in padding too.
     """
-    columns = {"old": old_log_probs, "rollout": rollout_log_probs}
-    batch, _ = as_batch(response_mask, columns)
-    mask, bounds = batch.column("response_mask"), batch.cu_seqlens
-    counted = mask != 0
-    old, rollout = batch.column("old").double(), batch.column("rollout").double()
+    tokens = padded_tokens(response_mask)
+    counted = (response_mask != 0).reshape(-1)
+    old, rollout = old_log_probs.reshape(-1).double(), rollout_log_probs.reshape(-1).double()
     log_ratio, difference = old - rollout, old.exp() - rollout.exp()
-    tokens = counted.sum().clamp(min=1)
     verdict_tokens = torch.ones_like(counted) if peer_quirks else counted
 
-    def ratio_at(level: RatioLevel) -> Tensor:
-        if peer_quirks is None:
-            return bounded(log_ratio_at(level, log_ratio, mask, bounds)).exp()
-        unbounded = log_ratio if level == "token" else log_ratio_at(level, log_ratio, mask, bounds)
-        return unbounded.float().exp().double()
-
     def difference_at(level: RatioLevel) -> Tensor:
-        return difference if level == "token" else log_ratio_at(level, difference, mask, bounds)
+        return difference if level == "token" else _over_padding(level, difference, tokens, response_mask)
+
+    def ratio_at(level: RatioLevel) -> Tensor:
+        combined = log_ratio if level == "token" else _over_padding(level, log_ratio, tokens, response_mask)
+        if peer_quirks:
+            return combined.float().exp().double()
+        return combined.nan_to_num(nan=0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
 
     def share(hits: Tensor) -> float:
-        return ((hits & verdict_tokens).sum() / tokens).item()
+        return ((hits & verdict_tokens).sum() / max(len(tokens.position), 1)).item()
 
     metrics: Metrics = {}
     for level in get_args(RatioLevel):
         metrics[f"actor/train_infer_ratio_{level}_mean@sum"] = _row_mean(
-            ratio_at(level), mask, bounds, peer_quirks
+            ratio_at(level), response_mask, peer_quirks
         )
         metrics[f"actor/train_infer_diff_{level}_mean@sum"] = _row_mean(
-            difference_at(level), mask, bounds, peer_quirks
+            difference_at(level), response_mask, peer_quirks
         )
     weights = torch.ones_like(log_ratio)
     if weight_level is not None:
@@ -95,11 +92,24 @@ def compute_train_infer_correction(
             metrics[f"{name}_diff_mask_mean@sum"] = share(inside)
             kept = kept & inside
     if filters:
-        metrics["actor/train_infer_final_mask_mean"] = ((kept & counted).sum() / tokens).item()
+        metrics["actor/train_infer_final_mask_mean"] = (
+            (kept & counted).sum() / max(len(tokens.position), 1)
+        ).item()
     if peer_quirks is None:
         weights, kept = torch.where(counted, weights, 0.0), kept & counted
     shape = response_mask.shape
     return weights.view(shape).to(torch.float32), kept.view(shape).to(torch.float32), metrics
+
+
+def _over_padding(level: RatioLevel, values: Tensor, tokens: Trainable, mask: Tensor) -> Tensor:
+    """[B * T]: `values` combined at a level; rows reach over their masked tokens, turns leave 0 there."""
+    combined = tokens.spread(at_level(level, tokens.pick(values), tokens))
+    if level == "segment":
+        return combined
+    # Every trainable token of a row has its row's value: take it from the first.
+    first = tokens.position[tokens.offsets[:-1].clamp(max=max(len(tokens.position) - 1, 0))]
+    rows = torch.where(tokens.counts > 0, combined[first], 0.0) if len(tokens.position) else mask.sum(1) * 0.0
+    return rows[:, None].expand(mask.shape).reshape(-1)
 
 
 def _inside(values: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -109,10 +119,9 @@ def _inside(values: Tensor, low: float | None, high: float | None) -> Tensor:
     return kept if high is None else kept & (values <= high)
 
 
-def _row_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor, peer_quirks: PeerQuirks | None) -> float:
+def _row_mean(values: Tensor, mask: Tensor, peer_quirks: PeerQuirks | None) -> float:
     """Mean over rows with tokens of the row's masked mean; ROLL multiplies by the mask: inf * 0 is NaN."""
-    tokens = segment_sum(mask, cu_seqlens)
-    counted = values * mask if peer_quirks else torch.where(mask != 0, values, 0.0)
-    per_row = segment_sum(counted, cu_seqlens) / tokens.clamp(min=1)
-    per_row = torch.where(tokens > 0, per_row, 0.0)
+    values, tokens = values.view(mask.shape), (mask != 0).sum(1)
+    counted = values * (mask != 0) if peer_quirks else torch.where(mask != 0, values, 0.0)
+    per_row = torch.where(tokens > 0, counted.sum(1) / tokens.clamp(min=1), 0.0)
     return (per_row.sum() / (tokens > 0).sum().clamp(min=1)).item()

@@ -20,6 +20,11 @@ class Trainable(NamedTuple):
     num_tokens: int  # N
 
     @property
+    def counts(self) -> Tensor:
+        """[R] int64: trainable tokens of each row."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @property
     def blocks(self) -> Blocks:
         """Layout for scans in which time runs over trainable tokens only; their results have K elements."""
         return blocks(self.offsets, self.num_tokens, self.position)
@@ -51,3 +56,9 @@ def trainable_tokens(mask: Tensor, cu_seqlens: Tensor) -> Trainable:
     else:
         index = chosen.nonzero().squeeze(1)
     return Trainable(index, torch.searchsorted(index, cu_seqlens), len(mask))
+
+
+def padded_tokens(mask: Tensor) -> Trainable:
+    """The tokens where a padded `mask` [B, T] is not 0, as positions in its flattened form."""
+    rows, width = mask.shape
+    return trainable_tokens(mask.reshape(-1), torch.arange(rows + 1, device=mask.device) * width)

@@ -9,9 +9,9 @@ import torch
 from streamadv import padded
 from streamadv.algorithms import sample_masks, staleness
 from streamadv.algorithms.estimators.vtrace import vtrace_errors
-from streamadv.algorithms.off_policy import Rejection, importance_weights, rejection_mask, veto_mask
-from streamadv.algorithms.padded_layout import as_batch
+from streamadv.algorithms.off_policy import Rejection, importance_weights, reject, veto
 from streamadv.algorithms.scan import blocks, over_blocks
+from streamadv.algorithms.trainable import padded_tokens
 
 from .compare import Function, Inputs
 
@@ -139,18 +139,17 @@ def _slime_opsm(z: Inputs, kwargs: dict[str, Any]) -> Result:
 def _trl_ratio(z: Inputs, kwargs: dict[str, Any]) -> Result:
     level, mode = kwargs["mode"].split("_")
     low = kwargs["clip_min"]
-    batch, _ = as_batch(z["completion_mask"])
-    log_ratio = (z["old_per_token_logps"] - z["sampling_per_token_logps"]).reshape(-1)
+    tokens = padded_tokens(z["completion_mask"])
+    log_ratio = z["old_per_token_logps"] - z["sampling_per_token_logps"]
     weights, _ = importance_weights(
-        log_ratio,
-        batch.column("response_mask"),
-        batch.cu_seqlens,
+        tokens.pick(log_ratio.reshape(-1)),
+        tokens,
         level=level,
         mode="clip" if mode == "truncate" and low is not None else mode,
         upper=kwargs["clip_max"],
         lower=0.0 if low is None else low,
     )
-    weights = weights.view(z["completion_mask"].shape)
+    weights = tokens.spread(weights).view(z["completion_mask"].shape)
     if level == "sequence":  # one number per row
         empty = z["completion_mask"].sum(1, keepdim=True) == 0
         return {"ratio": torch.where(empty, 1.0, weights.amax(1, keepdim=True))}
@@ -172,14 +171,12 @@ def _inside(level: str, lower: float | None, upper: float) -> Rejection:
 def _slime_mis(z: Inputs, kwargs: dict[str, Any]) -> Result:
     within = torch.arange(z["loss_masks"].shape[1]) < z["lengths"][:, None]
     mask = z["loss_masks"] * within
-    batch, _ = as_batch(mask)
-    flat, bounds = batch.column("response_mask"), batch.cu_seqlens
-    log_ratio = (z["train_log_probs"] - z["rollout_log_probs"]).reshape(-1)
+    tokens = padded_tokens(mask)
+    log_ratio = tokens.pick((z["train_log_probs"] - z["rollout_log_probs"]).reshape(-1))
     level, mode, upper = kwargs["tis_level"], kwargs["tis_mode"], kwargs["tis_upper_bound"]
     weights, _ = importance_weights(
         log_ratio,
-        flat,
-        bounds,
+        tokens,
         level=level,
         mode="truncate" if mode == "mask" else mode,
         upper=1e30 if mode == "mask" else upper,
@@ -190,10 +187,11 @@ def _slime_mis(z: Inputs, kwargs: dict[str, Any]) -> Result:
     if kwargs["use_rs"]:
         rs_upper = kwargs["rs_upper_bound"] or upper
         rejections.append(_inside(kwargs["rs_level"], kwargs["rs_lower_bound"], rs_upper))
-    kept, _ = rejection_mask(log_ratio, flat, bounds, rejections)
+    kept, _ = reject(log_ratio, tokens, rejections)
     if kwargs["rs_veto_threshold"]:
-        kept = kept * veto_mask(log_ratio, flat, bounds, kwargs["rs_veto_threshold"])
-    return {"weights": weights.view(mask.shape), "masks": kept.view(mask.shape)}
+        kept = kept & veto(log_ratio, tokens, kwargs["rs_veto_threshold"])
+    shaped = (tokens.spread(values).view(mask.shape) for values in (weights, kept))
+    return dict(zip(("weights", "masks"), shaped, strict=True))
 
 
 OTHERS: dict[str, Function] = {

@@ -10,9 +10,9 @@ import torch
 from streamadv import padded
 from streamadv.algorithms import masked, sample_masks
 from streamadv.algorithms.kl import adapted_coefficient, approx_kl, full_kl
-from streamadv.algorithms.padded_layout import as_batch
 from streamadv.algorithms.running import RunningMoments
 from streamadv.algorithms.runs import run_mean
+from streamadv.algorithms.trainable import padded_tokens
 
 from .compare import Function, Inputs
 from .mapping_verl import coefficients
@@ -138,8 +138,8 @@ def _sample_weights(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 
 def _segment_mean(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    batch, _ = as_batch(z["mask"], {"x": z["tensor"]})
-    mean = run_mean(batch.column("x"), batch.column("response_mask"), batch.cu_seqlens)
+    tokens = padded_tokens(z["mask"])
+    mean = tokens.spread(run_mean(tokens.pick(z["tensor"].reshape(-1)), tokens))
     return {"result": mean.view(z["mask"].shape)}
 
 

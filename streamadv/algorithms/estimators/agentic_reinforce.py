@@ -5,10 +5,12 @@ from __future__ import annotations
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
 from ..runs import run_returns
+from ..trainable import trainable
 
 
 @estimator("agentic_reinforce", scope="row", level="token", needs=("response_mask", "token_level_rewards"))
 def agentic_reinforce(batch: PackedBatch, *, gamma: float = 1.0) -> Estimate:
     """G_k = R at the last token of turn k + gamma * G_{k+1}; every token of the turn gets G_k (ROLL)."""
-    rewards, mask = batch.column("token_level_rewards"), batch.column("response_mask")
-    return Estimate("token", run_returns(rewards, mask, batch.cu_seqlens, gamma))
+    tokens = trainable(batch)
+    rewards = tokens.pick(batch.column("token_level_rewards"))
+    return Estimate("token", run_returns(rewards, tokens, gamma))

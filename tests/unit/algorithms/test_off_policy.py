@@ -12,20 +12,23 @@ from hypothesis import strategies as st
 
 from streamadv import padded
 from streamadv.algorithms import build_chain, run_chain
-from streamadv.algorithms.off_policy import Rejection, importance_weights, rejection_mask, veto_mask
+from streamadv.algorithms.off_policy import Rejection, importance_weights, reject, veto
 from streamadv.algorithms.runs import run_mean, run_returns
+from streamadv.algorithms.trainable import trainable, trainable_tokens
 from streamadv.errors import SettingError
 
 from .reference import batch_of, member, random_pairs, rows_of
 
 BOUNDS = torch.tensor([0, 4, 6])
 MASK = torch.tensor([0, 1, 1, 1, 1, 1], dtype=torch.uint8)
+TOKENS = trainable_tokens(MASK, BOUNDS)
 LOG_RATIO = torch.tensor([9.0, 0.0, np.log(4.0), np.log(0.25), 0.0, np.log(2.0)])
 
 
 def test_levels_and_modes_of_weights() -> None:
     def weights(**options: Any) -> list[float]:
-        return [round(w, 4) for w in importance_weights(LOG_RATIO, MASK, BOUNDS, **options)[0].tolist()]
+        found = importance_weights(TOKENS.pick(LOG_RATIO), TOKENS, **options)[0]
+        return [round(weight, 4) for weight in TOKENS.spread(found).tolist()]
 
     assert weights(upper=3.0) == [0, 1, 3, 0.25, 1, 2]
     assert weights(upper=3.0, lower=0.5, mode="clip") == [0, 1, 3, 0.5, 1, 2]
@@ -39,20 +42,19 @@ def test_levels_and_modes_of_weights() -> None:
 
 def test_extreme_and_masked_ratios_stay_finite() -> None:
     wild = torch.tensor([torch.nan, 500.0, -500.0, torch.inf, -torch.inf, 0.0])
-    mask = torch.tensor([0, 1, 1, 1, 1, 1], dtype=torch.uint8)
     for level in ("token", "sequence", "geometric", "segment"):
-        weights, _ = importance_weights(wild.clamp(-1e30, 1e30), mask, BOUNDS, level=level)  # type: ignore[arg-type]
+        weights, _ = importance_weights(TOKENS.pick(wild.clamp(-1e30, 1e30)), TOKENS, level=level)  # type: ignore[arg-type]
         assert torch.isfinite(weights).all()
-        assert weights[0] == 0
 
 
 def test_rejection_and_veto_drop_what_they_should() -> None:
-    kept, metrics = rejection_mask(LOG_RATIO, MASK, BOUNDS, [Rejection("token_k1", 3.0)])
-    assert kept.tolist() == [0, 1, 0, 0, 1, 1]
+    log_ratio = TOKENS.pick(LOG_RATIO)
+    kept, metrics = reject(log_ratio, TOKENS, [Rejection("token_k1", 3.0)])
+    assert kept.tolist() == [True, False, False, True, True]
     assert metrics["rollout_rs_masked_fraction"].value == 0.4
-    kept, _ = rejection_mask(LOG_RATIO, MASK, BOUNDS, [Rejection("seq_max_k3", 0.8)])
-    assert kept.tolist() == [0, 0, 0, 0, 1, 1]
-    assert veto_mask(LOG_RATIO, MASK, BOUNDS, 0.3).tolist() == [0, 0, 0, 0, 1, 1]
+    kept, _ = reject(log_ratio, TOKENS, [Rejection("seq_max_k3", 0.8)])
+    assert kept.tolist() == [False, False, False, True, True]
+    assert veto(log_ratio, TOKENS, 0.3).tolist() == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +88,10 @@ def test_runs_match_loops(seed: int, gamma: float) -> None:
             mean[run] = values[run].mean()
             ahead = values[last] + gamma * ahead
             returns[run] = ahead
-    got = run_mean(torch.from_numpy(values), torch.from_numpy(mask), batch.cu_seqlens)
-    np.testing.assert_allclose(got, mean, atol=1e-12)
-    got = run_returns(torch.from_numpy(values), torch.from_numpy(mask), batch.cu_seqlens, gamma)
-    np.testing.assert_allclose(got, returns, atol=1e-12)
+    tokens = trainable(batch)
+    chosen = tokens.pick(torch.from_numpy(values))
+    np.testing.assert_allclose(tokens.spread(run_mean(chosen, tokens)), mean, atol=1e-12)
+    np.testing.assert_allclose(tokens.spread(run_returns(chosen, tokens, gamma)), returns, atol=1e-12)
 
 
 @settings(max_examples=20, deadline=None)
