@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from redis.exceptions import OutOfMemoryError
@@ -39,6 +39,10 @@ HEARTBEAT_S: Final = 10.0
 #: A producer silent for longer is taken for dead (three missed heartbeats).
 PRODUCER_TIMEOUT_S: Final = 30.0
 MAX_METADATA_BYTES: Final = 1 << 16
+
+
+#: A trajectory with the fields of its payload and their size.
+Record = tuple[Trajectory, tuple[dict[Any, Any], int]]
 
 
 class ProducerLogic:
@@ -100,7 +104,9 @@ class ProducerLogic:
 
     def finish(self) -> Steps[None]:
         """No more groups will come from this producer."""
-        yield from self._resend.check()
+        backoff = Backoff()
+        while not (yield from self._resend.check()):
+            yield Pause(backoff.delay())
         self.finished = True
         yield from self.heartbeat()
 
@@ -176,39 +182,31 @@ class ProducerLogic:
         yield from self._register_extras(trajectories)
         places = places or size + manifest.redundancy
         self._check_reserve(places)
-        keys = self._keys(first.group_id)
-        encoded = [self._encode(trajectory) for trajectory in trajectories]
+        records = [(trajectory, self._encode(trajectory)) for trajectory in trajectories]
         spec = self._admission(size, places, first.data_source, None)
-        codes: list[str] = []
-        for start, stop in _slices([size for _, size in encoded]):
-            records = list(zip(trajectories[start:stop], encoded[start:stop], strict=True))
-            codes += yield from self._push_slice(keys, first.group_id, spec, records, epoch or 0)
-        self._resend.remember(
-            sum(size for _, size in encoded), lambda: self.push(trajectories, epoch, places)
-        )
-        return PushResult(codes)
+        return (yield from self._remembered(lambda: self._push_records(spec, records, epoch or 0), records))
 
-    def end_places(
-        self, ticket: Ticket, indices: Sequence[int], kind: str, nonces: Sequence[str] = ()
-    ) -> Steps[PushResult]:
+    def end_places(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that rollouts ended without a trajectory: `kind` failed, aborted or cancelled; -1 = lowest free."""
         keys = self._keys(ticket.group_id)
         spec = self._admission(ticket.group_size, ticket.places, ticket.data_source, None)
-        # A nonce makes a repeated call for "the lowest free place" take no second one.
-        nonces = nonces or [secrets.token_hex(8) for _ in indices]
         args: list[Any] = [ticket.group_id, *spec, "0"]
-        for index, nonce in zip(indices, nonces, strict=True):
-            args += [index, kind, "", 0, nonce, "train", ""]
+        for index in indices:
+            # The nonce makes a repeated call for "the lowest free place" take no second one.
+            args += [index, kind, "", 0, secrets.token_hex(8), "train", ""]
         names = [*keys.admission(ticket.group_id), keys.rollouts, *[keys.void] * (1 + len(indices))]
-        backoff = Backoff()
-        while True:
-            try:
-                reply = yield script_call("push", names, args)
-                break
-            except OutOfMemoryError:
-                yield from self._wait_for_room(backoff)
-        self._resend.remember(0, lambda: self.end_places(ticket, indices, kind, nonces))
-        return PushResult(push_codes(reply, ticket.group_id, ticket.group_size))
+
+        def send() -> Steps[PushResult]:
+            backoff = Backoff()
+            while True:
+                try:
+                    reply = yield script_call("push", names, args)
+                except OutOfMemoryError:
+                    yield from self._wait_for_room(backoff)
+                else:
+                    return PushResult(push_codes(reply, ticket.group_id, ticket.group_size))
+
+        return (yield from self._remembered(send))
 
     def score(
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
@@ -223,12 +221,18 @@ class ProducerLogic:
         score: dict[str, Any] = {"reward": reward} | ({"rewards": dict(rewards)} if rewards else {})
         ending = [keys.ended, keys.ended_before, keys.ledger, keys.garbage]
         value = "" if reward is None else repr(float(reward))
-        reply = yield script_call(
+        call = script_call(
             "score",
             [keys.void, keys.group(group_id), keys.open, keys.groups, *ending],
             [group_id, rollout_index, value, json.dumps(score), *self.ready.policy_args],
         )
-        return str(reply.decode())
+
+        def send() -> Steps[PushResult]:
+            reply = yield call
+            return PushResult([reply.decode()])
+
+        result = yield from self._remembered(send)
+        return result.codes[0]
 
     def touch(self, group_id: str, deadline_s: float | None) -> Steps[bool]:
         """Extend the group's deadline; False when the group has ended."""
@@ -237,12 +241,30 @@ class ProducerLogic:
         reply = yield script_call("touch", [keys.void, keys.open], [group_id, milliseconds])
         return bool(reply)
 
+    def _remembered(
+        self, send: Callable[[], Steps[PushResult]], records: Sequence[Record] = ()
+    ) -> Steps[PushResult]:
+        """Send, and keep it for a server that comes back without it."""
+        server_id = self._resend.server_id
+        result = yield from send()
+        self._resend.remember(server_id, sum(size for _, (_, size) in records), send)
+        return result
+
+    def _push_records(self, spec: list[Any], records: Sequence[Record], epoch: int) -> Steps[PushResult]:
+        codes: list[str] = []
+        group_id = records[0][0].group_id
+        for start, stop in _slices([size for _, (_, size) in records]):
+            codes += yield from self._push_slice(
+                self._keys(group_id), group_id, spec, records[start:stop], epoch
+            )
+        return PushResult(codes)
+
     def _push_slice(
         self,
         keys: ShardKeys,
         group_id: str,
         spec: list[Any],
-        records: Sequence[tuple[Trajectory, tuple[dict[Any, Any], int]]],
+        records: Sequence[Record],
         epoch: int,
     ) -> Steps[list[str]]:
         manifest = self.ready

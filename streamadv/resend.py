@@ -6,8 +6,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
+from .errors import Busy, StreamadvError
 from .exchange import ServerId, Steps
 from .tickets import PushResult
 
@@ -18,46 +20,65 @@ RESEND_WINDOW_S: Final = 5.0
 MAX_RESEND_BYTES: Final = 256 << 20
 
 
-class Sent(NamedTuple):
+@dataclass(slots=True)
+class Sent:
     """Something a producer told the server, kept for a while in case the server forgets it."""
 
+    server_id: str | None  # which server was believed to be there before it was sent
     when: float
     size: int
     again: Callable[[], Steps[PushResult]]
 
 
 class ResendWindow:
-    """The last things sent, oldest first."""
+    """The last things sent, oldest first. Threads may check and remember at once: what is sent twice is a duplicate."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
         self._clock = clock
-        self._server_id: str | None = None
         self._sent: deque[Sent] = deque()
         self._bytes = 0
+        #: The server as of the last check. Read it before sending: the answer may come from one that is gone when
+        #: the sending is remembered.
+        self.server_id: str | None = None
 
-    def remember(self, size: int, again: Callable[[], Steps[PushResult]]) -> None:
+    def remember(self, server_id: str | None, size: int, again: Callable[[], Steps[PushResult]]) -> None:
         """Keep something just sent; `again` sends it once more (idempotent by rollout index)."""
         if self._seconds > 0:
-            self._sent.append(Sent(self._clock(), size, again))
+            self._sent.append(Sent(server_id, self._clock(), size, again))
             self._bytes += size
 
-    def check(self) -> Steps[None]:
-        """Send everything again if the server is another one; else forget what it has had for long."""
-        server_id = yield ServerId()
-        if self._server_id not in (None, server_id):
-            self._server_id = server_id
-            sent, self._sent, self._bytes = list(self._sent), deque(), 0
-            lost = 0
-            for item in sent:
+    def check(self) -> Steps[bool]:
+        """Send again what another server may have lost; forget what this one has had for long.
+
+        False when the server had no room for some of it: check again.
+        """
+        current: str | None = yield ServerId()
+        self.server_id = current
+        behind = [item for item in list(self._sent) if item.server_id != current]
+        lost = refused = 0
+        for item in behind:
+            try:
                 result = yield from item.again()
                 lost += result.count("pushed")
+            except Busy:
+                refused += 1
+                continue
+            except StreamadvError as error:
+                logger.warning("not sent again: %s", error)
+            # Kept as if sent now: this server may go away as well.
+            item.server_id, item.when = current, self._clock()
+        if behind:
             logger.warning(
-                "the server is not the one it was: sent %d pushes again, %d trajectories were lost",
-                len(sent),
+                "the server is not the one it was: of %d things sent again %d trajectories were lost, %d are refused",
+                len(behind),
                 lost,
+                refused,
             )
-        self._server_id = server_id
         oldest = self._clock() - self._seconds
-        while self._sent and (self._sent[0].when < oldest or self._bytes > MAX_RESEND_BYTES):
+        while self._sent and (
+            (self._sent[0].when < oldest and self._sent[0].server_id == current)
+            or self._bytes > MAX_RESEND_BYTES
+        ):
             self._bytes -= self._sent.popleft().size
+        return not refused
