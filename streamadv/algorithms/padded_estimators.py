@@ -16,7 +16,7 @@ from .estimators.token_baseline import baseline_scan, optimal_token_baseline
 from .packed import PackedBatch
 from .padded_layout import Labels, PeerQuirks, as_batch, to_padded
 from .padded_rewards import group_scores
-from .registry import get_estimator
+from .registry import Estimate, get_estimator
 from .scan import blocks, reverse_scan
 from .token_rewards import credited
 from .trainable import trainable
@@ -266,10 +266,9 @@ def compute_optimal_token_baseline_advantage(
         token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
     )
     width = response_mask.shape[1]
-    column = torch.arange(width, device=response_mask.device).repeat(len(response_mask))
-    estimate = baseline_scan(batch, column, handle_zero_tail)
-    assert estimate.returns is not None
-    return to_padded(estimate.advantages, order), to_padded(estimate.returns, order)
+    tokens = trainable(batch)
+    estimate = baseline_scan(batch, tokens, tokens.position % width, handle_zero_tail)
+    return _token_baseline(estimate, batch, order)
 
 
 def compute_tir_optimal_token_baseline_advantage(
@@ -286,8 +285,15 @@ def compute_tir_optimal_token_baseline_advantage(
         token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
     )
     estimate = optimal_token_baseline(batch, handle_zero_tail=handle_zero_tail)
+    return _token_baseline(estimate, batch, order)
+
+
+def _token_baseline(estimate: Estimate, batch: PackedBatch, order: Tensor) -> Pair:
+    """Advantages on trainable tokens, and returns carried over to masked ones as in verl."""
     assert estimate.returns is not None
-    return to_padded(estimate.advantages, order), to_padded(estimate.returns, order)
+    rewards = batch.column("token_level_rewards") * batch.column("response_mask")
+    returns = reverse_scan(rewards, 1.0, blocks(batch.cu_seqlens, batch.num_tokens))
+    return to_padded(trainable(batch).spread(estimate.advantages), order), to_padded(returns, order)
 
 
 def _outcome(

@@ -40,6 +40,16 @@ def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.segment_reduce(values, "max", offsets=offsets, initial=-torch.inf, unsafe=True)
 
 
+def keyed_sum(values: Tensor, keys: Tensor, size: int) -> Tensor:
+    """[size] float64: sum of the `values` [K] of each key 0 .. size-1 ([K] int64), added in order."""
+    values = values.to(torch.float64)
+    if values.device.type == "cpu":
+        return values.new_zeros(size).index_add_(0, keys, values)
+    order = torch.argsort(keys, stable=True)  # a device adds in no fixed order
+    offsets = torch.searchsorted(keys[order], torch.arange(size + 1, device=keys.device))
+    return segment_sum(values[order], offsets)
+
+
 def spread(values: Tensor, offsets: Tensor, size: int) -> Tensor:
     """[size]: each segment's value repeated over its elements."""
     return torch.repeat_interleave(values, offsets[1:] - offsets[:-1], output_size=size)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..packed import PackedBatch
+from ..packed import PackedBatch, offsets_of
 from ..registry import Estimate, estimator
-from ..scan import blocks, reverse_scan
-from ..segments import segment_max, segment_sum, spread
+from ..scan import reverse_scan
+from ..segments import keyed_sum, segment_max, segment_sum, spread
+from ..trainable import Trainable, trainable
 
 NEEDS = ("response_mask", "token_level_rewards", "old_log_probs", "sum_pi_squared")
 
@@ -27,62 +28,59 @@ def optimal_token_baseline(batch: PackedBatch, *, handle_zero_tail: bool = True)
     square. A group of one row has baseline 0. handle_zero_tail: where only the longest row is left, its
     baseline would be its own return, so it is 0 there.
     """
-    mask = batch.column("response_mask")
-    before = torch.cumsum(mask.to(torch.int64), 0)
-    start = torch.cat([before.new_zeros(1), before])[batch.cu_seqlens[:-1]]
-    position = before - 1 - start[batch.token_row]
-    return baseline_scan(batch, position, handle_zero_tail)
+    tokens = trainable(batch)
+    return baseline_scan(batch, tokens, _rank(tokens), handle_zero_tail)
 
 
 def baseline_scan(
-    batch: PackedBatch, position: Tensor, handle_zero_tail: bool, tail_position: Tensor | None = None
+    batch: PackedBatch, tokens: Trainable, position: Tensor, handle_zero_tail: bool
 ) -> Estimate:
-    """The estimate with tokens of a group compared at equal `position` [N] int64.
-
-    tail_position: what is held against row lengths for the zero tail; None = `position`.
-    """
-    mask = batch.column("response_mask").bool()
-    row = batch.token_row
+    """The estimate with tokens of a group compared at equal `position`, [K] int64 like the result."""
+    row = spread(torch.arange(batch.num_rows, device=position.device), tokens.offsets, len(position))
     group = batch.trajectory_group[batch.row_trajectory]
-    cut = blocks(batch.cu_seqlens, batch.num_tokens)
-    rewards = torch.where(mask, batch.column("token_level_rewards"), 0.0)
-    returns = reverse_scan(rewards, 1.0, cut)
-    weight = 1 - 2 * batch.column("old_log_probs").double().exp() + batch.column("sum_pi_squared")
+    cut = tokens.blocks
+    returns = reverse_scan(batch.column("token_level_rewards"), 1.0, cut)
+    weight = 1 - 2 * tokens.pick(batch.column("old_log_probs")).double().exp_()
+    weight += tokens.pick(batch.column("sum_pi_squared"))
     if "rollout_is_weights" in batch.columns:
-        weight = weight * batch.column("rollout_is_weights").double().square()
-    weight = torch.where(mask, weight, 0.0)
-    total = segment_sum(weight, batch.cu_seqlens)
-    later = reverse_scan(weight, 1.0, cut)
-    accumulated = torch.where(mask, total[row] - later + weight, 0.0)  # from the row's start up to t
+        weight *= tokens.pick(batch.column("rollout_is_weights")).double().square()
+    later = reverse_scan(tokens.spread(weight), 1.0, cut)
+    total = segment_sum(weight, tokens.offsets)
+    accumulated = total[row] - later + weight  # from the row's start up to t
 
-    order = torch.argsort(position, stable=True)
-    order = order[torch.argsort(group[row][order], stable=True)]
-    owner, place = group[row][order], position[order]
-    begins = torch.ones(len(order), dtype=torch.bool, device=order.device)
-    begins[1:] = (owner[1:] != owner[:-1]) | (place[1:] != place[:-1])
-    offsets = torch.searchsorted(
-        torch.cumsum(begins, 0) - 1, torch.arange(len(order) + 1, device=order.device)
-    )
-    numerator = segment_sum((returns * accumulated)[order], offsets)
-    denominator = segment_sum(accumulated[order], offsets)
-    sorted_baseline = spread(numerator / (denominator + 1e-8), offsets, len(order))
-    baseline = torch.empty_like(returns).scatter(0, order, sorted_baseline)
+    row_offsets = offsets_of(group, batch.num_groups)
+    # Every group has as many keys as its positions go.
+    row_reach = segment_max(position, tokens.offsets) + 1
+    width = segment_max(row_reach, row_offsets).clamp(min=0).to(torch.int64)
+    key = (torch.cumsum(width, 0) - width)[group[row]] + position
+    size = int(width.sum())
+    numerator = keyed_sum(returns * accumulated, key, size)
+    denominator = keyed_sum(accumulated, key, size)
+    baseline = (numerator / (denominator + 1e-8))[key]
 
-    row_offsets = torch.searchsorted(group, torch.arange(batch.num_groups + 1, device=group.device))
     rows_in_group = (row_offsets[1:] - row_offsets[:-1])[group]
-    baseline = torch.where((rows_in_group > 1)[row], baseline, 0.0)
+    without = (rows_in_group < 2)[row]
     if handle_zero_tail:
-        baseline = torch.where(_zero_tail(batch, row_offsets, position, tail_position), 0.0, baseline)
-    return Estimate("token", torch.where(mask, returns - baseline, 0.0), returns)
+        without = without | _zero_tail(tokens, row_offsets, position, row)
+    advantages = returns - baseline.masked_fill_(without, 0)
+    return Estimate("token", advantages, returns)
 
 
-def _zero_tail(batch: PackedBatch, row_offsets: Tensor, position: Tensor, tail: Tensor | None) -> Tensor:
-    """[N] bool: tokens of a group's longest row past the end of its second longest."""
-    lengths = batch.row_trainable.double()
+def _rank(tokens: Trainable) -> Tensor:
+    """[K] int64: how many trainable tokens of its row come before each."""
+    count = len(tokens.position)
+    number = torch.arange(count, device=tokens.position.device)
+    return number - spread(tokens.offsets[:-1], tokens.offsets, count)
+
+
+def _zero_tail(tokens: Trainable, row_offsets: Tensor, position: Tensor, row: Tensor) -> Tensor:
+    """[K] bool: tokens of a group's longest row past the end of its second longest."""
+    lengths = tokens.counts.double()
     size = len(lengths)
     longest = spread(segment_max(lengths, row_offsets), row_offsets, size)
     is_longest = lengths == longest
     ties = spread(segment_sum(is_longest, row_offsets), row_offsets, size)
-    second = spread(segment_max(torch.where(is_longest, -torch.inf, lengths), row_offsets), row_offsets, size)
+    shorter = torch.where(is_longest, -torch.inf, lengths)
+    second = spread(segment_max(shorter, row_offsets), row_offsets, size)
     limit = torch.where(is_longest & (ties == 1), second.clamp(min=0), torch.inf)
-    return (position if tail is None else tail) >= limit[batch.token_row]
+    return position >= limit[row]
