@@ -1,0 +1,158 @@
+"""All stages together, in threads, on a real server."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import torch
+
+from streamadv import advantage
+from streamadv.advantage import run_worker
+from streamadv.connection import Connection
+from streamadv.grouping import run_grouper
+from streamadv.inventory import delete_run
+from streamadv.microbatch import MicroBatch
+from streamadv.producer import Producer
+from streamadv.server import EmbeddedServer
+from streamadv.trainer_queue import TrainerQueue
+
+from ..support import group_all, join, ledger, next_batch, problems, producing, push_groups, threads
+
+CHAINS: list[Any] = ["grpo", {"estimator": "reinforce", "whiten_advantages": True}]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=str)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_from_producers_to_the_trainer(redis_url: str, run: str, shards: int, chain: Any) -> None:
+    with producing(redis_url, run, {"shards": shards}) as producer:
+        stages = [lambda stop: run_grouper(join(redis_url, run), stop, lease_s=1)] * 2
+        stages += [lambda stop: run_worker(join(redis_url, run), stop, device="cpu", lease_s=1)] * 2
+        joined = join(redis_url, run)
+        seen: list[tuple[str, int]] = []
+        with threads(*stages):
+            pushed = push_groups(producer, 20, 3)
+            producer.finish()
+            with_queue = TrainerQueue(redis_url, run, batch_groups=6, chain=chain)
+            for batch in with_queue:
+                assert problems(joined, deep=False) == []
+                seen += [(line.group_id, line.rollout_index) for line in batch.trajectories()]
+                for mb in batch:
+                    assert torch.isfinite(mb.advantages).all()
+            with_queue.close()
+    assert sorted(seen) == [(group_id, index) for group_id in pushed for index in range(3)]
+    assert ledger(joined)["trained"] == 60
+    assert problems(joined) == []
+    left = {key.rpartition(b":")[2] for key in joined.connection.scripts.scan_iter(f"{{{run}:*")}
+    assert not {key for key in left if key.startswith((b"payload", b"output"))}
+    delete_run(joined)
+    assert not list(joined.connection.scripts.scan_iter(f"*{run}*"))
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=str)
+def test_above_maxmemory_the_pipeline_drains(run: str, chain: Any) -> None:
+    """Every role can start, and what is stored can be trained on and deleted."""
+    with EmbeddedServer() as server, redis.Redis.from_url(server.url) as client:
+        with Producer(server.url, run) as producer:
+            push_groups(producer, 6)
+            producer.finish()
+        client.config_set("maxmemory", 1)
+        joined = join(Connection(server.url), run)
+        group_all(joined)
+        queue = TrainerQueue(Connection(server.url), run, batch_groups=4, chain=chain)
+        while next_batch(queue, joined) is not None:
+            joined = join(Connection(server.url), run)
+        assert ledger(joined)["trained"] == 12
+        assert problems(joined) == []
+
+
+def test_a_restart_of_the_server_stops_nobody(tmp_path: Path, run: str) -> None:
+    """With appendfsync always nothing is lost and nothing is trained twice."""
+    with EmbeddedServer(tmp_path, appendfsync="always") as server:
+        url = server.url
+        stages = [
+            lambda stop: run_grouper(join(url, run), stop, lease_s=1),
+            lambda stop: run_worker(join(url, run), stop, device="cpu", lease_s=1),
+        ]
+        seen: list[tuple[str, int]] = []
+        taken = threading.Semaphore(0)
+
+        def train(stop: threading.Event) -> None:
+            for batch in TrainerQueue(url, run, batch_groups=3):
+                seen.extend((line.group_id, line.rollout_index) for line in batch.trajectories())
+                taken.release()
+
+        def produce(stop: threading.Event) -> None:
+            with Producer(url, run) as producer:
+                for number in range(8):
+                    push_groups(producer, 3, prefix=f"p{number}-")
+                    if number < 6:
+                        taken.acquire(timeout=30)
+                producer.finish()
+
+        finished = threading.Event()
+
+        def both(stop: threading.Event) -> None:
+            train(stop)
+            finished.set()
+
+        with threads(*stages, both, produce):
+            for _ in range(2):
+                taken.acquire(timeout=30)
+                taken.release()
+                server.kill()
+                server.start()
+            assert finished.wait(60)
+        joined = join(Connection(url), run)
+        assert len(seen) == len(set(seen)) == 48
+        assert ledger(joined)["trained"] == 48
+        assert problems(joined) == []
+
+
+def test_a_worker_whose_publisher_fails_ends_with_the_error(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with its queues full."""
+    computed = threading.Semaphore(0)
+    compute = advantage.compute
+
+    def count(*args: Any) -> Any:
+        computed.release()
+        return compute(*args)
+
+    def fail(*_: Any) -> bool:
+        for _ in range(4):
+            assert computed.acquire(timeout=30)
+        raise ZeroDivisionError("publisher")
+
+    monkeypatch.setattr(advantage, "compute", count)
+    monkeypatch.setattr(advantage, "publish", fail)
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 6, 130)
+        joined = join(redis_url, run)
+        group_all(joined)
+        queue = TrainerQueue(redis_url, run, batch_groups=6)
+        with pytest.raises(Exception, match="no new group"):
+            queue.next_batch(timeout=0)
+        with pytest.raises(ZeroDivisionError):
+            run_worker(joined, threading.Event(), device="cpu")
+        queue.close()
+
+
+def test_a_late_supplier_sees_every_token_once(redis_url: str, run: str) -> None:
+    asked: list[int] = []
+
+    def values(mb: MicroBatch) -> torch.Tensor:
+        asked.extend(mb.input_ids.tolist())
+        return torch.zeros(len(mb.input_ids))
+
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 2)
+        joined = join(redis_url, run)
+        options = {"chain": {"estimator": "gae"}, "late": {"values": values}, "batch_groups": 2}
+        batch = next_batch(TrainerQueue(joined.connection, run, tokens_per_micro_batch=5, **options), joined)
+    assert batch is not None
+    assert sorted(asked) == sorted(token for mb in batch for token in mb.input_ids.tolist())

@@ -1,0 +1,138 @@
+"""Producers against a real server: waiting for admission, the asyncio twin, a server that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+import streamadv
+from streamadv.connection import Connection
+from streamadv.errors import Busy
+from streamadv.manifest import RunSettings
+from streamadv.producer import Producer
+from streamadv.server import EmbeddedServer
+
+from ..support import group_all, join, ledger, problems, producing, push_groups, threads, trajectory
+
+MB = 1 << 20
+
+
+def test_a_producer_never_imports_torch() -> None:
+    code = (
+        "import sys, streamadv; streamadv.Producer, streamadv.Trajectory, streamadv.Ticket; "
+        "from streamadv import async_producer; assert 'torch' not in sys.modules"
+    )
+    folder = Path(streamadv.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=folder)
+
+
+def test_a_producer_waits_for_room(redis_url: str, run: str) -> None:
+    limits = {"max_bytes": 4 * MB, "max_trajectory_bytes": 2 * MB}
+    with producing(redis_url, run, limits) as producer:
+        joined = join(redis_url, run)
+        first = producer.begin_group(2)
+        with pytest.raises(Busy, match=r"not admitted after 0\.01 s"):
+            producer.begin_group(1, timeout=0.01)
+        admitted = threading.Event()
+
+        def wait(stop: threading.Event) -> None:
+            producer.begin_group(2, group_id="next")
+            admitted.set()
+
+        with threads(wait):
+            assert not admitted.wait(0.1)
+            first.cancel(2)
+            group_all(joined)
+            assert admitted.wait(20)
+    assert problems(joined) == []
+
+
+def test_many_producers_push_the_same_file(redis_url: str, run: str) -> None:
+    items = [[trajectory(f"g{number}", index, 3) for index in range(3)] for number in range(30)]
+    codes: list[str] = []
+
+    def push(stop: threading.Event) -> None:
+        with Producer(redis_url, run) as producer:
+            for members in items:
+                codes.extend(producer.push(members).codes)
+
+    with threads(push, push, push):
+        pass
+    joined = join(redis_url, run)
+    assert (codes.count("pushed"), codes.count("duplicate")) == (90, 180)
+    group_all(joined)
+    assert ledger(joined) | {"pushed": 90, "queued": 90} == ledger(joined)
+    assert problems(joined) == []
+
+
+async def test_the_asyncio_twin(redis_url: str, run: str) -> None:
+    settings = RunSettings(partial_min_usable=1)
+    async with Producer(redis_url, run, settings=settings) as producer:
+
+        async def play(rollout: Any) -> None:
+            async with rollout:
+                if rollout.rollout_index == 1:
+                    raise RuntimeError("the environment broke")
+                await rollout.push(input_ids=[1, 2], response_mask=[0, 1], reward=rollout.rollout_index)
+
+        async with producer.group(size=4, data_source="math") as group:
+            rollouts = list(group)
+            results = await asyncio.gather(*map(play, rollouts[:3]), return_exceptions=True)
+            assert [type(result) for result in results] == [type(None), RuntimeError, type(None)]
+        assert await producer.model_version() is None
+        assert await producer.score("other", 0, 1.0) == "unknown"
+        assert (await producer.push([trajectory("h", 0)])).codes == ["pushed"]
+        assert await producer.touch("h", 10_000)
+        again = await producer.begin_group(2, group_id="h")
+        assert (await again.cancel(1)).codes == ["pushed"]
+        await producer.finish()
+    joined = join(redis_url, run)
+    assert sorted(group_all(joined)) == ["partial", "partial"]
+    assert ledger(joined)["dropped"] == {"cancelled": 1, "failed": 2}
+    assert problems(joined) == []
+
+
+def test_a_push_survives_a_restart_of_the_server(tmp_path: Path, run: str) -> None:
+    server = EmbeddedServer(tmp_path)
+    with server:
+        with Producer(server.url, run) as producer:
+            push_groups(producer, 3)
+            server.kill()  # with the last second of pushes: they are sent again
+
+            def push(stop: threading.Event) -> None:
+                push_groups(producer, 3, prefix="after")
+
+            with threads(push):
+                server.start()
+        joined = join(Connection(server.url), run)
+        group_all(joined)
+        found = ledger(joined)
+        assert found["pushed"] == found["queued"] == 12
+        assert problems(joined) == []
+
+
+def test_a_push_above_maxmemory_waits_and_leaves_nothing_behind(tmp_path: Path, run: str) -> None:
+    with EmbeddedServer() as server, redis.Redis.from_url(server.url) as client:
+        with Producer(server.url, run) as producer:
+            push_groups(producer, 1, 1)
+            client.config_set("maxmemory", 1)
+            pushed = threading.Event()
+
+            def push(stop: threading.Event) -> None:
+                push_groups(producer, 1, 1, prefix="more")
+                pushed.set()
+
+            with threads(push):
+                assert not pushed.wait(0.3)
+                client.config_set("maxmemory", 0)
+                assert pushed.wait(20)
+        joined = join(Connection(server.url), run)
+        assert ledger(joined)["pushed"] == 2
+        assert problems(joined) == []
