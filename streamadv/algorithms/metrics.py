@@ -72,7 +72,11 @@ def fetch(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str, fl
 def merge_metrics(
     parts: Iterable[tuple[Mapping[str, float], Mapping[str, float]]],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(metrics, weights) of a whole from those of its chunks: weighted means, greatest /max, least /min."""
+    """(metrics, weights) of a whole from those of its chunks.
+
+    Means are weighted, maxima and minima are the extremes. Standard deviations and effective sample sizes
+    become weighted means, which is near the whole's but not equal.
+    """
     values: dict[str, float] = {}
     weights: dict[str, float] = {}
     for metrics, counts in parts:

@@ -153,7 +153,9 @@ def reject(
     rejected = segment_sum(~kept, tokens.offsets)
     rows = torch.ones_like(counts).sum() if peer_quirks else (counts > 0).sum()
     metrics["rollout_rs_masked_fraction"] = Metric(rejected.sum() / counts.sum().clamp(min=1), counts.sum())
-    metrics["rollout_rs_seq_masked_fraction"] = Metric((rejected > 0).sum() / rows.clamp(min=1), rows)
+    metrics["rollout_rs_seq_masked_fraction"] = Metric(
+        (rejected > 0).sum().double() / rows.clamp(min=1), rows
+    )
     return kept, metrics
 
 

@@ -167,4 +167,4 @@ def _extreme(values: Tensor, where: Tensor, *, largest: bool) -> Metric:
 
 def _share(hits: Tensor, where: Tensor) -> Metric:
     count = where.sum()
-    return Metric((hits & where).sum() / count.clamp(min=1), count)
+    return Metric((hits & where).sum().double() / count.clamp(min=1), count)

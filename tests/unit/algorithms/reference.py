@@ -80,7 +80,15 @@ def random_pairs(seed: int, groups: int, most_members: int = 4, longest: int = 9
             ]
             reward = float(rng.choice([0.0, 1.0, 0.1, -100.0, 100.0, rng.normal()]))
             size = int(lengths.sum())
-            names = ("values", "old_log_probs", "rollout_log_probs", "ref_log_probs", "token_level_rewards")
+            names = (
+                "values",
+                "old_log_probs",
+                "rollout_log_probs",
+                "ref_log_probs",
+                "teacher_log_probs",
+                "token_level_rewards",
+                "sum_pi_squared",
+            )
             columns: dict[str, Any] = {name: rng.normal(size=size).astype(np.float32) for name in names}
             baseline = index > 0 and rng.random() < 0.1
             pairs.append(member(f"g{group:03d}", index, reward, masks, steps, baseline, **columns))
