@@ -300,8 +300,10 @@ def _outcome(
     name: str, token_level_rewards: Tensor, response_mask: Tensor, index: Labels, **options: object
 ) -> Pair:
     """An outcome estimator over row sums of the rewards, spread over trainable tokens."""
-    rewards = torch.where(response_mask != 0, token_level_rewards, token_level_rewards.nan_to_num(nan=0.0))
-    scores = rewards.to(torch.float64).sum(1)
+    scores = token_level_rewards.sum(1, dtype=torch.float64)
+    if scores.isnan().any():  # a NaN at padding is no reward
+        known = torch.where(response_mask != 0, token_level_rewards, token_level_rewards.nan_to_num(nan=0.0))
+        scores = known.sum(1, dtype=torch.float64)
     batch, order = as_batch(response_mask, rewards=scores, index=index)
     rows = get_estimator(name).function(batch, **options).advantages
     advantages = to_padded(rows, order, response_mask)

@@ -41,8 +41,9 @@ def as_batch(
 ) -> tuple[PackedBatch, Tensor]:
     """Rows of `mask` [B, T] as a packed batch of B one-row trajectories, padding included as masked tokens.
 
-    columns: [B, T] each; rewards [B]; index: group labels [B], None = every row alone. Returns the batch
-    and the row order [B] it stands in, for `to_padded`. Raises TrajectoryError if shapes disagree.
+    mask holds 0 and 1. columns: [B, T] each, None = not even response_mask; rewards [B]; index: group labels
+    [B], None = every row alone. Returns the batch and the row order [B] it stands in, for `to_padded`.
+    Raises TrajectoryError if shapes disagree.
     """
     rows, width = mask.shape
     device = mask.device
@@ -61,24 +62,22 @@ def as_batch(
         group, groups = codes[order], int(codes.max()) + 1 if rows else 0
 
     def laid_out(tensor: Tensor) -> Tensor:
-        return (tensor if index is None else tensor[order]).reshape(-1)
+        return (tensor if index is None else tensor.index_select(0, order)).reshape(-1)
 
+    tokens = {} if columns is None else {"response_mask": mask.to(torch.uint8), **columns}
     none = torch.zeros(0, dtype=torch.int64, device=device)
     reward = torch.zeros(rows, device=device) if rewards is None else rewards
     batch = PackedBatch(
         cu_seqlens=torch.arange(rows + 1, device=device) * width,
         row_trajectory=torch.arange(rows, device=device),
-        row_trainable=(mask[order] != 0).sum(1),
+        row_trainable=mask.sum(1)[order].to(torch.int64),
         trajectory_group=group,
         rewards=reward[order].to(torch.float64),
         baseline=torch.zeros(rows, dtype=torch.bool, device=device),
         steps=Steps(none, none, none, none, none.double(), none, 0),
         num_tokens=rows * width,
         num_groups=groups,
-        columns={
-            "response_mask": laid_out((mask != 0).to(torch.uint8)),
-            **{name: laid_out(column) for name, column in (columns or {}).items()},
-        },
+        columns={name: laid_out(column) for name, column in tokens.items()},
     )
     return batch, order
 
@@ -86,7 +85,5 @@ def as_batch(
 def to_padded(values: Tensor, order: Tensor, mask: Tensor | None = None) -> Tensor:
     """[B, T] float32 (or [B] values over [B, T] `mask`): packed results back in the rows' own order."""
     rows = values.reshape(len(order), -1)
-    padded = torch.empty_like(rows).scatter(0, order[:, None].expand_as(rows), rows)
-    if mask is None:
-        return padded.to(torch.float32)
-    return torch.where(mask != 0, padded, 0.0).to(torch.float32)
+    padded = torch.empty_like(rows, dtype=torch.float32).index_copy_(0, order, rows.to(torch.float32))
+    return padded if mask is None else padded * mask

@@ -251,7 +251,7 @@ def compute_token_reward(
             batch["response_level_rewards"], batch["attention_mask"], batch["position_ids"]
         )
     else:
-        packed, _ = as_batch(mask, rewards=batch["response_level_rewards"])
+        packed, _ = as_batch(mask, {}, batch["response_level_rewards"])
         rewards = outcome_rewards(packed).view(mask.shape)
     metrics: Metrics = {}
     kl = torch.zeros_like(rewards)

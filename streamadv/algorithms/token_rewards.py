@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .packed import PackedBatch
-from .trainable import Trainable, trainable
+from .trainable import Trainable, positions, trainable
 
 
 def outcome_rewards(batch: PackedBatch) -> Tensor:
@@ -31,7 +31,7 @@ def credited(batch: PackedBatch) -> Tensor:
     tokens = trainable(batch)
     rewards = batch.column("token_level_rewards")
     own = tokens.spread(tokens.pick(rewards))
-    astray = ((rewards.abs() > 0) & (batch.column("response_mask") == 0)).nonzero().squeeze(1)
+    astray = positions((rewards.abs() > 0) & (batch.column("response_mask") == 0))
     row = torch.searchsorted(batch.cu_seqlens, astray, right=True) - 1
     moved = _place(tokens, rewards[astray].to(torch.float64), batch.cu_seqlens[row], astray)
     return own + moved

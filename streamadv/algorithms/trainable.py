@@ -50,12 +50,15 @@ def trainable(batch: PackedBatch) -> Trainable:
 
 def trainable_tokens(mask: Tensor, cu_seqlens: Tensor) -> Trainable:
     """The tokens where `mask` [N] is not 0, in the rows given by `cu_seqlens` [R + 1]."""
-    chosen = mask.view(torch.bool) if mask.dtype == torch.uint8 else mask != 0
-    if mask.device.type == "cpu":  # several times faster than nonzero
-        index = torch.from_numpy(np.flatnonzero(chosen.numpy()))
-    else:
-        index = chosen.nonzero().squeeze(1)
-    return Trainable(index, torch.searchsorted(index, cu_seqlens), len(mask))
+    position = positions(mask.view(torch.bool) if mask.dtype == torch.uint8 else mask != 0)
+    return Trainable(position, torch.searchsorted(position, cu_seqlens), len(mask))
+
+
+def positions(chosen: Tensor) -> Tensor:
+    """[K] int64, ascending: where `chosen` [N] bool is set."""
+    if chosen.device.type == "cpu":  # several times faster than nonzero
+        return torch.from_numpy(np.flatnonzero(chosen.numpy()))
+    return chosen.nonzero().squeeze(1)
 
 
 def padded_tokens(mask: Tensor) -> Trainable:
