@@ -52,17 +52,15 @@ def blocks(offsets: Tensor, num_tokens: int, tokens: Tensor | None = None) -> Bl
     rank = torch.arange(count, device=offsets.device)
     rank = rank - torch.repeat_interleave(ends - per_row, per_row, output_size=count)
     last = torch.repeat_interleave(offsets[1:] - 1, per_row, output_size=count)
-    target = (last - rank * BLOCK)[:, None] - torch.arange(BLOCK, device=offsets.device)
+    index = (last - rank * BLOCK)[:, None] - torch.arange(BLOCK, device=offsets.device)
     size = num_tokens if tokens is None else len(tokens)
-    tail = ends[per_row > 0] - 1
+    tail = ends[per_row > 0] - 1  # the blocks that may reach past their row
+    reached = index[tail]
+    index[tail] = reached.clamp(min=0)
+    source = index.clone() if tokens is None else tokens.index_select(0, index.view(-1)).view(index.shape)
     start = offsets[:-1][per_row > 0]
-    target[tail] = torch.where(target[tail] >= start[:, None], target[tail], size)
-    if tokens is None:
-        source = target.clamp(max=size - 1)
-    else:
-        known = torch.cat([tokens, tokens[:1]])
-        source = known.index_select(0, target.view(-1)).view(target.shape)
-    return Blocks(source, target, rank, int(per_row.max()) if count else 0, size, _bounds(ends, count))
+    index[tail] = torch.where(reached >= start[:, None], reached, size)
+    return Blocks(source, index, rank, int(per_row.max()) if count else 0, size, _bounds(ends, count))
 
 
 def reverse_scan(values: Tensor, coefficients: Tensor | float, cut: Blocks) -> Tensor:
