@@ -32,6 +32,7 @@ COMMANDS: Final = (
     "runs",
     "schema",
     "config",
+    "bench",
 )
 #: How long commands that only look wait for a server that does not answer.
 LOOK_PATIENCE_S: Final = 30.0

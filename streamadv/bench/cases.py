@@ -1,0 +1,338 @@
+"""What is measured: one case per estimator or step, each with the peers' ways of doing the same.
+
+`run` goes from packed columns to float32 results for every token (or step); `padded` is the classic surface
+on the peers' own tensors. A peer agrees on every batch, unless it is named in `one_turn`: its time advances
+over observations, or starts anew after them, so it gives the same numbers on rows of one turn only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from .. import padded
+from ..algorithms import build_chain, expand, run_chain
+from ..algorithms.estimators.gae import gae_scan
+from ..algorithms.kl import approx_kl
+from ..algorithms.packed import PackedBatch
+from ..algorithms.registry import get_estimator
+from ..algorithms.scan import blocks, reverse_scan
+from ..algorithms.step_returns import discounted_returns
+from ..algorithms.trainable import trainable
+from ..algorithms.whitening import whiten
+from ..columns import Array
+from . import peers
+from .workload import Workload
+
+Results = Sequence[Tensor]
+Way = Callable[[Workload], Results]
+Peer = Literal["padded", "verl", "roll"]
+
+GAMMA: Final = 0.99
+LAM: Final = 0.95
+STEP_GAMMA: Final = 0.95
+KL_COEF: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A row of the table. Results are [N] or [S] packed, [B, T] or [S] at the peers; the first ones compared."""
+
+    name: str
+    reads: tuple[str, ...]  # columns of the batch
+    run: Way
+    padded: Way | None = None
+    verl: Way | None = None
+    roll: Way | None = None
+    one_turn: frozenset[Peer] = frozenset()
+    level: Literal["token", "step"] = "token"
+
+    def peers(self) -> list[tuple[Peer, Way]]:
+        """The other ways to the same result."""
+        ways: list[tuple[Peer, Way | None]] = [
+            ("padded", self.padded),
+            ("verl", self.verl),
+            ("roll", self.roll),
+        ]
+        return [(name, way) for name, way in ways if way is not None]
+
+
+def cases() -> list[Case]:
+    """All cases, token-level ones first."""
+    return [*_token_cases(), *_outcome_cases(), *_step_cases()]
+
+
+def _token_cases() -> list[Case]:
+    mask, rewards, value = "response_mask", "token_level_rewards", "values"
+    policy = ("old_log_probs", "ref_log_probs")
+    return [
+        Case(
+            "gae",
+            (mask, rewards, value),
+            _gae,
+            verl=lambda w: peers.verl_gae(*_padded(w, rewards, value, mask), gamma=GAMMA, lam=LAM),
+            roll=_roll_gae,
+            one_turn=frozenset({"roll"}),
+        ),
+        Case("gae, all tokens", (rewards, value), _gae_all_tokens, roll=_roll_gae),
+        Case(
+            "gae, whitened",
+            (mask, rewards, value),
+            _gae_whitened,
+            padded=lambda w: padded.compute_gae_advantage_return(
+                *_padded(w, rewards, value, mask), gamma=GAMMA, lam=LAM
+            ),
+            verl=_verl_gae_whitened,
+        ),
+        Case(
+            "reinforce",
+            (mask, rewards),
+            _reinforce,
+            roll=lambda w: (peers.roll_reinforce(w.padded[rewards], GAMMA),),
+            one_turn=frozenset({"roll"}),
+        ),
+        Case(
+            "reinforce, all tokens",
+            (rewards,),
+            _reinforce_all_tokens,
+            roll=lambda w: (peers.roll_reinforce(w.padded[rewards], GAMMA),),
+        ),
+        Case(
+            "reinforce++",
+            (mask, rewards),
+            _reinforce_plus_plus,
+            padded=lambda w: padded.compute_reinforce_plus_plus_outcome_advantage(
+                *_padded(w, rewards, mask), gamma=GAMMA
+            ),
+            verl=lambda w: peers.verl_reinforce_plus_plus(*_padded(w, rewards, mask), gamma=GAMMA),
+            one_turn=frozenset({"verl"}),
+        ),
+        Case("v-trace", (mask, rewards, value, "old_log_probs", "rollout_log_probs"), _vtrace),
+        Case(
+            "whitening",
+            (mask, value),
+            _whiten,
+            verl=lambda w: (peers.masked_whiten(*_padded(w, value, mask)),),
+            roll=lambda w: (peers.masked_whiten(*_padded(w, value, mask)),),
+        ),
+        Case(
+            "kl k3",
+            policy,
+            lambda w: (approx_kl(w.batch.columns[policy[0]], w.batch.columns[policy[1]], "k3"),),
+            verl=lambda w: (peers.k3(*_padded(w, *policy, mask), bound=20.0),),
+            roll=lambda w: (peers.k3(*_padded(w, *policy, mask), bound=None),),
+        ),
+        Case(
+            "chain: kl, gae, whitened",
+            (mask, value, *policy),
+            _token_chain,
+            verl=lambda w: peers.verl_chain(
+                *_padded(w, rewards, value, mask, *policy), kl_coef=KL_COEF, gamma=GAMMA, lam=LAM
+            ),
+            roll=lambda w: peers.roll_chain(
+                *_padded(w, rewards, value, mask, *policy), kl_coef=KL_COEF, gamma=GAMMA, lam=LAM
+            ),
+            one_turn=frozenset({"roll"}),
+        ),
+    ]
+
+
+def _outcome_cases() -> list[Case]:
+    def case(name: str, estimator: str, verl: Way, roll: Way | None = None, **options: float) -> Case:
+        return Case(
+            name,
+            ("response_mask",),
+            _outcome(estimator, **options),
+            padded=_padded_outcome(name),
+            verl=verl,
+            roll=roll,
+        )
+
+    return [
+        case(
+            "grpo",
+            "grpo",
+            lambda w: peers.verl_grpo(*_grouped(w)),
+            lambda w: peers.roll_grpo(w.rewards, w.padded["response_mask"], w.groups),
+        ),
+        case("grpo vectorized", "grpo", lambda w: peers.verl_grpo_vectorized(*_grouped(w)), least_std=1e-3),
+        case("rloo", "rloo", lambda w: peers.verl_rloo(*_grouped(w))),
+        case("rloo vectorized", "rloo", lambda w: peers.verl_rloo_vectorized(*_grouped(w))),
+        case("opo", "opo", lambda w: peers.verl_opo(*_grouped(w))),
+    ]
+
+
+def _step_cases() -> list[Case]:
+    return [
+        Case(
+            "discounted returns",
+            (),
+            lambda w: (discounted_returns(w.batch, STEP_GAMMA).float(),),
+            padded=lambda w: (
+                padded.compute_discounted_returns(
+                    w.steps.scores, w.steps.trajectory, torch.from_numpy(w.steps.number), STEP_GAMMA
+                ),
+            ),
+            roll=lambda w: (
+                peers.roll_discounted_returns(w.steps.scores, w.steps.trajectory, w.steps.number, STEP_GAMMA),
+            ),
+            level="step",
+        ),
+        Case("gigpo", (), _gigpo, padded=_padded_gigpo, roll=_roll_gigpo, level="step"),
+    ]
+
+
+def _padded(workload: Workload, *names: str) -> list[Tensor]:
+    return [workload.padded[name] for name in names]
+
+
+def _grouped(workload: Workload) -> tuple[Tensor, Tensor, Array]:
+    return workload.padded["token_level_rewards"], workload.padded["response_mask"], workload.groups
+
+
+def _spread(batch: PackedBatch, *values: Tensor) -> Results:
+    tokens = trainable(batch)
+    return [tokens.spread(value.float()) for value in values]
+
+
+def _gae(workload: Workload) -> Results:
+    batch = workload.batch
+    tokens = trainable(batch)
+    found = gae_scan(batch.column("token_level_rewards"), batch.column("values"), tokens.blocks, GAMMA, LAM)
+    assert found.returns is not None
+    return tokens.spread(found.advantages.float()), tokens.spread(found.returns.float())
+
+
+def _gae_all_tokens(workload: Workload) -> Results:
+    found = get_estimator("gae").function(workload.batch, gamma=GAMMA, lam=LAM, mask_aware=False)
+    assert found.returns is not None
+    return found.advantages.float(), found.returns.float()
+
+
+def _gae_whitened(workload: Workload) -> Results:
+    batch = workload.batch
+    tokens = trainable(batch)
+    found = gae_scan(batch.column("token_level_rewards"), batch.column("values"), tokens.blocks, GAMMA, LAM)
+    assert found.returns is not None
+    advantages = whiten(found.advantages, torch.ones_like(found.advantages), tokens.offsets)
+    return tokens.spread(advantages.float()), tokens.spread(found.returns.float())
+
+
+def _verl_gae_whitened(workload: Workload) -> Results:
+    rewards, values, mask = _padded(workload, "token_level_rewards", "values", "response_mask")
+    advantages, returns = peers.verl_gae(rewards, values, mask, GAMMA, LAM)
+    return peers.masked_whiten(advantages, mask), returns
+
+
+def _roll_gae(workload: Workload) -> Results:
+    return peers.roll_gae(*_padded(workload, "token_level_rewards", "values"), gamma=GAMMA, lam=LAM)
+
+
+def _reinforce(workload: Workload) -> Results:
+    batch = workload.batch
+    tokens = trainable(batch)
+    returns = reverse_scan(batch.column("token_level_rewards"), GAMMA, tokens.blocks)
+    return (tokens.spread(returns.float()),)
+
+
+def _reinforce_all_tokens(workload: Workload) -> Results:
+    batch = workload.batch
+    cut = blocks(batch.cu_seqlens, batch.num_tokens)
+    return (reverse_scan(batch.column("token_level_rewards"), GAMMA, cut).float(),)
+
+
+def _reinforce_plus_plus(workload: Workload) -> Results:
+    found = get_estimator("reinforce_plus_plus").function(workload.batch, gamma=GAMMA)
+    assert found.returns is not None
+    return _spread(workload.batch, found.advantages, found.returns)
+
+
+def _vtrace(workload: Workload) -> Results:
+    found = get_estimator("vtrace").function(workload.batch, gamma=GAMMA, lam=LAM)
+    assert found.returns is not None
+    return _spread(workload.batch, found.advantages, found.returns)
+
+
+def _whiten(workload: Workload) -> Results:
+    tokens = trainable(workload.batch)
+    values = tokens.pick(workload.batch.column("values"))
+    return (tokens.spread(whiten(values, torch.ones_like(values), tokens.offsets).float()),)
+
+
+TOKEN_CHAIN: Final = {
+    "estimator": "gae",
+    "gamma": GAMMA,
+    "lam": LAM,
+    "kl": {"penalty": "k3", "coefficient": KL_COEF, "log_probs": "old_log_probs"},
+    "whiten_advantages": True,
+}
+
+
+def _token_chain(workload: Workload) -> Results:
+    """The pipeline's own chain, placement of rewards and metrics included."""
+    found = run_chain(build_chain(TOKEN_CHAIN), workload.batch)
+    assert found.advantages is not None
+    assert found.returns is not None
+    return found.advantages, found.returns
+
+
+def _outcome(estimator: str, **options: float) -> Way:
+    function = get_estimator(estimator).function
+
+    def run(workload: Workload) -> Results:
+        return (expand(workload.batch, "row", function(workload.batch, **options).advantages),)
+
+    return run
+
+
+def _padded_outcome(name: str) -> Way:
+    function: Callable[..., Results] = {
+        "grpo": padded.compute_grpo_outcome_advantage,
+        "grpo vectorized": padded.compute_grpo_vectorized_outcome_advantage,
+        "rloo": padded.compute_rloo_outcome_advantage,
+        "rloo vectorized": padded.compute_rloo_outcome_advantage,
+        "opo": padded.compute_opo_outcome_advantage,
+    }[name]
+    return lambda workload: function(*_grouped(workload))
+
+
+def _gigpo(workload: Workload) -> Results:
+    found = get_estimator("gigpo").function(workload.batch, gamma=STEP_GAMMA, statistics="step")
+    return (found.advantages.float(),)
+
+
+def _padded_gigpo(workload: Workload) -> Results:
+    steps = workload.steps
+    returns = padded.compute_discounted_returns(
+        steps.scores, steps.trajectory, torch.from_numpy(steps.number), STEP_GAMMA
+    )
+    found, _ = padded.compute_response_level_rewards(
+        {"episode_scores": steps.episode_scores, "step_rewards": returns},
+        adv_estimator="gigpo",
+        traj_group_id=steps.group,
+        state_hash=steps.state,
+        norm_mean_type="group",
+        norm_std_type="group",
+        step_norm_mean_type="group",
+        step_norm_std_type="group",
+    )
+    return (found["response_level_rewards"],)
+
+
+def _roll_gigpo(workload: Workload) -> Results:
+    steps = workload.steps
+    return (
+        peers.roll_gigpo(
+            steps.scores,
+            steps.episode_scores,
+            steps.trajectory,
+            steps.number,
+            steps.group,
+            steps.state,
+            STEP_GAMMA,
+        ),
+    )

@@ -1,0 +1,181 @@
+"""Medians of runs that take turns, so that whatever else the machine does meets all ways alike."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..errors import StreamadvError
+from .cases import Case, Peer, Results, Way, cases
+from .workload import Workload, make_workload
+
+#: What is quicker is run several times in a row, so that a reading lasts this long.
+SHORTEST_MS: Final = 5.0
+MOST_IN_A_ROW: Final = 100
+
+#: Rows on which equality is checked: of full length, few enough for the loops to be quick.
+CHECKED_SEQUENCES: Final = 64
+RELATIVE: Final = 1e-3  # the peers sum in float32; whitening and long sums lose digits
+ABSOLUTE: Final = 1e-4
+
+
+class DisagreementError(StreamadvError):
+    """Two ways that are to be compared give different numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Medians in milliseconds; None where the peer has no such thing."""
+
+    name: str
+    milliseconds: float
+    bytes: int  # of columns read and results written, each counted once
+    copy_milliseconds: float  # a copy of so many bytes
+    padded_milliseconds: float | None
+    verl_milliseconds: float | None
+    roll_milliseconds: float | None
+
+    @property
+    def ratio_to_copy(self) -> float:
+        return self.milliseconds / self.copy_milliseconds
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "milliseconds": self.milliseconds,
+            "bytes": self.bytes,
+            "copy_milliseconds": self.copy_milliseconds,
+            "ratio_to_copy": self.ratio_to_copy,
+            "padded_milliseconds": self.padded_milliseconds,
+            "verl_milliseconds": self.verl_milliseconds,
+            "ratio_to_verl": self._speedup(self.verl_milliseconds),
+            "roll_milliseconds": self.roll_milliseconds,
+            "ratio_to_roll": self._speedup(self.roll_milliseconds),
+        }
+
+    def _speedup(self, other: float | None) -> float | None:
+        return None if other is None else other / self.milliseconds
+
+
+def measure_all(sequences: int, tokens: int, repeat: int, device: str) -> Iterator[Measurement]:
+    """Check every case, then measure it; one at a time, as they are done."""
+    check_all(min(sequences, CHECKED_SEQUENCES), tokens, device)
+    workload = make_workload(sequences, tokens, device=device)
+    for case in cases():
+        yield measure(case, workload, repeat)
+
+
+def check_all(sequences: int, tokens: int, device: str = "cpu") -> None:
+    """Raises DisagreementError if any two ways of a case differ, on trainable tokens or steps."""
+    several = make_workload(sequences, tokens, device=device)
+    single = make_workload(sequences, tokens, turns=1, device=device)
+    for case in cases():
+        for name, way in case.peers():
+            check(case, name, way, single if name in case.one_turn else several)
+
+
+def check(case: Case, name: Peer, way: Way, workload: Workload) -> None:
+    """Raises DisagreementError unless `way` gives what `case.run` gives."""
+    for number, (mine, theirs) in enumerate(zip(case.run(workload), way(workload), strict=False)):
+        expected, found = _alike(case, workload, mine, theirs)
+        close = torch.isclose(expected, found, rtol=RELATIVE, atol=ABSOLUTE)
+        if not bool(close.all()):
+            worst = (expected - found).abs().max().item()
+            raise DisagreementError(
+                f"{case.name}: result {number} of {name} differs by {worst:g} at worst in "
+                f"{int((~close).sum())} of {len(close)} places"
+            )
+
+
+def _alike(case: Case, workload: Workload, mine: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """Both results where they count, in one order."""
+    if case.level == "step":
+        return mine[workload.step_order].cpu(), theirs.cpu()
+    chosen = workload.padded["response_mask"][workload.row_order] != 0
+    trained = workload.batch.column("response_mask") != 0
+    return mine[trained], theirs[workload.row_order][chosen]
+
+
+def measure(case: Case, workload: Workload, repeat: int) -> Measurement:
+    """Medians over `repeat` rounds in which all ways take turns, after one unmeasured round."""
+    results = case.run(workload)
+    touched = [workload.batch.column(name) for name in case.reads] + list(results)
+    if case.level == "step":
+        touched.append(workload.batch.steps.rewards)
+    copies = [torch.empty_like(tensor) for tensor in touched]
+
+    def copy(_: Workload) -> Results:
+        for target, source in zip(copies, touched, strict=True):
+            target.copy_(source)
+        return copies
+
+    ways: dict[str, Way] = {"own": case.run, "copy": copy, **dict(case.peers())}
+    clock = _device_clock if workload.batch.device.type == "cuda" else _host_clock
+    in_a_row = {
+        name: max(1, min(MOST_IN_A_ROW, int(SHORTEST_MS / max(clock(way, workload, 1), 1e-3))))
+        for name, way in ways.items()
+    }
+    rounds = [
+        {name: clock(way, workload, in_a_row[name]) for name, way in ways.items()} for _ in range(repeat)
+    ]
+    median = {name: statistics.median(times[name] for times in rounds) for name in ways}
+    return Measurement(
+        name=case.name,
+        milliseconds=median["own"],
+        bytes=sum(tensor.numel() * tensor.element_size() for tensor in touched),
+        copy_milliseconds=median["copy"],
+        padded_milliseconds=median.get("padded"),
+        verl_milliseconds=median.get("verl"),
+        roll_milliseconds=median.get("roll"),
+    )
+
+
+def _host_clock(way: Way, workload: Workload, times: int) -> float:
+    begin = time.perf_counter_ns()
+    for _ in range(times):
+        way(workload)
+    return (time.perf_counter_ns() - begin) / 1e6 / times
+
+
+def _device_clock(way: Way, workload: Workload, times: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(times):
+        way(workload)
+    end.record()
+    end.synchronize()
+    elapsed: float = begin.elapsed_time(end)
+    return elapsed / times
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """Processor, cores, threads in use, versions, and how busy the machine is."""
+    known: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+        "device": torch.cuda.get_device_name(device) if device != "cpu" else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    return known
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,92 @@
+"""`streamadv bench`: how fast it is, beside what others do and what the machine can do at best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ..errors import SettingError
+
+if TYPE_CHECKING:
+    from ..bench.measure import Measurement
+
+#: Heading and key of each column of the table.
+FIGURES: Final = {
+    "ms": "milliseconds",
+    "padded": "padded_milliseconds",
+    "verl": "verl_milliseconds",
+    "x verl": "ratio_to_verl",
+    "ROLL": "roll_milliseconds",
+    "x ROLL": "ratio_to_roll",
+    "copy": "copy_milliseconds",
+    "/ copy": "ratio_to_copy",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command `bench`; its `run` takes the parsed arguments and returns the exit status."""
+    parser = subparsers.add_parser("bench", help="measures speed, as ratios in one run", description=__doc__)
+    kinds = parser.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
+    algorithms = kinds.add_parser(
+        "algorithms",
+        help="estimators beside verl's way, ROLL's way and a copy of the bytes they touch",
+        description="Advantages of ragged multi-turn sequences in interleaved groups of 8: this project, verl's "
+        "way, ROLL's way, and a memory copy of the bytes touched, after checking that all agree.",
+    )
+    algorithms.add_argument("--sequences", type=int, default=512, metavar="B", help="rows (default: 512)")
+    algorithms.add_argument(
+        "--tokens", type=int, default=4096, metavar="T", help="tokens of the longest row (default: 4096)"
+    )
+    algorithms.add_argument("--repeat", type=int, default=7, metavar="N", help="rounds (default: 7)")
+    algorithms.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    algorithms.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="torch threads (default: 1, as in the workers)"
+    )
+    algorithms.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    algorithms.set_defaults(run=run_algorithms)
+
+
+def run_algorithms(arguments: argparse.Namespace) -> int:
+    """Print the table; exit status 0. Raises DisagreementError if two ways give different numbers."""
+    import torch
+
+    from ..bench.measure import describe_machine, measure_all
+
+    if arguments.repeat < 1:
+        raise SettingError(f"--repeat is {arguments.repeat}, needs 1 at least")
+    if arguments.threads < 1:
+        raise SettingError(f"--threads is {arguments.threads}, needs 1 at least")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise SettingError("--device cuda: torch finds no CUDA device here, use --device cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(arguments.threads)
+    try:
+        machine = describe_machine(arguments.device)
+        print(", ".join(f"{name} {value}" for name, value in machine.items()))
+        print(f"{arguments.sequences} sequences of up to {arguments.tokens} tokens; medians in ms")
+        print(f"{'':26}" + "".join(f"{name:>9}" for name in FIGURES), flush=True)
+        records = []
+        for found in measure_all(arguments.sequences, arguments.tokens, arguments.repeat, arguments.device):
+            print(_line(found), flush=True)
+            records.append(found.record())
+    finally:
+        torch.set_num_threads(before)
+    if arguments.json is not None:
+        sizes = {name: getattr(arguments, name) for name in ("sequences", "tokens", "repeat")}
+        written = {"machine": machine, **sizes, "algorithms": records}
+        arguments.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _line(found: Measurement) -> str:
+    record = found.record()
+    figures = [record[name] for name in FIGURES.values()]
+    return f"{found.name:26}" + "".join(map(_cell, figures))
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return f"{'-':>9}"
+    return f"{value:9.0f}" if value >= 100 else f"{value:9.3g}"
