@@ -6,6 +6,7 @@ from .metrics import merge_metrics
 from .packed import PackedBatch, Steps, expand, pack
 from .presets import preset_names
 from .registry import Estimate, estimator, estimator_names
+from .running import RunningMoments
 
 __all__ = [
     "Chain",
@@ -13,6 +14,7 @@ __all__ = [
     "ChainResult",
     "Estimate",
     "PackedBatch",
+    "RunningMoments",
     "Steps",
     "build_chain",
     "estimator",

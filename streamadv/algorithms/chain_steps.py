@@ -238,7 +238,7 @@ def _whiten_rewards_step() -> ChainStep:
     def run(state: State) -> State:
         tokens = known_tokens(state)
         rewards = tokens.pick(state.batch.column("token_level_rewards"))
-        whitened = whiten(rewards, torch.ones_like(rewards), tokens.offsets)
+        whitened = whiten(rewards, tokens.offsets)
         return state.with_columns(token_level_rewards=tokens.spread(whitened.to(torch.float32)))
 
     needs = ("response_mask", "token_level_rewards")
@@ -322,8 +322,9 @@ def _finish_step(config: ChainConfig, level: Level) -> ChainStep:
         raw = advantages
         if config.whiten_advantages:
             segments = known_tokens(state).offsets if level == "token" else whole(advantages)
-            counts = torch.ones_like(advantages) if weight is None else weight
-            advantages = torch.where(counts > 0, whiten(advantages, counts, segments), 0.0)
+            advantages = whiten(advantages, segments, weight)
+            if weight is not None:
+                advantages = torch.where(weight > 0, advantages, 0.0)
         if config.advantage_clip is not None:
             advantages, outside = clip(advantages, config.advantage_clip)
             state = state.with_metrics({"critic/advantage_clip_frac": fraction(outside, weight)})

@@ -43,7 +43,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     rows, width = values.shape
     offsets = torch.arange(rows + 1, device=values.device) * width
     weight = (mask != 0).reshape(-1)
-    return whiten(values.reshape(-1), weight, offsets, shift_mean).view(rows, width).to(torch.float32)
+    return whiten(values.reshape(-1), offsets, weight, shift_mean).view(rows, width).to(torch.float32)
 
 
 def masked_normalize(

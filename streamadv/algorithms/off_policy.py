@@ -11,20 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..errors import SettingError
 from .metrics import Metric
-from .off_policy_metrics import rejection_metrics, row_means, weight_metrics
+from .off_policy_metrics import SAFETY_BOUND, rejection_metrics, row_means, weight_metrics
 from .padded_layout import PeerQuirks
 from .runs import run_mean
 from .segments import segment_max, segment_sum, spread
 from .trainable import Trainable
-
-SAFETY_BOUND: Final = 20.0
 
 RatioLevel = Literal["token", "sequence", "geometric", "segment"]
 BoundMode = Literal["truncate", "clip", "mask"]

@@ -6,6 +6,8 @@ tokens; `all_rows` counts them as verl does (as 0, or as a perplexity of 1). Wit
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from .metrics import Metric, mean
 from .segments import segment_sum
 from .trainable import Trainable
 
-BOUND = 20.0
+SAFETY_BOUND: Final = 20.0
 
 
 def row_means(values: Tensor, tokens: Trainable) -> Tensor:
@@ -58,8 +60,8 @@ def off_policy_metrics(
             "log_ppl_diff_max": _extreme(difference, rows, largest=True),
             "log_ppl_diff_min": _extreme(difference, rows, largest=False),
             "ppl_ratio": over_rows(exp(difference)),
-            "chi2_token": mean(torch.expm1(2 * ratio.clamp(-BOUND, BOUND))),
-            "chi2_seq": over_rows(torch.expm1(2 * ratio_sum.clamp(-BOUND, BOUND))),
+            "chi2_token": mean(torch.expm1(2 * ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND))),
+            "chi2_seq": over_rows(torch.expm1(2 * ratio_sum.clamp(-SAFETY_BOUND, SAFETY_BOUND))),
         }
     metrics["rollout_ppl"] = over_rows(exp(-rollout_mean))
     metrics["rollout_log_ppl"] = over_rows(-rollout_mean)
@@ -87,7 +89,7 @@ def weight_metrics(
         # A row without tokens has a log-weight of 0; the others have theirs at each of their tokens.
         first = log_weights[tokens.offsets[:-1].clamp(max=len(weights) - 1)]
         log_row = torch.where(has_tokens, first, 0.0)
-        judged, counted, highest = log_row.exp(), rows, log_row.clamp(max=BOUND).exp()
+        judged, counted, highest = log_row.exp(), rows, log_row.clamp(max=SAFETY_BOUND).exp()
     else:
         judged, counted = weights, torch.ones_like(weights, dtype=torch.bool)
         highest = weights

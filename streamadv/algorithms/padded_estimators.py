@@ -49,9 +49,9 @@ def compute_gae_advantage_return(
     if peer_quirks:  # a masked token takes over what the next action has
         following = blocks(batch.cu_seqlens, batch.num_tokens)
         carried = reverse_scan(tokens.spread(advantages), (mask == 0).double(), following)
-        advantages, returns = whiten(carried, mask, batch.cu_seqlens), carried + value
+        advantages, returns = whiten(carried, batch.cu_seqlens, mask), carried + value
     else:
-        advantages = tokens.spread(whiten(advantages, torch.ones_like(advantages), tokens.offsets))
+        advantages = tokens.spread(whiten(advantages, tokens.offsets))
         returns = tokens.spread(returns)
     order = torch.arange(len(response_mask), device=mask.device)
     return to_padded(advantages, order), to_padded(returns, order)

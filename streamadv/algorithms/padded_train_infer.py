@@ -9,7 +9,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from .off_policy import SAFETY_BOUND, RatioLevel, at_level
+from .off_policy import RatioLevel, at_level
+from .off_policy_metrics import SAFETY_BOUND
 from .padded_layout import PeerQuirks
 from .trainable import Trainable, padded_tokens
 

@@ -7,30 +7,38 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .segments import segment_min, segment_sum, whole
+from .segments import segment_sum, whole
 
 EPSILON: Final = 1e-8
 
 
-def whiten(values: Tensor, weight: Tensor, offsets: Tensor, shift_mean: bool = True) -> Tensor:
-    """[K] float64: `values` [K] at mean 0 and variance 1 over elements that count `weight` [K] times.
+def whiten(values: Tensor, offsets: Tensor, weight: Tensor | None = None, shift_mean: bool = True) -> Tensor:
+    """[K] float64: `values` [K] at mean 0 and variance 1 over elements that count `weight` [K] times each.
 
-    Sums run per segment (`offsets` [R + 1], e.g. rows) and then over the segments, so they do not depend on
-    threads. Elements of weight 0 are transformed like the others. With fewer than two elements the values
-    come back unchanged (ROLL; verl raises); equal values give exactly 0. shift_mean False adds the mean back.
+    weight None: once each. Sums run per segment (`offsets` [R + 1], e.g. rows) and then over the segments,
+    so they do not depend on threads. Elements of weight 0 are transformed like the others. With fewer than
+    two elements the values come back unchanged (as in ROLL; verl raises); equal values give exactly 0.
+    shift_mean False adds the mean back.
     """
     values = values.to(torch.float64)
-    counts = weight > 0
-    total = _sum(weight.to(torch.float64), offsets)
-    least = segment_min(torch.where(counts, values, torch.inf), offsets).amin() if len(values) else total
-    least = torch.where(total > 0, least, 0.0)
-    above = values - least
-    mean_above = _sum(torch.where(counts, above * weight, 0.0), offsets) / total.clamp(min=1)
-    centred = above - mean_above
-    squares = _sum(torch.where(counts, centred.square() * weight, 0.0), offsets)
+    if not len(values):
+        return values
+    if weight is None:
+        total = values.new_tensor(float(len(values)))
+        above = values - values.amin()
+        mean_above = _sum(above, offsets) / total
+        centred = above - mean_above
+        squares = _sum(centred.square(), offsets)
+    else:
+        counts = weight > 0
+        total = _sum(weight.to(torch.float64), offsets)
+        above = values - torch.where(total > 0, torch.where(counts, values, torch.inf).amin(), 0.0)
+        mean_above = _sum(torch.where(counts, above * weight, 0.0), offsets) / total.clamp(min=1)
+        centred = above - mean_above
+        squares = _sum(torch.where(counts, centred.square() * weight, 0.0), offsets)
     scaled = centred * torch.rsqrt(squares / (total - 1).clamp(min=1) + EPSILON)
     if not shift_mean:
-        scaled = scaled + (least + mean_above)
+        scaled = scaled + (values - centred)  # the mean
     return torch.where(total > 1, scaled, values)
 
 

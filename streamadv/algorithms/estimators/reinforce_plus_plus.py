@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
 from ..scan import blocks, next_in_row, reverse_scan
@@ -29,12 +27,12 @@ def reinforce_plus_plus(
     if not reset_at_observations:
         returns = reinforce(batch, gamma=gamma).advantages
     else:
-        passed_on = gamma * next_in_row(mask.to(torch.float64), batch.cu_seqlens)
+        passed_on = gamma * next_in_row(mask.double(), batch.cu_seqlens)
         cut = blocks(batch.cu_seqlens, batch.num_tokens)
         returns = reverse_scan(batch.column("token_level_rewards"), passed_on, cut)
     tokens = trainable(batch)
     chosen = tokens.pick(returns) if reset_at_observations else returns
-    return Estimate("token", whiten(chosen, torch.ones_like(chosen), tokens.offsets), returns)
+    return Estimate("token", whiten(chosen, tokens.offsets), returns)
 
 
 @estimator("reinforce_plus_plus_baseline", scope="batch")
@@ -43,4 +41,4 @@ def reinforce_plus_plus_baseline(batch: PackedBatch, *, singleton: Singleton = "
     stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
     centred = settle_singletons(batch, stats.size, stats.centred, batch.rewards, singleton)
     rows = centred[batch.row_trajectory]
-    return Estimate("row", whiten(rows, batch.row_trainable, whole(rows)))
+    return Estimate("row", whiten(rows, whole(rows), batch.row_trainable))
