@@ -1,0 +1,115 @@
+"""The advantage stage: pure, repeatable, and only the first result counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from streamadv import advantage
+from streamadv.advantage import choose_device
+from streamadv.connection import Connection
+from streamadv.errors import NoBatchError, SettingError
+from streamadv.run import Run
+from streamadv.streams import ADVANTAGE
+from streamadv.trainer_queue import TrainerQueue
+
+from ..support import CPU, consumer_of, group_all, join, ledger, problems, producing, push_groups
+
+TOKENS: Any = {"estimator": "reinforce", "gamma": 0.9, "whiten_advantages": True}
+
+
+@pytest.fixture(params=["grpo", TOKENS], ids=["rows", "tokens"])
+def named(request: pytest.FixtureRequest, fake: Connection) -> Run:
+    """A run whose first batch waits for a worker."""
+    with producing(fake, "r") as producer:
+        push_groups(producer, 4)
+    run = join(fake, "r")
+    group_all(run)
+    with pytest.raises(NoBatchError):
+        TrainerQueue(fake, "r", batch_groups=4, prefetch=0, chain=request.param).next_batch(timeout=0)
+    return run
+
+
+def outputs(run: Run) -> list[bytes]:
+    return [key for key in run.connection.scripts.keys("*") if b":output:" in key]
+
+
+def test_the_same_work_gives_the_same_bits(named: Run) -> None:
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    one, two = (advantage.compute(advantage.prepare(named, entry), CPU) for _ in range(2))
+    assert one == two
+    assert one.results["rewards"]
+
+
+def test_a_second_result_is_thrown_away(named: Run) -> None:
+    """A worker thought dead comes back: its output leaves no key and no byte behind."""
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    result = advantage.compute(advantage.prepare(named, entry), CPU)
+    assert advantage.publish(named, result)
+    kept = outputs(named)
+    assert not advantage.publish(named, result)
+    assert outputs(named) == kept
+    assert named.connection.scripts.xlen(named.keys.home.ready) == 1
+    assert problems(named) == []
+
+
+def test_a_result_after_the_commit_is_thrown_away(named: Run) -> None:
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    result = advantage.compute(advantage.prepare(named, entry), CPU)
+    keys = named.keys.home
+    named.connection.scripts.hdel(keys.applied, result.work.batch)
+    assert not advantage.publish(named, result)
+    assert outputs(named) == []
+    assert named.connection.scripts.xlen(keys.ready) == 0
+
+
+def test_work_whose_groups_are_gone_is_finished(named: Run) -> None:
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    named.connection.scripts.delete(named.keys.home.groups)
+    assert advantage.prepare_or_discard(named, entry) is None
+    assert named.connection.scripts.xlen(named.keys.home.work) == 0
+
+
+def test_only_the_columns_of_the_chain_are_fetched(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    prepared = advantage.prepare(named, entry)
+    chain = advantage.worker_chain(prepared.work)
+    fetched = {name for members in prepared.columns.values() for columns in members for name in columns}
+    assert fetched == set(chain.needs)
+    assert fetched <= {"response_mask"}
+
+
+def test_devices() -> None:
+    assert choose_device("cpu").type == "cpu"
+    if torch.cuda.is_available():
+        assert choose_device("auto").type == "cuda"
+    else:
+        assert choose_device("auto").type == "cpu"
+        with pytest.raises(SettingError, match="this machine has none"):
+            choose_device("cuda")
+
+
+def test_a_broken_payload_costs_its_group_only(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        push_groups(producer, 3)
+    run = join(fake, "r")
+    group_all(run)
+    queue = TrainerQueue(fake, "r", batch_groups=3, prefetch=0, chain=TOKENS)
+    with pytest.raises(NoBatchError):
+        queue.next_batch(timeout=0)
+    (entry,) = consumer_of(run, ADVANTAGE).read(1)
+    victim = next(
+        member.key
+        for group in advantage.prepare(run, entry).groups
+        for member in group.members
+        if group.group_id == "g0001"
+    )
+    fake.scripts.hset(victim, "response_mask", b"\x07")
+    assert advantage.publish(run, advantage.compute_safely(run, advantage.prepare(run, entry), CPU))
+    batch = queue.next_batch(timeout=0)
+    assert batch is not None
+    assert {reference.group_id for reference in batch.references} == {"g0000", "g0002"}
+    assert ledger(run)["dead"] == {"undecodable": 2}
+    assert problems(run) == []
