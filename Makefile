@@ -3,16 +3,20 @@ PYTHON ?= python3
 VENV := .venv
 ARGS :=
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo bench test lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
+	@echo "make bench   speed beside ROLL's and verl's ways (ARGS=\"--json FILE\" passes flags)"
 	@echo "make test    all tests (ARGS=\"tests/unit -k chain\" passes arguments to pytest)"
 	@echo "make lint    ruff and mypy; make format repairs what ruff can"
 	@echo "make clean   removes .venv and all caches"
 
 demo: $(VENV)/test.installed
 	$(VENV)/bin/streamadv demo $(ARGS)
+
+bench: $(VENV)/test.installed
+	$(VENV)/bin/streamadv bench algorithms $(ARGS)
 
 test: $(VENV)/test.installed
 	$(VENV)/bin/python -m pytest $(ARGS)

@@ -8,7 +8,7 @@ over observations, or starts anew after them, so it gives the same numbers on ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import torch
@@ -51,6 +51,10 @@ class Case:
     one_turn: frozenset[Peer] = frozenset()
     level: Literal["token", "step"] = "token"
 
+    def alone(self) -> Case:
+        """The case without the peers."""
+        return replace(self, padded=None, verl=None, roll=None)
+
     def peers(self) -> list[tuple[Peer, Way]]:
         """The other ways to the same result."""
         ways: list[tuple[Peer, Way | None]] = [
@@ -63,10 +67,11 @@ class Case:
 
 def cases() -> list[Case]:
     """All cases, token-level ones first."""
-    return [*_token_cases(), *_outcome_cases(), *_step_cases()]
+    return [*token_cases(), *_outcome_cases(), *_step_cases()]
 
 
-def _token_cases() -> list[Case]:
+def token_cases() -> list[Case]:
+    """Those that go through columns of tokens."""
     mask, rewards, value = "response_mask", "token_level_rewards", "values"
     policy = ("old_log_probs", "ref_log_probs")
     return [
@@ -83,31 +88,27 @@ def _token_cases() -> list[Case]:
             "gae, whitened",
             (mask, rewards, value),
             _gae_whitened,
-            padded=lambda w: padded.compute_gae_advantage_return(
-                *_padded(w, rewards, value, mask), gamma=GAMMA, lam=LAM
-            ),
+            padded=_padded_gae,
             verl=_verl_gae_whitened,
         ),
         Case(
             "reinforce",
             (mask, rewards),
             _reinforce,
-            roll=lambda w: (peers.roll_reinforce(w.padded[rewards], GAMMA),),
+            roll=lambda w: (peers.roll_reinforce(w.padded[rewards], gamma=GAMMA),),
             one_turn=frozenset({"roll"}),
         ),
         Case(
             "reinforce, all tokens",
             (rewards,),
             _reinforce_all_tokens,
-            roll=lambda w: (peers.roll_reinforce(w.padded[rewards], GAMMA),),
+            roll=lambda w: (peers.roll_reinforce(w.padded[rewards], gamma=GAMMA),),
         ),
         Case(
             "reinforce++",
             (mask, rewards),
             _reinforce_plus_plus,
-            padded=lambda w: padded.compute_reinforce_plus_plus_outcome_advantage(
-                *_padded(w, rewards, mask), gamma=GAMMA
-            ),
+            padded=_padded_reinforce_plus_plus,
             verl=lambda w: peers.verl_reinforce_plus_plus(*_padded(w, rewards, mask), gamma=GAMMA),
             one_turn=frozenset({"verl"}),
         ),
@@ -130,12 +131,8 @@ def _token_cases() -> list[Case]:
             "chain: kl, gae, whitened",
             (mask, value, *policy),
             _token_chain,
-            verl=lambda w: peers.verl_chain(
-                *_padded(w, rewards, value, mask, *policy), kl_coef=KL_COEF, gamma=GAMMA, lam=LAM
-            ),
-            roll=lambda w: peers.roll_chain(
-                *_padded(w, rewards, value, mask, *policy), kl_coef=KL_COEF, gamma=GAMMA, lam=LAM
-            ),
+            verl=_peer_chain(peers.verl_chain),
+            roll=_peer_chain(peers.roll_chain),
             one_turn=frozenset({"roll"}),
         ),
     ]
@@ -218,14 +215,24 @@ def _gae_whitened(workload: Workload) -> Results:
     tokens = trainable(batch)
     found = gae_scan(batch.column("token_level_rewards"), batch.column("values"), tokens.blocks, GAMMA, LAM)
     assert found.returns is not None
-    advantages = whiten(found.advantages, torch.ones_like(found.advantages), tokens.offsets)
+    advantages = whiten(found.advantages, offsets=tokens.offsets, weight=torch.ones_like(found.advantages))
     return tokens.spread(advantages.float()), tokens.spread(found.returns.float())
 
 
 def _verl_gae_whitened(workload: Workload) -> Results:
     rewards, values, mask = _padded(workload, "token_level_rewards", "values", "response_mask")
-    advantages, returns = peers.verl_gae(rewards, values, mask, GAMMA, LAM)
+    advantages, returns = peers.verl_gae(rewards, values, mask, gamma=GAMMA, lam=LAM)
     return peers.masked_whiten(advantages, mask), returns
+
+
+def _padded_gae(workload: Workload) -> Results:
+    rewards, values, mask = _padded(workload, "token_level_rewards", "values", "response_mask")
+    return padded.compute_gae_advantage_return(rewards, values, mask, GAMMA, LAM)
+
+
+def _padded_reinforce_plus_plus(workload: Workload) -> Results:
+    rewards, mask = _padded(workload, "token_level_rewards", "response_mask")
+    return padded.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, GAMMA)
 
 
 def _roll_gae(workload: Workload) -> Results:
@@ -260,7 +267,7 @@ def _vtrace(workload: Workload) -> Results:
 def _whiten(workload: Workload) -> Results:
     tokens = trainable(workload.batch)
     values = tokens.pick(workload.batch.column("values"))
-    return (tokens.spread(whiten(values, torch.ones_like(values), tokens.offsets).float()),)
+    return (tokens.spread(whiten(values, offsets=tokens.offsets, weight=torch.ones_like(values)).float()),)
 
 
 TOKEN_CHAIN: Final = {
@@ -278,6 +285,11 @@ def _token_chain(workload: Workload) -> Results:
     assert found.advantages is not None
     assert found.returns is not None
     return found.advantages, found.returns
+
+
+def _peer_chain(chain: Callable[..., Results]) -> Way:
+    names = ("token_level_rewards", "values", "response_mask", "old_log_probs", "ref_log_probs")
+    return lambda workload: chain(*_padded(workload, *names), kl_coef=KL_COEF, gamma=GAMMA, lam=LAM)
 
 
 def _outcome(estimator: str, **options: float) -> Way:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import StreamadvError
-from .cases import Case, Peer, Results, Way, cases
-from .workload import Workload, make_workload
+from .cases import Case, Peer, Results, Way, cases, token_cases
+from .workload import GROUP_SIZE, Workload, make_workload
 
 #: What is quicker is run several times in a row, so that a reading lasts this long.
 SHORTEST_MS: Final = 5.0
@@ -43,10 +45,16 @@ class Measurement:
     padded_milliseconds: float | None
     verl_milliseconds: float | None
     roll_milliseconds: float | None
+    synchronisations: int | None = None  # times the host waited for the device; None on a CPU
 
     @property
     def ratio_to_copy(self) -> float:
         return self.milliseconds / self.copy_milliseconds
+
+    @property
+    def bandwidth_share(self) -> float:
+        """Of a copy, which reads and writes what is touched here once."""
+        return self.copy_milliseconds / (2 * self.milliseconds)
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
@@ -56,6 +64,8 @@ class Measurement:
             "bytes": self.bytes,
             "copy_milliseconds": self.copy_milliseconds,
             "ratio_to_copy": self.ratio_to_copy,
+            "bandwidth_share": self.bandwidth_share,
+            "synchronisations": self.synchronisations,
             "padded_milliseconds": self.padded_milliseconds,
             "verl_milliseconds": self.verl_milliseconds,
             "ratio_to_verl": self._speedup(self.verl_milliseconds),
@@ -73,6 +83,15 @@ def measure_all(sequences: int, tokens: int, repeat: int, device: str) -> Iterat
     workload = make_workload(sequences, tokens, device=device)
     for case in cases():
         yield measure(case, workload, repeat)
+
+
+def measure_large(num_tokens: int, tokens: int, repeat: int, device: str) -> Iterator[Measurement]:
+    """The token-level cases on about `num_tokens` tokens in ragged rows of up to `tokens`, without the peers."""
+    mean_length = (tokens // 8 + tokens) // 2
+    sequences = math.ceil(num_tokens / mean_length / GROUP_SIZE) * GROUP_SIZE
+    workload = make_workload(sequences, tokens, device=device, padded=False)
+    for case in token_cases():
+        yield measure(case.alone(), workload, repeat)
 
 
 def check_all(sequences: int, tokens: int, device: str = "cpu") -> None:
@@ -120,7 +139,8 @@ def measure(case: Case, workload: Workload, repeat: int) -> Measurement:
         return copies
 
     ways: dict[str, Way] = {"own": case.run, "copy": copy, **dict(case.peers())}
-    clock = _device_clock if workload.batch.device.type == "cuda" else _host_clock
+    on_device = workload.batch.device.type == "cuda"
+    clock = _device_clock if on_device else _host_clock
     in_a_row = {
         name: max(1, min(MOST_IN_A_ROW, int(SHORTEST_MS / max(clock(way, workload, 1), 1e-3))))
         for name, way in ways.items()
@@ -137,6 +157,7 @@ def measure(case: Case, workload: Workload, repeat: int) -> Measurement:
         padded_milliseconds=median.get("padded"),
         verl_milliseconds=median.get("verl"),
         roll_milliseconds=median.get("roll"),
+        synchronisations=_synchronisations(case.run, workload) if on_device else None,
     )
 
 
@@ -156,6 +177,17 @@ def _device_clock(way: Way, workload: Workload, times: int) -> float:
     end.synchronize()
     elapsed: float = begin.elapsed_time(end)
     return elapsed / times
+
+
+def _synchronisations(way: Way, workload: Workload) -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            way(workload)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
 def describe_machine(device: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     return (values - mean) * torch.rsqrt(variance + 1e-8)
 
 
-def k3(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, bound: float | None) -> Tensor:
+def k3(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, *, bound: float | None) -> Tensor:
     """[B, T]: exp(-d) - 1 + d, held in -10 .. 10; verl holds the exponent in -bound .. bound too."""
     back = ref_log_probs - log_probs
     if bound is not None:
@@ -37,7 +37,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, bound: float | No
     return torch.clamp(torch.exp(back) - back - 1, -10, 10) * mask
 
 
-def verl_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Pair:
+def verl_gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> Pair:
     """A loop over columns; masked tokens carry value and advantage through. Not whitened yet."""
     following, running = values.new_zeros(len(values)), values.new_zeros(len(values))
     reversed_advantages = []
@@ -52,7 +52,7 @@ def verl_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: f
     return advantages, advantages + values
 
 
-def verl_reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Pair:
+def verl_reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float) -> Pair:
     """A loop over columns, begun anew after every masked token, then whitened."""
     returns = torch.zeros_like(rewards)
     running = rewards.new_zeros(len(rewards))
@@ -147,17 +147,18 @@ def verl_chain(
     mask: Tensor,
     old: Tensor,
     ref: Tensor,
+    *,
     kl_coef: float,
     gamma: float,
     lam: float,
 ) -> Pair:
     """KL off the rewards, GAE, whitening."""
-    shaped = rewards - kl_coef * k3(old, ref, mask, 20.0)
-    advantages, returns = verl_gae(shaped, values, mask, gamma, lam)
+    shaped = rewards - kl_coef * k3(old, ref, mask, bound=20.0)
+    advantages, returns = verl_gae(shaped, values, mask, gamma=gamma, lam=lam)
     return masked_whiten(advantages, mask) * mask, returns
 
 
-def roll_reinforce(rewards: Tensor, gamma: float) -> Tensor:
+def roll_reinforce(rewards: Tensor, *, gamma: float) -> Tensor:
     """A loop over columns, masked or not."""
     reversed_returns: list[Tensor] = []
     running: Tensor | float = 0.0
@@ -167,7 +168,7 @@ def roll_reinforce(rewards: Tensor, gamma: float) -> Tensor:
     return torch.stack(reversed_returns[::-1], dim=1)
 
 
-def roll_gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Pair:
+def roll_gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> Pair:
     """A loop over columns, masked or not."""
     reversed_advantages: list[Tensor] = []
     running: Tensor | float = 0.0
@@ -187,7 +188,7 @@ def roll_grpo(scores: Tensor, mask: Tensor, labels: Array) -> Pair:
     width = mask.shape[1]
     last = (torch.arange(width, device=mask.device) * mask).argmax(1, keepdim=True)
     placed.scatter_(1, last, normed[:, None])
-    returns = roll_reinforce(placed * mask, 1.0)
+    returns = roll_reinforce(placed * mask, gamma=1.0)
     return returns * mask, returns
 
 
@@ -235,13 +236,14 @@ def roll_chain(
     mask: Tensor,
     old: Tensor,
     ref: Tensor,
+    *,
     kl_coef: float,
     gamma: float,
     lam: float,
 ) -> Pair:
     """KL off the rewards, GAE over all tokens, whitening."""
-    shaped = (rewards - kl_coef * k3(old, ref, mask, None)) * mask
-    advantages, returns = roll_gae(shaped, values, gamma, lam)
+    shaped = (rewards - kl_coef * k3(old, ref, mask, bound=None)) * mask
+    advantages, returns = roll_gae(shaped, values, gamma=gamma, lam=lam)
     return masked_whiten(advantages, mask) * mask, returns
 
 

@@ -74,12 +74,19 @@ class Workload:
 
 
 def make_workload(
-    sequences: int, tokens: int, *, turns: int = TURNS, seed: int = 0, device: str = "cpu"
+    sequences: int,
+    tokens: int,
+    *,
+    turns: int = TURNS,
+    seed: int = 0,
+    device: str = "cpu",
+    padded: bool = True,
 ) -> Workload:
     """`sequences` rows (a multiple of 8) of tokens / 8 to `tokens` tokens, the longest with all of them.
 
     turns 1: every token is trainable. Otherwise an eighth of each row is prompt, and the last quarter of
-    each turn is observation, also at the end of the row. Raises SettingError for sizes that cannot be cut so.
+    each turn is observation, also at the end of the row. padded False: the packed layout alone. Raises
+    SettingError for sizes that cannot be cut so.
     """
     if sequences < GROUP_SIZE or sequences % GROUP_SIZE:
         raise SettingError(f"--sequences is {sequences}, needs a multiple of {GROUP_SIZE}")
@@ -122,7 +129,7 @@ def make_workload(
     steps, step_order = _step_rows(members, order, labels, turns)
     return Workload(
         batch=pack(members, columns, device),
-        padded=_padded(columns, order, tokens, device),
+        padded=_padded(columns, order, tokens, device) if padded else {},
         rewards=torch.from_numpy(rewards).to(device),
         groups=labels,
         steps=steps,

@@ -12,6 +12,9 @@ from ..errors import SettingError
 if TYPE_CHECKING:
     from ..bench.measure import Measurement
 
+#: A device is kept busy by so many tokens only.
+LARGE_TOKENS: Final = 64 * 2**20
+
 #: Heading and key of each column of the table.
 FIGURES: Final = {
     "ms": "milliseconds",
@@ -52,7 +55,7 @@ def run_algorithms(arguments: argparse.Namespace) -> int:
     """Print the table; exit status 0. Raises DisagreementError if two ways give different numbers."""
     import torch
 
-    from ..bench.measure import describe_machine, measure_all
+    from ..bench.measure import describe_machine, measure_all, measure_large
 
     if arguments.repeat < 1:
         raise SettingError(f"--repeat is {arguments.repeat}, needs 1 at least")
@@ -71,11 +74,18 @@ def run_algorithms(arguments: argparse.Namespace) -> int:
         for found in measure_all(arguments.sequences, arguments.tokens, arguments.repeat, arguments.device):
             print(_line(found), flush=True)
             records.append(found.record())
+        large = []
+        if arguments.device == "cuda":
+            print(f"{LARGE_TOKENS} tokens: ms, share of the copy bandwidth, synchronisations with the host")
+            for found in measure_large(LARGE_TOKENS, 4096, arguments.repeat, arguments.device):
+                share, waits = found.bandwidth_share, found.synchronisations
+                print(f"{found.name:26}{found.milliseconds:9.3g}{share:9.2f}{waits:9}", flush=True)
+                large.append(found.record())
     finally:
         torch.set_num_threads(before)
     if arguments.json is not None:
         sizes = {name: getattr(arguments, name) for name in ("sequences", "tokens", "repeat")}
-        written = {"machine": machine, **sizes, "algorithms": records}
+        written = {"machine": machine, **sizes, "algorithms": records, "large": large}
         arguments.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     return 0
 

@@ -11,8 +11,8 @@ import torch
 
 from streamadv import cli
 from streamadv.bench import cases as bench_cases
-from streamadv.bench.cases import Case, Peer, Way, cases
-from streamadv.bench.measure import DisagreementError, check
+from streamadv.bench.cases import Case, Peer, Way, cases, token_cases
+from streamadv.bench.measure import DisagreementError, check, check_all, measure_large
 from streamadv.bench.workload import Workload, make_workload
 from streamadv.errors import SettingError
 
@@ -87,6 +87,19 @@ def test_the_command_writes_what_it_promises(tmp_path: Path, capsys: pytest.Capt
         assert record["ratio_to_copy"] == record["milliseconds"] / record["copy_milliseconds"]
         measured = {name for name in ("padded", "verl", "roll") if record[f"{name}_milliseconds"] is not None}
         assert measured == {name for name, _ in case.peers()}
+
+
+def test_large_batches_are_measured_without_the_peers() -> None:
+    found = list(measure_large(2000, 64, repeat=1, device="cpu"))
+    assert [one.name for one in found] == [case.name for case in token_cases()]
+    assert all(one.verl_milliseconds is None and one.bytes >= 2000 for one in found)
+    assert all(one.bandwidth_share == pytest.approx(0.5 / one.ratio_to_copy) for one in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_all_ways_agree_on_the_device() -> None:
+    check_all(24, 200, "cuda")
 
 
 @pytest.mark.parametrize(
