@@ -315,16 +315,59 @@ def read_records(run: Run) -> dict[int, BatchRecord]:
     return {int(k): BatchRecord.model_validate_json(text) for k, text in sorted(stored.items())}
 
 
-def apply(run: Run, record: BatchRecord, batch_scope: bool, epoch: int) -> None:
+def apply(run: Run, record: BatchRecord, batch_scope: bool, epoch: int, *, compute: bool = True) -> None:
     """Make a named batch known to the shards: counters and work. Repeating it changes nothing."""
-    units = work_units(record, batch_scope)
+    units = work_units(record, batch_scope) if compute else []
     for shard, keys in enumerate(run.keys.shards):
         mine = record.in_shard(shard)
         if mine:
             work = [unit.model_dump_json() for unit in units if unit.shard == shard]
-            names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.work]
-            args = [epoch, record.id, sum(p.trajectories for p in mine), len(mine), *work]
+            names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.work, keys.groups]
+            args = [epoch, record.id, len(mine), *_entries(mine), *work]
             check_fence(run, run.call("apply_batch", names, args))
+
+
+def missing(run: Run, record: BatchRecord) -> list[Pointer]:
+    """Groups of a batch that the server has lost; dead letters are not."""
+    dead = buried(run, record)
+    living = [pointer for pointer in record.groups if pointer.group_id not in dead]
+    found = find_groups(run, living)
+    return [
+        pointer
+        for pointer, group in zip(living, found, strict=True)
+        if group is None or group.group_id != pointer.group_id
+    ]
+
+
+def take_apart(run: Run, record: BatchRecord, cursors: Mapping[int, str], epoch: int) -> dict[int, str]:
+    """Undo the naming of a batch that misses groups: what is left of it can be named again.
+
+    Returns the cursors to go on with. Repeating it changes nothing.
+    """
+    for shard, keys in enumerate(run.keys.shards):
+        mine = record.in_shard(shard)
+        if mine:
+            names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups]
+            check_fence(run, run.call("unapply_batch", names, [epoch, record.id, *_entries(mine)]))
+            _close(run, shard, record.id, epoch)
+    earlier = dict(cursors)
+    for pointer in record.groups:
+        before = _entry_before(pointer.entry)
+        earlier[pointer.shard] = min(earlier[pointer.shard], before, key=entry_order)
+    home = run.keys.home
+    args: list[Any] = [epoch, *(part for pair in earlier.items() for part in pair)]
+    check_fence(run, run.call("rewind", [home.void, home.lineage], args))
+    _forget(run, record, epoch)
+    return earlier
+
+
+def _entries(pointers: Iterable[Pointer]) -> list[Any]:
+    return [part for pointer in pointers for part in (pointer.entry, pointer.trajectories)]
+
+
+def _entry_before(entry: str) -> str:
+    milliseconds, sequence = entry_order(entry)
+    return f"{milliseconds}-{sequence - 1}" if sequence else f"{milliseconds - 1}-{(1 << 64) - 1}"
 
 
 def bury(run: Run, group: LoggedGroup, reason: str, detail: str, batch_id: str, epoch: int) -> None:
@@ -378,6 +421,10 @@ def commit(run: Run, record: BatchRecord, epoch: int) -> None:
     for shard, pointers in by_shard.items():
         _commit_groups(run, shard, pointers, record.tokens_per_micro_batch, epoch)
         _close(run, shard, record.id, epoch)
+    _forget(run, record, epoch)
+
+
+def _forget(run: Run, record: BatchRecord, epoch: int) -> None:
     home = run.keys.home
     args = [epoch, record.k, record.model_dump_json()]
     check_fence(run, run.call("forget_batch", [home.void, home.lineage, home.batches], args))

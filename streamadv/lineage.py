@@ -26,6 +26,9 @@ from .run import Run
 #: A server may lose commits this recent: they are repeated when their groups come back.
 DURABILITY_WINDOW_S: Final = 10.0
 
+#: A lost group comes back when somebody pushes it again: with `resend_window`, or by hand, much later.
+RETURN_WINDOW_S: Final = 3600.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,6 +62,11 @@ class Start:
     trained: Mapping[str, float | None] = field(default_factory=dict)
     records: Mapping[int, BatchRecord] = field(default_factory=dict)
     kl: Mapping[str, float] | None = None  # coefficients after the last batches
+
+
+def returning_since(now: float) -> float:
+    """When groups count as committed that a server may have lost: they are remembered for RETURN_WINDOW_S."""
+    return now + RETURN_WINDOW_S - DURABILITY_WINDOW_S
 
 
 class Lineage:
@@ -112,8 +120,8 @@ class Lineage:
 
     def remember(self) -> Start:
         """What to go on from when the server comes back without its last moments."""
-        now = self._clock()
-        trained = {group_id: when and now for group_id, when in self.trained.items()}
+        returning = returning_since(self._clock())
+        trained = {group_id: when and returning for group_id, when in self.trained.items()}
         return Start(self.version, self.committed, trained, self.records, self.kl.to_json())
 
     def _settle(self) -> None:
@@ -125,17 +133,22 @@ class Lineage:
         for k, record in start.records.items():
             if committed <= k < self.version and k not in self.records:
                 self._write_record(record)  # its naming was lost, but the weights have it
+        for k, record in self.records.items():
+            if k < committed:  # lost between its naming and what followed from it
+                batches.apply(self.run, record, batch_scope(record), self.epoch, compute=False)
         self._finish_commits()
         if committed < self.committed:
             # An older checkpoint: what later commits removed stays removed, its numbers are given out again.
             self._write_committed(committed)
+        for k, record in list(self.records.items()):
+            if k >= self.version and batches.missing(self.run, record):
+                logger.warning("batch %d is named again: the server has lost groups of it", k)
+                self._cursors = batches.take_apart(self.run, record, self._cursors, self.epoch)
+                del self.records[k]
         self._tell_shards()
 
     def _write_record(self, record: BatchRecord) -> None:
-        for pointer in record.groups:
-            self._cursors[pointer.shard] = max(
-                self._cursors[pointer.shard], pointer.entry, key=batches.entry_order
-            )
+        # The cursors stay: groups in between may have come back as well, trained ones among them.
         if batches.name(self.run, record, self._cursors):
             self.records[record.k] = record
             batches.apply(self.run, record, batch_scope(record), self.epoch)
@@ -170,10 +183,12 @@ class Lineage:
     def _name(self, k: int, ended: bool, max_groups: int | None) -> bool:
         settings = self._settings
         limit = max_groups or settings.batch_groups
+        held = {(p.shard, p.entry) for record in self.records.values() for p in record.groups}
         found = [
             group
             for shard, after in self._cursors.items()
-            for group in batches.read_log(self.run, shard, after, limit * batches.SCAN_FACTOR)
+            for group in batches.read_log(self.run, shard, after, limit * batches.SCAN_FACTOR + len(held))
+            if (group.shard, group.entry) not in held  # behind the cursor only after a loss
         ]
         self.seen.update((group.shard, group.entry) for group in found)
         candidates = sorted(found, key=lambda group: group.position)
@@ -215,7 +230,7 @@ class Lineage:
 
     def find(self, k: int) -> BatchRecord | None:
         """The record of batch k, if it has been named."""
-        if k not in self.records and not self._leads:
+        if not self._leads:  # rank 0 may have named it again
             text = self.run.connection.scripts.hget(self.run.keys.home.batches, str(k))
             if text is not None:
                 self.records[k] = BatchRecord.model_validate_json(text)

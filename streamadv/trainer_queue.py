@@ -28,7 +28,7 @@ from .connection import RETRYABLE, Backoff, Connection, T, patiently
 from .delivery import Chunk, LateColumn, assign, deliver, parse_chunk
 from .errors import NoBatchError, SettingError, UndecodableGroupError
 from .isolation import Death
-from .lineage import Lineage, NamingSettings, Start, batch_scope
+from .lineage import Lineage, NamingSettings, Start, batch_scope, returning_since
 from .manifest import RunSettings
 from .microbatch import Batch
 from .run import Run, open_run
@@ -220,7 +220,7 @@ class TrainerQueue(IterableDataset[Batch]):
             raise SettingError(f"state is of run {state['run']!r}, this queue reads {self._run_name!r}")
         version = int(state["version"])
         self._settings = replace(self._settings, rolled_back_above=version)
-        trained = dict.fromkeys(state["groups"], time.monotonic())
+        trained = dict.fromkeys(state["groups"], returning_since(time.monotonic()))
         self._begin = Start(version, version, trained, kl=state.get("kl"))
         self._lineage = self._current = None
         self._patiently(self._start)
