@@ -343,6 +343,23 @@ def test_users_register_estimators() -> None:
     result = run({"estimator": "test_length", "factor": 2.0}, batch_of([member("a", 0, 0.0)]))
     assert result.advantages is not None
     assert result.advantages.tolist() == [4.0]
+
+    @estimator("test_everywhere", scope="row", level="token", needs=["token_level_rewards"])
+    def everywhere(batch: PackedBatch) -> Estimate:
+        return Estimate("token", batch.column("token_level_rewards") + 1)
+
+    chain = build_chain("test_everywhere")
+    assert chain.needs == ("response_mask",)
+    result = run_chain(chain, batch_of([member("a", 0, 3.0, masks=[[0, 1, 1, 0]])]))
+    assert result.advantages is not None
+    assert result.advantages.tolist() == [0, 1, 4, 0]
+
+    @estimator("test_undeclared", scope="row")
+    def undeclared(batch: PackedBatch) -> Estimate:
+        return Estimate("token", batch.column("values"))
+
+    with pytest.raises(SettingError, match="level='token'"):
+        run({"estimator": "test_undeclared"}, batch_of([member("a", 0, 0.0, values=[1, 2, 3])]))
     with pytest.raises(SettingError, match="wide"):
         estimator("test_wide", scope="wide")  # type: ignore[arg-type]
 
