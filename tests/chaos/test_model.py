@@ -1,0 +1,244 @@
+"""The whole pipeline against a model: any order of steps and crashes, one terminal state for each trajectory.
+
+Hypothesis chooses what happens next on a real server: pushes, scores, deliveries that are finished, dropped in
+mid-flight or finished twice, batches named and trained on, checkpoints saved and committed or lost. The model is
+the trainer's checkpoint: what is in it is trained, once, and the ledger says the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from streamadv import advantage, grouping
+from streamadv.connection import Connection
+from streamadv.errors import EpochFencedError, GroupEndedError, NoBatchError
+from streamadv.microbatch import Batch
+from streamadv.producer import Producer
+from streamadv.server import EmbeddedServer
+from streamadv.streams import ADVANTAGE, GROUPER, Consumer
+from streamadv.trainer_queue import TrainerQueue
+from tests.support import (
+    CPU,
+    compute_all,
+    consumer_of,
+    group_all,
+    identities,
+    join,
+    ledger,
+    make_overdue,
+    problems,
+    trajectory,
+    unscored,
+)
+
+SIZE = 2
+GROUPS = [f"g{number}" for number in range(12)]
+runs = itertools.count()
+
+groups = st.sampled_from(GROUPS)
+indices = st.integers(0, SIZE - 1)
+fates = st.sampled_from(["finished", "finished", "finished", "crashed", "finished twice"])
+
+
+class Lifecycle(RuleBasedStateMachine):
+    """One run. `weights` are the identities trained on since the start of the trainer's lineage."""
+
+    url: str
+
+    @initialize()
+    def start(self) -> None:
+        self.name = f"model-{next(runs)}"
+        self.connection = Connection(self.url)
+        self.producer = Producer(self.connection, self.name).open()
+        self.run = join(self.connection, self.name)
+        self.weights: list[tuple[str, int]] = []
+        self.zombies: list[tuple[TrainerQueue, Batch | None]] = []
+        self.batch: Batch | None = None
+        self.queue = self.new_queue()
+        self.checkpoint: tuple[list[tuple[str, int]], dict[str, Any]] = ([], self.queue.state_dict())
+        self.committed: list[tuple[str, int]] = []
+
+    def new_queue(self) -> TrainerQueue:
+        return TrainerQueue(
+            self.connection, self.name, batch_groups=2, commit="manual", max_staleness=None, prefetch=1
+        )
+
+    # Producers
+
+    @rule(group_id=groups)
+    def begin(self, group_id: str) -> None:
+        with suppress(GroupEndedError):
+            self.producer.begin_group(SIZE, group_id=group_id, timeout=0)
+
+    @rule(group_id=groups, index=indices, scored=st.booleans())
+    def push(self, group_id: str, index: int, scored: bool) -> None:
+        make = trajectory if scored else unscored
+        self.producer.push([make(group_id, index, SIZE)])
+
+    @rule(group_id=groups)
+    def push_whole(self, group_id: str) -> None:
+        self.producer.push([trajectory(group_id, index, SIZE) for index in range(SIZE)])
+
+    @rule(group_id=groups, index=indices, reward=st.sampled_from([0.0, 1.0, None]))
+    def score(self, group_id: str, index: int, reward: float | None) -> None:
+        self.producer.score(group_id, index, reward)
+
+    @rule(group_id=groups)
+    def cancel_one(self, group_id: str) -> None:
+        with suppress(GroupEndedError):
+            group = self.producer.begin_group(SIZE, group_id=group_id, timeout=0)
+            with suppress(Exception):  # no place may be left
+                group.cancel(1)
+
+    @rule()
+    def finish(self) -> None:
+        self.producer.finish()
+
+    # Stages
+
+    def deliver(self, stage: str, fate: str) -> tuple[Consumer, list[Any]]:
+        """A new consumer every time: what the one before held is reclaimed at once."""
+        consumer = consumer_of(self.run, stage, lease_s=0)
+        return consumer, [] if fate == "crashed" and not consumer.read(2) else consumer.read(3)
+
+    @rule(fate=fates)
+    def group(self, fate: str) -> None:
+        _, entries = self.deliver(GROUPER, fate)
+        if entries and fate != "crashed":
+            for _ in range(2 if fate == "finished twice" else 1):
+                grouping.take(self.run, entries)
+
+    @rule(fate=fates)
+    def compute(self, fate: str) -> None:
+        _, entries = self.deliver(ADVANTAGE, fate)
+        for entry in entries if fate != "crashed" else []:
+            prepared = advantage.prepare_or_discard(self.run, entry)
+            if prepared is not None:
+                computed = advantage.compute_safely(self.run, prepared, CPU)
+                for _ in range(2 if fate == "finished twice" else 1):
+                    advantage.publish(self.run, computed)
+
+    @rule(group_id=groups)
+    def expire(self, group_id: str) -> None:
+        make_overdue(self.run, group_id)
+        grouping.housekeeping(self.run)
+
+    # Trainer
+
+    @rule()
+    def train(self) -> None:
+        with suppress(NoBatchError):
+            self.batch = self.queue.next_batch(timeout=0)
+            if self.batch is not None:
+                self.weights += identities(self.batch.references)
+
+    @precondition(lambda self: self.batch is not None)
+    @rule()
+    def say_trained(self) -> None:
+        assert self.batch is not None
+        with suppress(Exception):  # committed before
+            self.queue.trained(self.batch)
+
+    @rule(reaches_the_server=st.booleans())
+    def save(self, reaches_the_server: bool) -> None:
+        """What was delivered last may be in the weights only if the queue was told so."""
+        if self.batch is not None and self.batch.id in {r.id for r in self.queue._start().records.values()}:
+            self.queue.trained(self.batch)
+        self.checkpoint = (list(self.weights), self.queue.state_dict())
+        if reaches_the_server:
+            self.queue.commit(self.checkpoint[1])
+            self.committed = self.checkpoint[0]
+
+    @rule()
+    def crash(self) -> None:
+        self.zombies.append((self.queue, self.batch))
+        self.batch = None
+        self.queue = self.new_queue()
+        self.weights = list(self.checkpoint[0])
+        self.queue.load_state_dict(self.checkpoint[1])
+        self.committed = self.checkpoint[0]
+
+    @precondition(lambda self: self.zombies)
+    @rule()
+    def a_zombie_goes_on(self) -> None:
+        queue, batch = self.zombies[-1]
+        with pytest.raises(EpochFencedError):
+            if batch is not None and batch.version >= queue._start().version:
+                queue.trained(batch)
+            queue.commit({**queue.state_dict(), "version": queue._start().version})
+            queue._start()._tell_shards()
+
+    # What always holds
+
+    @invariant()
+    def the_ledger_adds_up(self) -> None:
+        assert problems(self.run) == []
+        assert ledger(self.run)["trained"] == len(self.committed)
+
+    def drained_batch(self) -> Batch | None:
+        """The next batch after doing all that can be done; what crashed consumers held is reclaimed at once."""
+        for _ in range(3):
+            group_all(self.run, consumer_of(self.run, GROUPER, lease_s=0))
+            with suppress(NoBatchError):
+                return self.queue.next_batch(timeout=0)
+            compute_all(self.run, consumer_of(self.run, ADVANTAGE, lease_s=0))
+        raise AssertionError("no batch comes, and the run does not end")
+
+    def teardown(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        for group_id in GROUPS:
+            make_overdue(self.run, group_id)
+        self.producer.finish()
+        while (batch := self.drained_batch()) is not None:
+            self.weights += identities(batch.references)
+        self.queue.commit(self.queue.state_dict())
+        found = ledger(self.run)
+        assert len(self.weights) == len(set(self.weights)), "trained twice"
+        assert found["trained"] == len(self.weights)
+        assert found["queued"] == found["in_flight"] == 0
+        assert found["pushed"] == found["trained"] + sum(found["dropped"].values())
+        grouping.housekeeping(self.run)
+        assert problems(self.run) == []
+        left = {
+            key.decode().rpartition("}:")[2] for key in self.connection.scripts.scan_iter(f"*{{{self.name}*")
+        }
+        assert not {key for key in left if key.startswith(("payload:", "output:", "group:"))}
+        self.producer.close()
+        self.connection.close()
+
+
+@pytest.fixture(scope="module")
+def model_server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.mark.timeout(300)
+def test_any_order_of_steps_and_crashes(model_server: EmbeddedServer) -> None:
+    Lifecycle.url = model_server.url
+    run_state_machine_as_test(
+        Lifecycle,
+        settings=settings(
+            max_examples=25,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+        ),
+    )
