@@ -17,10 +17,22 @@ from streamadv.grouping import run_grouper
 from streamadv.inventory import delete_run
 from streamadv.microbatch import MicroBatch
 from streamadv.producer import Producer
+from streamadv.run import Run
 from streamadv.server import EmbeddedServer
 from streamadv.trainer_queue import TrainerQueue
 
-from ..support import group_all, join, ledger, next_batch, problems, producing, push_groups, threads
+from ..support import (
+    group_all,
+    join,
+    ledger,
+    make_overdue,
+    next_batch,
+    problems,
+    producing,
+    push_groups,
+    threads,
+    trajectory,
+)
 
 CHAINS: list[Any] = ["grpo", {"estimator": "reinforce", "whiten_advantages": True}]
 
@@ -67,6 +79,35 @@ def test_above_maxmemory_the_pipeline_drains(run: str, chain: Any) -> None:
             joined = join(Connection(server.url), run)
         assert ledger(joined)["trained"] == 12
         assert problems(joined) == []
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=str)
+def test_every_script_may_be_sent_twice(
+    fake: Connection, chain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply was lost and the client has sent the script again: the caller sees the second reply."""
+    original = Run.call
+
+    def twice(self: Run, script: str, keys: Any, args: Any = ()) -> Any:
+        original(self, script, keys, args)
+        return original(self, script, keys, args)
+
+    monkeypatch.setattr(Run, "call", twice)
+    with producing(fake, "r", {"shards": 2, "redundancy": 1}) as producer:
+        run = join(fake, "r")
+        push_groups(producer, 9, 2)
+        producer.push([trajectory("open", 0, 2)])
+        group_all(run)
+        make_overdue(run, "open")
+        producer.finish()
+        queue = TrainerQueue(fake, "r", batch_groups=4, chain=chain)
+        seen: list[str] = []
+        while (batch := next_batch(queue, run)) is not None:
+            assert problems(run) == []
+            seen += [reference.group_id for reference in batch.references]
+        assert len(seen) == 18
+        assert (ledger(run)["trained"], ledger(run)["dropped"]) == (18, {"expired": 1})
+        assert problems(run) == []
 
 
 def test_a_restart_of_the_server_stops_nobody(tmp_path: Path, run: str) -> None:
