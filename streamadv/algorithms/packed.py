@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..columns import Array
 from ..errors import TrajectoryError
-from .segments import segment_sum
+from .segments import segment_sum, spread
 
 Level = Literal["row", "step", "token"]
 
@@ -198,8 +198,10 @@ def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
     values = values.to(torch.float32)
     zero = values.new_zeros(())
     if level == "row":
-        values = values[batch.token_row]
-    elif level == "step":
+        values = spread(values, batch.cu_seqlens, batch.num_tokens)
+        values.view(torch.int32).mul_(mask)  # on the bits: masked NaN becomes 0 too, and nothing -0
+        return values
+    if level == "step":
         step = token_step(batch)
         mask = mask & (step >= 0)
         values = values[step.clamp(min=0)] if len(values) else zero.expand(batch.num_tokens)
