@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from .packed import Level, PackedBatch
 from .presets import preset
 from .registry import SCOPES, Scope, get_estimator
 from .running import RunningMoments
+
+#: Steps that change the advantages the estimator left.
+ADVANTAGE_STEPS: Final = frozenset({"distill", "advantages"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,15 @@ class Chain:
         return any(step.name == "estimator" for step in self.steps)
 
     def cut(self, late: Set[str]) -> tuple[Chain, Chain]:
-        """The steps before the first one that needs a column in `late`, and the steps from it on."""
+        """The steps before the first one that needs a column in `late`, and the steps from it on.
+
+        Steps that change the estimator's advantages stay with it: where one of them is late, so is it. A
+        part that begins behind the estimator has no advantages; those of the part before hold.
+        """
         position = next((i for i, step in enumerate(self.steps) if late & set(step.needs)), len(self.steps))
+        if any(step.name in ADVANTAGE_STEPS for step in self.steps[position:]):
+            names = [step.name for step in self.steps]
+            position = min(position, names.index("estimator") if "estimator" in names else position)
         return replace(self, steps=self.steps[:position]), replace(self, steps=self.steps[position:])
 
     def describe(self) -> list[str]:

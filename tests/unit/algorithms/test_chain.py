@@ -254,6 +254,33 @@ def test_a_cut_chain_gives_what_the_whole_one_gives(seed: int, late: str) -> Non
     assert {**early.metrics, **rest.metrics} == whole.metrics
 
 
+def test_steps_that_change_advantages_stay_with_the_estimator() -> None:
+    def parts(config: dict[str, Any]) -> list[list[str]]:
+        return [[step.name for step in part.steps] for part in build_chain(config).cut({"old_log_probs"})]
+
+    assert parts({"distill": {"log_probs": "old_log_probs"}, "advantage_clip": 1.0}) == [
+        ["rewards"],
+        ["estimator", "distill", "advantages"],
+    ]
+    assert parts({"advantage_clip": 1.0, "correction": {}}) == [
+        ["rewards", "estimator", "advantages"],
+        ["correction"],
+    ]
+    columns = {"rollout_log_probs": [0.0, 0.0, 1.0], "old_log_probs": [0.0, 0.0, 0.0]}
+    batch = batch_of([member("a", i, float(i), **columns) for i in (0, 1)])
+    second = build_chain({"correction": {}}).cut({"old_log_probs"})[1]
+    result = run_chain(second, batch)
+    assert result.advantages is None
+    assert list(result.columns) == ["rollout_is_weights"]
+
+
+def test_a_narrowed_mask_packs_again() -> None:
+    info, columns = member("a", 0, 1.0)
+    narrowed = batch_of([(info, {**columns, "response_mask": np.array([0, 1, 0], np.uint8)})])
+    result = run({"whiten_advantages": True}, narrowed)
+    assert result.weights["critic/advantages/mean"] == 1
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), shift=st.floats(-1e4, 1e4), scale=st.floats(0.1, 100))
 def test_normalised_rewards_ignore_shift_and_scale(seed: int, shift: float, scale: float) -> None:
