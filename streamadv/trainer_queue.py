@@ -106,6 +106,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._run_name, self._run_settings = run, settings
         self._rank, self._world_size = rank, world_size
         self._epoch = epoch
+        self._shared_epoch: int | None = None  # received, and not used yet
         self._commit_mode = commit
         self._device = choose_device(device)
         self._limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches)
@@ -256,8 +257,13 @@ class TrainerQueue(IterableDataset[Batch]):
         if self._lineage is None:
             run = open_run(self._connection, self._run_name, self._run_settings)
             leads = self._rank == 0
-            lineage = Lineage(run, self._settings, self._begin, leads=leads, epoch=self._epoch)
-            _agree_on_epoch(lineage, self._rank, self._epoch)
+            # The other ranks wait until rank 0 has taken over before they read where to go on, and only once.
+            if not leads and self._shared_epoch is None:
+                self._shared_epoch = _share_epoch(self._epoch, self._rank)
+            lineage = Lineage(run, self._settings, self._begin, leads=leads, epoch=self._shared_epoch)
+            if leads:
+                _share_epoch(lineage.epoch, self._rank)
+            self._shared_epoch = None
             self._next = lineage.version
             self._ready_cursors, self._chunks = {}, {}
             self._lineage = lineage
@@ -400,11 +406,12 @@ def _check_suppliers(chain: Chain, late: Mapping[str, LateColumn], pushed: Seque
     return frozenset(name for name in chain.needs if name not in late)
 
 
-def _agree_on_epoch(lineage: Lineage, rank: int, epoch: int | None) -> None:
+def _share_epoch(epoch: int | None, rank: int) -> int:
     """Rank 0's epoch, by torch.distributed or as given. Raises SettingError on a rank that has neither."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        number = torch.tensor([lineage.epoch], dtype=torch.int64)
+        number = torch.tensor([epoch or 0], dtype=torch.int64)
         torch.distributed.broadcast(number, src=0)
-        lineage.epoch = int(number)
-    elif rank != 0 and epoch is None:
+        return int(number)
+    if epoch is None:
         raise SettingError(f"epoch is not given on rank {rank}: pass rank 0's, or use torch.distributed")
+    return epoch
