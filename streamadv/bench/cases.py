@@ -19,6 +19,7 @@ from ..algorithms import build_chain, expand, run_chain
 from ..algorithms.estimators.gae import gae_scan
 from ..algorithms.kl import approx_kl
 from ..algorithms.packed import PackedBatch
+from ..algorithms.padded_layout import PeerQuirks
 from ..algorithms.registry import get_estimator
 from ..algorithms.scan import blocks, reverse_scan
 from ..algorithms.step_returns import discounted_returns
@@ -79,11 +80,18 @@ def token_cases() -> list[Case]:
             "gae",
             (mask, rewards, value),
             _gae,
+            padded=_classic("gae"),
             verl=lambda w: peers.verl_gae(*_padded(w, rewards, value, mask), gamma=GAMMA, lam=LAM),
             roll=_roll_gae,
             one_turn=frozenset({"roll"}),
         ),
-        Case("gae, all tokens", (rewards, value), _gae_all_tokens, roll=_roll_gae),
+        Case(
+            "gae, all tokens",
+            (rewards, value),
+            _gae_all_tokens,
+            padded=_classic("gae", "roll"),
+            roll=_roll_gae,
+        ),
         Case(
             "gae, whitened",
             (mask, rewards, value),
@@ -95,6 +103,7 @@ def token_cases() -> list[Case]:
             "reinforce",
             (mask, rewards),
             _reinforce,
+            padded=_classic("reinforce"),
             roll=lambda w: (peers.roll_reinforce(w.padded[rewards], gamma=GAMMA),),
             one_turn=frozenset({"roll"}),
         ),
@@ -102,6 +111,7 @@ def token_cases() -> list[Case]:
             "reinforce, all tokens",
             (rewards,),
             _reinforce_all_tokens,
+            padded=_classic("reinforce", "roll"),
             roll=lambda w: (peers.roll_reinforce(w.padded[rewards], gamma=GAMMA),),
         ),
         Case(
@@ -215,7 +225,7 @@ def _gae_whitened(workload: Workload) -> Results:
     tokens = trainable(batch)
     found = gae_scan(batch.column("token_level_rewards"), batch.column("values"), tokens.blocks, GAMMA, LAM)
     assert found.returns is not None
-    advantages = whiten(found.advantages, offsets=tokens.offsets, weight=torch.ones_like(found.advantages))
+    advantages = whiten(found.advantages, tokens.offsets)
     return tokens.spread(advantages.float()), tokens.spread(found.returns.float())
 
 
@@ -223,6 +233,16 @@ def _verl_gae_whitened(workload: Workload) -> Results:
     rewards, values, mask = _padded(workload, "token_level_rewards", "values", "response_mask")
     advantages, returns = peers.verl_gae(rewards, values, mask, gamma=GAMMA, lam=LAM)
     return peers.masked_whiten(advantages, mask), returns
+
+
+def _classic(estimator: str, peer_quirks: PeerQuirks | None = None) -> Way:
+    def run(workload: Workload) -> Results:
+        found, _ = padded.compute_advantage(
+            workload.padded, adv_estimator=estimator, gamma=GAMMA, lambd=LAM, peer_quirks=peer_quirks
+        )
+        return found["advantages"], found["returns"]
+
+    return run
 
 
 def _padded_gae(workload: Workload) -> Results:
@@ -267,7 +287,7 @@ def _vtrace(workload: Workload) -> Results:
 def _whiten(workload: Workload) -> Results:
     tokens = trainable(workload.batch)
     values = tokens.pick(workload.batch.column("values"))
-    return (tokens.spread(whiten(values, offsets=tokens.offsets, weight=torch.ones_like(values)).float()),)
+    return (tokens.spread(whiten(values, tokens.offsets).float()),)
 
 
 TOKEN_CHAIN: Final = {
