@@ -88,6 +88,10 @@ class ProducerLogic:
         if reply[0]:
             self.version = int(reply[0])
         self._drop_after = int(reply[1]) if reply[1] else None
+        # A setting that nobody had given may have been given since.
+        self.manifest = parse_manifest(
+            self.run, self.settings, (yield manifest_call(self.run, self.settings))
+        )
         yield from self._resend.check()
 
     def too_late(self, ticket: Ticket) -> bool:

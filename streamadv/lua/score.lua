@@ -2,7 +2,7 @@
 -- KEYS  void, group, open, groups, ended, ended_before, ledger, garbage
 -- ARGV  group id, index, reward ('' = unscorable), score JSON, partial_min_usable, zero_variance, difficulty_low,
 --       difficulty_high, dedupe_groups
--- Returns  'scored', 'duplicate' (it had a reward), 'ended' (the group had ended) or 'unknown' (no such group)
+-- Returns  'scored', 'duplicate' (it had a reward), 'ended' (the group had ended) or 'unknown' (no such group or place)
 -- include ended
 -- include complete
 redis.call('DEL', KEYS[1])
@@ -11,9 +11,9 @@ local keys = {group = KEYS[2], open = KEYS[3], groups = KEYS[4], ended = KEYS[5]
 local policy = {partial_min_usable = ARGV[5], zero_variance = ARGV[6], difficulty_low = ARGV[7],
   difficulty_high = ARGV[8], dedupe_groups = tonumber(ARGV[9])}
 local id, index, reward = ARGV[1], ARGV[2], ARGV[3]
-if redis.call('EXISTS', keys.group) == 0 then
-  return find_ended(keys, id) and 'ended' or 'unknown'
-end
+local places = tonumber(redis.call('HGET', keys.group, 'places') or '')
+if not places then return find_ended(keys, id) and 'ended' or 'unknown' end
+if tonumber(index) < 0 or tonumber(index) >= places then return 'unknown' end
 local text = redis.call('HGET', keys.group, index)
 local usable = text and string.sub(text, 1, 1) == 'u'
 if usable and member_fields(text) ~= '-' then return 'duplicate' end

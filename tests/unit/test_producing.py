@@ -354,6 +354,16 @@ def test_scores_must_be_finite(fake: Connection) -> None:
         assert producer.score("g", 0, None) == "scored"
 
 
+def test_a_setting_given_by_a_later_process_is_heard_of(fake: Connection) -> None:
+    with producing(fake, "r") as early, producing(fake, "r", {"scorers": ("s",), "redundancy": 1}):
+        run = join(fake, "r")
+        early._drive(early._logic.heartbeat())
+        early.push([unscored("g", 0)])
+        assert fake.scripts.xlen(run.keys.home.scoring("s")) == 1
+        assert len(early.begin_group(2, group_id="h")) == 3
+    assert problems(run) == []
+
+
 def test_touch_extends_a_deadline_and_never_shortens_it(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         run = join(fake, "r")
