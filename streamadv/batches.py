@@ -315,9 +315,9 @@ def read_records(run: Run) -> dict[int, BatchRecord]:
     return {int(k): BatchRecord.model_validate_json(text) for k, text in sorted(stored.items())}
 
 
-def apply(run: Run, record: BatchRecord, batch_scope: bool, epoch: int, *, compute: bool = True) -> None:
+def apply(run: Run, record: BatchRecord, batch_scope: bool, epoch: int) -> None:
     """Make a named batch known to the shards: counters and work. Repeating it changes nothing."""
-    units = work_units(record, batch_scope) if compute else []
+    units = work_units(record, batch_scope)
     for shard, keys in enumerate(run.keys.shards):
         mine = record.in_shard(shard)
         if mine:
@@ -419,7 +419,7 @@ def commit(run: Run, record: BatchRecord, epoch: int) -> None:
     for pointer in record.groups:
         by_shard[pointer.shard].append(pointer)
     for shard, pointers in by_shard.items():
-        _commit_groups(run, shard, pointers, record.tokens_per_micro_batch, epoch)
+        _commit_groups(run, shard, record, pointers, epoch)
         _close(run, shard, record.id, epoch)
     _forget(run, record, epoch)
 
@@ -431,15 +431,15 @@ def _forget(run: Run, record: BatchRecord, epoch: int) -> None:
 
 
 def _commit_groups(
-    run: Run, shard: int, pointers: Sequence[Pointer], tokens_per_micro_batch: int | None, epoch: int
+    run: Run, shard: int, record: BatchRecord, pointers: Sequence[Pointer], epoch: int
 ) -> None:
     keys = run.keys.shard(shard)
-    fixed = [keys.void, keys.trainer, keys.groups, keys.ledger]
+    fixed = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.applied]
     payloads: list[str] = []
-    args: list[Any] = [epoch]
+    args: list[Any] = [epoch, record.id]
     for pointer, group in zip(pointers, find_groups(run, pointers), strict=True):
         if group is not None:  # else committed before
-            states = Counter(terminal_states(group.members, tokens_per_micro_batch))
+            states = Counter(terminal_states(group.members, record.tokens_per_micro_batch))
             trained = states.pop("trained", 0)
             args += [pointer.entry, trained, len(states)]
             args += [part for pair in states.items() for part in pair]
@@ -447,7 +447,7 @@ def _commit_groups(
             payloads += [key for key, _ in group.payloads]
         if len(payloads) >= COMMIT_SLICE:
             check_fence(run, run.call("commit", [*fixed, *payloads], args))
-            payloads, args = [], [epoch]
+            payloads, args = [], [epoch, record.id]
     if payloads:
         check_fence(run, run.call("commit", [*fixed, *payloads], args))
 

@@ -133,9 +133,6 @@ class Lineage:
         for k, record in start.records.items():
             if committed <= k < self.version and k not in self.records:
                 self._write_record(record)  # its naming was lost, but the weights have it
-        for k, record in self.records.items():
-            if k < committed:  # lost between its naming and what followed from it
-                batches.apply(self.run, record, batch_scope(record), self.epoch, compute=False)
         self._finish_commits()
         if committed < self.committed:
             # An older checkpoint: what later commits removed stays removed, its numbers are given out again.

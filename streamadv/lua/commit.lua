@@ -1,13 +1,15 @@
 -- Commit groups of one shard: counted as trained, payloads deleted. Idempotent for each group, since only the call
 -- that deletes the log entry counts it.
--- KEYS  void, trainer, groups, ledger, payload of each trajectory ...
--- ARGV  epoch, then for each group: entry id, number trained, number of other terminal states, reason, count, ...,
+-- KEYS  void, trainer, groups, ledger, applied, payload of each trajectory ...
+-- ARGV  epoch, batch id, then for each group: entry id, number trained, number of other terminal states, reason, count, ...,
 --       bytes, number of payloads
 -- Returns  number of groups committed, -1 when fenced
 -- include fence
 redis.call('DEL', KEYS[1])
 if fenced(KEYS[2], ARGV[1]) then return -1 end
-local groups, bytes, at, payload = 0, 0, 2, 5
+local groups, bytes, at, payload = 0, 0, 3, 6
+-- A server that came back without its last moments may know the groups, but not that they were named.
+local place = redis.call('HEXISTS', KEYS[5], ARGV[2]) == 1 and 'in_flight' or 'grouped'
 while at <= #ARGV do
   local entry, trained, others = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
   local tail = at + 3 + 2 * others
@@ -21,7 +23,7 @@ while at <= #ARGV do
       redis.call('HINCRBY', KEYS[4], 'dropped:' .. ARGV[at + 3 + 2 * i], n)
       count = count + n
     end
-    redis.call('HINCRBY', KEYS[4], 'in_flight', -count)
+    redis.call('HINCRBY', KEYS[4], place, -count)
     for i = 0, payloads - 1 do redis.call('UNLINK', KEYS[payload + i]) end
   end
   payload = payload + payloads

@@ -153,10 +153,10 @@ def test_the_ledger_holds_in_the_middle_of_a_commit(named: tuple[Run, BatchRecor
     batches.apply(run, record, False, 1)
     compute_all(run)
     for shard in range(2):
-        batches._commit_groups(run, shard, record.in_shard(shard)[:1], None, 1)
+        batches._commit_groups(run, shard, record, record.in_shard(shard)[:1], 1)
         assert problems(run) == []
     for shard in range(2):
-        batches._commit_groups(run, shard, record.in_shard(shard), None, 1)
+        batches._commit_groups(run, shard, record, record.in_shard(shard), 1)
         assert problems(run) == []
         batches._close(run, shard, record.id, 1)
         assert problems(run) == []
