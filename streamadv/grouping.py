@@ -50,7 +50,6 @@ def run_grouper(
                 consumer.done(entries)
             if clock() >= due:
                 housekeeping(run)
-                consumer.retire_others()
                 due = clock() + HOUSEKEEPING_S
         except RETRYABLE as error:
             metrics.retried(STAGE)

@@ -170,6 +170,7 @@ class Consumer:
             self._reclaim[shard] = None if text == "0-0" else text
             if text == "0-0":
                 self._reclaim_due[shard] = self._clock() + self.lease_ms / 3000 * random.uniform(0.8, 1.2)
+                self.retire_others()
             if fresh := self._take_in_hand(_entries(shard, claimed, reclaimed=True)):
                 metrics.entries(self.stage, "reclaimed", len(fresh))
                 return fresh

@@ -9,10 +9,11 @@ import pytest
 import redis
 from redis.exceptions import ResponseError
 
+from streamadv import streams
 from streamadv.connection import Connection
 from streamadv.producer import Producer
 from streamadv.run import Run
-from streamadv.streams import GROUPER, Consumer, Entry
+from streamadv.streams import ADVANTAGE, GROUPER, Consumer, Entry
 
 from ..support import consumer_of, join, producing, push_groups
 
@@ -118,7 +119,7 @@ def test_a_stream_that_vanishes_is_made_again_without_a_hot_loop(
     original = Run.call
 
     def count(self: Run, script: str, keys: Any, args: Any = ()) -> Any:
-        calls.append(script)
+        calls.extend([script] if script != "retire" else [])
         return original(self, script, keys, args)
 
     monkeypatch.setattr(Run, "call", count)
@@ -160,7 +161,9 @@ def test_every_shard_is_read(fake: Connection) -> None:
     assert all(run.keys.shard_of(e.fields["group_id"].decode()) == e.shard for e in found)
 
 
-def test_consumers_that_are_gone_are_forgotten_but_never_with_work_pending(fake: Connection) -> None:
+def test_consumers_that_are_gone_are_forgotten_but_never_with_work_pending(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with producing(fake, "r") as producer:
         push_groups(producer, 1)
     run = join(fake, "r")
@@ -169,6 +172,20 @@ def test_consumers_that_are_gone_are_forgotten_but_never_with_work_pending(fake:
     assert len(holder.read(10)) == 2
     idle.read(1)
     me.read(1)
-    assert run.call("retire", [keys.void, keys.rollouts], [GROUPER, 0, "me"]) == 1
+    monkeypatch.setattr(streams, "RETIRE_AFTER_MS", 0)
+    me.retire_others()
     left: Any = fake.scripts.xinfo_consumers(keys.rollouts, GROUPER)
     assert {consumer["name"] for consumer in left} == {b"holder", b"me"}
+
+
+@pytest.mark.parametrize("stage", [GROUPER, ADVANTAGE, "judge"])
+def test_every_stage_forgets_consumers_that_are_gone(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    run = join(fake, "r")
+    monkeypatch.setattr(streams, "RETIRE_AFTER_MS", 0)
+    for name in ("gone", "me"):
+        consumer = consumer_of(run, stage, name=name)
+        assert consumer.read(1) == []
+    left: Any = fake.scripts.xinfo_consumers(consumer.streams[0], stage)
+    assert [each["name"] for each in left] == [b"me"]
