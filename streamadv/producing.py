@@ -20,7 +20,7 @@ from redis.exceptions import OutOfMemoryError
 from . import metrics
 from .admission import busy_error, byte_budget, push_codes
 from .connection import RETRYABLE, Backoff
-from .errors import GroupEndedError, SettingError, TrajectoryError
+from .errors import Busy, GroupEndedError, SettingError, TrajectoryError
 from .exchange import Memory, Pause, Steps, Transaction
 from .keys import ShardKeys
 from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
@@ -188,7 +188,11 @@ class ProducerLogic:
         self._check_reserve(places)
         records = [(trajectory, self._encode(trajectory)) for trajectory in trajectories]
         spec = self._admission(size, places, first.data_source, None)
-        return (yield from self._remembered(lambda: self._push_records(spec, records, epoch or 0), records))
+
+        def send() -> Steps[PushResult]:
+            return (yield from self._push_records(spec, records, epoch or 0))
+
+        return (yield from self._remembered(send, records, admitted=epoch is not None))
 
     def end_places(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that rollouts ended without a trajectory: `kind` failed, aborted or cancelled; -1 = lowest free."""
@@ -210,7 +214,7 @@ class ProducerLogic:
                 else:
                     return PushResult(push_codes(reply, ticket.group_id, ticket.group_size))
 
-        return (yield from self._remembered(send))
+        return (yield from self._remembered(send, admitted=True))
 
     def score(
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
@@ -246,11 +250,25 @@ class ProducerLogic:
         return bool(reply)
 
     def _remembered(
-        self, send: Callable[[], Steps[PushResult]], records: Sequence[Record] = ()
+        self,
+        send: Callable[[], Steps[PushResult]],
+        records: Sequence[Record] = (),
+        admitted: bool = False,
     ) -> Steps[PushResult]:
-        """Send, and keep it for a server that comes back without it."""
+        """Send, and keep it for a server that comes back without it.
+
+        A group once admitted that the server has forgotten is admitted again by this: waits instead of Busy.
+        """
         server_id = self._resend.server_id
-        result = yield from send()
+        backoff = Backoff()
+        while True:
+            try:
+                result = yield from send()
+                break
+            except Busy:
+                if not admitted:
+                    raise
+                yield from self._wait_for_room(backoff)
         self._resend.remember(server_id, sum(size for _, (_, size) in records), send)
         return result
 
