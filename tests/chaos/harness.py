@@ -30,7 +30,7 @@ from streamadv.run import Run, open_run
 from streamadv.server import EmbeddedServer
 from streamadv.status import read_status
 
-from .checks import Identity, problems, total
+from .checks import Identity, problems, registered, total
 from .nursery import Nursery
 from .producers import GroupPlan, journal_file, plan_group, read_journal
 from .proxy import FAULTS, Proxy
@@ -43,6 +43,7 @@ SERVERS: Final = ("memory", "always", "everysec")
 PRODUCERS: Final = 2
 DRAIN_S: Final = 60.0
 TICK_S: Final = 0.05
+MAX_PROBLEMS: Final = 5
 #: Scripts a role runs; others (new ones) are tried with every role.
 SCRIPTS: Final = {
     "producer": {"manifest", "register", "heartbeat", "begin", "push", "score", "touch"},
@@ -52,6 +53,7 @@ SCRIPTS: Final = {
     "trainer": {
         *("manifest", "register", "take_epoch", "set_trainer", "name_batch", "apply_batch", "trained"),
         *("commit_lineage", "commit", "close_batch", "forget_batch", "drop_groups", "bury", "end_run"),
+        *("rewind", "unapply_batch"),
     },
 }
 OPERATORS: Final = {"status", "requeue", "empty_dead"}
@@ -255,7 +257,7 @@ class Chaos:
         living = [slot for slot in self.slots if slot.pid and not slot.paused_until]
         weights = {"kill": 4, "pause": 2, "terminate": 1, "connection": 5, "zombie": 1}
         if self.server.can_be_killed:
-            weights["server"] = 1
+            weights["server"] = 2
         fault = self.chance.choices(list(weights), list(weights.values()))[0]
         slot = self.chance.choice(living) if living else None
         if fault == "connection" and self.proxy is not None:
@@ -351,6 +353,8 @@ class Chaos:
                 for slot in self.slots:
                     if slot.role == "trainer" and (ledger["queued"] or ledger["in_flight"]):
                         self.report.problems.append("the trainer saw the end of the run before it was empty")
+                        if len(self.report.problems) > MAX_PROBLEMS:
+                            return False
                         slot.done = False
                         self.start(slot)
             time.sleep(TICK_S)
@@ -374,6 +378,7 @@ class Chaos:
         report.ledger = total(run)
         report.trajectories = len(required)
         report.trained = len(weights)
+        report.lost = len(required - registered(run) - set(weights))
         report.trained_twice = len(weights) - len(set(weights))
         report.drain_s = round(time.monotonic() - self.calm_at, 1)
         if drained:

@@ -7,6 +7,7 @@ twice; whatever it does must be harmless when repeated.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +25,9 @@ from .checks import Identity
 from .setup import Setup
 
 WINDOW: Final = 3  # groups worked on at a time
-OVERLAP: Final = 4  # finished groups done again after a restart
+#: After a restart groups finished so recently are done again: a server that went away meanwhile may have lost them,
+#: and the resend window of a killed producer with them.
+OVERLAP_S: Final = 15.0
 KINDS: Final = {
     "whole": 10,
     "one_by_one": 6,
@@ -73,15 +76,15 @@ def journal_file(folder: Path, number: int) -> Path:
     return folder / f"producer-{number}.journal"
 
 
-def read_journal(file: Path) -> tuple[list[int], set[int]]:
-    """Groups begun, in order, and those done."""
-    begun, done = [], set()
+def read_journal(file: Path) -> tuple[list[int], dict[int, float]]:
+    """Groups begun, in order, and when those done were."""
+    begun, done = [], {}
     for line in file.read_text().splitlines() if file.exists() else ():
-        word, _, number = line.partition(" ")
+        word, number, when = line.split(" ")
         if word == "begin":
             begun.append(int(number))
         elif word == "done":
-            done.add(int(number))
+            done[int(number)] = float(when)
     return begun, done
 
 
@@ -91,8 +94,8 @@ def run_producer(setup: Setup, number: int) -> int:
     scorers = bool(setup.settings.get("scorers"))
     file = journal_file(setup.path, number)
     begun, done = read_journal(file)
-    again = [n for n in dict.fromkeys(begun) if n not in done]
-    again = sorted({*again, *sorted(done)[-OVERLAP:]})
+    recent = max(done.values(), default=0.0) - OVERLAP_S
+    again = [n for n in dict.fromkeys(begun) if done.get(n, recent) >= recent]
     following = max(begun, default=-1) + 1
     with (
         file.open("a", buffering=1) as journal,
@@ -105,7 +108,7 @@ def run_producer(setup: Setup, number: int) -> int:
                     n = again.pop(0)
                 elif not setup.stop_file.exists():
                     n, following = following, following + 1
-                    journal.write(f"begin {n}\n")
+                    journal.write(f"begin {n} {time.time():.3f}\n")
                 else:
                     break
                 working[n] = work_on(producer, plan_group(setup.seed, number, n), scorers)
@@ -113,7 +116,7 @@ def run_producer(setup: Setup, number: int) -> int:
                 break
             for n, steps in list(working.items()):
                 if next(steps, "done") == "done":
-                    journal.write(f"done {n}\n")
+                    journal.write(f"done {n} {time.time():.3f}\n")
                     del working[n]
         producer.finish()
     return 0

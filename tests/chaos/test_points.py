@@ -15,7 +15,7 @@ from .scenario import World
 from .victim import points, script_names
 
 #: Scripts that need a death, or a server without its last moments, or only look.
-ELSEWHERE = {"attempt", "discard", "status"}
+ELSEWHERE = {"attempt", "discard", "rewind", "status", "unapply_batch"}
 
 
 def play(url: str, run: str, dies: Callable[[str, int], bool]) -> World:
