@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,39 +29,57 @@ class Blocks(NamedTuple):
     """Where the elements of each block are: J blocks, row by row, each row backwards in time.
 
     A row that does not fill its last block leaves places at the block's end, after all its tokens, so what
-    is read there reaches no token.
+    is read there reaches no token. On a CPU the rows come last to first: the blocks then are the packed
+    tokens read backwards, with gaps, and no token needs an index.
     """
 
-    source: Tensor  # [J, BLOCK] int64: position in the packed batch; any where there is no token
-    target: Tensor  # [J, BLOCK] int64: position in the result; `size` where there is no token
     rank: Tensor  # [J] int64: 0 for a row's first block (its last tokens)
     max_rank: int
     size: int  # elements of a result
     bounds: list[int]  # where slabs of whole rows start and end, counted in blocks
+    tokens: Tensor | None  # [K] int64: positions the scan runs over; None = all
+    filled: Tensor  # CPU: [J * BLOCK] bool: places that hold a token
+    token_bounds: list[int]  # CPU: `bounds`, counted in tokens
+    source: Tensor  # device: [J * BLOCK] int64: position in the packed batch; any where there is no token
+    target: Tensor  # device: [J * BLOCK] int64: position in the result; `size` where there is no token
 
 
 def blocks(offsets: Tensor, num_tokens: int, tokens: Tensor | None = None) -> Blocks:
     """Cut rows into blocks; row r is positions offsets[r] .. offsets[r+1] ([R + 1] int64, empty rows allowed).
 
     tokens [K] int64, ascending: the scan runs over these positions of the packed batch only, `offsets` count
-    them, and results have K elements; None = all N = `num_tokens`.
+    them, and results have K elements; None = all N = `num_tokens`. The rows cover 0 .. K.
     """
     lengths = offsets[1:] - offsets[:-1]
+    on_cpu = offsets.device.type == "cpu"
+    if on_cpu:
+        lengths = lengths.flip(0)
     per_row = (lengths + BLOCK - 1) // BLOCK
     ends = torch.cumsum(per_row, 0)
     count = int(ends[-1]) if len(ends) else 0
     rank = torch.arange(count, device=offsets.device)
     rank = rank - torch.repeat_interleave(ends - per_row, per_row, output_size=count)
+    size = num_tokens if tokens is None else len(tokens)
+    none = offsets.new_zeros(0)
+    cut = Blocks(rank, int(per_row.max()) if count else 0, size, [0, count], tokens, none, [], none, none)
+    if on_cpu:
+        last = _slab_ends(ends)
+        spans = torch.stack([lengths, per_row * BLOCK - lengths], 1).view(-1)
+        filled = np.repeat(np.arange(len(spans)) % 2 == 0, spans.numpy())
+        return cut._replace(
+            bounds=[0, *ends[last].tolist()],
+            token_bounds=[0, *torch.cumsum(lengths, 0)[last].tolist()],
+            filled=torch.from_numpy(filled),
+        )
     last = torch.repeat_interleave(offsets[1:] - 1, per_row, output_size=count)
     index = (last - rank * BLOCK)[:, None] - torch.arange(BLOCK, device=offsets.device)
-    size = num_tokens if tokens is None else len(tokens)
     tail = ends[per_row > 0] - 1  # the blocks that may reach past their row
     reached = index[tail]
     index[tail] = reached.clamp(min=0)
-    source = index.clone() if tokens is None else tokens.index_select(0, index.view(-1)).view(index.shape)
+    source = index.clone().view(-1) if tokens is None else tokens.index_select(0, index.view(-1))
     start = offsets[:-1][per_row > 0]
     index[tail] = torch.where(reached >= start[:, None], reached, size)
-    return Blocks(source, index, rank, int(per_row.max()) if count else 0, size, _bounds(ends, count))
+    return cut._replace(source=source, target=index.view(-1))
 
 
 def reverse_scan(values: Tensor, coefficients: Tensor | float, cut: Blocks) -> Tensor:
@@ -81,16 +100,33 @@ def over_blocks(
     columns [N] are given in block layout, [J, BLOCK] float64, and the results are expected in it. The
     function may change its arguments.
     """
+    if cut.rank.device.type == "cpu":
+        return _over_slabs(function, columns, cut, results)
     packed = [torch.empty(cut.size + 1, dtype=torch.float64, device=cut.rank.device) for _ in range(results)]
-    for first, end in itertools.pairwise(cut.bounds):
-        part = cut._replace(
-            source=cut.source[first:end], target=cut.target[first:end], rank=cut.rank[first:end]
-        )
-        source, target, shape = part.source.view(-1), part.target.view(-1), part.source.shape
-        arranged = [column.index_select(0, source).view(shape).to(torch.float64) for column in columns]
-        for result, found in zip(packed, function(part, *arranged), strict=True):
-            result.scatter_(0, target, found.reshape(-1))
+    arranged = [column.index_select(0, cut.source).view(-1, BLOCK).to(torch.float64) for column in columns]
+    for result, found in zip(packed, function(cut, *arranged), strict=True):
+        result.scatter_(0, cut.target, found.reshape(-1))
     return [result[:-1] for result in packed]
+
+
+def _over_slabs(
+    function: Callable[..., Sequence[Tensor]], columns: Sequence[Tensor], cut: Blocks, results: int
+) -> list[Tensor]:
+    packed = [np.empty(cut.size, np.float64) for _ in range(results)]
+    slabs = zip(itertools.pairwise(cut.bounds), itertools.pairwise(cut.token_bounds), strict=True)
+    for (first, end), (after, before) in slabs:
+        here = slice(cut.size - before, cut.size - after)
+        filled = cut.filled[first * BLOCK : end * BLOCK].numpy()
+        arranged = []
+        for column in columns:
+            chosen = column[here] if cut.tokens is None else column.index_select(0, cut.tokens[here])
+            laid_out = np.zeros(len(filled))
+            laid_out[filled] = chosen.numpy()[::-1]
+            arranged.append(torch.from_numpy(laid_out).view(-1, BLOCK))
+        found = function(cut._replace(rank=cut.rank[first:end]), *arranged)
+        for result, values in zip(packed, found, strict=True):
+            result[here] = values.reshape(-1).numpy()[filled][::-1]
+    return [torch.from_numpy(result) for result in packed]
 
 
 def add_upcoming(target: Tensor, arranged: Tensor, factor: float, cut: Blocks) -> Tensor:
@@ -111,7 +147,10 @@ def upcoming(arranged: Tensor, cut: Blocks) -> Tensor:
 
 
 def scan(arranged: Tensor, coefficients: Tensor | float, cut: Blocks) -> Tensor:
-    """[J, BLOCK] float64: the recurrence in block layout; `coefficients` likewise, or one number."""
+    """[J, BLOCK] float64: the recurrence in block layout; `coefficients` likewise, or one number.
+
+    May overwrite `arranged`.
+    """
     if isinstance(coefficients, Tensor):
         return _scan_varying(arranged, coefficients, cut)
     if coefficients == 0:
@@ -121,7 +160,7 @@ def scan(arranged: Tensor, coefficients: Tensor | float, cut: Blocks) -> Tensor:
     exponent = torch.arange(BLOCK, device=arranged.device, dtype=torch.float64)
     powers = coefficients**exponent
     # x_k = c^k * (sum of a_j / c^j up to k): every term keeps its sign, nothing cancels.
-    sums = arranged.cumsum(1) if coefficients == 1 else (arranged * powers.reciprocal()).cumsum_(1)
+    sums = (arranged if coefficients == 1 else arranged.mul_(powers.reciprocal())).cumsum_(1)
     ends = sums[:, -1] * powers[-1]
     carry = _carry(ends, torch.full_like(ends, coefficients**BLOCK), cut)
     sums += (coefficients * carry)[:, None]
@@ -136,14 +175,12 @@ def next_in_row(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     return ahead.masked_fill(is_last[1:], 0)
 
 
-def _bounds(ends: Tensor, count: int) -> list[int]:
-    """0, then the ends of slabs: as many whole rows as start within SLAB blocks. One slab on a device."""
-    if ends.device.type != "cpu":
-        return [0, count]
+def _slab_ends(ends: Tensor) -> Tensor:
+    """[R] bool: the rows that are the last of a slab, which is as many whole rows as start within SLAB blocks."""
     slab = (ends - 1) // SLAB
     last = torch.ones_like(slab, dtype=torch.bool)
     last[:-1] = slab[1:] != slab[:-1]  # rows without blocks repeat an end
-    return [0, *ends[last & (ends > 0)].tolist()]
+    return last & (ends > 0)
 
 
 def _scan_varying(arranged: Tensor, coefficients: Tensor, cut: Blocks) -> Tensor:
