@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..columns import Array
 from ..errors import TrajectoryError
-from .segments import segment_sum, spread
+from .segments import segment_sum
 
 Level = Literal["row", "step", "token"]
 
@@ -194,18 +194,16 @@ def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
     level "row": [R], on the row's trainable tokens; "step": [S], on those of the span (the later step where
     spans overlap); "token": [N], times the mask. Needs the column response_mask.
     """
-    mask = batch.column("response_mask").bool()
+    mask = batch.column("response_mask")
     values = values.to(torch.float32)
-    zero = values.new_zeros(())
     if level == "row":
-        values = spread(values, batch.cu_seqlens, batch.num_tokens)
-        values.view(torch.int32).mul_(mask)  # on the bits: masked NaN becomes 0 too, and nothing -0
-        return values
-    if level == "step":
-        step = token_step(batch)
-        mask = mask & (step >= 0)
-        values = values[step.clamp(min=0)] if len(values) else zero.expand(batch.num_tokens)
-    return torch.where(mask, values, zero)
+        spread_out = torch.repeat_interleave(values, batch.row_lengths, output_size=batch.num_tokens)
+        return spread_out.mul_(mask)
+    if level == "token":
+        return torch.where(mask != 0, values, 0.0)
+    step = token_step(batch)
+    known = torch.cat([values, values.new_zeros(1)])
+    return known[step].mul_(mask)  # outside all spans -1: the zero
 
 
 def token_step(batch: PackedBatch) -> Tensor:

@@ -20,26 +20,35 @@ def whiten(values: Tensor, offsets: Tensor, weight: Tensor | None = None, shift_
     two elements the values come back unchanged (as in ROLL; verl raises); equal values give exactly 0.
     shift_mean False adds the mean back.
     """
+    if weight is None:
+        return _whiten_all(values, offsets, shift_mean)
     values = values.to(torch.float64)
+    counts = weight > 0
+    total = _sum(weight.to(torch.float64), offsets)
     if not len(values):
         return values
-    if weight is None:
-        total = values.new_tensor(float(len(values)))
-        above = values - values.amin()
-        mean_above = _sum(above, offsets) / total
-        centred = above - mean_above
-        squares = _sum(centred.square(), offsets)
-    else:
-        counts = weight > 0
-        total = _sum(weight.to(torch.float64), offsets)
-        above = values - torch.where(total > 0, torch.where(counts, values, torch.inf).amin(), 0.0)
-        mean_above = _sum(torch.where(counts, above * weight, 0.0), offsets) / total.clamp(min=1)
-        centred = above - mean_above
-        squares = _sum(torch.where(counts, centred.square() * weight, 0.0), offsets)
+    above = values - torch.where(total > 0, torch.where(counts, values, torch.inf).amin(), 0.0)
+    mean_above = _sum(torch.where(counts, above * weight, 0.0), offsets) / total.clamp(min=1)
+    centred = above - mean_above
+    squares = _sum(torch.where(counts, centred.square() * weight, 0.0), offsets)
     scaled = centred * torch.rsqrt(squares / (total - 1).clamp(min=1) + EPSILON)
     if not shift_mean:
         scaled = scaled + (values - centred)  # the mean
     return torch.where(total > 1, scaled, values)
+
+
+def _whiten_all(values: Tensor, offsets: Tensor, shift_mean: bool) -> Tensor:
+    """Every element counts once: in one buffer, for these are the long ones."""
+    scaled = values.to(torch.float64, copy=True)
+    total = len(scaled)
+    if total < 2:
+        return scaled
+    least = scaled.amin()
+    scaled -= least
+    mean_above = _sum(scaled, offsets) / total
+    scaled -= mean_above
+    scaled *= torch.rsqrt(_sum(scaled.square(), offsets) / (total - 1) + EPSILON)
+    return scaled if shift_mean else scaled.add_(least + mean_above)
 
 
 def _sum(values: Tensor, offsets: Tensor) -> Tensor:
