@@ -178,7 +178,7 @@ class Chaos:
         self.settings: dict[str, Any] = {
             "shards": self.chance.choice((1, 2)),
             "max_trajectory_bytes": 1 << 16,
-            "group_deadline_s": 10.0,
+            "group_deadline_s": 6.0,
         }
         if self.chance.random() < 0.5:
             self.settings["scorers"] = [SCORER]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from streamadv.connection import Connection
+from streamadv.connection import Connection, patiently
 from streamadv.run import Run, open_run
 
 from .setup import Setup
@@ -49,5 +49,4 @@ def main(words: Sequence[str], reached: Hook) -> int:
 
 def _join(setup: Setup) -> Run:
     connection = Connection(setup.url)
-    connection.wait_until_ready()
-    return open_run(connection, setup.run, setup.run_settings)
+    return patiently(lambda: open_run(connection, setup.run, setup.run_settings), setup.run)
