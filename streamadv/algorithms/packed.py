@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..columns import Array
 from ..errors import TrajectoryError
-from .segments import segment_sum
+from .segments import segment_sum, spread
 
 Level = Literal["row", "step", "token"]
 
@@ -197,8 +197,9 @@ def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
     mask = batch.column("response_mask")
     values = values.to(torch.float32)
     if level == "row":
-        spread_out = torch.repeat_interleave(values, batch.row_lengths, output_size=batch.num_tokens)
-        return spread_out.mul_(mask)
+        values = spread(values, batch.cu_seqlens, batch.num_tokens)
+        values.view(torch.int32).mul_(mask)  # on the bits: masked NaN becomes 0 too, and nothing -0
+        return values
     if level == "token":
         return torch.where(mask != 0, values, 0.0)
     step = token_step(batch)
