@@ -1,16 +1,14 @@
 """Batch k: the ordered groups one policy update consumes, recorded once and immutable until commit.
 
-Rank 0 of the trainer queue names a batch by writing its record into the home slot (`choose`, `name`). What
-follows from it in the shards (`apply`) is idempotent by the batch's id and repeated until every shard has it;
-`commit` likewise: first the run's lineage, then shard by shard, last the record itself.
+Rank 0 of the trainer queue names a batch by writing its record into the home slot (`name`). What
+follows from it in the shards (`apply`) is idempotent by the batch's id and repeated until every shard has it.
+Which groups go in is decided in `naming.py`, how they leave again in `commits.py`.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -18,12 +16,11 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from .errors import BatchLostError, EpochFencedError
 from .run import Run
-from .schema import Role, first_problem
+from .schema import first_problem
 from .wire import Reference
 
 #: Trajectories in one unit of work, for chains that need no more than a group.
 CHUNK_TRAJECTORIES: Final = 128
-COMMIT_SLICE: Final = 64
 #: Groups looked at for one batch, as a multiple of batch_groups: bounds what one naming may drop.
 SCAN_FACTOR: Final = 8
 
@@ -207,98 +204,6 @@ def entry_order(entry: str) -> tuple[int, int]:
     return int(milliseconds), int(sequence)
 
 
-# Naming
-
-
-@dataclass(frozen=True, slots=True)
-class NamingRules:
-    """What decides whether a group goes into a batch."""
-
-    drop_after: int | None  # versions
-    needs: frozenset[str] = frozenset()  # columns producers must have pushed
-    trained: frozenset[str] = frozenset()  # group ids already in the checkpoint lineage
-    rolled_back_above: int | None = None  # version restored by load_state_dict
-    epoch: int = 0
-
-    def reason_against(self, group: LoggedGroup, k: int) -> str | None:
-        """Why the group is not trained on at version k, or None."""
-        if group.group_id in self.trained:
-            return "trained"
-        if group.problem is not None:
-            return "dead:undecodable"
-        restored = self.rolled_back_above
-        if (
-            restored is not None
-            and group.epoch < self.epoch
-            and group.version is not None
-            and group.version > restored
-        ):
-            return "rolled_back"
-        age = group_staleness(group, k)
-        if self.drop_after is not None and age is not None and age > self.drop_after:
-            return "stale"
-        if any(not self.needs <= set(member.columns) for member in group.members):
-            return "dead:missing_column"
-        return None
-
-
-def staleness(member: Reference, k: int) -> int | None:
-    """k minus the oldest version over trainable tokens; None without a version, 0 when it is above k."""
-    return None if member.versions is None else max(0, k - member.versions[0])
-
-
-def group_staleness(group: LoggedGroup, k: int) -> int | None:
-    """The staleness of the stalest member that has a version."""
-    values = [value for member in group.members if (value := staleness(member, k)) is not None]
-    return max(values, default=None)
-
-
-def choose(
-    candidates: Iterable[LoggedGroup], k: int, batch_groups: int, rules: NamingRules
-) -> tuple[list[LoggedGroup], list[tuple[LoggedGroup, str]]]:
-    """The first `batch_groups` groups fit for batch k, and those passed over before them with the reason."""
-    chosen: list[LoggedGroup] = []
-    refused: list[tuple[LoggedGroup, str]] = []
-    for group in candidates:
-        if len(chosen) == batch_groups:
-            break
-        reason = rules.reason_against(group, k)
-        if reason is None:
-            chosen.append(group)
-        else:
-            refused.append((group, reason))
-    return chosen, refused
-
-
-def make_record(k: int, epoch: int, chosen: Sequence[LoggedGroup], **decided: Any) -> BatchRecord:
-    """The record of batch k. Groups are sorted by id, so that nothing depends on the order of arrival."""
-    ordered = sorted(chosen, key=lambda group: group.group_id)
-    return BatchRecord(
-        k=k,
-        id=f"{k}-{secrets.token_hex(6)}",
-        epoch=epoch,
-        groups=[Pointer(g.shard, g.entry, g.group_id, len(g.members)) for g in ordered],
-        **decided,
-    )
-
-
-def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> None:
-    """Take groups out of the log under the given reasons. Repeating it changes nothing."""
-    for group, reason in refused:
-        if reason.startswith("dead:"):
-            bury(run, group, reason.removeprefix("dead:"), group.problem or "", "", epoch)
-    refused = [(group, reason) for group, reason in refused if not reason.startswith("dead:")]
-    for shard, keys in enumerate(run.keys.shards):
-        args: list[Any] = [epoch]
-        for group, reason in refused:
-            if group.shard == shard:
-                payloads = [f"{key} {size}" for key, size in group.payloads]
-                args += [group.entry, reason, len(payloads), *payloads]
-        if len(args) > 1:
-            names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.garbage]
-            check_fence(run, run.call("drop_groups", names, args))
-
-
 def name(run: Run, record: BatchRecord, cursors: Mapping[int, str]) -> bool:
     """Write the record; False when batch k has one already. Raises EpochFencedError."""
     home = run.keys.home
@@ -323,146 +228,13 @@ def apply(run: Run, record: BatchRecord, batch_scope: bool, epoch: int) -> None:
         if mine:
             work = [unit.model_dump_json() for unit in units if unit.shard == shard]
             names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.work, keys.groups]
-            args = [epoch, record.id, len(mine), *_entries(mine), *work]
+            args = [epoch, record.id, len(mine), *entries_of(mine), *work]
             check_fence(run, run.call("apply_batch", names, args))
 
 
-def missing(run: Run, record: BatchRecord) -> list[Pointer]:
-    """Groups of a batch that the server has lost; dead letters are not."""
-    dead = buried(run, record)
-    living = [pointer for pointer in record.groups if pointer.group_id not in dead]
-    found = find_groups(run, living)
-    return [
-        pointer
-        for pointer, group in zip(living, found, strict=True)
-        if group is None or group.group_id != pointer.group_id
-    ]
-
-
-def take_apart(run: Run, record: BatchRecord, cursors: Mapping[int, str], epoch: int) -> dict[int, str]:
-    """Undo the naming of a batch that misses groups: what is left of it can be named again.
-
-    Returns the cursors to go on with. Repeating it changes nothing.
-    """
-    for shard, keys in enumerate(run.keys.shards):
-        mine = record.in_shard(shard)
-        if mine:
-            names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups]
-            check_fence(run, run.call("unapply_batch", names, [epoch, record.id, *_entries(mine)]))
-            _close(run, shard, record.id, epoch)
-    earlier = dict(cursors)
-    for pointer in record.groups:
-        before = _entry_before(pointer.entry)
-        earlier[pointer.shard] = min(earlier[pointer.shard], before, key=entry_order)
-    home = run.keys.home
-    args: list[Any] = [epoch, *(part for pair in earlier.items() for part in pair)]
-    check_fence(run, run.call("rewind", [home.void, home.lineage], args))
-    _forget(run, record, epoch)
-    return earlier
-
-
-def _entries(pointers: Iterable[Pointer]) -> list[Any]:
+def entries_of(pointers: Iterable[Pointer]) -> list[Any]:
+    """Entry id and trajectories of each, as the scripts take them."""
     return [part for pointer in pointers for part in (pointer.entry, pointer.trajectories)]
-
-
-def _entry_before(entry: str) -> str:
-    milliseconds, sequence = entry_order(entry)
-    return f"{milliseconds}-{sequence - 1}" if sequence else f"{milliseconds - 1}-{(1 << 64) - 1}"
-
-
-def bury(run: Run, group: LoggedGroup, reason: str, detail: str, batch_id: str, epoch: int) -> None:
-    """Make a dead letter of a group of a batch, or of one in none yet (''). Repeating it changes nothing."""
-    keys = run.keys.shard(group.shard)
-    names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.dead, keys.dead_group(group.group_id)]
-    args = [
-        epoch,
-        group.entry,
-        group.group_id,
-        batch_id,
-        reason,
-        detail,
-        len(group.payloads),
-        group.size_bytes,
-    ]
-    check_fence(run, run.call("bury", [*names, keys.applied], args))
-
-
-def buried(run: Run, record: BatchRecord) -> set[str]:
-    """Ids of the batch's groups that have become dead letters."""
-    found: set[str] = set()
-    for shard in {pointer.shard for pointer in record.groups}:
-        text: Any = run.connection.scripts.hget(run.keys.shard(shard).applied, f"dead:{record.id}")
-        found.update(text.decode().split("\n") if text else ())
-    return found
-
-
-# Commit
-
-
-def terminal_states(members: Iterable[Reference], tokens_per_micro_batch: int | None) -> Iterator[str]:
-    """What commit counts each member as: trained, baseline, or oversize (a row above the token budget)."""
-    for member in members:
-        if member.role is Role.BASELINE:
-            yield "baseline"
-        elif tokens_per_micro_batch is not None and max(member.row_lengths) > tokens_per_micro_batch:
-            yield "oversize"
-        else:
-            yield "trained"
-
-
-def commit(run: Run, record: BatchRecord, epoch: int) -> None:
-    """Count a batch as trained and delete what is stored of it. Repeating it changes nothing.
-
-    The lineage must say already that it is committed (`commit_lineage.lua`).
-    """
-    by_shard: dict[int, list[Pointer]] = defaultdict(list)
-    for pointer in record.groups:
-        by_shard[pointer.shard].append(pointer)
-    for shard, pointers in by_shard.items():
-        _commit_groups(run, shard, record, pointers, epoch)
-        _close(run, shard, record.id, epoch)
-    _forget(run, record, epoch)
-
-
-def _forget(run: Run, record: BatchRecord, epoch: int) -> None:
-    home = run.keys.home
-    args = [epoch, record.k, record.model_dump_json()]
-    check_fence(run, run.call("forget_batch", [home.void, home.lineage, home.batches], args))
-
-
-def _commit_groups(
-    run: Run, shard: int, record: BatchRecord, pointers: Sequence[Pointer], epoch: int
-) -> None:
-    keys = run.keys.shard(shard)
-    fixed = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.applied]
-    payloads: list[str] = []
-    args: list[Any] = [epoch, record.id]
-    for pointer, group in zip(pointers, find_groups(run, pointers), strict=True):
-        if group is not None:  # else committed before
-            states = Counter(terminal_states(group.members, record.tokens_per_micro_batch))
-            trained = states.pop("trained", 0)
-            args += [pointer.entry, trained, len(states)]
-            args += [part for pair in states.items() for part in pair]
-            args += [group.size_bytes, len(group.payloads)]
-            payloads += [key for key, _ in group.payloads]
-        if len(payloads) >= COMMIT_SLICE:
-            check_fence(run, run.call("commit", [*fixed, *payloads], args))
-            payloads, args = [], [epoch, record.id]
-    if payloads:
-        check_fence(run, run.call("commit", [*fixed, *payloads], args))
-
-
-def _close(run: Run, shard: int, batch_id: str, epoch: int) -> None:
-    keys = run.keys.shard(shard)
-    outputs: list[str] = []
-    args: list[Any] = [epoch, batch_id]
-    entries: Any = run.connection.scripts.xrange(keys.ready)
-    for entry, fields in entries:
-        if fields[b"batch"].decode() == batch_id:
-            outputs.append(fields[b"output"].decode() or keys.void)
-            args += [entry, int(fields[b"output_bytes"])]
-    names = [keys.void, keys.trainer, keys.ready, keys.applied, keys.ledger, *outputs]
-    check_fence(run, run.call("close_batch", names, args))
 
 
 def check_fence(run: Run, reply: int) -> int:

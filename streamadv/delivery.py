@@ -16,11 +16,13 @@ from torch import Tensor
 from .algorithms.chain import build_chain, run_chain
 from .algorithms.metrics import merge_metrics
 from .algorithms.packed import Level, PackedBatch, expand, pack
-from .batches import BatchRecord, LoggedGroup, Work, staleness, terminal_states
+from .batches import BatchRecord, LoggedGroup, Work
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
+from .commits import terminal_states
 from .errors import SettingError, WireError
 from .isolation import Death
 from .microbatch import Batch, Delivered, MicroBatch
+from .naming import staleness
 from .payloads import fetch_payloads
 from .plan import RowRef, plan
 from .run import Run

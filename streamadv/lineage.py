@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from . import batches, metrics
+from . import batches, commits, metrics, naming
 from .algorithms.chain import build_chain
 from .algorithms.config import ChainConfig
 from .batch_statistics import KLCoefficients, running_with
-from .batches import BatchRecord, LoggedGroup, NamingRules, check_fence
+from .batches import BatchRecord, LoggedGroup, check_fence
 from .isolation import Death
 from .producing import PRODUCER_TIMEOUT_S
 from .run import Run
@@ -138,9 +138,9 @@ class Lineage:
             # An older checkpoint: what later commits removed stays removed, its numbers are given out again.
             self._write_committed(committed)
         for k, record in list(self.records.items()):
-            if k >= self.version and batches.missing(self.run, record):
+            if k >= self.version and commits.missing(self.run, record):
                 logger.warning("batch %d is named again: the server has lost groups of it", k)
-                self._cursors = batches.take_apart(self.run, record, self._cursors, self.epoch)
+                self._cursors = commits.take_apart(self.run, record, self._cursors, self.epoch)
                 del self.records[k]
         self._tell_shards()
 
@@ -189,22 +189,22 @@ class Lineage:
         ]
         self.seen.update((group.shard, group.entry) for group in found)
         candidates = sorted(found, key=lambda group: group.position)
-        rules = NamingRules(
+        rules = naming.NamingRules(
             drop_after=settings.drop_after,
             needs=settings.needs,
             trained=frozenset(self.trained),
             rolled_back_above=None if settings.keep_rolled_back else settings.rolled_back_above,
             epoch=self.epoch,
         )
-        chosen, refused = batches.choose(candidates, k, limit, rules)
-        batches.drop(self.run, refused, self.epoch)
+        chosen, refused = naming.choose(candidates, k, limit, rules)
+        commits.drop(self.run, refused, self.epoch)
         for group, reason in refused:
             logger.warning("group %s is not trained on: %s", group.group_id, reason)
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.passed_over.append((reason, group))
         if len(chosen) < (1 if ended else min(settings.min_groups, limit)):
             return False
-        record = batches.make_record(
+        record = naming.make_record(
             k,
             self.epoch,
             chosen,
@@ -235,13 +235,13 @@ class Lineage:
 
     def bury(self, record: BatchRecord, deaths: Mapping[str, Death]) -> set[str]:
         """Groups of batch k that cannot be computed leave it as dead letters. Returns the ids of all such."""
-        dead = batches.buried(self.run, record)
+        dead = commits.buried(self.run, record)
         if self._leads:
             doomed = [p for p in record.groups if p.group_id in deaths and p.group_id not in dead]
             for group in batches.find_groups(self.run, doomed):
                 if group is not None:
                     death = deaths[group.group_id]
-                    batches.bury(self.run, group, death.reason, death.detail, record.id, self.epoch)
+                    commits.bury(self.run, group, death.reason, death.detail, record.id, self.epoch)
         self._dead[record.k] = dead | deaths.keys()
         return self._dead[record.k]
 
@@ -313,7 +313,7 @@ class Lineage:
     def _finish_commits(self) -> None:
         for k in [k for k in self.records if k < self.committed]:
             if self._leads:
-                batches.commit(self.run, self.records[k], self.epoch)
+                commits.commit(self.run, self.records[k], self.epoch)
             now = self._clock()
             for pointer in self.records[k].groups:
                 if pointer.group_id in self.trained:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from . import batches
+from . import batches, naming
 from .keys import ShardKeys
 from .producing import PRODUCER_TIMEOUT_S
 from .run import Run
@@ -192,7 +192,7 @@ def staleness_of(run: Run, version: int) -> dict[str, float | None]:
         for shard in range(len(run.keys.salts))
         for group in batches.read_log(run, shard, "0-0", 64)
         for member in group.members
-        if (age := batches.staleness(member, version)) is not None
+        if (age := naming.staleness(member, version)) is not None
     ]
     return {"mean": sum(values) / len(values) if values else None, "max": max(values, default=None)}
 

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv import batches
+from streamadv import batches, commits, naming
 from streamadv.algorithms import build_chain
-from streamadv.batches import CHUNK_TRAJECTORIES, BatchRecord, LoggedGroup, NamingRules, Pointer
+from streamadv.batches import CHUNK_TRAJECTORIES, BatchRecord, LoggedGroup, Pointer
 from streamadv.connection import Connection
 from streamadv.errors import BatchLostError, EpochFencedError
+from streamadv.naming import NamingRules
 from streamadv.run import Run
 from streamadv.wire import Reference
 
@@ -78,7 +79,7 @@ def test_why_a_group_is_not_trained_on(
 
 def test_the_first_fit_groups_are_chosen_and_only_those_before_them_refused() -> None:
     rules = NamingRules(drop_after=None, trained=frozenset({"g0", "g2", "g5"}))
-    chosen, refused = batches.choose([group(number) for number in range(8)], 0, 3, rules)
+    chosen, refused = naming.choose([group(number) for number in range(8)], 0, 3, rules)
     assert [each.group_id for each in chosen] == ["g1", "g3", "g4"]
     assert [(each.group_id, reason) for each, reason in refused] == [("g0", "trained"), ("g2", "trained")]
 
@@ -119,14 +120,14 @@ def named(fake: Connection) -> tuple[Run, BatchRecord]:
     group_all(run)
     run.call("take_epoch", [run.keys.home.void, run.keys.home.lineage], [""])
     logged = [each for shard in range(2) for each in batches.read_log(run, shard, "0-0", 100)]
-    record = batches.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
+    record = naming.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
     assert batches.name(run, record, {})
     return run, record
 
 
 def test_a_batch_is_named_once(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
-    assert not batches.name(run, batches.make_record(0, 1, [], chain=CHAIN), {})
+    assert not batches.name(run, naming.make_record(0, 1, [], chain=CHAIN), {})
     assert batches.read_records(run) == {0: record}
     assert [pointer.group_id for pointer in record.groups] == sorted(p.group_id for p in record.groups)
 
@@ -139,7 +140,7 @@ def test_naming_applying_and_committing_may_be_repeated(named: tuple[Run, BatchR
         assert problems(run) == []
     assert compute_all(run) == 2
     for _ in range(3):
-        batches.commit(run, record, 1)
+        commits.commit(run, record, 1)
         assert (ledger(run)["trained"], ledger(run)["in_flight"]) == (12, 0)
         assert problems(run) == []
     assert batches.read_records(run) == {}
@@ -153,12 +154,12 @@ def test_the_ledger_holds_in_the_middle_of_a_commit(named: tuple[Run, BatchRecor
     batches.apply(run, record, False, 1)
     compute_all(run)
     for shard in range(2):
-        batches._commit_groups(run, shard, record, record.in_shard(shard)[:1], 1)
+        commits._commit_groups(run, shard, record, record.in_shard(shard)[:1], 1)
         assert problems(run) == []
     for shard in range(2):
-        batches._commit_groups(run, shard, record, record.in_shard(shard), 1)
+        commits._commit_groups(run, shard, record, record.in_shard(shard), 1)
         assert problems(run) == []
-        batches._close(run, shard, record.id, 1)
+        commits._close(run, shard, record.id, 1)
         assert problems(run) == []
     assert ledger(run)["trained"] == 12
 
@@ -170,7 +171,7 @@ def test_groups_taken_out_of_the_log_are_counted_once(named: tuple[Run, BatchRec
         g for shard in range(2) for g in batches.read_log(run, shard, "0-0", 100) if g.group_id not in taken
     ]
     for _ in range(2):
-        batches.drop(run, [(left[0], "stale"), (left[1], "trained")], 1)
+        commits.drop(run, [(left[0], "stale"), (left[1], "trained")], 1)
         assert (ledger(run)["dropped"], ledger(run)["trained"]) == ({"stale": 2}, 2)
     assert problems(run) == []
 
@@ -184,10 +185,10 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     before = ledger(run)
     logged = batches.read_log(run, 0, "0-0", 1) or batches.read_log(run, 1, "0-0", 1)
     for attempt in (
-        lambda: batches.name(run, batches.make_record(1, 1, [], chain=CHAIN), {}),
+        lambda: batches.name(run, naming.make_record(1, 1, [], chain=CHAIN), {}),
         lambda: batches.apply(run, record, False, 1),
-        lambda: batches.commit(run, record, 1),
-        lambda: batches.drop(run, [(logged[0], "stale")], 1),
+        lambda: commits.commit(run, record, 1),
+        lambda: commits.drop(run, [(logged[0], "stale")], 1),
     ):
         with pytest.raises(EpochFencedError, match="a newer trainer has taken over"):
             attempt()

@@ -1,0 +1,165 @@
+"""How a group leaves a batch or the log: committed with the checkpoint, dropped at naming, buried, or named again.
+
+Everything here is idempotent: only the call that deletes a log entry counts its group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from .batches import BatchRecord, LoggedGroup, Pointer, check_fence, entries_of, entry_order, find_groups
+from .run import Run
+from .schema import Role
+from .wire import Reference
+
+COMMIT_SLICE: Final = 64  # trajectories deleted in one call
+
+
+def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> None:
+    """Take groups out of the log under the given reasons. Repeating it changes nothing."""
+    for group, reason in refused:
+        if reason.startswith("dead:"):
+            bury(run, group, reason.removeprefix("dead:"), group.problem or "", "", epoch)
+    refused = [(group, reason) for group, reason in refused if not reason.startswith("dead:")]
+    for shard, keys in enumerate(run.keys.shards):
+        args: list[Any] = [epoch]
+        for group, reason in refused:
+            if group.shard == shard:
+                payloads = [f"{key} {size}" for key, size in group.payloads]
+                args += [group.entry, reason, len(payloads), *payloads]
+        if len(args) > 1:
+            names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.garbage]
+            check_fence(run, run.call("drop_groups", names, args))
+
+
+def bury(run: Run, group: LoggedGroup, reason: str, detail: str, batch_id: str, epoch: int) -> None:
+    """Make a dead letter of a group of a batch, or of one in none yet (''). Repeating it changes nothing."""
+    keys = run.keys.shard(group.shard)
+    names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.dead, keys.dead_group(group.group_id)]
+    args = [
+        epoch,
+        group.entry,
+        group.group_id,
+        batch_id,
+        reason,
+        detail,
+        len(group.payloads),
+        group.size_bytes,
+    ]
+    check_fence(run, run.call("bury", [*names, keys.applied], args))
+
+
+def buried(run: Run, record: BatchRecord) -> set[str]:
+    """Ids of the batch's groups that have become dead letters."""
+    found: set[str] = set()
+    for shard in {pointer.shard for pointer in record.groups}:
+        text: Any = run.connection.scripts.hget(run.keys.shard(shard).applied, f"dead:{record.id}")
+        found.update(text.decode().split("\n") if text else ())
+    return found
+
+
+def terminal_states(members: Iterable[Reference], tokens_per_micro_batch: int | None) -> Iterator[str]:
+    """What commit counts each member as: trained, baseline, or oversize (a row above the token budget)."""
+    for member in members:
+        if member.role is Role.BASELINE:
+            yield "baseline"
+        elif tokens_per_micro_batch is not None and max(member.row_lengths) > tokens_per_micro_batch:
+            yield "oversize"
+        else:
+            yield "trained"
+
+
+def commit(run: Run, record: BatchRecord, epoch: int) -> None:
+    """Count a batch as trained and delete what is stored of it. Repeating it changes nothing.
+
+    The lineage must say already that it is committed (`commit_lineage.lua`).
+    """
+    by_shard: dict[int, list[Pointer]] = defaultdict(list)
+    for pointer in record.groups:
+        by_shard[pointer.shard].append(pointer)
+    for shard, pointers in by_shard.items():
+        _commit_groups(run, shard, record, pointers, epoch)
+        _close(run, shard, record.id, epoch)
+    _forget(run, record, epoch)
+
+
+def _forget(run: Run, record: BatchRecord, epoch: int) -> None:
+    home = run.keys.home
+    args = [epoch, record.k, record.model_dump_json()]
+    check_fence(run, run.call("forget_batch", [home.void, home.lineage, home.batches], args))
+
+
+def _commit_groups(
+    run: Run, shard: int, record: BatchRecord, pointers: Sequence[Pointer], epoch: int
+) -> None:
+    keys = run.keys.shard(shard)
+    fixed = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.applied]
+    payloads: list[str] = []
+    args: list[Any] = [epoch, record.id]
+    for pointer, group in zip(pointers, find_groups(run, pointers), strict=True):
+        if group is not None:  # else committed before
+            states = Counter(terminal_states(group.members, record.tokens_per_micro_batch))
+            trained = states.pop("trained", 0)
+            args += [pointer.entry, trained, len(states)]
+            args += [part for pair in states.items() for part in pair]
+            args += [group.size_bytes, len(group.payloads)]
+            payloads += [key for key, _ in group.payloads]
+        if len(payloads) >= COMMIT_SLICE:
+            check_fence(run, run.call("commit", [*fixed, *payloads], args))
+            payloads, args = [], [epoch, record.id]
+    if payloads:
+        check_fence(run, run.call("commit", [*fixed, *payloads], args))
+
+
+def _close(run: Run, shard: int, batch_id: str, epoch: int) -> None:
+    keys = run.keys.shard(shard)
+    outputs: list[str] = []
+    args: list[Any] = [epoch, batch_id]
+    entries: Any = run.connection.scripts.xrange(keys.ready)
+    for entry, fields in entries:
+        if fields[b"batch"].decode() == batch_id:
+            outputs.append(fields[b"output"].decode() or keys.void)
+            args += [entry, int(fields[b"output_bytes"])]
+    names = [keys.void, keys.trainer, keys.ready, keys.applied, keys.ledger, *outputs]
+    check_fence(run, run.call("close_batch", names, args))
+
+
+def missing(run: Run, record: BatchRecord) -> list[Pointer]:
+    """Groups of a batch that the server has lost; dead letters are not."""
+    dead = buried(run, record)
+    living = [pointer for pointer in record.groups if pointer.group_id not in dead]
+    found = find_groups(run, living)
+    return [
+        pointer
+        for pointer, group in zip(living, found, strict=True)
+        if group is None or group.group_id != pointer.group_id
+    ]
+
+
+def take_apart(run: Run, record: BatchRecord, cursors: Mapping[int, str], epoch: int) -> dict[int, str]:
+    """Undo the naming of a batch that misses groups: what is left of it can be named again.
+
+    Returns the cursors to go on with. Repeating it changes nothing.
+    """
+    for shard, keys in enumerate(run.keys.shards):
+        mine = record.in_shard(shard)
+        if mine:
+            names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups]
+            check_fence(run, run.call("unapply_batch", names, [epoch, record.id, *entries_of(mine)]))
+            _close(run, shard, record.id, epoch)
+    earlier = dict(cursors)
+    for pointer in record.groups:
+        before = _entry_before(pointer.entry)
+        earlier[pointer.shard] = min(earlier[pointer.shard], before, key=entry_order)
+    home = run.keys.home
+    args: list[Any] = [epoch, *(part for pair in earlier.items() for part in pair)]
+    check_fence(run, run.call("rewind", [home.void, home.lineage], args))
+    _forget(run, record, epoch)
+    return earlier
+
+
+def _entry_before(entry: str) -> str:
+    milliseconds, sequence = entry_order(entry)
+    return f"{milliseconds}-{sequence - 1}" if sequence else f"{milliseconds - 1}-{(1 << 64) - 1}"

@@ -1,0 +1,83 @@
+"""Which groups go into batch k: the rules, as pure functions."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .batches import BatchRecord, LoggedGroup, Pointer
+from .wire import Reference
+
+
+@dataclass(frozen=True, slots=True)
+class NamingRules:
+    """What decides whether a group goes into a batch."""
+
+    drop_after: int | None  # versions
+    needs: frozenset[str] = frozenset()  # columns producers must have pushed
+    trained: frozenset[str] = frozenset()  # group ids already in the checkpoint lineage
+    rolled_back_above: int | None = None  # version restored by load_state_dict
+    epoch: int = 0
+
+    def reason_against(self, group: LoggedGroup, k: int) -> str | None:
+        """Why the group is not trained on at version k, or None."""
+        if group.group_id in self.trained:
+            return "trained"
+        if group.problem is not None:
+            return "dead:undecodable"
+        restored = self.rolled_back_above
+        if (
+            restored is not None
+            and group.epoch < self.epoch
+            and group.version is not None
+            and group.version > restored
+        ):
+            return "rolled_back"
+        age = group_staleness(group, k)
+        if self.drop_after is not None and age is not None and age > self.drop_after:
+            return "stale"
+        if any(not self.needs <= set(member.columns) for member in group.members):
+            return "dead:missing_column"
+        return None
+
+
+def staleness(member: Reference, k: int) -> int | None:
+    """k minus the oldest version over trainable tokens; None without a version, 0 when it is above k."""
+    return None if member.versions is None else max(0, k - member.versions[0])
+
+
+def group_staleness(group: LoggedGroup, k: int) -> int | None:
+    """The staleness of the stalest member that has a version."""
+    values = [value for member in group.members if (value := staleness(member, k)) is not None]
+    return max(values, default=None)
+
+
+def choose(
+    candidates: Iterable[LoggedGroup], k: int, batch_groups: int, rules: NamingRules
+) -> tuple[list[LoggedGroup], list[tuple[LoggedGroup, str]]]:
+    """The first `batch_groups` groups fit for batch k, and those passed over before them with the reason."""
+    chosen: list[LoggedGroup] = []
+    refused: list[tuple[LoggedGroup, str]] = []
+    for group in candidates:
+        if len(chosen) == batch_groups:
+            break
+        reason = rules.reason_against(group, k)
+        if reason is None:
+            chosen.append(group)
+        else:
+            refused.append((group, reason))
+    return chosen, refused
+
+
+def make_record(k: int, epoch: int, chosen: Sequence[LoggedGroup], **decided: Any) -> BatchRecord:
+    """The record of batch k. Groups are sorted by id, so that nothing depends on the order of arrival."""
+    ordered = sorted(chosen, key=lambda group: group.group_id)
+    return BatchRecord(
+        k=k,
+        id=f"{k}-{secrets.token_hex(6)}",
+        epoch=epoch,
+        groups=[Pointer(g.shard, g.entry, g.group_id, len(g.members)) for g in ordered],
+        **decided,
+    )
