@@ -55,6 +55,8 @@ class Start:
 
     version: of its weights. committed: of its last checkpoint. trained: ids of groups in the weights; when such
     a group is there again, the server has lost its commit. records: named batches as the job remembers them.
+    epoch: the last one known. job: unique name of the training job. goes_on: it had the run before the server came
+    back, and must not take it from a newer job.
     """
 
     version: int | None = None
@@ -62,6 +64,9 @@ class Start:
     trained: Mapping[str, float | None] = field(default_factory=dict)
     records: Mapping[int, BatchRecord] = field(default_factory=dict)
     kl: Mapping[str, float] | None = None  # coefficients after the last batches
+    epoch: int = 0
+    job: str = ""
+    goes_on: bool = False
 
 
 def returning_since(now: float) -> float:
@@ -97,7 +102,10 @@ class Lineage:
         home = run.keys.home
         if leads:
             version = "" if start.version is None else start.version
-            reply = run.call("take_epoch", [home.void, home.lineage], [version])
+            args = [version, start.epoch, start.job, "1" if start.goes_on else "0"]
+            reply = run.call("take_epoch", [home.void, home.lineage], args)
+            if reply == -1:
+                check_fence(run, reply)
             self.epoch, self.version, self.committed = (int(number) for number in reply)
         else:
             fields = run.connection.scripts.hmget(home.lineage, ["epoch", "version", "committed"])
@@ -122,7 +130,16 @@ class Lineage:
         """What to go on from when the server comes back without its last moments."""
         returning = returning_since(self._clock())
         trained = {group_id: when and returning for group_id, when in self.trained.items()}
-        return Start(self.version, self.committed, trained, self.records, self.kl.to_json())
+        return Start(
+            self.version,
+            self.committed,
+            trained,
+            self.records,
+            self.kl.to_json(),
+            epoch=self.epoch,
+            job=self._start.job,
+            goes_on=True,
+        )
 
     def _settle(self) -> None:
         """Finish what an older job, or a server before its restart, left half done."""

@@ -8,6 +8,7 @@ then `commit` it.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import Counter, defaultdict
@@ -113,7 +114,8 @@ class TrainerQueue(IterableDataset[Batch]):
         self._stop = threading.Event()
         self._watchdog: Watchdog | None = None
         self._lineage: Lineage | None = None
-        self._begin = Start()
+        self._job = secrets.token_hex(8)
+        self._begin = Start(job=self._job)
         self._next = 0  # k of the batch to be delivered next
         self._current: Batch | None = None
         self._ready_cursors: dict[int, str] = {}  # last entry read of each shard's ready log
@@ -222,7 +224,9 @@ class TrainerQueue(IterableDataset[Batch]):
         version = int(state["version"])
         self._settings = replace(self._settings, rolled_back_above=version)
         trained = dict.fromkeys(state["groups"], returning_since(time.monotonic()))
-        self._begin = Start(version, version, trained, kl=state.get("kl"))
+        self._begin = Start(
+            version, version, trained, kl=state.get("kl"), epoch=int(state["epoch"]), job=self._job
+        )
         self._lineage = self._current = None
         self._patiently(self._start)
 

@@ -118,7 +118,7 @@ def named(fake: Connection) -> tuple[Run, BatchRecord]:
         push_groups(producer, 8)
     run = join(fake, "r")
     group_all(run)
-    run.call("take_epoch", [run.keys.home.void, run.keys.home.lineage], [""])
+    run.call("take_epoch", [run.keys.home.void, run.keys.home.lineage], ["", 0, "job", "0"])
     logged = [each for shard in range(2) for each in batches.read_log(run, shard, "0-0", 100)]
     record = naming.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
     assert batches.name(run, record, {})
@@ -179,7 +179,7 @@ def test_groups_taken_out_of_the_log_are_counted_once(named: tuple[Run, BatchRec
 def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
     home = run.keys.home
-    run.call("take_epoch", [home.void, home.lineage], [""])
+    run.call("take_epoch", [home.void, home.lineage], ["", 0, "job", "0"])
     for keys in run.keys.shards:
         run.call("set_trainer", [keys.void, keys.trainer], [2, 0, "", 1, 0, ""])
     before = ledger(run)
