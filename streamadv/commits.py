@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from .batches import BatchRecord, LoggedGroup, Pointer, check_fence, entries_of, entry_order, find_groups
+from .batches import BatchRecord, LoggedGroup, Pointer, check_fence, entry_order, find_groups
 from .run import Run
 from .schema import Role
 from .wire import Reference
@@ -143,12 +143,8 @@ def take_apart(run: Run, record: BatchRecord, cursors: Mapping[int, str], epoch:
 
     Returns the cursors to go on with. Repeating it changes nothing.
     """
-    for shard, keys in enumerate(run.keys.shards):
-        mine = record.in_shard(shard)
-        if mine:
-            names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups]
-            check_fence(run, run.call("unapply_batch", names, [epoch, record.id, *entries_of(mine)]))
-            _close(run, shard, record.id, epoch)
+    for shard in {pointer.shard for pointer in record.groups}:
+        _unapply(run, shard, record.id, epoch)
     earlier = dict(cursors)
     for pointer in record.groups:
         before = _entry_before(pointer.entry)
@@ -158,6 +154,23 @@ def take_apart(run: Run, record: BatchRecord, cursors: Mapping[int, str], epoch:
     check_fence(run, run.call("rewind", [home.void, home.lineage], args))
     _forget(run, record, epoch)
     return earlier
+
+
+def undo_unknown(run: Run, records: Iterable[BatchRecord], epoch: int) -> None:
+    """Undo batches that a shard knows and the home slot does not: the server lost their naming before it was told."""
+    known = {record.id for record in records}
+    for shard, keys in enumerate(run.keys.shards):
+        applied: Any = run.connection.scripts.hkeys(keys.applied)
+        for batch_id in (name.decode().removeprefix("dead:") for name in applied):
+            if batch_id not in known:
+                _unapply(run, shard, batch_id, epoch)
+
+
+def _unapply(run: Run, shard: int, batch_id: str, epoch: int) -> None:
+    keys = run.keys.shard(shard)
+    names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups]
+    check_fence(run, run.call("unapply_batch", names, [epoch, batch_id]))
+    _close(run, shard, batch_id, epoch)
 
 
 def _entry_before(entry: str) -> str:

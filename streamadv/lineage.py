@@ -160,6 +160,7 @@ class Lineage:
                 self._cursors = commits.take_apart(self.run, record, self._cursors, self.epoch)
                 del self.records[k]
         self._tell_shards()
+        commits.undo_unknown(self.run, self.records.values(), self.epoch)
 
     def _write_record(self, record: BatchRecord) -> None:
         # The cursors stay: groups in between may have come back as well, trained ones among them.

@@ -7,8 +7,8 @@
 -- include fence
 redis.call('DEL', KEYS[1])
 if fenced(KEYS[2], ARGV[1]) then return -1 end
-if redis.call('HSETNX', KEYS[3], ARGV[2], ARGV[3]) == 0 then return 0 end
 local work, count = 4 + 2 * tonumber(ARGV[3]), 0
+if redis.call('HSETNX', KEYS[3], ARGV[2], table.concat(ARGV, ' ', 4, work - 1)) == 0 then return 0 end
 for i = 4, work - 1, 2 do
   if #redis.call('XRANGE', KEYS[6], ARGV[i], ARGV[i]) > 0 then count = count + tonumber(ARGV[i + 1]) end
 end
