@@ -65,6 +65,7 @@ def _train(setup: Setup, reached: Hook) -> int:
         settings=setup.run_settings,
     )
     weights: list[Any] = []
+    assert queue.epoch  # an older trainer, should it still be there, commits nothing from here on
     found = newest_checkpoint(setup.path)
     if found is not None:
         weights = found["weights"]
