@@ -1,0 +1,30 @@
+"""A trainer of one rank that trains a table instead of a model: `python examples/trainer.py redis://localhost:6379`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import streamadv as sa
+
+
+def main(url: str) -> None:
+    logits = torch.zeros(10, requires_grad=True)  # of each action token
+    optimizer = torch.optim.SGD([logits], lr=1.0)
+    queue = sa.TrainerQueue(url, run="example", batch_groups=2, chain="grpo", max_staleness=None)
+    for batch in queue:
+        for mb in batch:
+            log_probs = torch.log_softmax(logits, 0)[mb.input_ids]
+            ratio = torch.exp(log_probs - mb.rollout_log_probs)
+            loss = -(ratio * mb.advantages * mb.response_mask).sum() / batch.num_tokens
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        queue.trained(batch)
+        print(f"version {batch.version + 1}: mean reward {batch.metrics['critic/score/mean']:.2f}")
+    queue.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
