@@ -25,7 +25,7 @@ from torch import Tensor
 
 from . import metrics
 from .algorithms.chain import Chain, ChainResult, build_chain, run_chain
-from .algorithms.packed import PackedBatch, pack
+from .algorithms.packed import Level, PackedBatch, pack
 from .batch_statistics import running_of
 from .batches import LoggedGroup, Work, read_groups
 from .columns import Array
@@ -70,6 +70,9 @@ class Computed:
     header: str
     results: dict[str, bytes]  # one number per trajectory, row or step: travels in the ready log
     outputs: dict[Any, Any]  # '<member>:<column>' -> one number per token: a hash of its own
+    groups: Sequence[LoggedGroup] = field(default=(), compare=False)  # those of the results, for the metrics
+    advantages: Array | None = field(default=None, compare=False)  # likewise; trainable tokens only
+    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 def run_worker(
@@ -226,14 +229,23 @@ def compute(prepared: Prepared, device: torch.device) -> Computed:
     batch = pack([member for group in groups for member in group.members], columns or None, device)
     result = run_chain(chain, batch, work.kl_coefficient, running_of(work))
     own = torch.tensor([group.shard == work.shard for group in groups], dtype=torch.bool, device=device)
-    results, outputs = split_result(result, Selection(batch, own[batch.trajectory_group]))
-    _observe(groups, result)
+    selection = Selection(batch, own[batch.trajectory_group])
+    results, outputs = split_result(result, selection)
     header |= {
         "columns": sorted({name.partition(":")[2] for name in outputs}),
         "metrics": dict(result.metrics),
         "weights": dict(result.weights),
     }
-    return Computed(prepared.entry, work, json.dumps(header), results, outputs)
+    return Computed(
+        prepared.entry,
+        work,
+        json.dumps(header),
+        results,
+        outputs,
+        [group for group in groups if group.shard == work.shard],
+        None if result.advantages is None else selection.trained(result.level, result.advantages),
+        result.metrics,
+    )
 
 
 class Selection:
@@ -246,6 +258,14 @@ class Selection:
             "row": trajectories[batch.row_trajectory],
             "step": trajectories[batch.steps.trajectory],
         }
+
+    def trained(self, level: Level, values: Tensor) -> Array:
+        """The chosen values of a level as an array; of tokens, the trainable ones."""
+        if level == "token":
+            chosen = self.by_level["row"][self.batch.token_row] & self.batch.column("response_mask").bool()
+        else:
+            chosen = self.by_level[level]
+        return values[chosen].cpu().numpy()
 
 
 def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, bytes], dict[Any, Any]]:
@@ -315,6 +335,8 @@ def _publish_all(
                 backoff.wait()
                 continue
             metrics.entries(STAGE, "acked" if first else "duplicate")
+            if first:
+                _observe(item)
             break
         consumer.done([item.entry])
 
@@ -332,7 +354,8 @@ def _bytes(values: Tensor) -> bytes:
     return values.cpu().numpy().tobytes()
 
 
-def _observe(groups: Sequence[LoggedGroup], result: ChainResult) -> None:
+def _observe(computed: Computed) -> None:
+    groups = computed.groups
     members = [member for group in groups for member in group.members]
     stds = []
     for group in groups:
@@ -341,11 +364,11 @@ def _observe(groups: Sequence[LoggedGroup], result: ChainResult) -> None:
             stds.append(float(np.std(rewards, ddof=1)))
     metrics.chunk_computed(
         rewards=[member.reward for member in members if member.reward is not None],
-        advantages=[] if result.advantages is None else result.advantages.cpu().numpy(),
+        advantages=[] if computed.advantages is None else computed.advantages,
         response_tokens=[sum(member.row_trainable) for member in members],
         turns=[len(member.steps) for member in members if member.steps],
         truncated=[float(member.status is Status.TRUNCATED) for member in members],
         group_reward_std=stds,
         group_completion_s=[(group.logged_ms - group.opened_ms) / 1000 for group in groups],
-        metrics=result.metrics,
+        metrics=computed.metrics,
     )

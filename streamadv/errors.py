@@ -32,7 +32,7 @@ class UndecodableGroupError(WireError):
 
 
 class ChainError(StreamadvError):
-    """The advantage chain fails on every group: the fault is not in the data."""
+    """The advantage chain fails on several groups alike, or in its own code: the fault is not in the data."""
 
 
 class MissingDependencyError(StreamadvError):

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from .batches import LoggedGroup
-from .errors import SettingError
+from .errors import ChainError, SettingError
 from .run import Run
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS: Final = 10
+#: What comes from a faulty chain or estimator and hardly from data whose columns were checked.
+CODE_ERRORS: Final = (AttributeError, ImportError, NameError, NotImplementedError, TypeError)
 
 
 class Death(NamedTuple):
@@ -30,7 +32,10 @@ class Death(NamedTuple):
 def isolate(
     run: Run, groups: Sequence[LoggedGroup], compute_alone: Callable[[LoggedGroup], object]
 ) -> dict[str, Death]:
-    """Compute every group alone; those that cannot be computed, by id. Raises SettingError of the chain itself."""
+    """Compute every group alone; those that cannot be computed, by id.
+
+    Raises SettingError and ChainError when it is the chain that is wrong.
+    """
     dead = {}
     for group in groups:
         death = _try_alone(run, group, compute_alone)
@@ -49,6 +54,8 @@ def _try_alone(run: Run, group: LoggedGroup, compute_alone: Callable[[LoggedGrou
             compute_alone(group)
         except SettingError:
             raise
+        except CODE_ERRORS as error:
+            raise ChainError(f"the chain fails by itself: {type(error).__name__}: {error}") from error
         except Exception as error:  # whatever its data provoke: that is what is being found out
             detail = f"{type(error).__name__}: {error}"[:500]
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -186,6 +187,20 @@ def test_a_chain_that_breaks_on_every_group_stops_the_worker(
     ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
     with pytest.raises(ChainError, match="every group fails"):
         compute_safely(named, prepare(named, entry), CPU)
+
+
+def test_a_fault_of_the_code_buries_nothing(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group is no evidence against several, but a TypeError is no data."""
+    ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
+    prepared = prepare(named, entry)
+    one = dataclasses.replace(prepared, groups=prepared.groups[:1])
+    monkeypatch.setattr(advantage, "compute", raise_type_error)
+    with pytest.raises(ChainError, match="TypeError: wrong arguments"):
+        compute_safely(named, one, CPU)
+
+
+def raise_type_error(*_: object) -> None:
+    raise TypeError("wrong arguments")
 
 
 def test_the_command(redis_url: str, run: str, capsys: pytest.CaptureFixture[str]) -> None:
