@@ -130,6 +130,8 @@ def choose_device(device: Device) -> torch.device:
     """`auto` is cuda when there is one. Raises SettingError when cuda is asked for and missing."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise SettingError(f"device is {device!r}, needs 'auto', 'cpu' or 'cuda'")
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingError("device is 'cuda', this machine has none: use 'auto' or 'cpu'")
     return torch.device(device)

@@ -82,7 +82,6 @@ class BatchRecord(BaseModel):
     tokens_per_micro_batch: int | None = None  # rows above it are not delivered
     kl_coefficient: float | None = None
     running: dict[str, float] | None = None  # moments of all rewards up to and with this batch
-    short: bool = False
 
     @property
     def trajectories(self) -> int:

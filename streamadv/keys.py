@@ -40,11 +40,6 @@ def void_key(run: str) -> str:
     return f"{{{run}}}:void"
 
 
-def manifest_void_key(run: str) -> str:
-    """Never exists, in the manifest's slot; see `ShardKeys.void`."""
-    return f"{{{run}}}:void"
-
-
 def find_salt(run: str, shard: int, shards: int) -> int:
     """The smallest salt that puts `shard` into its own share of the slot space."""
     salt = 0

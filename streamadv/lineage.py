@@ -231,7 +231,6 @@ class Lineage:
             tokens_per_micro_batch=settings.tokens_per_micro_batch,
             kl_coefficient=self.kl.of_batch(k),
             running=running_with(ChainConfig.model_validate(settings.chain), self._running, chosen),
-            short=len(chosen) < limit,
         )
         passed = {group.group_id for group in chosen} | {group.group_id for group, _ in refused}
         cursors = dict(self._cursors)

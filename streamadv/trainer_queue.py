@@ -83,8 +83,17 @@ class TrainerQueue(IterableDataset[Batch]):
     ) -> None:
         if not 0 <= rank < world_size:
             raise SettingError(f"rank is {rank}, needs 0 <= rank < world_size ({world_size})")
-        if batch_groups < 1 or prefetch < 0:
-            raise SettingError(f"batch_groups is {batch_groups}, prefetch {prefetch}: need >= 1 and >= 0")
+        for name, value, least in (
+            ("batch_groups", batch_groups, 1),
+            ("min_groups", min_groups, 1),
+            ("tokens_per_micro_batch", tokens_per_micro_batch, 1),
+            ("max_staleness", max_staleness, 0),
+            ("drop_after", drop_after, 0),
+            ("prefetch", prefetch, 0),
+            ("max_filtered_batches", max_filtered_batches, 1),
+        ):
+            if value is not None and value < least:
+                raise SettingError(f"{name} is {value}, needs {least} or more")
         if commit not in ("each_batch", "manual"):
             raise SettingError(f"commit is {commit!r}, needs 'each_batch' or 'manual'")
         self._late = dict(late or {})
@@ -219,7 +228,10 @@ class TrainerQueue(IterableDataset[Batch]):
 
         Batches recorded after it come again, in their order and composition, before new ones.
         """
-        if state.get("run", self._run_name) != self._run_name:
+        missing = {"run", "version", "groups"} - state.keys()
+        if missing:
+            raise SettingError(f"state has no {sorted(missing)[0]!r}: give what state_dict() returned")
+        if state["run"] != self._run_name:
             raise SettingError(f"state is of run {state['run']!r}, this queue reads {self._run_name!r}")
         version = int(state["version"])
         self._settings = replace(self._settings, rolled_back_above=version)

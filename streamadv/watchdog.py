@@ -26,12 +26,10 @@ LOOK_S: Final = 1.0
 SAY_S: Final = 30.0
 #: An entry this old in front of a consumer group means that nobody works there.
 STUCK_S: Final = 20.0
-WARN_SHARE: Final = 0.5
 #: Batch-equivalents of groups after which the share of kept ones is judged.
 KEPT_WINDOW: Final = 4
 
 FILTERED: Final = ("zero_variance", "difficulty", "no_train_members")
-KEPT: Final = ("complete", "partial")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ def reasons_of(status: Mapping[str, Any]) -> list[str]:
             name, f"scorer {name.partition(':')[2]}"
         )
         age = stream["oldest_age_s"]
-        if age is not None and age > STUCK_S:
+        if age is not None and (age > STUCK_S or not stream["consumers"]):
             who = f"{stream['consumers']} known" if stream["consumers"] else "none known"
             reasons.append(
                 f"{stream['length']} entries wait for a {stage} ({who}), the oldest for {age:.0f} s"
@@ -62,7 +60,7 @@ def reasons_of(status: Mapping[str, Any]) -> list[str]:
         reasons.append(f"no producer is alive ({told}), {status['groups']['open']} groups are open")
     outcomes = status["groups"]["outcomes"]
     filtered = sum(outcomes.get(name, 0) for name in FILTERED)
-    kept = sum(outcomes.get(name, 0) for name in KEPT)
+    kept = sum(outcomes.get(name, 0) for name in metrics.KEPT)
     if filtered and not kept:
         reasons.append(f"all {filtered} groups so far were filtered away ({_listed(outcomes, FILTERED)})")
     if status["ready"] and status["trainer"]["batches"]:
@@ -116,7 +114,7 @@ class Watchdog:
             self._outcomes = outcomes
         before, size = self._outcomes, self._limits.batch_groups
         filtered = sum(outcomes.get(name, 0) - before.get(name, 0) for name in FILTERED)
-        kept = sum(outcomes.get(name, 0) - before.get(name, 0) for name in KEPT)
+        kept = sum(outcomes.get(name, 0) - before.get(name, 0) for name in metrics.KEPT)
         limit = self._limits.max_filtered_batches
         if limit is not None and filtered >= limit * size:
             raise StarvedError(

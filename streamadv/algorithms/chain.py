@@ -60,11 +60,6 @@ class Chain:
         """What one number of the result belongs to."""
         return "token" if self.config.distill else get_estimator(self.config.estimator).level
 
-    @property
-    def estimates(self) -> bool:
-        """Whether the estimator is among the steps; if not, the result has no advantages."""
-        return any(step.name == "estimator" for step in self.steps)
-
     def cut(self, late: Set[str]) -> tuple[Chain, Chain]:
         """The steps before the first one that needs a column in `late`, and the steps from it on.
 

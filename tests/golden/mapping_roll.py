@@ -18,7 +18,6 @@ from .compare import Function, Inputs
 from .mapping_verl import coefficients
 
 Result = dict[str, Any]
-KL_NAMES = ("kl", "abs", "mse", "k3")
 
 
 def _advantage(z: Inputs, kwargs: dict[str, Any]) -> Result:
