@@ -1,0 +1,41 @@
+"""Wrong arguments of a trainer queue are named, with the value and what is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamadv.connection import Connection
+from streamadv.errors import SettingError
+from streamadv.trainer_queue import TrainerQueue
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank is 2"),
+        ({"batch_groups": 0}, "batch_groups is 0, needs 1 or more"),
+        ({"min_groups": 0}, "min_groups is 0"),
+        ({"tokens_per_micro_batch": -3}, "tokens_per_micro_batch is -3"),
+        ({"max_staleness": -1}, "max_staleness is -1, needs 0 or more"),
+        ({"drop_after": -1}, "drop_after is -1"),
+        ({"prefetch": -1}, "prefetch is -1"),
+        ({"commit": "sometimes"}, "commit is 'sometimes'"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"chain": "nonsense"}, "nonsense"),
+        ({"chain": {"estimator": "gae"}}, "needs column values"),
+    ],
+)
+def test_a_wrong_argument_is_named(fake: Connection, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message) as raised:
+        TrainerQueue(fake, "r", **arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_state_of_something_else_is_refused(fake: Connection) -> None:
+    queue = TrainerQueue(fake, "r")
+    with pytest.raises(SettingError, match="state has no 'groups'"):
+        queue.load_state_dict({})
+    with pytest.raises(SettingError, match="state is of run 'other'"):
+        queue.load_state_dict({"run": "other", "version": 0, "groups": []})
