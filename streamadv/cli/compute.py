@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, TrajectoryError
-from ..schema import Role, Step, Trajectory, parse_trajectory
+from ..interchange import read_trajectories, write_trajectory
+from ..schema import Role, Step, Trajectory
 
 if TYPE_CHECKING:
     from ..algorithms import Chain, ChainResult, PackedBatch
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command `compute`; its `run` takes the parsed arguments and returns the exit status."""
     parser = subparsers.add_parser(
-        "compute", help="advantages for a file of trajectories, without Redis", description=__doc__
+        "compute",
+        help="advantages for a file of trajectories, without Redis",
+        description="Writes the trajectories of a file with advantages and returns, computed by the chain that the "
+        "pipeline uses. Those that are unusable or have no reward are written as they are.",
     )
     parser.add_argument("file", type=Path, help="trajectories, one JSON object a line")
     parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
@@ -44,24 +48,26 @@ def run(file: Path, output: Path, preset: str = "grpo", config: Path | None = No
     """Write the lines of `file` to `output`, those that count for training with `advantages` and `returns`.
 
     Trajectories that are unusable (aborted, failed) or unscorable (reward null) pass unchanged. Returns the
-    exit status 0. Raises TrajectoryError naming file and line, SettingError for a wrong chain.
+    exit status 0. Raises TrajectoryError naming the file and where in it, SettingError for a wrong chain or an
+    output that cannot be written; then there is no output.
     """
     from ..algorithms import build_chain, run_chain  # torch: only commands that compute load it
 
+    if output.resolve() == file.resolve():
+        raise SettingError(f"--output {output} is the input: choose another file")
+    if not output.absolute().parent.is_dir():
+        raise SettingError(f"--output {output}: there is no folder {output.absolute().parent}")
     chain = build_chain(chain_from(preset, config))
     lines = list(_read(file))
     chosen = sorted(
         (line for line in lines if line.counts), key=lambda line: (line.group_id, line.rollout_index)
     )
+    if not chosen:
+        raise TrajectoryError(f"{file}: holds no trajectory with a reward")
     batch = _pack(chosen, chain)
     result = run_chain(chain, batch)
     finished = dict(_finished(chosen, batch, result))
-    partial = output.with_name(output.name + ".partial")
-    with partial.open("w", encoding="utf-8") as target:
-        for line in lines:
-            record = finished.get(line.where, line.trajectory).to_json()
-            target.write(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
-    partial.replace(output)
+    _write(output, (finished.get(line.where, line.trajectory) for line in lines))
     print(f"{len(chosen)} of {len(lines)} trajectories in {batch.num_groups} groups: {output}")
     return 0
 
@@ -123,28 +129,30 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Iterator[_Line]:
-    seen: dict[tuple[str, int], str] = {}
+    seen: dict[tuple[str, int], int] = {}
+    for number, trajectory in enumerate(read_trajectories(path), 1):
+        line = _Line(f"{path}: trajectory {number}", trajectory)  # not its line: blank ones are skipped
+        if trajectory.status.usable and not trajectory.scored:
+            raise TrajectoryError(f"{line.where}: reward is missing: add it, or null for an unscorable one")
+        first = seen.setdefault((line.group_id, line.rollout_index), number)
+        if first != number:
+            raise TrajectoryError(f"{line.where}: repeats group_id and rollout_index of trajectory {first}")
+        yield line
+
+
+def _write(output: Path, trajectories: Iterable[Trajectory]) -> None:
+    """Write `output` whole or not at all."""
+    partial = output.with_name(output.name + ".partial")
     try:
-        source = path.open(encoding="utf-8")
-    except FileNotFoundError:
-        raise SettingError(f"{path}: no such file") from None
-    with source:
-        for number, text in enumerate(source, 1):
-            if not text.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                data = json.loads(text)
-            except ValueError as error:
-                raise TrajectoryError(f"{where}: is no JSON: {error}") from None
-            line = _Line(where, parse_trajectory(data, where))
-            if line.trajectory.status.usable and not line.trajectory.scored:
-                raise TrajectoryError(f"{where}: reward is missing: add it, or null for an unscorable one")
-            identity = (line.group_id, line.rollout_index)
-            if identity in seen:
-                raise TrajectoryError(f"{where}: repeats group_id and rollout_index of {seen[identity]}")
-            seen[identity] = where
-            yield line
+        try:
+            with partial.open("wb") as target:
+                for trajectory in trajectories:
+                    write_trajectory(target, trajectory)
+            partial.replace(output)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise SettingError(f"--output {output}: cannot be written: {error.strerror}") from None
 
 
 def _pack(lines: Sequence[_Line], chain: Chain) -> PackedBatch:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from ..errors import SettingError
 from ..settings import ShownSetting, shown_settings
 from . import add_redis_options, flags_of
-
-DEFAULT_PRESET: Final = "grpo"
+from .compute import add_chain_options, chain_from
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,9 +19,7 @@ def add_parser(subparsers: Any) -> None:
         description="Prints every setting with where it comes from (passwords hidden) and the steps of an advantage "
         "chain in order.",
     )
-    chain = parser.add_mutually_exclusive_group()
-    chain.add_argument("--preset", default=DEFAULT_PRESET, metavar="NAME", help=f"(default {DEFAULT_PRESET})")
-    chain.add_argument("--config", type=Path, metavar="FILE", help="the chain's configuration, a JSON object")
+    add_chain_options(parser)
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     add_redis_options(parser)
     parser.set_defaults(run=run)
@@ -35,16 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..algorithms.chain import build_chain  # imports torch
 
     settings = shown_settings(flags_of(arguments))
-    chain = build_chain(_read(arguments.config) if arguments.config else arguments.preset)
+    chain = build_chain(chain_from(arguments.preset, arguments.config))
     print(_as_json(settings, chain.describe()) if arguments.json else _as_text(settings, chain.describe()))
     return 0
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise SettingError(f"{path}: not a JSON object ({error})") from None
 
 
 def _as_json(settings: dict[str, ShownSetting], chain: list[str]) -> str:
@@ -56,6 +44,7 @@ def _as_json(settings: dict[str, ShownSetting], chain: list[str]) -> str:
 def _as_text(settings: dict[str, ShownSetting], chain: list[str]) -> str:
     width = max(map(len, settings))
     lines = [
-        f"{name:{width}} = {'' if s.value is None else s.value}  ({s.source})" for name, s in settings.items()
+        f"{name:{width}} = {'not set' if s.value is None else s.value}  ({s.source})"
+        for name, s in settings.items()
     ]
     return "\n".join([*lines, "", "advantage chain:", *(f"  {step}" for step in chain)])

@@ -125,14 +125,26 @@ def test_config_shows_sources_and_the_chain(
     assert all(step in text for step in printed["chain"])
 
 
+def test_config_says_what_is_not_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("STREAMADV_REDIS_URL", raising=False)
+    assert cli.main(["config"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("redis_url"))
+    assert line.endswith("= not set  (default)")
+
+
 def test_config_reads_a_chain_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "chain.json"
     file.write_text('{"estimator": "grpo", "norm_by_std": false}')
     assert cli.main(["config", "--config", str(file)]) == 0
     assert "norm_by_std False" in capsys.readouterr().out
-    file.write_text("{")
-    assert cli.main(["config", "--config", str(file)]) == 1
-    assert "chain.json" in capsys.readouterr().err
+    for wrong in ("{", "[]"):
+        file.write_text(wrong)
+        assert cli.main(["config", "--config", str(file)]) == 1
+        error = capsys.readouterr().err
+        assert "chain.json" in error
+        assert error.count("\n") == 1
 
 
 def test_a_command_without_a_server_names_the_remedy() -> None:

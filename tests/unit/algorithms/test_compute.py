@@ -65,29 +65,73 @@ def test_rows_of_a_trajectory_get_their_own_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second", "named"),
     [
-        ({"group_id": "a"}, "in.jsonl:2"),
-        (record("a", 0), "repeats"),
-        ({key: value for key, value in record("a", 1).items() if key != "reward"}, "reward is missing"),
+        ({"group_id": "a"}, r"in\.jsonl:2: "),
+        (record("a", 0), r"in\.jsonl: trajectory 2: repeats .* of trajectory 1"),
+        (
+            {key: value for key, value in record("a", 1).items() if key != "reward"},
+            r"in\.jsonl: trajectory 2: reward is missing",
+        ),
     ],
 )
-def test_errors_name_file_and_line(tmp_path: Path, second: dict[str, Any], named: str) -> None:
+def test_errors_name_the_file_and_where_in_it(tmp_path: Path, second: dict[str, Any], named: str) -> None:
     source = write(tmp_path / "in.jsonl", record("a", 0), second)
     with pytest.raises(TrajectoryError, match=named) as caught:
         compute.run(source, tmp_path / "out.jsonl")
-    assert "in.jsonl:2" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out.jsonl").exists()
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_what_is_no_text_is_one_line_with_its_place(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", record("a", 0))
+    source.write_bytes(source.read_bytes() + b'{"group_id":"\xff"}\n')
+    with pytest.raises(TrajectoryError, match=r"in\.jsonl:2: ") as caught:
+        compute.run(source, tmp_path / "out.jsonl")
+    assert "\n" not in str(caught.value)
+
+
+def test_nan_in_an_extra_column_is_written(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", record("a", 0, extra=[float("nan"), 1.0, float("inf")]))
+    assert compute.run(source, tmp_path / "out.jsonl") == 0
+    assert str(read(tmp_path / "out.jsonl")[0]["extra"]["data"]) == "[nan, 1.0, inf]"
+
+
+def test_a_file_without_a_reward_is_an_error(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", record("a", 0, None), record("a", 1, status="failed"))
+    with pytest.raises(TrajectoryError, match=r"in\.jsonl: holds no trajectory with a reward$"):
+        compute.run(source, tmp_path / "out.jsonl")
+    with pytest.raises(TrajectoryError, match="holds no trajectory with a reward"):
+        compute.run(write(source), tmp_path / "out.jsonl")
+
+
+def test_the_input_is_not_overwritten(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", record("a", 0, 1.0))
+    before = source.read_bytes()
+    (tmp_path / "link").symlink_to(source)
+    for output in (source, tmp_path / "link"):
+        with pytest.raises(SettingError, match=f"--output {output} is the input: choose another file"):
+            compute.run(source, output)
+    assert source.read_bytes() == before
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", record("a", 0, 1.0))
+    (tmp_path / "folder").mkdir()
+    for output in (tmp_path / "none" / "x", tmp_path / "folder"):
+        with pytest.raises(SettingError, match=f"--output {output}: ") as caught:
+            compute.run(source, output)
+        assert "partial" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "in.jsonl"]
 
 
 def test_a_column_the_chain_needs_is_named(tmp_path: Path) -> None:
     config = tmp_path / "chain.json"
     config.write_text('{"estimator": "gae"}')
-    with pytest.raises(TrajectoryError, match=r"in\.jsonl:1: column values"):
+    with pytest.raises(TrajectoryError, match=r"in\.jsonl: trajectory 1: column values"):
         compute.run(write(tmp_path / "in.jsonl", record("a", 0)), tmp_path / "out.jsonl", config=config)
     config.write_text("[]")
     with pytest.raises(SettingError, match="needs an object"):
         compute.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", config=config)
-    with pytest.raises(SettingError, match="no such file"):
+    with pytest.raises(TrajectoryError, match=r"none\.jsonl: cannot be read: No such file"):
         compute.run(tmp_path / "none.jsonl", tmp_path / "out.jsonl")
 
 
