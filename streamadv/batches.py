@@ -21,8 +21,6 @@ from .wire import Reference
 
 #: Trajectories in one unit of work, for chains that need no more than a group.
 CHUNK_TRAJECTORIES: Final = 128
-#: Groups looked at for one batch, as a multiple of batch_groups: bounds what one naming may drop.
-SCAN_FACTOR: Final = 8
 
 _REFERENCES: Final = TypeAdapter(list[Reference])
 

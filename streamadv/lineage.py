@@ -23,6 +23,8 @@ from .isolation import Death
 from .producing import PRODUCER_TIMEOUT_S
 from .run import Run
 
+#: Pages of the groups log looked at for one batch: bounds what one naming may drop.
+SCAN_PAGES: Final = 8
 #: A server may lose commits this recent: they are repeated when their groups come back.
 DURABILITY_WINDOW_S: Final = 10.0
 
@@ -198,29 +200,12 @@ class Lineage:
     def _name(self, k: int, ended: bool, max_groups: int | None) -> bool:
         settings = self._settings
         limit = max_groups or settings.batch_groups
-        held = {(p.shard, p.entry) for record in self.records.values() for p in record.groups}
-        found = [
-            group
-            for shard, after in self._cursors.items()
-            for group in batches.read_log(self.run, shard, after, limit * batches.SCAN_FACTOR + len(held))
-            if (group.shard, group.entry) not in held  # behind the cursor only after a loss
-        ]
-        self.seen.update((group.shard, group.entry) for group in found)
-        candidates = sorted(found, key=lambda group: group.position)
-        rules = naming.NamingRules(
-            drop_after=settings.drop_after,
-            needs=settings.needs,
-            trained=frozenset(self.trained),
-            rolled_back_above=None if settings.keep_rolled_back else settings.rolled_back_above,
-            epoch=self.epoch,
-        )
-        chosen, refused = naming.choose(candidates, k, limit, rules)
-        commits.drop(self.run, refused, self.epoch)
-        for group, reason in refused:
-            logger.warning("group %s is not trained on: %s", group.group_id, reason)
-            metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
-            self.passed_over.append((reason, group))
-        if len(chosen) < (1 if ended else min(settings.min_groups, limit)):
+        needed = 1 if ended else min(settings.min_groups, limit)
+        for _ in range(SCAN_PAGES):  # what is dropped leaves the log, so the next page holds others
+            candidates, chosen, refused = self._choose(k, limit)
+            if len(chosen) >= needed or not refused:
+                break
+        if len(chosen) < needed:
             return False
         record = naming.make_record(
             k,
@@ -241,6 +226,35 @@ class Lineage:
         self._cursors, self._running = cursors, record.running
         self.records[k] = record
         return True
+
+    def _choose(
+        self, k: int, limit: int
+    ) -> tuple[list[LoggedGroup], list[LoggedGroup], list[tuple[LoggedGroup, str]]]:
+        """Groups at the head of the logs, those fit for batch k, and those dropped for it with the reason."""
+        settings = self._settings
+        held = {(p.shard, p.entry) for record in self.records.values() for p in record.groups}
+        found = [
+            group
+            for shard, after in self._cursors.items()
+            for group in batches.read_log(self.run, shard, after, limit + len(held))
+            if (group.shard, group.entry) not in held  # behind the cursor only after a loss
+        ]
+        self.seen.update((group.shard, group.entry) for group in found)
+        candidates = sorted(found, key=lambda group: group.position)
+        rules = naming.NamingRules(
+            drop_after=settings.drop_after,
+            needs=settings.needs,
+            trained=frozenset(self.trained),
+            rolled_back_above=None if settings.keep_rolled_back else settings.rolled_back_above,
+            epoch=self.epoch,
+        )
+        chosen, refused = naming.choose(candidates, k, limit, rules)
+        commits.drop(self.run, refused, self.epoch)
+        for group, reason in refused:
+            logger.warning("group %s is not trained on: %s", group.group_id, reason)
+            metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
+            self.passed_over.append((reason, group))
+        return candidates, chosen, refused
 
     def find(self, k: int) -> BatchRecord | None:
         """The record of batch k, if it has been named."""
