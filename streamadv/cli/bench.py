@@ -30,7 +30,12 @@ FIGURES: Final = {
 
 def add_parser(subparsers: Any) -> None:
     """Add the command `bench`; its `run` takes the parsed arguments and returns the exit status."""
-    parser = subparsers.add_parser("bench", help="measures speed, as ratios in one run", description=__doc__)
+    parser = subparsers.add_parser(
+        "bench",
+        help="measures speed, as ratios in one run",
+        description="Measures speed as ratios to the ways of others and to what the machine can do at best, all in "
+        "one run.",
+    )
     kinds = parser.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
     algorithms = kinds.add_parser(
         "algorithms",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -30,9 +31,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: stdout")
     parser.add_argument(
-        "--max-groups", type=int, metavar="N", help="stop after N groups (those in FILE count)"
+        "--max-groups", type=_groups, metavar="N", help="stop after N groups (those in FILE count)"
     )
-    parser.add_argument("--timeout", type=float, metavar="S", help="fail after S seconds without a new group")
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="S", help="fail after S seconds without a new group"
+    )
     add_chain_options(parser)
     add_redis_options(parser)
     add_metrics_option(parser)
@@ -41,9 +44,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Consume until N groups are written or the run has ended; 1 when neither happens."""
-    from ..trainer_queue import TrainerQueue  # torch: only commands that compute load it
+    from ..algorithms import build_chain  # torch: only commands that compute load it
+    from ..trainer_queue import TrainerQueue
 
     settings = settings_from(arguments)
+    chain = build_chain(chain_from(arguments.preset, arguments.config)).config
     output: Path | None = arguments.output
     written = {} if output is None else recover(output)
     metrics.serve(settings.metrics_port, settings.run)
@@ -55,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             min_groups=1,
             prefetch=0,
             max_staleness=None,
-            chain=chain_from(arguments.preset, arguments.config),
+            chain=chain,
             commit="manual",
         )
         file = sys.stdout.buffer if output is None else output.open("ab")
@@ -100,3 +105,19 @@ def consume(
         queue.trained(batch)
         queue.commit(queue.state_dict())
     return 0
+
+
+def _groups(text: str) -> int:
+    if text.isdecimal() and int(text) >= 1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"is {text!r}, needs a whole number of at least 1")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if math.isfinite(seconds) and seconds > 0:
+        return seconds
+    raise argparse.ArgumentTypeError(f"is {text!r}, needs a number of seconds above 0")

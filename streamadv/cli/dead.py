@@ -39,7 +39,10 @@ def add_parser(subparsers: Any) -> None:
 def list_all(arguments: argparse.Namespace) -> int:
     """Print a line for each dead group."""
     with connect(settings_from(arguments)) as connection:
-        for dead in list_dead(find_run(connection, settings_from(arguments).run)):
+        found = list(list_dead(find_run(connection, settings_from(arguments).run)))
+        if not found and not arguments.json:
+            print("no dead letters")
+        for dead in found:
             if arguments.json:
                 print(json.dumps(dataclasses.asdict(dead)))
                 continue

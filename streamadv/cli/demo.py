@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
         help="the whole pipeline at work: real rollouts, all stages, a policy that learns",
         description="Rollouts of a real environment, all stages as processes, and a trainer that learns. At 40 % of "
         "the run three processes are killed with SIGKILL and new ones started. Exit status 0 if the policy learnt "
-        "(fixed map: success rate of at least 80 %%) and every trajectory is accounted for.",
+        "(fixed map: success rate of at least 80 %) and every trajectory is accounted for.",
     )
     parser.add_argument(
         "--redis",

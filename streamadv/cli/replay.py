@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -47,25 +46,38 @@ def run(arguments: argparse.Namespace) -> int:
     """Push the file; the last line says how many were pushed and how many were duplicates."""
     if arguments.follow and arguments.format != "trajectory":
         raise SettingError(f"--follow works with --format trajectory, not {arguments.format}")
-    settings = settings_from(arguments)
+    settings, run_settings = settings_from(arguments), run_settings_from(arguments)
     path: Path = arguments.file
-    source = read_trajectories(path, follow=True) if arguments.follow else FORMATS[arguments.format](path)
+    source = (
+        read_trajectories(path, follow=True) if arguments.follow else _begun(FORMATS[arguments.format](path))
+    )
     codes: Counter[str] = Counter()
     metrics.serve(settings.metrics_port, settings.run)
     with (
         connect(settings, patience_s=None) as connection,
-        Producer(connection, settings.run, settings=run_settings_from(arguments)) as producer,
+        Producer(connection, settings.run, settings=run_settings) as producer,
     ):
+        finished = False
         try:
             replay(producer, source, codes, together=not arguments.follow)
             producer.finish()
+            finished = True
         finally:
-            duplicates = codes["duplicate"]
-            late = codes["surplus"] + codes["late"]
-            more = f", {late} of them after their group had ended" if late else ""
-            print(f"pushed {codes.total() - duplicates}, duplicates {duplicates}{more}")
-            sys.stdout.flush()
+            if finished or codes:
+                _print_summary(codes)
     return 0
+
+
+def _print_summary(codes: Counter[str]) -> None:
+    duplicates = codes["duplicate"]
+    late = codes["surplus"] + codes["late"]
+    more = f", {late} of them after their group had ended" if late else ""
+    print(f"pushed {codes.total() - duplicates}, duplicates {duplicates}{more}", flush=True)
+
+
+def _begun(source: Iterator[Trajectory]) -> Iterator[Trajectory]:
+    """`source` with its first trajectory read, so that a wrong file or format fails here."""
+    return itertools.chain(list(itertools.islice(source, 1)), source)
 
 
 def replay(

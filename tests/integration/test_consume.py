@@ -156,9 +156,26 @@ def test_a_line_without_an_identity_stops_the_replay(
     stages: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_text('{"input_ids": [1], "response_mask": [1]}\n')
+    wrong = '{"input_ids": [1], "response_mask": [1]}\n'
+    path.write_text(wrong)
     assert call(stages, "replay", path) == 1
-    assert f"{path}:1" in capfd.readouterr().err
+    printed = capfd.readouterr()
+    assert (f"{path}:1" in printed.err, printed.out) == (True, "")
+    with path.open("wb") as file:
+        for group_id in ("g0", "g1"):
+            write_trajectory(file, trajectory(group_id, 0, 1))
+        file.write(wrong.encode())
+    assert call(stages, "replay", path) == 1
+    printed = capfd.readouterr()
+    assert (f"{path}:3" in printed.err, printed.out) == (True, "pushed 1, duplicates 0\n")
+
+
+def test_replay_of_a_run_that_refuses_it_has_no_summary(
+    stages: Run, recording: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert call(stages, "replay", recording, "--shards", 7) == 1
+    printed = capfd.readouterr()
+    assert ("shards" in printed.err, printed.out) == (True, "")
 
 
 def test_status_and_runs(stages: Run, recording: Path, capfd: pytest.CaptureFixture[str]) -> None:

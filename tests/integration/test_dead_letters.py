@@ -222,3 +222,8 @@ def test_the_command(redis_url: str, run: str, capsys: pytest.CaptureFixture[str
     assert main(["dead", "show", "g0000", *where]) == 1
     assert "g0000" in capsys.readouterr().err
     assert main(["dead", "purge", *where]) == 1
+    capsys.readouterr()
+    assert main(["dead", "list", *where]) == 0
+    assert capsys.readouterr().out == "no dead letters\n"
+    assert main(["dead", "list", "--json", *where]) == 0
+    assert capsys.readouterr().out == ""

@@ -98,7 +98,47 @@ def test_every_command_can_be_asked_for_help(command: str, capsys: pytest.Captur
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"])
     assert caught.value.code == 0
-    assert f"usage: streamadv {command}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"usage: streamadv {command}" in out
+    assert "%%" not in out
+    assert "`" not in out  # a module's docstring
+
+
+@pytest.mark.parametrize("option", ["--timeout", "--max-groups"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "0.0"])
+def test_consume_refuses_limits_that_are_none(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["consume", f"{option}={value}"])
+    assert caught.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"streamadv consume: error: argument {option}: is {value!r}, needs ")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["consume", "--preset", "no-such-chain"], "no-such-chain"),
+        (["consume", "--config", "no-such-file"], "no-such-file"),
+        (["replay", "no-such-file"], "no-such-file"),
+        (["replay", __file__], "test_cli.py:1"),
+        (["replay", __file__, "--format", "chat"], "test_cli.py"),
+        (["replay", __file__, "--shards", "0"], "shards"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_served(
+    words: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("streamadv.metrics.serve", fail)
+    monkeypatch.setattr("streamadv.cli.connect", fail)
+    assert cli.main(words) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert named in printed.err
 
 
 def test_schema_prints_a_valid_schema(capsys: pytest.CaptureFixture[str]) -> None:
