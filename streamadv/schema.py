@@ -53,6 +53,17 @@ MAX_MESSAGE_CHARS: Final = 400
 #: pydantic puts the branch of a union into the path of an error, though it is no field.
 _BRANCHES: Final = ("constrained-", "tuple[", "function-")
 
+#: The wording of pydantic's error types, filled with the value and the error's context.
+_NEEDS: Final = {
+    "missing": "is missing, needs a value",
+    "extra_forbidden": "is {value}, needs to be left out: there is no such field",
+    "greater_than_equal": "is {value}, needs at least {ge}",
+    "greater_than": "is {value}, needs more than {gt}",
+    "less_than_equal": "is {value}, needs at most {le}",
+    "less_than": "is {value}, needs less than {lt}",
+    "string_pattern_mismatch": "is {value}, needs to match {pattern}",
+}
+
 
 def _no_text(value: Any) -> Any:
     if isinstance(value, str | bytes):
@@ -389,7 +400,9 @@ def first_problem(error: ValueError) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     path = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(_BRANCHES))
     value = problem.get("input")
-    if problem["type"] not in ("value_error", "missing") and isinstance(value, str | int | float | None):
+    if problem["type"] in _NEEDS:
+        message = _NEEDS[problem["type"]].format(value=brief(value), **problem.get("ctx", {}))
+    elif problem["type"] != "value_error" and isinstance(value, str | int | float | None):
         message = f"{message} (got {brief(value)})"
     return one_line(f"{path}: {message}" if path else message)
 

@@ -56,7 +56,7 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
     except ValidationError as error:
         where = str(error.errors()[0]["loc"][0])
         name = f"--{where.replace('_', '-')}" if where in given else f"{PREFIX}{where.upper()}"
-        raise SettingError(f"{name}: {first_problem(error)}") from None
+        raise SettingError(f"{name}: {first_problem(error).removeprefix(f'{where}: ')}") from None
 
 
 def shown_settings(

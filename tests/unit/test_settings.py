@@ -46,7 +46,7 @@ def test_a_wrong_value_is_one_line_with_name_and_value(
 
 
 def test_a_wrong_flag_is_named_as_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SettingError, match="--metrics-port"):
+    with pytest.raises(SettingError, match=r"^--metrics-port: is -1, needs at least 0$"):
         load_settings({"metrics_port": -1})
 
 
