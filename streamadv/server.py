@@ -5,6 +5,7 @@ The demo, `streamadv server` and the tests use it. Real runs bring their own ser
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.util
 import os
@@ -29,6 +30,7 @@ from redis.retry import Retry
 from .errors import ServerError, SettingError
 
 APPENDFSYNC: Final = ("everysec", "always", "no")
+SIZE: Final = re.compile(r"[0-9]{1,18}([kmg]?b|[kmg])?", re.IGNORECASE)
 MIN_VERSION: Final = (7, 0)  # Redis; Valkey starts above it
 ANSWER_SECONDS: Final = 20.0  # from start to an answer; reading a large append-only file may take longer
 STOP_SECONDS: Final = 10.0  # from SIGTERM to SIGKILL
@@ -134,6 +136,8 @@ class EmbeddedServer:
             raise SettingError(f"appendfsync={appendfsync!r}: use one of {', '.join(APPENDFSYNC)}")
         if not 0 <= port <= 65535:
             raise SettingError(f"port={port}: use 1 to 65535, or 0 for a free one")
+        if maxmemory is not None and not SIZE.fullmatch(str(maxmemory)):
+            raise SettingError(f"--maxmemory {maxmemory}: use a number of bytes, or a size like 512mb or 4gb")
         self._data_dir = Path(data_dir).absolute() if data_dir is not None else None
         self._wanted_port = port
         self._port = 0  # set by the first successful start, then kept
@@ -175,10 +179,13 @@ class EmbeddedServer:
     def start(self) -> None:
         """Start the server, or start it again on the same port and data, and wait until it answers.
 
-        Raises ServerError, with the end of the server's log, if it ends or does not answer in time.
+        Raises ServerError if the port is in use, or, with the end of the server's log, if it ends or does not
+        answer in time.
         """
         if self.running:
             return
+        if self._wanted_port and not self._port and not self._unix_socket:
+            _check_free(self._wanted_port)
         if self._unix_socket or self._wanted_port or self._port:
             self._launch(self._port or self._wanted_port)
             return
@@ -324,6 +331,17 @@ class EmbeddedServer:
         """The last lines of the server's log, on one line."""
         lines = self._log_path.read_text(errors="replace").splitlines() if self._log_path.exists() else []
         return " | ".join(line.strip() for line in lines[-5:] if line.strip()) or "(empty log)"
+
+
+def _check_free(port: int) -> None:
+    with socket.socket() as probe:
+        # As the server does: connections of an earlier server that are still closing are no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ServerError(f"--port {port} is in use: choose another one") from None
 
 
 def _free_port() -> int:
