@@ -51,7 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
     chain = build_chain(chain_from(arguments.preset, arguments.config)).config
     output: Path | None = arguments.output
     written = {} if output is None else recover(output)
-    metrics.serve(settings.metrics_port, settings.run)
     with connect(settings, patience_s=None) as connection:
         queue = TrainerQueue(
             connection,
@@ -63,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             chain=chain,
             commit="manual",
         )
+        metrics.serve(settings.metrics_port, settings.run)
         file = sys.stdout.buffer if output is None else output.open("ab")
         try:
             return consume(queue, file, written, arguments.max_groups, arguments.timeout)

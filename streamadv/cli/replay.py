@@ -52,11 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
         read_trajectories(path, follow=True) if arguments.follow else _begun(FORMATS[arguments.format](path))
     )
     codes: Counter[str] = Counter()
-    metrics.serve(settings.metrics_port, settings.run)
     with (
         connect(settings, patience_s=None) as connection,
         Producer(connection, settings.run, settings=run_settings) as producer,
     ):
+        metrics.serve(settings.metrics_port, settings.run)
         finished = False
         try:
             replay(producer, source, codes, together=not arguments.follow)

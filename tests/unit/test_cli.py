@@ -125,6 +125,8 @@ def test_consume_refuses_limits_that_are_none(
         (["replay", __file__], "test_cli.py:1"),
         (["replay", __file__, "--format", "chat"], "test_cli.py"),
         (["replay", __file__, "--shards", "0"], "shards"),
+        (["consume"], "--redis URL"),
+        (["replay", os.devnull], "--redis URL"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_served(
@@ -134,7 +136,7 @@ def test_what_is_wrong_is_said_before_anything_is_served(
         raise AssertionError
 
     monkeypatch.setattr("streamadv.metrics.serve", fail)
-    monkeypatch.setattr("streamadv.cli.connect", fail)
+    monkeypatch.delenv("STREAMADV_REDIS_URL", raising=False)
     assert cli.main(words) == 1
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
