@@ -72,6 +72,7 @@ class Computed:
     outputs: dict[Any, Any]  # '<member>:<column>' -> one number per token: a hash of its own
     groups: Sequence[LoggedGroup] = field(default=(), compare=False)  # those of the results, for the metrics
     advantages: Array | None = field(default=None, compare=False)  # likewise; trainable tokens only
+    is_weights: Array | None = field(default=None, compare=False)  # likewise
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
@@ -238,6 +239,7 @@ def compute(prepared: Prepared, device: torch.device) -> Computed:
         "metrics": dict(result.metrics),
         "weights": dict(result.weights),
     }
+    weights = result.columns.get("rollout_is_weights")
     return Computed(
         prepared.entry,
         work,
@@ -246,6 +248,7 @@ def compute(prepared: Prepared, device: torch.device) -> Computed:
         outputs,
         [group for group in groups if group.shard == work.shard],
         None if result.advantages is None else selection.trained(result.level, result.advantages),
+        None if weights is None else selection.trained("token", weights),
         result.metrics,
     )
 
@@ -373,4 +376,5 @@ def _observe(computed: Computed) -> None:
         group_reward_std=stds,
         group_completion_s=[(group.logged_ms - group.opened_ms) / 1000 for group in groups],
         metrics=computed.metrics,
+        is_weights=computed.is_weights,
     )

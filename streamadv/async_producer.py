@@ -89,7 +89,7 @@ class AsyncProducer:
 
     async def model_version(self) -> int | None:
         """As `Producer.model_version`."""
-        value: Any = await self._connection.scripts.hget(self._logic.ready.keys.home.lineage, "version")
+        value: Any = await self._connection.scripts.hget(self._logic.joined.keys.home.lineage, "version")
         return None if value is None else int(value)
 
     async def finish(self) -> None:

@@ -120,7 +120,7 @@ class Producer:
 
     def model_version(self) -> int | None:
         """The newest version the trainer has published, None before there is a trainer."""
-        value = self._connection.scripts.hget(self._logic.ready.keys.home.lineage, "version")
+        value = self._connection.scripts.hget(self._logic.joined.keys.home.lineage, "version")
         return None if value is None else int(value)
 
     def finish(self) -> None:

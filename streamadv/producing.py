@@ -66,7 +66,8 @@ class ProducerLogic:
         self._resend = ResendWindow(resend_window)
 
     @property
-    def ready(self) -> Manifest:
+    def joined(self) -> Manifest:
+        """The manifest of the run this producer has joined."""
         if self.manifest is None:
             raise SettingError("producer is not connected: use it in a with block, or call open() first")
         return self.manifest
@@ -82,7 +83,7 @@ class ProducerLogic:
 
     def heartbeat(self) -> Steps[None]:
         """Say that this producer is alive or finished, and hear of the newest model version."""
-        keys = self.ready.keys.home
+        keys = self.joined.keys.home
         names = [keys.void, keys.producers, keys.trainer]
         reply = yield script_call("heartbeat", names, [self.name, self._state()])
         if reply[0]:
@@ -102,7 +103,7 @@ class ProducerLogic:
 
     def goodbye(self) -> Steps[None]:
         """On a clean exit: only a producer that has finished stays on the list."""
-        keys = self.ready.keys.home
+        keys = self.joined.keys.home
         state = "finished" if self.finished else "gone"
         yield script_call("heartbeat", [keys.void, keys.producers, keys.trainer], [self.name, state])
 
@@ -125,7 +126,7 @@ class ProducerLogic:
         timeout: float | None,
     ) -> Steps[list[Ticket]]:
         """Admit a group, waiting up to `timeout` seconds (None = for ever). Raises Busy, GroupEndedError."""
-        manifest = self.ready
+        manifest = self.joined
         redundancy = manifest.redundancy if redundancy is None else redundancy
         if not (1 <= size <= MAX_GROUP_SIZE and 0 <= redundancy <= MAX_GROUP_SIZE):
             raise TrajectoryError(
@@ -171,7 +172,7 @@ class ProducerLogic:
         self, trajectories: Sequence[Trajectory], epoch: int | None, places: int | None
     ) -> Steps[PushResult]:
         """Push records of one group. Raises Busy when that opens the group and it is not admitted."""
-        manifest = self.ready
+        manifest = self.joined
         if not trajectories:
             return PushResult([])
         first = trajectories[0]
@@ -232,7 +233,7 @@ class ProducerLogic:
         call = script_call(
             "score",
             [keys.void, keys.group(group_id), keys.open, keys.groups, *ending],
-            [group_id, rollout_index, value, json.dumps(score), *self.ready.policy_args],
+            [group_id, rollout_index, value, json.dumps(score), *self.joined.policy_args],
         )
 
         def send() -> Steps[PushResult]:
@@ -245,7 +246,7 @@ class ProducerLogic:
     def touch(self, group_id: str, deadline_s: float | None) -> Steps[bool]:
         """Extend the group's deadline; False when the group has ended."""
         keys = self._keys(group_id)
-        milliseconds = round((deadline_s or self.ready.group_deadline_s) * 1000)
+        milliseconds = round((deadline_s or self.joined.group_deadline_s) * 1000)
         reply = yield script_call("touch", [keys.void, keys.open], [group_id, milliseconds])
         return bool(reply)
 
@@ -289,7 +290,7 @@ class ProducerLogic:
         records: Sequence[Record],
         epoch: int,
     ) -> Steps[list[str]]:
-        manifest = self.ready
+        manifest = self.joined
         scorer = keys.scoring(manifest.scorers[0]) if manifest.scorers else keys.void
         backoff = Backoff()
         while True:
@@ -330,7 +331,7 @@ class ProducerLogic:
             return {}, 0
         fields = encode_payload(trajectory)
         size = payload_bytes(fields)
-        limit = self.ready.max_trajectory_bytes
+        limit = self.joined.max_trajectory_bytes
         if size > limit:
             raise TrajectoryError(
                 f"trajectory {trajectory.group_id}/{trajectory.rollout_index} has {size} bytes, "
@@ -340,7 +341,7 @@ class ProducerLogic:
 
     def _register_extras(self, trajectories: Iterable[Trajectory]) -> Steps[None]:
         """An extra column's dtype and shape are fixed by its first push."""
-        manifest = self.ready
+        manifest = self.joined
         kinds = dict.fromkeys(
             (name, json.dumps([column.data.dtype.str, list(column.data.shape[1:]), column.per_token]))
             for trajectory in trajectories
@@ -364,7 +365,7 @@ class ProducerLogic:
 
     def _check_reserve(self, places: int) -> None:
         """A group that needs more than the whole budget would wait for ever."""
-        each = self.ready.max_trajectory_bytes
+        each = self.joined.max_trajectory_bytes
         if places * each > self.max_bytes:
             raise SettingError(
                 f"max_bytes allows {self.max_bytes} bytes a shard, one group of {places} reserves {places * each}: "
@@ -375,13 +376,13 @@ class ProducerLogic:
         return "finished" if self.finished else "open"
 
     def _keys(self, group_id: str) -> ShardKeys:
-        keys = self.ready.keys
+        keys = self.joined.keys
         return keys.shard(keys.shard_of(group_id))
 
     def _admission(
         self, size: int, places: int, data_source: str | None, deadline_s: float | None
     ) -> list[Any]:
-        manifest = self.ready
+        manifest = self.joined
         deadline_ms = round((deadline_s or manifest.group_deadline_s) * 1000)
         shards = len(manifest.keys.salts)
         return [

@@ -393,6 +393,7 @@ def _passed_over(lineage: Lineage, batch: Batch) -> dict[str, float]:
 def _observe(batch: Batch, wait_s: float) -> None:
     """Staleness is split into versions that passed while the rollout ran, and while it was queued."""
     in_flight = [None if r.versions is None else r.versions[1] - r.versions[0] for r in batch.references]
+    metrics.training_metrics(batch.metrics)
     metrics.batch_delivered(
         version=batch.version,
         staleness=batch.staleness,

@@ -47,7 +47,7 @@ local function end_group(keys, id, outcome, letter, policy)
       end
     end
   end
-  local surplus_reason = 'surplus'
+  local drop_reason = 'surplus'
   if outcome == 'complete' or outcome == 'partial' then
     outcome = filter_reason(rewards, policy) or outcome
   end
@@ -73,10 +73,10 @@ local function end_group(keys, id, outcome, letter, policy)
     redis.call('HINCRBY', keys.ledger, 'groups_logged', 1)
   else
     for _, member in ipairs(kept) do left_out[#left_out + 1] = member end
-    surplus_reason = outcome
+    drop_reason = outcome
   end
   if #left_out > 0 then
-    redis.call('HINCRBY', keys.ledger, 'dropped:' .. surplus_reason, #left_out)
+    redis.call('HINCRBY', keys.ledger, 'dropped:' .. drop_reason, #left_out)
     for _, member in ipairs(left_out) do
       redis.call('RPUSH', keys.garbage, member.key .. ' ' .. member.bytes)
     end
