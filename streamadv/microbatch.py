@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,8 +127,3 @@ class Batch:
     def trajectories(self) -> Iterator[Trajectory]:
         """This rank's trajectories with all columns and outputs."""
         return (item.trajectory(self.version) for item in self.delivered)
-
-
-def as_tensor(array: Any, device: torch.device) -> Tensor:
-    """A column on `device`; received bytes are read-only, so this copies once."""
-    return torch.tensor(array, device=device)

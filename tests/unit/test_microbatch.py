@@ -9,17 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.columns import EXTRA_DTYPES
-from streamadv.microbatch import MicroBatch, as_tensor
-
-CPU = torch.device("cpu")
+from streamadv.microbatch import MicroBatch
 
 
 def micro_batch(lengths: list[int], dtype: str = "<f4", shape: tuple[int, ...] = ()) -> MicroBatch:
     rng = np.random.default_rng(0)
     total = sum(lengths)
     columns = {
-        "input_ids": as_tensor(rng.integers(0, 99, total).astype(np.int32), CPU),
-        "extra": as_tensor(rng.integers(1, 99, (total, *shape)).astype(dtype), CPU),
+        "input_ids": torch.tensor(rng.integers(0, 99, total).astype(np.int32)),
+        "extra": torch.tensor(rng.integers(1, 99, (total, *shape)).astype(dtype)),
     }
     return MicroBatch(columns, lengths, [], {})
 
