@@ -28,6 +28,7 @@ from .algorithms.chain import Chain, ChainResult, build_chain, run_chain
 from .algorithms.packed import Level, PackedBatch, pack
 from .batch_statistics import running_of
 from .batches import LoggedGroup, Work, read_groups
+from .chunks import counts_of
 from .columns import Array
 from .connection import RETRYABLE, Backoff
 from .errors import BatchLostError, ChainError, SettingError, WireError
@@ -224,7 +225,9 @@ def compute(prepared: Prepared, device: torch.device) -> Computed:
     work = prepared.work
     chain = worker_chain(work)
     groups = [group for group in prepared.groups if group.group_id not in prepared.dead]
+    mine = [group for group in groups if group.shard == work.shard]
     header: dict[str, Any] = {"chunk": work.chunk, "level": chain.level, "dead": prepared.dead}
+    header["groups"] = [counts_of(group) for group in mine]
     if not groups:
         header |= {"columns": [], "metrics": {}, "weights": {}}
         return Computed(prepared.entry, work, json.dumps(header), {}, {})
@@ -246,7 +249,7 @@ def compute(prepared: Prepared, device: torch.device) -> Computed:
         json.dumps(header),
         results,
         outputs,
-        [group for group in groups if group.shard == work.shard],
+        mine,
         None if result.advantages is None else selection.trained(result.level, result.advantages),
         None if weights is None else selection.trained("token", weights),
         result.metrics,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,90 +14,21 @@ from torch import Tensor
 
 from .algorithms.chain import build_chain, run_chain
 from .algorithms.metrics import merge_metrics
-from .algorithms.packed import Level, PackedBatch, expand, pack
-from .batches import BatchRecord, LoggedGroup, Work
+from .algorithms.packed import PackedBatch, expand, pack
+from .batches import BatchRecord, LoggedGroup
+from .chunks import Chunk, Member
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from .commits import terminal_states
 from .errors import SettingError, WireError
-from .isolation import Death
 from .microbatch import Batch, Delivered, MicroBatch
 from .naming import staleness
 from .payloads import fetch_payloads
 from .plan import RowRef, plan
 from .run import Run
-from .wire import Payload, Reference
+from .wire import Payload
 
 #: Makes a late column: the micro-batch's columns in, [N] float32 out.
 LateColumn = Callable[[MicroBatch], Tensor]
-
-_FLOAT64 = ("rewards", "step_rewards")
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One entry of the ready log: the results of one unit of work."""
-
-    number: int
-    level: Level
-    columns: list[str]  # of the output hash
-    output: str
-    metrics: dict[str, float]
-    weights: dict[str, float]
-    dead: dict[str, Death]  # groups left out
-    results: dict[str, Array]
-
-
-def parse_chunk(fields: Mapping[bytes, bytes]) -> Chunk:
-    header = json.loads(fields[b"header"])
-    fixed = (b"batch", b"header", b"output", b"output_bytes")
-    results = {
-        name.decode(): np.frombuffer(value, np.float64 if name.decode() in _FLOAT64 else np.float32)
-        for name, value in fields.items()
-        if name not in fixed
-    }
-    return Chunk(
-        number=header["chunk"],
-        level=header["level"],
-        columns=header["columns"],
-        output=fields[b"output"].decode(),
-        metrics=header["metrics"],
-        weights=header["weights"],
-        dead={group_id: Death(*death) for group_id, death in header["dead"].items()},
-        results=results,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A trajectory of the batch with its part of a chunk's results."""
-
-    reference: Reference
-    level: Level
-    numbers: dict[str, Array]  # per trajectory, row or step
-    output: str
-    position: int  # in the output hash
-    columns: list[str]
-
-
-def assign(units: Sequence[Work], chunks: Mapping[int, Chunk], groups: Sequence[LoggedGroup]) -> list[Member]:
-    """Every member of `groups`, the living ones of the batch, with its numbers, in batch order."""
-    by_id = {group.group_id: group for group in groups}
-    members: dict[tuple[str, int], Member] = {}
-    for unit in units:
-        chunk = chunks[unit.chunk]
-        taken: dict[str, int] = defaultdict(int)
-        own = [by_id[p.group_id] for p in unit.groups if p.shard == unit.shard and p.group_id in by_id]
-        for position, reference in enumerate(m for group in own for m in group.members):
-            counts = {"row": len(reference.row_lengths), "step": len(reference.steps), "token": 0}
-            numbers = {}
-            for name, values in chunk.results.items():
-                kind = {"rewards": "trajectory", "step_rewards": "step"}.get(name, chunk.level)
-                count = 1 if kind == "trajectory" else counts[kind]
-                numbers[name] = values[taken[name] : taken[name] + count]
-                taken[name] += count
-            identity = (reference.group_id, reference.rollout_index)
-            members[identity] = Member(reference, chunk.level, numbers, chunk.output, position, chunk.columns)
-    return [members[g.group_id, m.rollout_index] for g in groups for m in g.members]
 
 
 def deliver(
@@ -123,7 +53,7 @@ def deliver(
     payloads = fetch_payloads(run, [member.reference for member in mine], None)
     outputs = _fetch_outputs(run, mine)
     metrics: list[tuple[Mapping[str, float], Mapping[str, float]]] = [
-        (chunk.metrics, chunk.weights) for chunk in chunks
+        (chunk.header.metrics, chunk.header.weights) for chunk in chunks
     ]
     place = {position: index for index, position in enumerate(own)}
     rows = [[RowRef(place[ref.trajectory], ref.row) for ref in refs] for refs in planned]

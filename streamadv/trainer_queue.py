@@ -25,8 +25,9 @@ from .advantage import Device, choose_device
 from .algorithms.chain import Chain, build_chain
 from .algorithms.config import ChainConfig
 from .batches import BatchRecord, Work
+from .chunks import Chunk, assign, parse_chunk
 from .connection import RETRYABLE, Backoff, Connection, T, patiently
-from .delivery import Chunk, LateColumn, assign, deliver, parse_chunk
+from .delivery import LateColumn, deliver
 from .errors import NoBatchError, SettingError, UndecodableGroupError
 from .isolation import Death
 from .lineage import Lineage, NamingSettings, Start, batch_scope, returning_since
@@ -327,7 +328,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self, lineage: Lineage, record: BatchRecord, units: Sequence[Work], chunks: Sequence[Chunk]
     ) -> Batch:
         """This rank's part of the batch without the groups that turn out to be dead."""
-        deaths = {group_id: death for chunk in chunks for group_id, death in chunk.dead.items()}
+        deaths = {group_id: death for chunk in chunks for group_id, death in chunk.header.dead.items()}
         while True:
             dead = lineage.bury(record, deaths)
             living = [pointer for pointer in record.groups if pointer.group_id not in dead]

@@ -30,6 +30,7 @@ from tests.support import (
     problems,
     producing,
     push_groups,
+    trajectory,
 )
 
 
@@ -72,6 +73,34 @@ def test_neighbours_of_an_unreadable_payload_are_trained_on(redis_url: str, run:
     (dead,) = list_dead(joined)
     assert (dead.group_id, dead.reason, dead.trajectories) == ("g0001", "undecodable", 2)
     assert "response_mask" in dead.detail
+
+
+@pytest.mark.parametrize("chain", ["grpo", {"estimator": "reinforce"}])
+def test_neighbours_of_a_dead_group_keep_their_own_numbers(redis_url: str, run: str, chain: object) -> None:
+    """Groups of other sizes and rewards: results that follow the dead group's must not be taken for it."""
+    rewards = {"a": [0.0, 1.0], "b": [5.0, 0.0, 5.0], "c": [2.0, 4.0, 0.0], "d": [7.0, 3.0]}
+
+    def advantages(spoil: bool, name: str) -> dict[tuple[str, int], list[float]]:
+        connection = Connection(redis_url)
+        with producing(connection, name) as producer:
+            for group_id, values in rewards.items():
+                producer.push(
+                    [trajectory(group_id, i, len(values), reward=value) for i, value in enumerate(values)]
+                )
+            producer.finish()
+        joined = join(connection, name)
+        if spoil:
+            spoil_payload(joined, "b", "rollout_log_probs", b"short")
+        batch = next_batch(TrainerQueue(connection, name, batch_groups=4, chain=chain), joined)  # type: ignore[arg-type]
+        assert batch is not None
+        return {
+            (each.reference.group_id, each.reference.rollout_index): each.outputs["advantages"].tolist()
+            for each in batch.delivered
+        }
+
+    whole = advantages(False, run)
+    rest = advantages(True, f"{run}-spoiled")
+    assert rest == {identity: numbers for identity, numbers in whole.items() if identity[0] != "b"}
 
 
 def test_an_unreadable_reference_is_found_when_the_batch_is_named(redis_url: str, run: str) -> None:

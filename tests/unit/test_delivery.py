@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.batches import LoggedGroup, Pointer, Work
+from streamadv.chunks import assign, counts_of, parse_chunk
 from streamadv.connection import Connection
-from streamadv.delivery import assign, parse_chunk
 from streamadv.errors import NoBatchError, WireError
 from streamadv.trainer_queue import TrainerQueue
 from streamadv.wire import Reference, StepSpan
@@ -61,6 +61,7 @@ def test_every_number_goes_back_to_its_owner(found: Any, level: str, split: int)
             "metrics": {},
             "weights": {},
             "dead": {},
+            "groups": [counts_of(g) for g in groups if g.group_id in {p.group_id for p in unit.groups}],
         }
         numbers = np.array([code[each] for each in (rows if level == "row" else steps)], np.float32)
         chunks[unit.chunk] = parse_chunk(

@@ -1,0 +1,169 @@
+"""Results of units of work: the entries of the ready log, checked, and each trajectory's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, NamedTuple
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from .algorithms.packed import Level
+from .batches import LoggedGroup, Work
+from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
+from .errors import WireError
+from .isolation import Death
+from .schema import brief, first_problem, one_line
+from .wire import Reference
+
+_CHUNK_FIELDS: Final = (b"batch", b"header", b"output", b"output_bytes")
+_RESULTS: Final[dict[str, np.dtype[Any]]] = {
+    "rewards": np.dtype("<f8"),
+    "step_rewards": np.dtype("<f8"),
+    "advantages": np.dtype("<f4"),
+    "returns": np.dtype("<f4"),
+}
+
+Count = Annotated[int, Field(ge=0)]
+
+
+def _known_output(name: str) -> str:
+    if name in KNOWN_COLUMNS or name in OUTPUT_COLUMNS:
+        return name
+    raise ValueError(f"{brief(name)} is no column")
+
+
+OutputName = Annotated[str, AfterValidator(_known_output)]
+
+
+class GroupCounts(NamedTuple):
+    """How much of a chunk's results is a group's: they follow each other in this order."""
+
+    group_id: str
+    trajectories: Count
+    rows: Count
+    steps: Count
+
+
+class ChunkHeader(BaseModel):
+    """What an entry of the ready log says of its results. Written by `advantage.compute`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    chunk: int  # number of the unit of work
+    level: Level
+    groups: list[GroupCounts]
+    columns: list[OutputName]  # of the output hash
+    metrics: dict[str, float]
+    weights: dict[str, float]
+    dead: dict[str, Death]  # groups left out
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One entry of the ready log: the results of one unit of work."""
+
+    header: ChunkHeader
+    output: str
+    results: dict[str, Array]
+
+    @property
+    def number(self) -> int:
+        return self.header.chunk
+
+
+def parse_chunk(fields: Mapping[bytes, bytes]) -> Chunk:
+    """An entry of the ready log. Raises WireError when it is none."""
+    missing = [name for name in _CHUNK_FIELDS if name not in fields]
+    if missing:
+        raise WireError(f"field {missing[0].decode()} is missing")
+    try:
+        header = ChunkHeader.model_validate_json(fields[b"header"])
+        output = fields[b"output"].decode()
+    except ValueError as error:
+        raise WireError(f"header: {first_problem(error)}") from error
+    if not fields[b"output_bytes"].isdigit():
+        raise WireError(f"output_bytes is {brief(fields[b'output_bytes'])}, needs a whole number")
+    counts = {"trajectory": 0, "row": 0, "step": 0, "token": 0}
+    for _, trajectories, rows, steps in header.groups:
+        for kind, count in zip(("trajectory", "row", "step"), (trajectories, rows, steps), strict=True):
+            counts[kind] += count
+    results = {}
+    for name, raw in fields.items():
+        if name in _CHUNK_FIELDS:
+            continue
+        text = name.decode(errors="replace")
+        if text not in _RESULTS:
+            raise WireError(f"result {one_line(text)} is unknown")
+        dtype, kind = _RESULTS[text], _kind(text, header.level)
+        if len(raw) != counts[kind] * dtype.itemsize:
+            raise WireError(f"result {text} has {len(raw)} bytes, needs {counts[kind] * dtype.itemsize}")
+        results[text] = np.frombuffer(raw, dtype)
+    if header.groups and not {"rewards", "step_rewards"} <= results.keys():
+        raise WireError("rewards or step_rewards are missing")
+    return Chunk(header, output, results)
+
+
+def misfit(chunk: Chunk, unit: Work, groups: Mapping[str, LoggedGroup]) -> str | None:
+    """Why a chunk is not the result of `unit`, given the batch's living groups by id; None if it is."""
+    counts = {each.group_id: each[1:] for each in chunk.header.groups}
+    for pointer in unit.groups:
+        group = groups.get(pointer.group_id)
+        if group is None or pointer.shard != unit.shard or pointer.group_id in chunk.header.dead:
+            continue
+        if counts.get(pointer.group_id) != counts_of(group)[1:]:
+            return f"group {pointer.group_id} has other counts than in the log"
+    return None
+
+
+def counts_of(group: LoggedGroup) -> GroupCounts:
+    rows = sum(len(member.row_lengths) for member in group.members)
+    steps = sum(len(member.steps) for member in group.members)
+    return GroupCounts(group.group_id, len(group.members), rows, steps)
+
+
+def _kind(result: str, level: Level) -> str:
+    return {"rewards": "trajectory", "step_rewards": "step"}.get(result, level)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A trajectory of the batch with its part of a chunk's results."""
+
+    reference: Reference
+    level: Level
+    numbers: dict[str, Array]  # per trajectory, row or step
+    output: str
+    position: int  # in the output hash
+    columns: list[str]
+
+
+def assign(units: Sequence[Work], chunks: Mapping[int, Chunk], groups: Sequence[LoggedGroup]) -> list[Member]:
+    """Every member of `groups`, the living ones of the batch, with its numbers, in batch order.
+
+    A group that was computed and has become a dead letter since keeps its place among the results.
+    """
+    by_id = {group.group_id: group for group in groups}
+    members: dict[tuple[str, int], Member] = {}
+    for unit in units:
+        chunk = chunks[unit.chunk]
+        level, columns = chunk.header.level, chunk.header.columns
+        first: dict[str, int] = {"trajectory": 0, "row": 0, "step": 0, "token": 0}
+        for group_id, trajectories, rows, steps in chunk.header.groups:
+            at = dict(first)
+            for position, reference in enumerate(by_id[group_id].members if group_id in by_id else ()):
+                own = {"trajectory": 1, "row": len(reference.row_lengths), "step": len(reference.steps)}
+                kinds = {name: _kind(name, level) for name in chunk.results}
+                numbers = {
+                    name: chunk.results[name][at[kind] : at[kind] + own.get(kind, 0)]
+                    for name, kind in kinds.items()
+                }
+                for kind, count in own.items():
+                    at[kind] += count
+                place = first["trajectory"] + position
+                identity = (reference.group_id, reference.rollout_index)
+                members[identity] = Member(reference, level, numbers, chunk.output, place, columns)
+            for kind, count in zip(("trajectory", "row", "step"), (trajectories, rows, steps), strict=True):
+                first[kind] += count
+    return [members[g.group_id, m.rollout_index] for g in groups for m in g.members]
