@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -62,8 +62,8 @@ def deliver(
     if kept and not mine:
         batch = batch.with_columns(**_no_tokens(run, kept, device))
     chain = build_chain(record.chain).cut(set(record.late))[1]
-    columns = _late_columns(batch, mine, payloads, rows, late, device)
-    batch = batch.with_columns(**columns)
+    if late:
+        batch = batch.with_columns(**_late_columns(batch, mine, payloads, rows, late, device))
     if chain.steps:
         if world_size > 1 and chain.scope != "row":
             raise SettingError(
@@ -77,7 +77,7 @@ def deliver(
             if values is not None:
                 found[name] = expand(batch, result.level, values)
     if "advantages" in found:
-        found.setdefault("returns", found["advantages"])
+        found.setdefault("returns", found["advantages"].clone())
     batch = batch.with_columns(**found)
     delivered = [
         Delivered(member.reference, payload, arrays, staleness(member.reference, record.k))
@@ -182,27 +182,41 @@ def _late_columns(
     """Call each supplier on every micro-batch; values outside all micro-batches do not exist."""
     columns = {name: torch.zeros(batch.num_tokens, device=device) for name in late}
     micro_batches = _micro_batches(batch, mine, payloads, rows, device)
-    for refs, micro_batch in zip(rows, micro_batches, strict=True):
-        index = _token_index(batch, mine, refs)
+    for spans, micro_batch in zip(_token_spans(mine, rows), micro_batches, strict=True):
+        tokens = sum(stop - start for start, stop in spans)
         for name, supplier in late.items():
             values = supplier(micro_batch).detach().to(torch.float32)
-            if values.shape != index.shape:
+            if values.shape != (tokens,):
                 raise SettingError(
-                    f"late column {name} has shape {tuple(values.shape)}, needs ({len(index)},): one per token"
+                    f"late column {name} has shape {tuple(values.shape)}, needs ({tokens},): one per token"
                 )
-            columns[name][index] = values
+            for (start, stop), part in zip(spans, values.split([b - a for a, b in spans]), strict=True):
+                columns[name][start:stop] = part
     return columns
 
 
-def _token_index(batch: PackedBatch, mine: Sequence[Member], refs: Sequence[RowRef]) -> Tensor:
-    """[N of the micro-batch] int64: where its tokens stand in the rank's packed batch."""
-    starts = batch.cu_seqlens[batch.row_offsets]
-    parts = [torch.zeros(0, dtype=torch.int64, device=batch.device)]
-    for ref in refs:
-        lengths = mine[ref.trajectory].reference.row_lengths
-        start = int(starts[ref.trajectory]) + sum(lengths[: ref.row])
-        parts.append(torch.arange(start, start + lengths[ref.row], device=batch.device))
-    return torch.cat(parts)
+def _token_spans(mine: Sequence[Member], rows: Sequence[Sequence[RowRef]]) -> list[list[tuple[int, int]]]:
+    """Where each micro-batch's rows stand in the rank's packed batch; rows side by side are one span."""
+    starts: list[list[int]] = []
+    for member in mine:
+        first = starts[-1][-1] if starts else 0
+        starts.append(list(accumulate(member.reference.row_lengths, initial=first)))
+    found = []
+    for refs in rows:
+        spans: list[tuple[int, int]] = []
+        for ref in refs:
+            start, stop = starts[ref.trajectory][ref.row : ref.row + 2]
+            if spans and spans[-1][1] == start:
+                start = spans.pop()[0]
+            spans.append((start, stop))
+        found.append(spans)
+    return found
+
+
+def _tokens(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """[N of the spans, ...]: these tokens' values; a view where one span holds them all."""
+    parts = [values[start:stop] for start, stop in spans]
+    return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else values[:0]
 
 
 def _micro_batches(
@@ -217,9 +231,8 @@ def _micro_batches(
         name: torch.tensor(np.concatenate(arrays), device=device) for name, arrays in per_token.items()
     }
     micro_batches = []
-    for refs in rows:
-        index = _token_index(batch, mine, refs)
-        columns = {name: values[index] for name, values in {**batch.columns, **token_extras}.items()}
+    for refs, spans in zip(rows, _token_spans(mine, rows), strict=True):
+        columns = {name: _tokens(values, spans) for name, values in {**batch.columns, **token_extras}.items()}
         references = [mine[ref.trajectory].reference for ref in refs]
         lengths = [mine[ref.trajectory].reference.row_lengths[ref.row] for ref in refs]
         extras = {name: [parts[ref.trajectory][ref.row] for ref in refs] for name, parts in per_row.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,7 +40,8 @@ class MicroBatch(Columns):
 
     `cu_seqlens` [R + 1] int32: row r holds tokens cu_seqlens[r] : cu_seqlens[r + 1] (what variable-length
     attention kernels take); `position_ids` [N] int64 counts from 0 in every row. An empty micro-batch (R = 0)
-    keeps ranks in step and weighs nothing.
+    keeps ranks in step and weighs nothing. Where rows lie side by side a column is a view of the batch's: do not
+    write into it.
     """
 
     def __init__(
@@ -57,8 +59,14 @@ class MicroBatch(Columns):
         self.row_lengths = list(row_lengths)
         self.references = list(references)  # of each row's trajectory
         self.extras = dict(extras)  # extra columns that are not per token, one array per row
-        starts = torch.repeat_interleave(ends - lengths, lengths)
-        self.position_ids = torch.arange(sum(row_lengths), device=device) - starts
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """[N] int64: made when first asked for, it weighs as much as two float columns."""
+        offsets = self.cu_seqlens.to(torch.int64)
+        total = sum(self.row_lengths)
+        starts = torch.repeat_interleave(offsets[:-1], torch.diff(offsets), output_size=total)
+        return torch.arange(total, device=offsets.device) - starts
 
     @property
     def num_rows(self) -> int:
