@@ -43,6 +43,10 @@ class LoggedGroup:
     problem: str | None = None  # why the members could not be read
 
     @property
+    def pointer(self) -> Pointer:
+        return Pointer(self.shard, self.entry, self.group_id, len(self.members))
+
+    @property
     def size_bytes(self) -> int:
         return sum(size for _, size in self.payloads)
 

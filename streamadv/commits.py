@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .batches import BatchRecord, LoggedGroup, Pointer, check_fence, entry_order, find_groups
 from .run import Run
@@ -71,17 +71,41 @@ def terminal_states(members: Iterable[Reference], tokens_per_micro_batch: int | 
             yield "trained"
 
 
-def commit(run: Run, record: BatchRecord, epoch: int) -> None:
+class Leaving(NamedTuple):
+    """What commit needs of a group: arguments of `commit.lua` behind its entry id, and its payloads' keys."""
+
+    args: list[Any]
+    payloads: list[str]
+
+
+def leaving(group: LoggedGroup, tokens_per_micro_batch: int | None) -> Leaving:
+    """How a group's members are counted at commit, and what is deleted."""
+    states = Counter(terminal_states(group.members, tokens_per_micro_batch))
+    trained = states.pop("trained", 0)
+    others = [part for pair in states.items() for part in pair]
+    keys = [key for key, _ in group.payloads]
+    return Leaving([trained, len(states), *others, group.size_bytes, len(keys)], keys)
+
+
+def commit(
+    run: Run,
+    record: BatchRecord,
+    epoch: int,
+    known: Mapping[Pointer, Leaving] | None = None,
+    results: Sequence[Result] | None = None,
+) -> None:
     """Count a batch as trained and delete what is stored of it. Repeating it changes nothing.
 
+    known: what need not be read from the log again. results: `read_results`, if done already.
     The lineage must say already that it is committed (`commit_lineage.lua`).
     """
+    results = read_results(run) if results is None else results
     by_shard: dict[int, list[Pointer]] = defaultdict(list)
     for pointer in record.groups:
         by_shard[pointer.shard].append(pointer)
     for shard, pointers in by_shard.items():
-        _commit_groups(run, shard, record, pointers, epoch)
-        _close(run, shard, record.id, epoch)
+        _commit_groups(run, shard, record, pointers, epoch, known or {})
+        _close(run, shard, record.id, epoch, results)
     _forget(run, record, epoch)
 
 
@@ -92,20 +116,25 @@ def _forget(run: Run, record: BatchRecord, epoch: int) -> None:
 
 
 def _commit_groups(
-    run: Run, shard: int, record: BatchRecord, pointers: Sequence[Pointer], epoch: int
+    run: Run,
+    shard: int,
+    record: BatchRecord,
+    pointers: Sequence[Pointer],
+    epoch: int,
+    known: Mapping[Pointer, Leaving],
 ) -> None:
     keys = run.keys.shard(shard)
     fixed = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.applied]
     payloads: list[str] = []
     args: list[Any] = [epoch, record.id]
-    for pointer, group in zip(pointers, find_groups(run, pointers), strict=True):
-        if group is not None:  # else committed before
-            states = Counter(terminal_states(group.members, record.tokens_per_micro_batch))
-            trained = states.pop("trained", 0)
-            args += [pointer.entry, trained, len(states)]
-            args += [part for pair in states.items() for part in pair]
-            args += [group.size_bytes, len(group.payloads)]
-            payloads += [key for key, _ in group.payloads]
+    unknown = [pointer for pointer in pointers if pointer not in known]
+    found = zip(unknown, find_groups(run, unknown), strict=True)
+    budget = record.tokens_per_micro_batch
+    groups = {**known, **{pointer: leaving(group, budget) for pointer, group in found if group is not None}}
+    for pointer in pointers:
+        if (group := groups.get(pointer)) is not None:  # else committed before
+            args += [pointer.entry, *group.args]
+            payloads += group.payloads
         if len(payloads) >= COMMIT_SLICE:
             check_fence(run, run.call("commit", [*fixed, *payloads], args))
             payloads, args = [], [epoch, record.id]
@@ -113,15 +142,35 @@ def _commit_groups(
         check_fence(run, run.call("commit", [*fixed, *payloads], args))
 
 
-def _close(run: Run, shard: int, batch_id: str, epoch: int) -> None:
+class Result(NamedTuple):
+    """An entry of a shard's ready log: a result of this batch, and where its output columns are."""
+
+    shard: int
+    batch: str
+    entry: bytes
+    output: str
+    output_bytes: int
+
+
+def read_results(run: Run) -> list[Result]:
+    """The ready logs of all shards: read once for all the batches that one commit ends."""
+    found = []
+    for shard, keys in enumerate(run.keys.shards):
+        entries: Any = run.connection.scripts.xrange(keys.ready)
+        for entry, fields in entries:
+            batch, output = fields[b"batch"].decode(), fields[b"output"].decode() or keys.void
+            found.append(Result(shard, batch, entry, output, int(fields[b"output_bytes"])))
+    return found
+
+
+def _close(run: Run, shard: int, batch_id: str, epoch: int, results: Sequence[Result]) -> None:
     keys = run.keys.shard(shard)
     outputs: list[str] = []
     args: list[Any] = [epoch, batch_id]
-    entries: Any = run.connection.scripts.xrange(keys.ready)
-    for entry, fields in entries:
-        if fields[b"batch"].decode() == batch_id:
-            outputs.append(fields[b"output"].decode() or keys.void)
-            args += [entry, int(fields[b"output_bytes"])]
+    for result in results:
+        if (result.shard, result.batch) == (shard, batch_id):
+            outputs.append(result.output)
+            args += [result.entry, result.output_bytes]
     names = [keys.void, keys.trainer, keys.ready, keys.applied, keys.ledger, *outputs]
     check_fence(run, run.call("close_batch", names, args))
 
@@ -170,7 +219,7 @@ def _unapply(run: Run, shard: int, batch_id: str, epoch: int) -> None:
     keys = run.keys.shard(shard)
     names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups]
     check_fence(run, run.call("unapply_batch", names, [epoch, batch_id]))
-    _close(run, shard, batch_id, epoch)
+    _close(run, shard, batch_id, epoch, read_results(run))
 
 
 def _entry_before(entry: str) -> str:

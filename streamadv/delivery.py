@@ -190,7 +190,8 @@ def _late_columns(
                 raise SettingError(
                     f"late column {name} has shape {tuple(values.shape)}, needs ({tokens},): one per token"
                 )
-            for (start, stop), part in zip(spans, values.split([b - a for a, b in spans]), strict=True):
+            parts = torch.split(values, [stop - start for start, stop in spans])
+            for (start, stop), part in zip(spans, parts, strict=True):
                 columns[name][start:stop] = part
     return columns
 

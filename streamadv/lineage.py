@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from . import batches, commits, metrics, naming
 from .algorithms.chain import build_chain
 from .algorithms.config import ChainConfig
 from .batch_statistics import KLCoefficients, running_with
-from .batches import BatchRecord, LoggedGroup, check_fence
+from .batches import BatchRecord, LoggedGroup, Pointer, check_fence
 from .isolation import Death
 from .producing import PRODUCER_TIMEOUT_S
 from .run import Run
@@ -101,6 +101,11 @@ class Lineage:
         #: Groups dropped at naming, with the reason, until somebody reports and clears them.
         self.passed_over: list[tuple[str, LoggedGroup]] = []
         self._dead: dict[int, set[str]] = {}  # group ids of batch k that became dead letters
+        #: What was read of the groups logs and is in no batch yet.
+        self._waiting: list[LoggedGroup] = []
+        #: Of the batches this process has named: their groups until trained, what commit needs of them after that.
+        self._groups: dict[int, dict[Pointer, LoggedGroup]] = {}
+        self._leaving: dict[int, dict[Pointer, commits.Leaving]] = {}
         home = run.keys.home
         if leads:
             version = "" if start.version is None else start.version
@@ -125,7 +130,7 @@ class Lineage:
         }
         if leads:
             self._settle()
-        #: Last entry of each shard's groups log that was looked at.
+        #: Last entry of each shard's groups log that was read (into `_waiting`).
         self.seen = dict(self._cursors)
 
     def remember(self) -> Start:
@@ -225,26 +230,47 @@ class Lineage:
             record = batches.read_records(self.run)[k]
         self._cursors, self._running = cursors, record.running
         self.records[k] = record
+        self._groups[k] = {group.pointer: group for group in chosen}
+        named = set(record.groups)
+        self._waiting = [group for group in self._waiting if group.pointer not in named]
         return True
+
+    def could_name(self, max_groups: int | None = None) -> bool:
+        """Read on in the groups logs: whether there are enough groups for another batch."""
+        limit = max_groups or self._settings.batch_groups
+        self._read_on(limit)
+        return len(self._waiting) >= min(self._settings.min_groups, limit)
+
+    @property
+    def waits_for_groups(self) -> bool:
+        """Whether another batch may be named as soon as there are groups for it."""
+        return self._leads and self.version + self._settings.prefetch not in self.records
+
+    def _read_on(self, limit: int) -> None:
+        """Have up to `limit` groups of each shard at hand, in the order of the log."""
+        held = {(p.shard, p.entry) for record in self.records.values() for p in record.groups}
+        for shard in self._cursors:
+            missing = limit - sum(group.shard == shard for group in self._waiting)
+            while missing > 0 and (page := batches.read_log(self.run, shard, self.seen[shard], missing)):
+                self.seen[shard] = page[-1].entry
+                fresh = [
+                    g for g in page if (shard, g.entry) not in held
+                ]  # behind the cursor only after a loss
+                self._waiting += fresh
+                missing -= len(fresh)
+        self._waiting.sort(key=lambda group: group.position)
 
     def _choose(
         self, k: int, limit: int
     ) -> tuple[list[LoggedGroup], list[LoggedGroup], list[tuple[LoggedGroup, str]]]:
         """Groups at the head of the logs, those fit for batch k, and those dropped for it with the reason."""
         settings = self._settings
-        held = {(p.shard, p.entry) for record in self.records.values() for p in record.groups}
-        found = [
-            group
-            for shard, after in self._cursors.items()
-            for group in batches.read_log(self.run, shard, after, limit + len(held))
-            if (group.shard, group.entry) not in held  # behind the cursor only after a loss
-        ]
-        self.seen.update((group.shard, group.entry) for group in found)
-        candidates = sorted(found, key=lambda group: group.position)
+        self._read_on(limit)
+        candidates = self._waiting
         rules = naming.NamingRules(
             drop_after=settings.drop_after,
             needs=settings.needs,
-            trained=frozenset(self.trained),
+            trained=self.trained,
             rolled_back_above=None if settings.keep_rolled_back else settings.rolled_back_above,
             epoch=self.epoch,
         )
@@ -254,7 +280,20 @@ class Lineage:
             logger.warning("group %s is not trained on: %s", group.group_id, reason)
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.passed_over.append((reason, group))
+        gone = {group.pointer for group, _ in refused}
+        self._waiting = [group for group in candidates if group.pointer not in gone]
         return candidates, chosen, refused
+
+    def read_groups(self, record: BatchRecord, dead: Container[str]) -> list[LoggedGroup]:
+        """The groups of a batch without the dead ones, in its order; those named here are at hand.
+
+        Raises BatchLostError if the server no longer has one.
+        """
+        known = self._groups.get(record.k, {})
+        living = [pointer for pointer in record.groups if pointer.group_id not in dead]
+        unknown = [pointer for pointer in living if pointer not in known]
+        groups = {**known, **dict(zip(unknown, batches.read_groups(self.run, unknown), strict=True))}
+        return [groups[pointer] for pointer in living]
 
     def find(self, k: int) -> BatchRecord | None:
         """The record of batch k, if it has been named."""
@@ -325,6 +364,10 @@ class Lineage:
     def note_trained(self, record: BatchRecord) -> None:
         """The batch is in the weights, whatever the server knows."""
         self.version = max(self.version, record.k + 1)
+        budget = record.tokens_per_micro_batch
+        groups = self._groups.pop(record.k, {})
+        leaving = {pointer: commits.leaving(group, budget) for pointer, group in groups.items()}
+        self._leaving.setdefault(record.k, leaving)
         dead = self._dead.get(record.k, ())
         self.trained.update((p.group_id, None) for p in record.groups if p.group_id not in dead)
 
@@ -342,9 +385,12 @@ class Lineage:
         self.committed = version
 
     def _finish_commits(self) -> None:
-        for k in [k for k in self.records if k < self.committed]:
+        committed = [k for k in self.records if k < self.committed]
+        results = commits.read_results(self.run) if committed and self._leads else []
+        for k in committed:
+            leaving = self._leaving.pop(k, {})
             if self._leads:
-                commits.commit(self.run, self.records[k], self.epoch)
+                commits.commit(self.run, self.records[k], self.epoch, leaving, results)
             now = self._clock()
             for pointer in self.records[k].groups:
                 if pointer.group_id in self.trained:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .batches import BatchRecord, LoggedGroup, Pointer
+from .batches import BatchRecord, LoggedGroup
 from .wire import Reference
 
 
@@ -17,7 +17,7 @@ class NamingRules:
 
     drop_after: int | None  # versions
     needs: frozenset[str] = frozenset()  # columns producers must have pushed
-    trained: frozenset[str] = frozenset()  # group ids already in the checkpoint lineage
+    trained: Container[str] = frozenset()  # group ids already in the checkpoint lineage
     rolled_back_above: int | None = None  # version restored by load_state_dict
     epoch: int = 0
 
@@ -78,6 +78,6 @@ def make_record(k: int, epoch: int, chosen: Sequence[LoggedGroup], **decided: An
         k=k,
         id=f"{k}-{secrets.token_hex(6)}",
         epoch=epoch,
-        groups=[Pointer(g.shard, g.entry, g.group_id, len(g.members)) for g in ordered],
+        groups=[group.pointer for group in ordered],
         **decided,
     )

@@ -187,7 +187,8 @@ class TrainerQueue(IterableDataset[Batch]):
                     )
                 if self._watchdog is not None:
                     self._watchdog.look()
-                self._wait(lineage, BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1))
+                block_ms = BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1)
+                self._wait(lineage, block_ms, max_groups)
             except RETRYABLE as error:
                 metrics.retried(STAGE)
                 level = logging.DEBUG if backoff.failures else logging.WARNING
@@ -331,8 +332,7 @@ class TrainerQueue(IterableDataset[Batch]):
         deaths = {group_id: death for chunk in chunks for group_id, death in chunk.header.dead.items()}
         while True:
             dead = lineage.bury(record, deaths)
-            living = [pointer for pointer in record.groups if pointer.group_id not in dead]
-            groups = batches.read_groups(lineage.run, living)
+            groups = lineage.read_groups(record, dead)
             try:
                 return deliver(
                     lineage.run,
@@ -360,17 +360,23 @@ class TrainerQueue(IterableDataset[Batch]):
                 self._chunks.setdefault(fields[b"batch"].decode(), {})[chunk.number] = chunk
                 self._ready_cursors[shard] = entry.decode()
 
-    def _wait(self, lineage: Lineage, block_ms: int) -> None:
-        """Until something arrives in a groups or ready log, or the block is over."""
+    def _wait(self, lineage: Lineage, block_ms: int, max_groups: int | None) -> None:
+        """Until a result or the groups for another batch are there, or the block is over."""
         shards = lineage.run.keys.shards
         share = max(1, block_ms // len(shards))
         started = time.monotonic()
+        blocking = lineage.run.connection.blocking(share)
         for shard, keys in enumerate(shards):
-            streams: dict[Any, Any] = {keys.ready: self._ready_cursors.get(shard, "0-0")}
-            if self._rank == 0:
-                streams[keys.groups] = lineage.seen[shard]
-            if lineage.run.connection.blocking(share).xread(streams, count=1, block=share):
-                return
+            until = time.monotonic() + share / 1000
+            while (left_ms := round((until - time.monotonic()) * 1000)) > 0:
+                streams: dict[Any, Any] = {keys.ready: self._ready_cursors.get(shard, "0-0")}
+                if lineage.waits_for_groups:
+                    streams[keys.groups] = lineage.seen[shard]
+                reply: Any = blocking.xread(streams, count=1, block=left_ms)
+                if not reply:
+                    break
+                if keys.ready.encode() in dict(reply) or lineage.could_name(max_groups):
+                    return
         if time.monotonic() - started < block_ms / 2000:
             self._stop.wait(share / 1000)  # a server that does not block must not be asked in a loop
 

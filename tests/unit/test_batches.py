@@ -154,12 +154,12 @@ def test_the_ledger_holds_in_the_middle_of_a_commit(named: tuple[Run, BatchRecor
     batches.apply(run, record, False, 1)
     compute_all(run)
     for shard in range(2):
-        commits._commit_groups(run, shard, record, record.in_shard(shard)[:1], 1)
+        commits._commit_groups(run, shard, record, record.in_shard(shard)[:1], 1, {})
         assert problems(run) == []
     for shard in range(2):
-        commits._commit_groups(run, shard, record, record.in_shard(shard), 1)
+        commits._commit_groups(run, shard, record, record.in_shard(shard), 1, {})
         assert problems(run) == []
-        commits._close(run, shard, record.id, 1)
+        commits._close(run, shard, record.id, 1, commits.read_results(run))
         assert problems(run) == []
     assert ledger(run)["trained"] == 12
 
