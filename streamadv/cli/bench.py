@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import SettingError
+from . import bench_server
 
 if TYPE_CHECKING:
     from ..bench.measure import Measurement
@@ -54,6 +55,7 @@ def add_parser(subparsers: Any) -> None:
     )
     algorithms.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     algorithms.set_defaults(run=run_algorithms)
+    bench_server.add_parsers(kinds)
 
 
 def run_algorithms(arguments: argparse.Namespace) -> int:

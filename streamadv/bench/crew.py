@@ -1,0 +1,168 @@
+"""Processes under measurement: start them, set their pace, and count what their sink receives."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Final, Self
+
+import redis
+
+from ..demo.children import Child, Message
+from ..errors import ProcessEndedError
+from .pace import GO, WAIT
+
+STALL_S: Final = 60.0
+#: A sink that has received nothing for so long has nothing more to come.
+QUIET_S: Final = 0.7
+#: A window lasts until the sink has reported so often.
+LEAST_REPORTS: Final = 6
+
+_TICK: Final = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What came out at the end within a time of steady work."""
+
+    per_second: float
+    cpu: dict[str, float]  # processor seconds per unit, by process
+    waits: list[float]  # seconds from rollout end to receipt, where measured
+
+
+class Crew:
+    """Named processes, one of them a source that keeps a `Pace`, one a sink that sends `received` messages.
+
+    Context manager: all have ended when it is left. The server's processor time is counted with theirs.
+    """
+
+    def __init__(
+        self, commands: Mapping[str, Sequence[str]], url: str, source: str, environment: Mapping[str, str]
+    ) -> None:
+        self._commands = commands
+        self._environment = {
+            **os.environ,
+            "STREAMADV_REDIS_URL": url,
+            "STREAMADV_LOG_LEVEL": "warning",
+            "STREAMADV_DEVICE": "cpu",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
+        self._source = source
+        self._inbox: SimpleQueue[Message] = SimpleQueue()
+        self._children: dict[str, Child] = {}
+        self._stack = ExitStack()
+        self._server = redis.Redis.from_url(url)
+
+    def __enter__(self) -> Self:
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="streamadv-bench-"))
+        self._stack.callback(self._stop)
+        self._stack.callback(self._server.close)
+        for name, command in self._commands.items():
+            self._children[name] = Child(
+                name,
+                command,
+                environment=self._environment,
+                log=Path(folder) / f"{name}.log",
+                inbox=self._inbox,
+            )
+            self._children[name].start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def wait_until_ready(self, count: int = 2) -> None:
+        """Until `count` processes have said `ready`."""
+        for _ in range(count):
+            while self._hear(STALL_S)["kind"] != "ready":
+                pass
+
+    def measure(self, seconds: float, warm_up: float, pace: str = GO) -> Window:
+        """Work at this pace for so many seconds after a warm-up, then let it run dry."""
+        self.set_pace(pace)
+        first = self._receive(time.monotonic() + STALL_S)
+        end = time.monotonic() + warm_up
+        while first["at"] < end:
+            first = self._receive(time.monotonic() + STALL_S)
+        before, last, count, reports = self._cpu(), first, 0, 0
+        waits: list[float] = []
+        while last["at"] < end + seconds or reports < LEAST_REPORTS:
+            last = self._receive(time.monotonic() + STALL_S)
+            count += last["count"]
+            reports += 1
+            waits += last.get("waits", ())
+        after = self._cpu()
+        self.run_dry()
+        return Window(
+            count / (last["at"] - first["at"]),
+            {name: (spent - before[name]) / count for name, spent in after.items()},
+            waits,
+        )
+
+    def set_pace(self, pace: str) -> None:
+        self._children[self._source].ask(pace)
+
+    def run_dry(self) -> None:
+        """Stop the source, and wait for what is under way."""
+        self.set_pace(WAIT)
+        while True:
+            try:
+                self._hear(QUIET_S)
+            except TimeoutError:
+                return
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        while (message := self._hear(deadline - time.monotonic()))["kind"] != "received":
+            pass
+        return message
+
+    def _hear(self, timeout: float) -> dict[str, Any]:
+        """The next message. Raises TimeoutError, and ProcessEndedError when a process has ended."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return self._inbox.get(timeout=max(0.0, min(0.5, deadline - time.monotonic())))[1]
+            except Empty:
+                for name, child in self._children.items():
+                    if child.exit_status is not None:
+                        raise ProcessEndedError(f"{name} ended: {child.log_tail()}") from None
+                if time.monotonic() >= deadline:
+                    if timeout < STALL_S - 1:
+                        raise TimeoutError from None
+                    tails = "; ".join(f"{name}: {child.log_tail()}" for name, child in self._children.items())
+                    raise ProcessEndedError(f"nothing received for {timeout:.0f} s: {tails}") from None
+
+    def _cpu(self) -> dict[str, float]:
+        """Processor seconds spent by each process so far."""
+        info: Any = self._server.info("cpu")
+        spent = {"server": info["used_cpu_sys"] + info["used_cpu_user"]}
+        return spent | {name: _process_cpu(child.pid) for name, child in self._children.items()}
+
+    def _stop(self) -> None:
+        for child in self._children.values():
+            child.kill()
+
+
+def middle(windows: Sequence[Window]) -> Window:
+    """Medians of several windows."""
+    return Window(
+        statistics.median(window.per_second for window in windows),
+        {name: statistics.median(w.cpu[name] for w in windows) for name in windows[0].cpu},
+        [wait for window in windows for wait in window.waits],
+    )
+
+
+def _process_cpu(pid: int | None) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICK  # user and system time, of all threads

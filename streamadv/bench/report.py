@@ -1,0 +1,33 @@
+"""The tables of the server benchmarks, and their JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+NAME_WIDTH = 22
+
+
+def heading(columns: Mapping[str, str]) -> str:
+    """`columns`: heading and key of each figure."""
+    return f"{'':{NAME_WIDTH}}" + "".join(f"{name:>11}" for name in columns)
+
+
+def row(columns: Mapping[str, str], record: Mapping[str, Any]) -> str:
+    """One line; a figure that the record lacks is a dash."""
+    return f"{record['name']:{NAME_WIDTH}}" + "".join(_cell(record.get(key)) for key in columns.values())
+
+
+def write_json(path: Path | None, machine: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+    """`machine`, `aof` and `results`."""
+    if path is not None:
+        written = {"machine": machine, "aof": machine["aof"], "results": list(records)}
+        path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return f"{'-':>11}"
+    return f"{value:11.0f}" if abs(value) >= 100 else f"{value:11.3g}"

@@ -1,0 +1,52 @@
+"""`streamadv bench pipeline` and its like on a real server: figures come, nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streamadv import cli
+from streamadv.algorithms.chain import build_chain
+from streamadv.bench.lines import KINDS, Line, make_columns
+from streamadv.connection import Connection
+from streamadv.errors import SettingError
+
+
+def test_a_line_of_the_pipeline_is_measured(
+    redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bench.json"
+    words = ["bench", "pipeline", "--redis", redis_url, "--tokens", "64", "--chain", "gae+kl"]
+    assert cli.main([*words, "--seconds", "1", "--repeat", "1", "--json", str(file)]) == 0
+    assert "gae+kl 64" in capsys.readouterr().out
+    written = json.loads(file.read_text())
+    assert written["aof"] == "no"
+    (record,) = written["results"]
+    assert (record["chain"], record["tokens"]) == ("gae+kl", 64)
+    assert record["per_second"] > 0
+    assert record["ratio_to_ceiling"] == record["per_second"] / record["ceiling_per_second"]
+    assert set(record["cpu_microseconds"]) == {"server", "producer", "grouper", "advantage", "trainer"}
+    with Connection(redis_url) as connection:
+        assert connection.scripts.dbsize() == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--chain", "ppo"], ["--tokens", "1"], ["--repeat", "0"], ["--redis", "redis://x", "--aof", "no"]],
+)
+def test_what_cannot_be_measured_is_refused(words: list[str]) -> None:
+    arguments = cli.make_parser(["bench"]).parse_args(["bench", "pipeline", *words])
+    with pytest.raises(SettingError, match=words[-2]):
+        arguments.run(arguments)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_columns_of_a_kind_are_those_its_chain_reads(name: str) -> None:
+    kind = KINDS[name]
+    assert list(kind.read) == list(build_chain(kind.chain).needs)
+    columns = make_columns(Line(name, 64), np.random.default_rng(0))
+    assert list(columns) == list(kind.columns)
+    assert sum(array.nbytes for array in columns.values()) == Line(name, 64).size(kind.columns) == 17 * 64
