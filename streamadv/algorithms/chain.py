@@ -18,7 +18,6 @@ from .chain_steps import (
     State,
     counted_anew,
     estimating_steps,
-    known_tokens,
     shaping_steps,
 )
 from .config import ChainConfig, parse_config
@@ -126,8 +125,8 @@ def run_chain(
     metrics, weights = fetch(state.metrics)
     return ChainResult(
         level=state.level,
-        advantages=_rounded(state, state.advantages),
-        returns=_rounded(state, state.returns),
+        advantages=_rounded(state.advantages),
+        returns=_rounded(state.returns),
         rewards=state.batch.rewards,
         step_rewards=state.batch.steps.rewards,
         columns=state.changed,
@@ -136,9 +135,5 @@ def run_chain(
     )
 
 
-def _rounded(state: State, values: Tensor | None) -> Tensor | None:
-    """float32, and at level token on all N tokens."""
-    if values is None:
-        return None
-    rounded = values.to(torch.float32)
-    return known_tokens(state).spread(rounded) if state.level == "token" else rounded
+def _rounded(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.to(torch.float32)

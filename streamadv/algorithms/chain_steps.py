@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SettingError, TrajectoryError
+from . import kernels
 from .config import ChainConfig, DistillConfig, KLConfig, MaskConfig, RewardConfig
 from .kl import approx_kl
 from .metrics import Metric, fraction, mean, summary
@@ -20,7 +21,7 @@ from .sample_masks import overlong_penalty
 from .segments import moments, segment_sum, spread, whole
 from .token_rewards import credited, outcome_rewards, step_rewards
 from .trainable import Trainable, trainable
-from .whitening import whiten
+from .whitening import whiten, whiten_weighted
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class State:
     kl_coefficient: float = 0.0
     running: RunningMoments | None = None
     tokens: Trainable | None = None  # where the mask was fetched
-    advantages: Tensor | None = None  # [R], [S] or, at level token, one per trainable token; float64
+    advantages: Tensor | None = None  # [R] or [S] float64; at level token [N] float32, 0 where masked
     returns: Tensor | None = None
     changed: Mapping[str, Tensor] = field(default_factory=dict)  # columns made or changed
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -66,8 +67,7 @@ def counted_anew(state: State) -> State:
     if "response_mask" not in batch.columns:
         return state
     tokens = trainable(batch)
-    counts = tokens.offsets[1:] - tokens.offsets[:-1]
-    return replace(state, batch=replace(batch, row_trainable=counts), tokens=tokens)
+    return replace(state, batch=replace(batch, row_trainable=tokens.counts), tokens=tokens)
 
 
 def known_tokens(state: State) -> Trainable:
@@ -204,9 +204,8 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
     def run(state: State) -> State:
         batch, coefficient = state.batch, state.kl_coefficient
         tokens = known_tokens(state)
-        policy, reference = (tokens.pick(batch.column(name)) for name in (config.log_probs, "ref_log_probs"))
-        kl = approx_kl(policy, reference, config.penalty)
-        row_kl = segment_sum(kl, tokens.offsets)
+        kl = approx_kl(batch.column(config.log_probs), batch.column("ref_log_probs"), config.penalty)
+        row_kl = tokens.row_sum(kl)
         rewards = batch.rewards - coefficient * segment_sum(row_kl, batch.row_offsets)
         counted = batch.row_trainable > 0
         per_row = torch.where(counted, row_kl / batch.row_trainable.clamp(min=1), 0.0)
@@ -219,10 +218,10 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
         )
         state = replace(state, batch=replace(batch, rewards=rewards))
         if by_token:
-            shaped = batch.column("token_level_rewards").sub(tokens.spread(kl), alpha=coefficient)
+            shaped = less(batch.column("token_level_rewards"), kl, coefficient, tokens)
             state = state.with_columns(token_level_rewards=shaped)
         if by_step:
-            step_kl = span_sum(batch, tokens.spread(kl))
+            step_kl = span_sum(batch, tokens.only(kl))
             steps = batch.steps.rewards - coefficient * step_kl
             state = replace(state, batch=state.batch.with_step_rewards(steps))
         return state
@@ -237,9 +236,8 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
 def _whiten_rewards_step() -> ChainStep:
     def run(state: State) -> State:
         tokens = known_tokens(state)
-        rewards = tokens.pick(state.batch.column("token_level_rewards"))
-        whitened = whiten(rewards, tokens.offsets)
-        return state.with_columns(token_level_rewards=tokens.spread(whitened.to(torch.float32)))
+        whitened = whiten(state.batch.column("token_level_rewards"), tokens)
+        return state.with_columns(token_level_rewards=whitened)
 
     needs = ("response_mask", "token_level_rewards")
     text = "token rewards to mean 0, std 1"
@@ -266,7 +264,7 @@ def _estimator_step(config: ChainConfig, chosen: Estimator) -> ChainStep:
             tokens = known_tokens(state)
             advantages = _on_tokens(batch, tokens, chosen.level, advantages)
             returns = None if returns is None else _on_tokens(batch, tokens, chosen.level, returns)
-        weight = level_weight(batch, level)
+        weight = level_weight(state)
         metrics = {
             **summary("critic/rewards", batch.rewards, ~batch.baseline),
             **summary("critic/advantages", advantages, weight),
@@ -287,23 +285,21 @@ def _distill_step(config: DistillConfig, keep_raw: bool) -> ChainStep:
         if before is None:
             raise SettingError("chain: distillation comes before the estimator")
         tokens = known_tokens(state)
-        policy, teacher = (
-            tokens.pick(batch.column(name)) for name in (config.log_probs, "teacher_log_probs")
+        kl = tokens.only(
+            approx_kl(batch.column(config.log_probs), batch.column("teacher_log_probs"), config.penalty)
         )
-        kl = approx_kl(policy, teacher, config.penalty)
-        advantages = -config.coefficient * kl.to(torch.float64)
+        advantages = -config.coefficient * kl
         returns = state.returns
         if config.only:
             returns = advantages
         else:
             advantages = advantages + before
         metrics = {
-            "critic/distill_kl": mean(kl),
-            **summary("critic/advantages", advantages),
+            "critic/distill_kl": mean(kl, tokens.mask),
+            **summary("critic/advantages", advantages, tokens.mask),
         }
         if keep_raw:
-            raw = tokens.spread(before.to(torch.float32))
-            state = replace(state, changed={**state.changed, "raw_advantages": raw})
+            state = replace(state, changed={**state.changed, "raw_advantages": before})
         return replace(state.with_metrics(metrics), advantages=advantages, returns=returns)
 
     needs = ("response_mask", config.log_probs, "teacher_log_probs")
@@ -318,20 +314,17 @@ def _finish_step(config: ChainConfig, level: Level) -> ChainStep:
         batch, advantages = state.batch, state.advantages
         if advantages is None:
             raise SettingError("chain: whitening comes before the estimator")
-        weight = level_weight(batch, level)
-        raw = advantages
-        if config.whiten_advantages:
-            segments = known_tokens(state).offsets if level == "token" else whole(advantages)
-            advantages = whiten(advantages, segments, weight)
-            if weight is not None:
-                advantages = torch.where(weight > 0, advantages, 0.0)
+        weight, raw = level_weight(state), advantages
+        if config.whiten_advantages and level == "token":
+            advantages = whiten(advantages, known_tokens(state))
+        elif config.whiten_advantages:
+            advantages = torch.where(weight > 0, whiten_weighted(advantages, weight), 0.0)
         if config.advantage_clip is not None:
             advantages, outside = clip(advantages, config.advantage_clip)
             state = state.with_metrics({"critic/advantage_clip_frac": fraction(outside, weight)})
         state = state.with_metrics(summary("critic/advantages", advantages, weight))
         if keep_raw:
-            raw = raw.to(torch.float32)
-            column = known_tokens(state).spread(raw) if level == "token" else expand(batch, level, raw)
+            column = raw if level == "token" else expand(batch, level, raw)
             state = replace(state, changed={**state.changed, "raw_advantages": column})
         return replace(state, advantages=advantages)
 
@@ -342,25 +335,31 @@ def _finish_step(config: ChainConfig, level: Level) -> ChainStep:
     return ChainStep("advantages", needs, scope, ", ".join(parts), run)
 
 
-def level_weight(batch: PackedBatch, level: Level) -> Tensor | None:
-    """How many trainable tokens each value of a level stands for; None = one each (level token).
+def level_weight(state: State) -> Tensor:
+    """How many trainable tokens each value of the state's level stands for; at level token the mask.
 
     A step counts its span where the mask was not fetched: spans normally hold what the policy wrote.
     """
-    if level == "token":
-        return None
-    if level == "row":
+    batch, steps = state.batch, state.batch.steps
+    if state.level == "token":
+        return known_tokens(state).mask
+    if state.level == "row":
         return batch.row_trainable
-    steps = batch.steps
     if "response_mask" in batch.columns:
         return span_sum(batch, batch.column("response_mask"))
     return torch.where(batch.baseline[steps.trajectory], 0, steps.end - steps.start)
 
 
+def less(values: Tensor, amounts: Tensor, factor: float, tokens: Trainable) -> Tensor:
+    """[N] float32: `values` - factor * `amounts` at the tokens that count, `values` elsewhere; all [N]."""
+    if not kernels.on_cpu(values):
+        return torch.where(tokens.mask, values.sub(amounts, alpha=factor), values)
+    given = map(kernels.array, (values, amounts))
+    result = torch.empty(len(values))
+    kernels.subtract(*given, factor, kernels.array(tokens.mask), kernels.array(result))
+    return result
+
+
 def _on_tokens(batch: PackedBatch, tokens: Trainable, level: Level, values: Tensor) -> Tensor:
-    """One value per trainable token from an estimate's values."""
-    if level == "row":
-        return spread(values, tokens.offsets, len(tokens.position))
-    if level == "step":
-        values = expand(batch, "step", values)
-    return values if len(values) == len(tokens.position) else tokens.pick(values)
+    """[N] float32: an estimate's values on the tokens they belong to, 0 where masked."""
+    return tokens.only(values.to(torch.float32)) if level == "token" else expand(batch, level, values)

@@ -21,10 +21,10 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
 
     def run(state: State) -> State:
         batch, tokens = state.batch, known_tokens(state)
-        old, rollout = (tokens.pick(batch.column(name)) for name in ("old_log_probs", "rollout_log_probs"))
+        old, rollout = (batch.column(name) for name in ("old_log_probs", "rollout_log_probs"))
         log_ratio = old - rollout
         metrics: dict[str, Metric] = off_policy_metrics(old, rollout, tokens)
-        kept = torch.ones_like(log_ratio, dtype=torch.bool)
+        kept = tokens.mask
         if config.rejections:
             rejections = [item.rejection() for item in config.rejections]
             kept, found = reject(log_ratio, tokens, rejections)
@@ -42,16 +42,17 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
                 batch_normalize=config.batch_normalize,
             )
             metrics |= found
-            state = replace(state, changed={**state.changed, "rollout_is_weights": tokens.spread(weights)})
+            state = replace(state, changed={**state.changed, "rollout_is_weights": weights})
         state = state.with_metrics({PREFIX + name: metric for name, metric in metrics.items()})
         if not narrows:
             return state
         if state.level == "token":
             advantages, returns = (
-                None if values is None else values[kept] for values in (state.advantages, state.returns)
+                None if values is None else torch.where(kept, values, 0.0)
+                for values in (state.advantages, state.returns)
             )
             state = replace(state, advantages=advantages, returns=returns)
-        return state.with_mask(tokens.spread(kept).to(batch.column("response_mask").dtype))
+        return state.with_mask(kept.to(batch.column("response_mask").dtype))
 
     narrows = bool(config.rejections or config.veto)
     makes = (("rollout_is_weights",) if config.level else ()) + (("response_mask",) if narrows else ())

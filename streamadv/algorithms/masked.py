@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import SettingError
 from .padded_layout import PeerQuirks
+from .trainable import padded_tokens
 from .whitening import whiten
 
 LossAggregation = Literal[
@@ -40,10 +41,8 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) at every position, statistics over the mask; see `whitening.whiten`."""
-    rows, width = values.shape
-    offsets = torch.arange(rows + 1, device=values.device) * width
-    weight = (mask != 0).reshape(-1)
-    return whiten(values.reshape(-1), offsets, weight, shift_mean).view(rows, width).to(torch.float32)
+    flat = values.reshape(-1).to(torch.float32)
+    return whiten(flat, padded_tokens(mask), shift_mean, everywhere=True).view(values.shape)
 
 
 def masked_normalize(

@@ -8,6 +8,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from . import kernels
+
 GREATEST: Final = ("/max", "_max", "_max_deviation")  # endings of names that merge to the greatest
 LEAST: Final = ("/min", "_min")
 
@@ -19,41 +21,54 @@ class Metric(NamedTuple):
     weight: Tensor  # 0-d: number of trajectories, rows or tokens behind it
 
 
-def mean(values: Tensor) -> Metric:
-    """The mean of `values` [K]."""
-    count = torch.tensor(float(len(values)), dtype=torch.float64)
-    return Metric(values.sum(dtype=torch.float64) / max(len(values), 1), count)
+def mean(values: Tensor, weight: Tensor) -> Metric:
+    """The mean of `values` [K], each counted `weight` [K] times (0 = left out, whatever its value)."""
+    if weight.dtype == torch.bool and kernels.on_cpu(values):
+        return _summary(values, weight)[0]
+    weight = weight.to(torch.float64)
+    total = weight.sum()
+    counted = torch.where(weight > 0, values.to(torch.float64) * weight, 0.0)
+    return Metric(counted.sum() / total.clamp(min=1), total)
 
 
-def summary(name: str, values: Tensor, weight: Tensor | None = None) -> dict[str, Metric]:
-    """`name`/mean, /max and /min of `values` [K], each counted `weight` [K] times (0 = left out; None = once)."""
-    values = values.to(torch.float64)
-    if weight is None:
-        average = mean(values)
-        above = below = values
+def summary(name: str, values: Tensor, weight: Tensor) -> dict[str, Metric]:
+    """`name`/mean, /max and /min of `values` [K], each counted `weight` [K] times (0 = left out)."""
+    if weight.dtype == torch.bool and kernels.on_cpu(values):
+        average, greatest, least = _summary(values, weight)
     else:
-        weight = weight.to(torch.float64)
-        counted = weight > 0
-        total = weight.sum()
-        average = Metric(torch.where(counted, values * weight, 0.0).sum() / total.clamp(min=1), total)
-        above = torch.where(counted, values, -torch.inf)
-        below = torch.where(counted, values, torch.inf)
-    if not len(values):
-        return {}
+        average = mean(values, weight)
+        greatest, least = (
+            extreme(values, weight > 0, largest=True),
+            extreme(values, weight > 0, largest=False),
+        )
     return {
         f"{name}/mean": average,
-        f"{name}/max": Metric(above.amax(), average.weight),
-        f"{name}/min": Metric(below.amin(), average.weight),
+        f"{name}/max": Metric(greatest.value, average.weight),
+        f"{name}/min": Metric(least.value, average.weight),
     }
 
 
-def fraction(hits: Tensor, weight: Tensor | None = None) -> Metric:
-    """The share of `hits` [K] bool among elements counted `weight` [K] times each (None = once)."""
-    if weight is None:
-        return mean(hits)
+def fraction(hits: Tensor, weight: Tensor) -> Metric:
+    """The share of `hits` [K] bool among elements counted `weight` [K] times each."""
     weight = weight.to(torch.float64)
     total = weight.sum()
     return Metric(torch.where(hits, weight, 0.0).sum() / total.clamp(min=1), total)
+
+
+def extreme(values: Tensor, where: Tensor, *, largest: bool) -> Metric:
+    """The greatest or least of `values` [K] where `where` [K] bool is set."""
+    if not len(values):
+        return Metric(values.new_zeros(()), where.sum())
+    chosen = torch.where(where, values, -torch.inf if largest else torch.inf)
+    return Metric(chosen.amax() if largest else chosen.amin(), where.sum())
+
+
+def _summary(values: Tensor, counted: Tensor) -> tuple[Metric, Metric, Metric]:
+    """Mean, greatest and least on a CPU, in one pass."""
+    count, total, greatest, least = kernels.summary(kernels.array(values), kernels.array(counted))
+    numbers = torch.tensor([total / max(count, 1), greatest, least], dtype=torch.float64)
+    weight = torch.tensor(float(count), dtype=torch.float64)
+    return Metric(numbers[0], weight), Metric(numbers[1], weight), Metric(numbers[2], weight)
 
 
 def fetch(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str, float]]:

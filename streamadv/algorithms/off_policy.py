@@ -1,7 +1,7 @@
 """Off-policy correction: importance weights and rejection for tokens sampled by another policy.
 
 The data were sampled by the rollout policy (rollout_log_probs); the update starts from the training policy
-(old_log_probs). Everything here has one element per trainable token ([K], see `trainable`): log_ratio =
+(old_log_probs). Everything here is [N], of which trainable tokens count (`trainable`): log_ratio =
 old_log_probs - rollout_log_probs, held in -20 .. 20 before exp. A sequence is a row. Metric names are
 verl's, without its prefix `rollout_corr/`.
 """
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..errors import SettingError
 from .metrics import Metric
-from .off_policy_metrics import SAFETY_BOUND, rejection_metrics, row_means, weight_metrics
+from .off_policy_metrics import SAFETY_BOUND, rejection_metrics, weight_metrics
 from .padded_layout import PeerQuirks
 from .runs import run_mean
-from .segments import segment_max, segment_sum, spread
+from .segments import segment_max, spread
 from .trainable import Trainable
 
 RatioLevel = Literal["token", "sequence", "geometric", "segment"]
@@ -35,7 +35,7 @@ RejectionKind = Literal[
 
 
 def at_level(level: RatioLevel, values: Tensor, tokens: Trainable) -> Tensor:
-    """[K] float64: `values` [K] combined at a level and spread over its tokens.
+    """[N] float64: `values` [N] combined at a level and spread over its tokens (of a row: all tokens).
 
     token: as they are; sequence: their sum over the row; geometric: their mean over the row; segment: their
     mean over the run of trainable tokens (one turn). Raises SettingError for another level.
@@ -47,7 +47,7 @@ def at_level(level: RatioLevel, values: Tensor, tokens: Trainable) -> Tensor:
     if level not in ("sequence", "geometric"):
         known = ", ".join(get_args(RatioLevel))
         raise SettingError(f"correction.level {level!r} is unknown: choose one of {known}")
-    rows = segment_sum(values, tokens.offsets) if level == "sequence" else row_means(values, tokens)
+    rows = tokens.row_sum(values) if level == "sequence" else tokens.row_mean(values)
     return spread(rows, tokens.offsets, len(values))
 
 
@@ -62,7 +62,7 @@ def importance_weights(
     batch_normalize: bool = False,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Weights pi_old / pi_rollout [K] float32 and the metrics of the raw ones.
+    """Weights pi_old / pi_rollout [N] float32, 0 where masked, and the metrics of the raw ones.
 
     mode truncate: min(w, upper) (TIS); clip: held in lower .. upper; mask: 0 outside them (IcePop). lower
     defaults to 1 / upper. batch_normalize divides by the mean bounded weight (over tokens, or for levels
@@ -85,15 +85,14 @@ def importance_weights(
     else:
         weights = weights * ((weights >= least) & (weights <= upper))
     if batch_normalize:
-        counts = tokens.counts
         if level == "token":
-            mean = segment_sum(weights, tokens.offsets).sum() / max(len(weights), 1)
+            mean = tokens.row_sum(weights).sum() / tokens.counts.sum().clamp(min=1)
         else:
-            mean = row_means(weights, tokens).sum() / (counts > 0).sum().clamp(min=1)
+            mean = tokens.row_mean(weights).sum() / (tokens.counts > 0).sum().clamp(min=1)
         factor = torch.where(mean > 1e-8, mean, 1.0)
         weights = weights / factor
-        metrics["rollout_is_batch_norm_factor"] = Metric(factor, counts.sum())
-    return weights.to(torch.float32), metrics
+        metrics["rollout_is_batch_norm_factor"] = Metric(factor, tokens.counts.sum())
+    return tokens.only(weights.to(torch.float32)), metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +132,9 @@ def reject(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """[K] bool: which tokens none of `rejections` turns down; and metrics per rejection."""
+    """[N] bool: trainable tokens that none of `rejections` turns down; and metrics per rejection."""
     ratio = log_ratio.to(torch.float64).clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    kept = torch.ones_like(ratio, dtype=torch.bool)
+    kept = tokens.mask
     metrics: dict[str, Metric] = {}
     for rejection in dict.fromkeys(rejections):
         level, _, kind = rejection.kind.rpartition("_")
@@ -146,9 +145,9 @@ def reject(
         passes = (statistic >= lower) & (statistic <= upper)
         name = f"rollout_rs_{rejection.kind}"
         metrics |= rejection_metrics(name, statistic, passes, tokens, lower, upper, level == "token")
-        kept &= passes
+        kept = kept & passes
     counts = tokens.counts
-    rejected = segment_sum(~kept, tokens.offsets)
+    rejected = tokens.row_sum(~kept)
     rows = torch.ones_like(counts).sum() if peer_quirks else (counts > 0).sum()
     metrics["rollout_rs_masked_fraction"] = Metric(rejected.sum() / counts.sum().clamp(min=1), counts.sum())
     metrics["rollout_rs_seq_masked_fraction"] = Metric(
@@ -158,10 +157,10 @@ def reject(
 
 
 def veto(log_ratio: Tensor, tokens: Trainable, threshold: float) -> Tensor:
-    """[K] bool: False for all tokens of a row that holds one with a ratio below `threshold`."""
+    """[N] bool: False for all tokens of a row that holds one with a ratio below `threshold`."""
     if not threshold > 0:
         raise SettingError(f"correction.veto is {threshold}, needs a number above 0")
-    bad = segment_sum(log_ratio < math.log(threshold), tokens.offsets)
+    bad = tokens.row_sum(log_ratio < math.log(threshold))
     return spread(bad == 0, tokens.offsets, len(log_ratio))
 
 
@@ -175,5 +174,5 @@ def _statistic(kind: str, ratio: Tensor) -> Tensor:
 
 def _per_row(level: str, statistic: Tensor, tokens: Trainable) -> Tensor:
     if level == "seq_max":
-        return segment_max(statistic, tokens.offsets)
-    return row_means(statistic, tokens) if level == "seq_mean" else segment_sum(statistic, tokens.offsets)
+        return segment_max(torch.where(tokens.mask, statistic, -torch.inf), tokens.offsets)
+    return tokens.row_mean(statistic) if level == "seq_mean" else tokens.row_sum(statistic)

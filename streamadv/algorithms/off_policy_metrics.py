@@ -1,7 +1,7 @@
 """Diagnostics of the distance between rollout and training policy, under verl's names.
 
-All values have one element per trainable token ([K]). Statistics over rows leave out rows without trainable
-tokens; `all_rows` counts them as verl does (as 0, or as a perplexity of 1). Without any token there are none.
+All values are [N], of which trainable tokens count. Statistics over rows leave out rows without trainable
+tokens; `all_rows` counts them as verl does (as 0, or as a perplexity of 1). Without any token all weigh 0.
 """
 
 from __future__ import annotations
@@ -11,56 +11,48 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .metrics import Metric, mean
-from .segments import segment_sum
+from .metrics import Metric, extreme, mean
 from .trainable import Trainable
 
 SAFETY_BOUND: Final = 20.0
 
 
-def row_means(values: Tensor, tokens: Trainable) -> Tensor:
-    """[R] float64: mean of `values` [K] over each row, 0 for a row without tokens."""
-    return segment_sum(values, tokens.offsets) / tokens.counts.clamp(min=1)
-
-
 def off_policy_metrics(
     old_log_probs: Tensor | None, rollout_log_probs: Tensor, tokens: Trainable, all_rows: bool = False
 ) -> dict[str, Metric]:
-    """Perplexities, KL (k1, k3) and chi-squared distances of log-probs [K].
+    """Perplexities, KL (k1, k3) and chi-squared distances of log-probs [N].
 
     kl = E[rollout - old]; k3_kl = E[exp(l) - l - 1], l = old - rollout; log_ppl_diff per row = its mean of
     rollout - old; chi2_token = E[exp(2 l)] - 1; chi2_seq = mean over rows of exp(2 sum l) - 1.
     """
-    if not len(tokens.position):
-        return {}
-    rows = torch.ones_like(tokens.counts, dtype=torch.bool) if all_rows else tokens.counts > 0
+    rows = _rows(tokens, all_rows)
 
     def exp(values: Tensor) -> Tensor:  # verl's overflows in float32
         return values.float().exp().double() if all_rows else values.exp()
 
     def over_rows(values: Tensor) -> Metric:
-        return Metric(torch.where(rows, values, 0.0).sum() / rows.sum(), rows.sum())
+        return Metric(torch.where(rows, values, 0.0).sum() / rows.sum().clamp(min=1), rows.sum())
 
     rollout = rollout_log_probs.to(torch.float64)
-    rollout_mean = row_means(rollout, tokens)
+    rollout_mean = tokens.row_mean(rollout)
     metrics = {}
     if old_log_probs is not None:
         old = old_log_probs.to(torch.float64)
-        old_mean = row_means(old, tokens)
+        old_mean = tokens.row_mean(old)
         ratio = old - rollout
         difference = rollout_mean - old_mean
-        ratio_sum = segment_sum(ratio, tokens.offsets)
+        ratio_sum = tokens.row_sum(ratio)
         metrics = {
             "training_ppl": over_rows(exp(-old_mean)),
             "training_log_ppl": over_rows(-old_mean),
-            "kl": mean(-ratio),
-            "k3_kl": mean((exp(ratio) - 1 if all_rows else torch.expm1(ratio)) - ratio),
+            "kl": mean(-ratio, tokens.mask),
+            "k3_kl": mean((exp(ratio) - 1 if all_rows else torch.expm1(ratio)) - ratio, tokens.mask),
             "log_ppl_diff": over_rows(difference),
             "log_ppl_abs_diff": over_rows(difference.abs()),
-            "log_ppl_diff_max": _extreme(difference, rows, largest=True),
-            "log_ppl_diff_min": _extreme(difference, rows, largest=False),
+            "log_ppl_diff_max": extreme(difference, rows, largest=True),
+            "log_ppl_diff_min": extreme(difference, rows, largest=False),
             "ppl_ratio": over_rows(exp(difference)),
-            "chi2_token": mean(torch.expm1(2 * ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND))),
+            "chi2_token": mean(torch.expm1(2 * ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)), tokens.mask),
             "chi2_seq": over_rows(torch.expm1(2 * ratio_sum.clamp(-SAFETY_BOUND, SAFETY_BOUND))),
         }
     metrics["rollout_ppl"] = over_rows(exp(-rollout_mean))
@@ -77,36 +69,31 @@ def weight_metrics(
     by_row: bool,
     all_rows: bool,
 ) -> dict[str, Metric]:
-    """Distribution of importance weights [K] before bounding, spread over rows if `by_row`.
+    """Distribution of importance weights [N] before bounding, spread over rows if `by_row`.
 
     Standard deviation and effective sample size are taken of weights held in 1/threshold .. threshold.
     """
-    if not len(weights):
-        return {}
-    has_tokens = tokens.counts > 0
-    rows = torch.ones_like(has_tokens) if all_rows else has_tokens
+    rows = _rows(tokens, all_rows)
     if by_row:
-        # A row without tokens has a log-weight of 0; the others have theirs at each of their tokens.
-        first = log_weights[tokens.offsets[:-1].clamp(max=len(weights) - 1)]
-        log_row = torch.where(has_tokens, first, 0.0)
+        # All tokens of a row have its log-weight; a row without any has 0.
+        log_row = tokens.row_mean(log_weights)
         judged, counted, highest = log_row.exp(), rows, log_row.clamp(max=SAFETY_BOUND).exp()
     else:
-        judged, counted = weights, torch.ones_like(weights, dtype=torch.bool)
-        highest = weights
+        judged, counted, highest = weights, tokens.mask, weights
     held = weights.clamp(1 / threshold, threshold)
-    average = mean(held).value
-    variance = (mean(held.square()).value - average.square()).clamp(min=0)
-    relative = mean((held / (average + 1e-8)).square())
+    average = mean(held, tokens.mask).value
+    variance = (mean(held.square(), tokens.mask).value - average.square()).clamp(min=0)
+    relative = mean((held / (average + 1e-8)).square(), tokens.mask)
     metrics = {
-        "rollout_is_mean": mean(weights),
-        "rollout_is_max": _extreme(highest, counted, largest=True),
-        "rollout_is_min": _extreme(judged, counted, largest=False),
+        "rollout_is_mean": mean(weights, tokens.mask),
+        "rollout_is_max": extreme(highest, counted, largest=True),
+        "rollout_is_min": extreme(judged, counted, largest=False),
         "rollout_is_ratio_fraction_high": _share(judged > threshold, counted),
         "rollout_is_ratio_fraction_low": _share(judged < 1 / threshold, counted),
         "rollout_is_std": Metric(variance.sqrt(), relative.weight),
         "rollout_is_eff_sample_size": Metric(1 / relative.value, relative.weight),
     }
-    per_row = row_means(weights, tokens)
+    per_row = tokens.row_mean(weights)
     return metrics | _row_metrics("rollout_is", per_row, rows, threshold, 1 / threshold, centre=1.0)
 
 
@@ -119,24 +106,22 @@ def rejection_metrics(
     upper: float,
     by_token: bool,
 ) -> dict[str, Metric]:
-    """What one rejection saw and did; `statistic` and `passes` [K]."""
-    if not len(statistic):
-        return {}
+    """What one rejection saw and did; `statistic` and `passes` [N]."""
     rows = tokens.counts > 0
-    per_row = row_means(statistic, tokens)
-    everything = torch.ones_like(passes)
-    judged, counted = (statistic, everything) if by_token else (per_row, rows)
+    per_row = tokens.row_mean(statistic)
+    judged, counted = (statistic, tokens.mask) if by_token else (per_row, rows)
     held = statistic.clamp(max(lower, 0.0) if name.endswith(("k2", "k3")) else lower, upper)
-    variance = (mean(held.square()).value - mean(held).value.square()).clamp(min=0)
+    average = mean(held, tokens.mask).value
+    variance = (mean(held.square(), tokens.mask).value - average.square()).clamp(min=0)
     metrics = {
-        f"{name}_mean": mean(statistic),
-        f"{name}_max": _extreme(statistic, everything, largest=True),
-        f"{name}_min": _extreme(statistic, everything, largest=False),
+        f"{name}_mean": mean(statistic, tokens.mask),
+        f"{name}_max": extreme(statistic, tokens.mask, largest=True),
+        f"{name}_min": extreme(statistic, tokens.mask, largest=False),
         f"{name}_fraction_high": _share(judged > upper, counted),
         f"{name}_fraction_low": _share(judged < lower, counted),
         f"{name}_std": Metric(variance.sqrt(), tokens.counts.sum()),
-        f"{name}_masked_fraction": mean(~passes),
-        f"{name}_seq_masked_fraction": _share(segment_sum(~passes, tokens.offsets) > 0, rows),
+        f"{name}_masked_fraction": mean(~passes, tokens.mask),
+        f"{name}_seq_masked_fraction": _share(tokens.row_sum(~passes) > 0, rows),
     }
     row_metrics = _row_metrics(name, per_row, rows, upper, lower, centre=0.0)
     if not name.endswith("k1"):
@@ -153,18 +138,18 @@ def _row_metrics(
     return {
         f"{name}_seq_mean": Metric(average, count),
         f"{name}_seq_std": Metric((squares / (count - 1).clamp(min=1)).sqrt(), count),
-        f"{name}_seq_max": _extreme(values, rows, largest=True),
-        f"{name}_seq_min": _extreme(values, rows, largest=False),
-        f"{name}_seq_max_deviation": _extreme((values - centre).abs(), rows, largest=True),
+        f"{name}_seq_max": extreme(values, rows, largest=True),
+        f"{name}_seq_min": extreme(values, rows, largest=False),
+        f"{name}_seq_max_deviation": extreme((values - centre).abs(), rows, largest=True),
         f"{name}_seq_fraction_high": _share(values > upper, rows),
         f"{name}_seq_fraction_low": _share(values < lower, rows),
     }
 
 
-def _extreme(values: Tensor, where: Tensor, *, largest: bool) -> Metric:
-    """The greatest or least of `values` where `where` is set."""
-    chosen = torch.where(where, values, -torch.inf if largest else torch.inf)
-    return Metric(chosen.amax() if largest else chosen.amin(), where.sum())
+def _rows(tokens: Trainable, all_rows: bool) -> Tensor:
+    """[R] bool: rows that count; none if there is no token at all."""
+    has_tokens = tokens.counts > 0
+    return has_tokens.any().expand_as(has_tokens) if all_rows else has_tokens
 
 
 def _share(hits: Tensor, where: Tensor) -> Metric:

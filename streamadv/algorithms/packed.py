@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..columns import Array
 from ..errors import TrajectoryError
-from .segments import segment_sum, spread
+from .segments import segment_sum
+from .trainable import trainable
 
 Level = Literal["row", "step", "token"]
 
@@ -194,17 +195,14 @@ def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
     level "row": [R], on the row's trainable tokens; "step": [S], on those of the span (the later step where
     spans overlap); "token": [N], times the mask. Needs the column response_mask.
     """
-    mask = batch.column("response_mask")
+    tokens = trainable(batch)
     values = values.to(torch.float32)
     if level == "row":
-        values = spread(values, batch.cu_seqlens, batch.num_tokens)
-        values.view(torch.int32).mul_(mask)  # on the bits: masked NaN becomes 0 too, and nothing -0
-        return values
+        return tokens.spread_rows(values)
     if level == "token":
-        return torch.where(mask != 0, values, 0.0)
-    step = token_step(batch)
+        return tokens.only(values)
     known = torch.cat([values, values.new_zeros(1)])
-    return known[step].mul_(mask)  # outside all spans -1: the zero
+    return tokens.only(known[token_step(batch)])  # outside all spans -1: the zero
 
 
 def token_step(batch: PackedBatch) -> Tensor:

@@ -15,11 +15,11 @@ from .masked import masked_mean, masked_whiten
 from .packed import PackedBatch
 from .padded_layout import PeerQuirks, as_batch
 from .padded_rewards import Metrics, aligned_mask
-from .registry import get_estimator
 from .runs import run_returns
-from .scan import blocks, reverse_scan
-from .token_rewards import credited
-from .trainable import padded_tokens, trainable
+from .scan import reverse_scan
+from .token_rewards import credited_rewards
+from .trainable import Trainable, all_tokens, padded_tokens, trainable
+from .whitening import whiten
 
 #: The ones that are a plain return here: their group logic is in the reward normalisation.
 RETURN_ESTIMATORS: Final = ("reinforce", "grpo", "gigpo", "step_reinforce")
@@ -53,40 +53,39 @@ def compute_advantage(
     """
     rewards = batch["token_level_rewards"]
     mask = aligned_mask(batch["response_mask"], rewards)
-    kept = (mask != 0).to(torch.float32)
     columns = {"token_level_rewards": rewards}
     if adv_estimator == "gae" and not distill_only:
         columns["values"] = batch["values"]
     packed, _ = as_batch(mask, columns)
+    tokens = trainable(packed)
     if peer_quirks is None:
-        rewards = credited(packed).view(mask.shape)
+        rewards = credited_rewards(rewards.reshape(-1), tokens).view(mask.shape)
     if whiten_rewards:
         rewards = masked_whiten(rewards, mask)
-    rewards = torch.where(mask != 0, rewards, 0.0)
-    distilled = torch.zeros_like(rewards)
-    if distill_coef or distill_only:
+    rewards = _masked(rewards, tokens)
+    distills = distill_only or distill_coef != 0
+    if distills:
         kl = approx_kl(batch[distill_from], batch["teacher_log_probs"], distill_penalty)
-        distilled = -distill_coef * torch.where(mask != 0, kl, 0.0)
+        distilled = -distill_coef * _masked(kl, tokens)
     if distill_only:
         advantages = returns = distilled
     else:
         packed = packed.with_columns(token_level_rewards=rewards.reshape(-1))
         flat = _estimate(packed, adv_estimator, gamma, lambd, peer_quirks)
-        advantages, returns = (value.view(mask.shape).to(torch.float32) for value in flat)
+        advantages, returns = (value.view(mask.shape) for value in flat)
     raw = advantages
-    if not distill_only:
+    if distills and not distill_only:
         advantages = advantages + distilled
     if whiten_advantages:
-        advantages = masked_whiten(advantages, mask)
-    advantages = torch.where(mask != 0, advantages, 0.0)
+        advantages = whiten(advantages.reshape(-1), tokens).view(mask.shape)
+    elif peer_quirks:
+        advantages = _masked(advantages, tokens)
     metrics: Metrics = {}
     if advantage_clip is not None:
         outside = (advantages.abs() > advantage_clip).to(torch.float32)
         share = outside.mean() if peer_quirks else masked_mean(outside, mask)
         metrics["critic/advantage_clip_frac"] = share.item()
         advantages = advantages.clamp(-advantage_clip, advantage_clip)
-    if peer_quirks is None:
-        raw, returns = raw * kept, returns * kept
     added = {
         "advantages": advantages,
         "returns": returns,
@@ -104,7 +103,7 @@ def compute_agentic_reinforce_return(
     mask None: every row is one turn.
     """
     tokens = padded_tokens(torch.ones_like(token_level_rewards) if mask is None else mask)
-    returns = tokens.spread(run_returns(tokens.pick(token_level_rewards.reshape(-1)), tokens, gamma))
+    returns = run_returns(token_level_rewards.reshape(-1), tokens, gamma)
     shaped = returns.view(token_level_rewards.shape).to(torch.float32)
     return shaped, shaped
 
@@ -112,21 +111,20 @@ def compute_agentic_reinforce_return(
 def _estimate(
     batch: PackedBatch, name: str, gamma: float, lambd: float, peer_quirks: PeerQuirks | None
 ) -> tuple[Tensor, Tensor]:
-    rewards, tokens = batch.column("token_level_rewards"), trainable(batch)
-    everything = blocks(batch.cu_seqlens, batch.num_tokens)
+    rewards = batch.column("token_level_rewards")
+    tokens = all_tokens(batch) if peer_quirks else trainable(batch)
     if name == "gae":
-        cut = everything if peer_quirks else tokens.blocks
-        estimate = gae_scan(rewards, batch.column("values"), cut, gamma, lambd)
-        advantages, returns = estimate.advantages, estimate.returns
-        assert returns is not None
-        return (advantages, returns) if peer_quirks else (tokens.spread(advantages), tokens.spread(returns))
+        return gae_scan(rewards, batch.column("values"), tokens, gamma, lambd)
     if name == "agentic_reinforce":
-        returns = tokens.spread(run_returns(tokens.pick(rewards), tokens, gamma))
-    elif name not in RETURN_ESTIMATORS:
+        returns = run_returns(rewards, trainable(batch), gamma)
+    elif name in RETURN_ESTIMATORS:
+        returns = reverse_scan(rewards, gamma, tokens)
+    else:
         known_names = ", ".join(("gae", *RETURN_ESTIMATORS, "agentic_reinforce"))
         raise SettingError(f"adv_estimator {name!r} is unknown: choose one of {known_names}")
-    elif peer_quirks:
-        returns = reverse_scan(rewards, gamma, everything)
-    else:
-        returns = tokens.spread(get_estimator("reinforce").function(batch, gamma=gamma).advantages)
     return returns, returns
+
+
+def _masked(values: Tensor, tokens: Trainable) -> Tensor:
+    """[B, T]: `values` where the mask is set, 0 elsewhere."""
+    return tokens.only(values.reshape(-1)).view(values.shape)

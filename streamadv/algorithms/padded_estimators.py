@@ -17,9 +17,9 @@ from .packed import PackedBatch
 from .padded_layout import Labels, PeerQuirks, as_batch, to_padded
 from .padded_rewards import group_scores
 from .registry import Estimate, get_estimator
-from .scan import blocks, reverse_scan
-from .token_rewards import credited
-from .trainable import trainable
+from .scan import reverse_scan
+from .token_rewards import credited, row_rewards
+from .trainable import all_tokens, padded_tokens, trainable
 from .whitening import whiten
 
 Pair = tuple[Tensor, Tensor]
@@ -40,21 +40,14 @@ def compute_gae_advantage_return(
     such rewards and leaves carried-over values outside the mask.
     """
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks, values=values)
-    mask = batch.column("response_mask")
-    rewards, value = batch.column("token_level_rewards"), batch.column("values")
-    tokens = trainable(batch)
-    estimate = gae_scan(rewards, value, tokens.blocks, gamma, lam)
-    advantages, returns = estimate.advantages, estimate.returns
-    assert returns is not None
+    tokens, value = trainable(batch), batch.column("values")
+    advantages, returns = gae_scan(batch.column("token_level_rewards"), value, tokens, gamma, lam)
     if peer_quirks:  # a masked token takes over what the next action has
-        following = blocks(batch.cu_seqlens, batch.num_tokens)
-        carried = reverse_scan(tokens.spread(advantages), (mask == 0).double(), following)
-        advantages, returns = whiten(carried, batch.cu_seqlens, mask), carried + value
+        carried = reverse_scan(advantages, (~tokens.mask).to(torch.float32), all_tokens(batch))
+        advantages, returns = whiten(carried, tokens, everywhere=True), carried + value
     else:
-        advantages = tokens.spread(whiten(advantages, tokens.offsets))
-        returns = tokens.spread(returns)
-    order = torch.arange(len(response_mask), device=mask.device)
-    return to_padded(advantages, order), to_padded(returns, order)
+        advantages = whiten(advantages, tokens)
+    return advantages.view(response_mask.shape), returns.view(response_mask.shape)
 
 
 def compute_grpo_outcome_advantage(
@@ -223,14 +216,11 @@ def compute_reinforce_plus_plus_outcome_advantage(
     verl sets the return to 0 at every masked token, so only a row's last turn hears of the reward.
     """
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks)
-    order = torch.arange(len(response_mask), device=response_mask.device)
     estimate = get_estimator("reinforce_plus_plus").function(
         batch, gamma=gamma, reset_at_observations=peer_quirks is not None
     )
-    tokens = trainable(batch)
     assert estimate.returns is not None
-    returns = estimate.returns if peer_quirks else tokens.spread(estimate.returns)
-    return to_padded(tokens.spread(estimate.advantages), order), to_padded(returns, order)
+    return estimate.advantages.view(response_mask.shape), estimate.returns.view(response_mask.shape)
 
 
 def compute_remax_outcome_advantage(
@@ -242,14 +232,14 @@ def compute_remax_outcome_advantage(
 ) -> Pair:
     """Return from each token on, minus the row's `reward_baselines` [B]; 0 outside the mask (verl: not)."""
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks)
-    order = torch.arange(len(response_mask), device=response_mask.device)
-    mask = batch.column("response_mask").double()
-    rewards = batch.column("token_level_rewards") * mask
-    returns = reverse_scan(rewards, 1.0, blocks(batch.cu_seqlens, batch.num_tokens))
-    advantages = returns - reward_baselines.double()[batch.token_row] * mask
+    tokens, shape = trainable(batch), response_mask.shape
+    rewards = tokens.only(batch.column("token_level_rewards"))
+    returns = reverse_scan(rewards, 1.0, all_tokens(batch)).view(shape)
+    mask = tokens.mask.view(shape)
+    advantages = returns - reward_baselines[:, None].to(torch.float32) * mask
     if peer_quirks is None:
         advantages, returns = _masked(advantages, mask), _masked(returns, mask)
-    return to_padded(advantages, order), to_padded(returns, order)
+    return advantages, returns
 
 
 def compute_optimal_token_baseline_advantage(
@@ -265,9 +255,8 @@ def compute_optimal_token_baseline_advantage(
     batch, order = _baseline_batch(
         token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
     )
-    width = response_mask.shape[1]
-    tokens = trainable(batch)
-    estimate = baseline_scan(batch, tokens, tokens.position % width, handle_zero_tail)
+    column = torch.arange(response_mask.shape[1], device=response_mask.device).repeat(len(response_mask))
+    estimate = baseline_scan(batch, trainable(batch), column, handle_zero_tail)
     return _token_baseline(estimate, batch, order)
 
 
@@ -291,22 +280,21 @@ def compute_tir_optimal_token_baseline_advantage(
 def _token_baseline(estimate: Estimate, batch: PackedBatch, order: Tensor) -> Pair:
     """Advantages on trainable tokens, and returns carried over to masked ones as in verl."""
     assert estimate.returns is not None
-    rewards = batch.column("token_level_rewards") * batch.column("response_mask")
-    returns = reverse_scan(rewards, 1.0, blocks(batch.cu_seqlens, batch.num_tokens))
-    return to_padded(trainable(batch).spread(estimate.advantages), order), to_padded(returns, order)
+    rewards = trainable(batch).only(batch.column("token_level_rewards"))
+    returns = reverse_scan(rewards, 1.0, all_tokens(batch))
+    return to_padded(estimate.advantages, order), to_padded(returns, order)
 
 
 def _outcome(
     name: str, token_level_rewards: Tensor, response_mask: Tensor, index: Labels, **options: object
 ) -> Pair:
     """An outcome estimator over row sums of the rewards, spread over trainable tokens."""
-    scores = token_level_rewards.sum(1, dtype=torch.float64)
-    if scores.isnan().any():  # a NaN at padding is no reward
-        known = torch.where(response_mask != 0, token_level_rewards, token_level_rewards.nan_to_num(nan=0.0))
-        scores = known.sum(1, dtype=torch.float64)
-    batch, order = as_batch(response_mask, rewards=scores, index=index)
+    tokens = padded_tokens(response_mask)
+    scores = row_rewards(token_level_rewards, tokens)
+    batch, order = as_batch(tokens.mask.view(response_mask.shape), rewards=scores, index=index)
     rows = get_estimator(name).function(batch, **options).advantages
-    advantages = to_padded(rows, order, response_mask)
+    scattered = torch.empty_like(rows).index_copy_(0, order, rows)
+    advantages = tokens.spread_rows(scattered).view(response_mask.shape)
     return advantages, advantages
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..columns import Array
 from ..errors import TrajectoryError
 from .packed import PackedBatch, Steps
+from .trainable import as_bool, padded_tokens
 
 Labels = Sequence[object] | Array | Tensor  # one per row; equal labels = the same group
 PeerQuirks = Literal["roll", "verl"]
@@ -64,13 +65,15 @@ def as_batch(
     def laid_out(tensor: Tensor) -> Tensor:
         return (tensor if index is None else tensor.index_select(0, order)).reshape(-1)
 
-    tokens = {} if columns is None else {"response_mask": mask.to(torch.uint8), **columns}
+    counted = as_bool(mask)
+    counts = padded_tokens(counted).counts
+    tokens = {} if columns is None else {"response_mask": counted.view(torch.uint8), **columns}
     none = torch.zeros(0, dtype=torch.int64, device=device)
     reward = torch.zeros(rows, device=device) if rewards is None else rewards
     batch = PackedBatch(
         cu_seqlens=torch.arange(rows + 1, device=device) * width,
         row_trajectory=torch.arange(rows, device=device),
-        row_trainable=mask.sum(1)[order].to(torch.int64),
+        row_trainable=counts[order],
         trajectory_group=group,
         rewards=reward[order].to(torch.float64),
         baseline=torch.zeros(rows, dtype=torch.bool, device=device),

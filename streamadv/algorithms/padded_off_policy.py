@@ -33,7 +33,7 @@ def compute_rollout_correction_weights(
     """
     tokens = padded_tokens(response_mask)
     weights, metrics = importance_weights(
-        tokens.pick(log_ratio.reshape(-1)),
+        log_ratio.reshape(-1),
         tokens,
         level=rollout_is,
         mode=mode,
@@ -42,7 +42,7 @@ def compute_rollout_correction_weights(
         batch_normalize=rollout_is_batch_normalize,
         peer_quirks=peer_quirks,
     )
-    return tokens.spread(weights).view(response_mask.shape), fetch(metrics)[0]
+    return weights.view(response_mask.shape), fetch(metrics)[0]
 
 
 def compute_rollout_rejection_mask(
@@ -60,8 +60,8 @@ def compute_rollout_rejection_mask(
     """
     rejections = parse_rejections(rollout_rs, rollout_rs_threshold)
     tokens = padded_tokens(response_mask)
-    kept, metrics = reject(tokens.pick(log_ratio.reshape(-1)), tokens, rejections, peer_quirks=peer_quirks)
-    return tokens.spread(kept).view(response_mask.shape) * response_mask, fetch(metrics)[0]
+    kept, metrics = reject(log_ratio.reshape(-1), tokens, rejections, peer_quirks=peer_quirks)
+    return kept.view(response_mask.shape) * response_mask, fetch(metrics)[0]
 
 
 def compute_offpolicy_metrics(
@@ -147,9 +147,9 @@ def _diagnostics(
     old: Tensor | None, rollout: Tensor | None, mask: Tensor, peer_quirks: PeerQuirks | None
 ) -> dict[str, Metric]:
     tokens, all_rows = padded_tokens(mask), peer_quirks is not None
-    known = None if old is None else tokens.pick(old.reshape(-1))
+    known = None if old is None else old.reshape(-1)
     if rollout is not None:
-        return off_policy_metrics(known, tokens.pick(rollout.reshape(-1)), tokens, all_rows)
+        return off_policy_metrics(known, rollout.reshape(-1), tokens, all_rows)
     if known is None:
         return {}
     only = off_policy_metrics(None, known, tokens, all_rows)

@@ -17,7 +17,7 @@ from .masked import masked_mean
 from .padded_layout import Labels, PeerQuirks, as_batch, group_order, label_codes
 from .rewards import NormScope, normalise
 from .running import RunningMoments
-from .scan import blocks, reverse_scan
+from .scan import scan_segments
 from .segments import moments, spread
 from .token_rewards import outcome_rewards
 
@@ -151,7 +151,7 @@ def compute_discounted_returns(step_scores: Tensor, traj_id: Labels, step: Tenso
     order = order[torch.argsort(codes[order], stable=True)]
     count = int(codes.max()) + 1 if len(codes) else 0
     offsets = torch.searchsorted(codes[order], torch.arange(count + 1, device=codes.device))
-    return _ungrouped(reverse_scan(step_scores[order], gamma, blocks(offsets, len(order))), order)
+    return _ungrouped(scan_segments(step_scores[order].to(torch.float64), gamma, offsets), order)
 
 
 def compute_response_level_rewards(

@@ -12,7 +12,7 @@ from torch import Tensor
 from .off_policy import RatioLevel, at_level
 from .off_policy_metrics import SAFETY_BOUND
 from .padded_layout import PeerQuirks
-from .trainable import Trainable, padded_tokens
+from .trainable import padded_tokens
 
 Metrics = dict[str, float]
 
@@ -50,22 +50,22 @@ def compute_train_infer_correction(
     tokens in padding too.
     """
     tokens = padded_tokens(response_mask)
-    counted = (response_mask != 0).reshape(-1)
+    counted = tokens.mask
     old, rollout = old_log_probs.reshape(-1).double(), rollout_log_probs.reshape(-1).double()
     log_ratio, difference = old - rollout, old.exp() - rollout.exp()
     verdict_tokens = torch.ones_like(counted) if peer_quirks else counted
 
     def difference_at(level: RatioLevel) -> Tensor:
-        return difference if level == "token" else _over_padding(level, difference, tokens, response_mask)
+        return difference if level == "token" else at_level(level, difference, tokens)
 
     def ratio_at(level: RatioLevel) -> Tensor:
-        combined = log_ratio if level == "token" else _over_padding(level, log_ratio, tokens, response_mask)
+        combined = log_ratio if level == "token" else at_level(level, log_ratio, tokens)
         if peer_quirks:
             return combined.float().exp().double()
         return combined.nan_to_num(nan=0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
 
     def share(hits: Tensor) -> float:
-        return ((hits & verdict_tokens).sum() / max(len(tokens.position), 1)).item()
+        return ((hits & verdict_tokens).sum() / max(int(tokens.counts.sum()), 1)).item()
 
     metrics: Metrics = {}
     for level in get_args(RatioLevel):
@@ -94,23 +94,12 @@ def compute_train_infer_correction(
             kept = kept & inside
     if filters:
         metrics["actor/train_infer_final_mask_mean"] = (
-            (kept & counted).sum() / max(len(tokens.position), 1)
+            (kept & counted).sum() / max(int(tokens.counts.sum()), 1)
         ).item()
     if peer_quirks is None:
         weights, kept = torch.where(counted, weights, 0.0), kept & counted
     shape = response_mask.shape
     return weights.view(shape).to(torch.float32), kept.view(shape).to(torch.float32), metrics
-
-
-def _over_padding(level: RatioLevel, values: Tensor, tokens: Trainable, mask: Tensor) -> Tensor:
-    """[B * T]: `values` combined at a level; rows reach over their masked tokens, turns leave 0 there."""
-    combined = tokens.spread(at_level(level, tokens.pick(values), tokens))
-    if level == "segment":
-        return combined
-    # Every trainable token of a row has its row's value: take it from the first.
-    first = tokens.position[tokens.offsets[:-1].clamp(max=max(len(tokens.position) - 1, 0))]
-    rows = torch.where(tokens.counts > 0, combined[first], 0.0) if len(tokens.position) else mask.sum(1) * 0.0
-    return rows[:, None].expand(mask.shape).reshape(-1)
 
 
 def _inside(values: Tensor, low: float | None, high: float | None) -> Tensor:

@@ -18,10 +18,10 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)  # from narrow to wide
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What an estimator returns: one value per row, step or token, float64 until the chain rounds it."""
+    """What an estimator returns: one value per row or step, float64 until the chain rounds it, or per token."""
 
     level: Level
-    advantages: Tensor  # [R], [S], or at level "token" [N] or one per trainable token
+    advantages: Tensor  # [R] or [S]; at level "token" [N] float32, of which masked tokens do not count
     returns: Tensor | None = None  # same shape; None = equal to the advantages
 
 

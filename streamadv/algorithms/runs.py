@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+import numpy as np
 import torch
 from torch import Tensor
 
-from .scan import blocks, reverse_scan
-from .segments import segment_sum, spread
+from . import kernels
+from .scan import ends_row, reverse_scan, scan_blocks
 from .trainable import Trainable
 
 
-class Runs(NamedTuple):
-    """The runs of a batch, in order."""
-
-    offsets: Tensor  # [Q + 1] int64: run q holds trainable tokens offsets[q] : offsets[q + 1]
-    row_offsets: Tensor  # [R + 1] int64: row r holds runs row_offsets[r] : row_offsets[r + 1]
-
-
-def find_runs(tokens: Trainable) -> Runs:
-    """Where the runs are."""
-    count = len(tokens.position)
-    begins = torch.ones(count + 1, dtype=torch.bool, device=tokens.position.device)
-    begins[1:count] = tokens.position[1:] != tokens.position[:-1] + 1
-    begins[tokens.offsets] = True
-    offsets = begins.nonzero().squeeze(1)
-    return Runs(offsets, torch.searchsorted(offsets, tokens.offsets))
-
-
 def run_mean(values: Tensor, tokens: Trainable) -> Tensor:
-    """[K] float64: the mean over its run of each of `values` [K], one per trainable token."""
-    offsets = find_runs(tokens).offsets
-    mean = segment_sum(values, offsets) / (offsets[1:] - offsets[:-1])
-    return spread(mean, offsets, len(values))
+    """[N] float64: the mean of `values` [N] over each run, on all its tokens; 0 outside."""
+    if kernels.on_cpu(values):
+        mean = torch.empty(len(values), dtype=torch.float64)
+        kernels.run_mean(*map(kernels.array, (values, tokens.mask, tokens.offsets, mean)))
+        return mean
+    last = _ends_run(tokens)
+    within = (~last).to(torch.float64)
+    known = tokens.only(values.to(torch.float64))
+    # A run's sum stands at its first token; from there on each token takes over that of the one before.
+    sums, counts = (reverse_scan(each, within, tokens) for each in (known, tokens.mask.to(torch.float64)))
+    begins = last.roll(1) | ~tokens.mask.roll(1)
+    before = tokens._replace(mask=tokens.mask.flip(0), offsets=(len(values) - tokens.offsets).flip(0))
+    carried = scan_blocks(
+        torch.where(begins, sums / counts.clamp(min=1), 0.0).flip(0), (~begins).double().flip(0), before
+    )
+    return tokens.only(carried.flip(0))
 
 
 def run_returns(rewards: Tensor, tokens: Trainable, gamma: float) -> Tensor:
-    """[K] float64: G = reward at the run's last token + gamma * G of the row's next run, on all its tokens.
+    """[N]: G = reward at the run's last token + gamma * G of the row's next run, on all its tokens; 0 outside.
 
-    The return of ROLL's agentic_reinforce: time advances by one per turn. `rewards` [K]; those elsewhere do
-    not count.
+    The return of ROLL's agentic_reinforce: time advances by one per turn. `rewards` [N]; those elsewhere do
+    not count. Same dtype as the rewards.
     """
-    runs = find_runs(tokens)
-    last = rewards[runs.offsets[1:] - 1]
-    returns = reverse_scan(last, gamma, blocks(runs.row_offsets, len(last)))
-    return spread(returns, runs.offsets, len(rewards))
+    if kernels.on_cpu(rewards):
+        given, mask, offsets = map(kernels.array, (rewards, tokens.mask, tokens.offsets))
+        returns = np.empty_like(given)
+        kernels.run_returns(given, mask, offsets, gamma, returns)
+        return torch.from_numpy(returns)
+    last = _ends_run(tokens)
+    step = torch.where(last, gamma, 1.0)
+    return reverse_scan(torch.where(last, rewards, 0.0), step, tokens)
+
+
+def _ends_run(tokens: Trainable) -> Tensor:
+    """[N] bool: tokens that count with none behind them, in their row, that does."""
+    return tokens.mask & (~tokens.mask.roll(-1) | ends_row(tokens))

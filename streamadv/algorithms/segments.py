@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import kernels
+
 
 class Moments(NamedTuple):
     """Per-segment statistics and, per element, the distance from its segment's mean."""
@@ -25,8 +27,12 @@ class Moments(NamedTuple):
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """[G] float64: sum of `values` [K] over each segment, 0 for an empty one."""
-    values = values.to(torch.float64)
-    return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
+    if not kernels.on_cpu(values):
+        values = values.to(torch.float64)
+        return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
+    sums = torch.empty(len(offsets) - 1, dtype=torch.float64)
+    kernels.segment_sum(*map(kernels.array, (values, offsets, sums)))
+    return sums
 
 
 def segment_min(values: Tensor, offsets: Tensor) -> Tensor:
@@ -44,7 +50,7 @@ def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
 def keyed_sum(values: Tensor, keys: Tensor, size: int) -> Tensor:
     """[size] float64: sum of the `values` [K] of each key 0 .. size-1 ([K] int64), added in order."""
     values = values.to(torch.float64)
-    if values.device.type == "cpu":
+    if kernels.on_cpu(values):
         return values.new_zeros(size).index_add_(0, keys, values)
     order = torch.argsort(keys, stable=True)  # a device adds in no fixed order
     offsets = torch.searchsorted(keys[order], torch.arange(size + 1, device=keys.device))
@@ -54,27 +60,36 @@ def keyed_sum(values: Tensor, keys: Tensor, size: int) -> Tensor:
 def spread(values: Tensor, offsets: Tensor, size: int) -> Tensor:
     """[size]: each segment's value repeated over its elements."""
     lengths = offsets[1:] - offsets[:-1]
-    if values.device.type == "cpu":  # several times faster than repeat_interleave
+    if kernels.on_cpu(values):  # several times faster than repeat_interleave
         return torch.from_numpy(np.repeat(values.numpy(), lengths.numpy()))
     return torch.repeat_interleave(values, lengths, output_size=size)
 
 
 def whole(values: Tensor) -> Tensor:
     """Offsets of the one segment that holds all of `values`."""
-    return torch.tensor([0, len(values)], device=values.device)
+    return torch.arange(2, device=values.device) * len(values)
 
 
 def moments(values: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Moments:
     """Size, mean, standard deviation (ddof 1) and centred values over each segment.
 
     `weight` [K] says how often each element counts; an element of weight 0 stays outside the statistics,
-    whatever its value, and is centred all the same.
+    whatever its value, and is centred all the same. Measured from the least value, equal values differ by
+    exactly 0 and a large common offset cancels.
     """
     values = values.to(torch.float64)
-    size = len(values)
     weight = torch.ones_like(values) if weight is None else weight.to(torch.float64)
+    if not kernels.on_cpu(values):
+        return _moments_on_device(values, offsets, weight)
+    size, mean, std = torch.empty(3, len(offsets) - 1, dtype=torch.float64)
+    found = Moments(size, mean, std, torch.empty_like(values))
+    kernels.moments(*map(kernels.array, (values, weight, offsets, *found)))
+    return found
+
+
+def _moments_on_device(values: Tensor, offsets: Tensor, weight: Tensor) -> Moments:
+    size = len(values)
     total = segment_sum(weight, offsets)
-    # Measured from the least value, equal values differ by exactly 0 and a large common offset cancels.
     least = segment_min(torch.where(weight > 0, values, torch.inf), offsets)
     least = torch.where(total > 0, least, 0.0)
     above = values - spread(least, offsets, size)

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from .packed import PackedBatch, Steps, offsets_of
-from .scan import blocks, reverse_scan
+from .scan import scan_segments
 
 
 def discounted_returns(batch: PackedBatch, gamma: float) -> Tensor:
     """[S] float64: G_k = s_k + gamma * G_{k+1} over each trajectory's steps, in time order."""
     steps = batch.steps
     offsets = offsets_of(steps.trajectory, batch.num_trajectories)
-    return reverse_scan(steps.rewards, gamma, blocks(offsets, len(steps)))
+    return scan_segments(steps.rewards, gamma, offsets)
 
 
 def state_groups(steps: Steps, group: Tensor) -> tuple[Tensor, Tensor]:

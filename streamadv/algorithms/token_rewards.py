@@ -7,11 +7,14 @@ verl loses rewards on masked tokens.) A reward with no trainable token before it
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from . import kernels
 from .packed import PackedBatch
-from .trainable import Trainable, positions, trainable
+from .scan import ends_row, reverse_scan
+from .trainable import Trainable, trainable
 
 
 def outcome_rewards(batch: PackedBatch) -> Tensor:
@@ -27,19 +30,46 @@ def step_rewards(batch: PackedBatch) -> Tensor:
 
 
 def credited(batch: PackedBatch) -> Tensor:
-    """[N] float32: the column token_level_rewards, rewards on masked tokens moved to the action before."""
-    tokens = trainable(batch)
-    rewards = batch.column("token_level_rewards")
-    own = tokens.spread(tokens.pick(rewards))
-    astray = positions((rewards.abs() > 0) & (batch.column("response_mask") == 0))
-    row = torch.searchsorted(batch.cu_seqlens, astray, right=True) - 1
-    moved = _place(tokens, rewards[astray].to(torch.float64), batch.cu_seqlens[row], astray)
-    return own + moved
+    """[N]: the column token_level_rewards, rewards on masked tokens moved to the action before; its dtype."""
+    return credited_rewards(batch.column("token_level_rewards"), trainable(batch))
+
+
+def credited_rewards(rewards: Tensor, tokens: Trainable) -> Tensor:
+    """[N]: `rewards` [N], those at tokens that do not count added to the one that counts before; NaN there is none."""
+    if kernels.on_cpu(rewards):
+        given, mask, offsets = map(kernels.array, (rewards, tokens.mask, tokens.offsets))
+        if not kernels.is_astray(given, mask):
+            return torch.from_numpy(given)
+        found = np.empty_like(given)
+        kernels.credit(given, mask, offsets, found)
+        return torch.from_numpy(found)
+    known = torch.where(tokens.mask | (rewards.abs() > 0), rewards, 0.0).to(torch.float64)
+    everything = tokens._replace(mask=torch.ones_like(tokens.mask))
+    taken_over = (~tokens.mask.roll(-1) & ~ends_row(tokens)).to(torch.float64)
+    return tokens.only(reverse_scan(known, taken_over, everything)).to(rewards.dtype)
+
+
+def row_rewards(rewards: Tensor, tokens: Trainable) -> Tensor:
+    """[B] float64: row sums of padded `rewards` [B, T], of every token; NaN at one that does not count is none."""
+    if not kernels.on_cpu(rewards):
+        known = torch.where(tokens.mask.view(rewards.shape) | ~rewards.isnan(), rewards, 0.0)
+        return known.sum(1, dtype=torch.float64)
+    sums = torch.empty(len(rewards), dtype=torch.float64)
+    mask = tokens.mask.view(rewards.shape)
+    kernels.row_rewards(*map(kernels.array, (rewards, mask, sums)))
+    return sums
 
 
 def _place(tokens: Trainable, rewards: Tensor, start: Tensor, end: Tensor) -> Tensor:
     """[N] float32: each of `rewards` [K] added at the last trainable token of start .. end, if it has one."""
-    at = tokens.last_before(end)
+    size = len(tokens.mask)
+    if kernels.on_cpu(rewards):
+        found = torch.zeros(size)
+        kernels.place(*map(kernels.array, (rewards, start, end, tokens.mask, found)))
+        return found
+    placed = rewards.new_zeros(size)
+    position = torch.arange(size, device=placed.device)
+    last = torch.cummax(torch.where(tokens.mask, position, -1), 0).values  # at or before each token
+    at = torch.cat([last.new_full((1,), -1), last])[end]
     kept = torch.where(at >= start, rewards, 0.0)
-    placed = rewards.new_zeros(tokens.num_tokens)
-    return placed.index_add_(0, at.clamp(min=0), kept).to(torch.float32)
+    return placed.index_put_((at.clamp(min=0),), kept, accumulate=True).to(torch.float32)

@@ -2,53 +2,63 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .segments import segment_sum, whole
+from . import kernels
+from .segments import moments, segment_sum, whole
+from .trainable import Trainable
 
 EPSILON: Final = 1e-8
 
 
-def whiten(values: Tensor, offsets: Tensor, weight: Tensor | None = None, shift_mean: bool = True) -> Tensor:
-    """[K] float64: `values` [K] at mean 0 and variance 1 over elements that count `weight` [K] times each.
+def whiten(values: Tensor, tokens: Trainable, shift_mean: bool = True, everywhere: bool = False) -> Tensor:
+    """[N]: `values` [N] at mean 0 and variance 1 over the tokens that count; same dtype, sums in float64.
 
-    weight None: once each. Sums run per segment (`offsets` [R + 1], e.g. rows) and then over the segments,
-    so they do not depend on threads. Elements of weight 0 are transformed like the others. With fewer than
-    two elements the values come back unchanged (as in ROLL; verl raises); equal values give exactly 0.
-    shift_mean False adds the mean back.
+    The other tokens get 0, or with `everywhere` the same transformation. With fewer than two tokens that
+    count the values come back unchanged (as in ROLL; verl raises); equal values give exactly 0. shift_mean
+    False adds the mean back.
     """
-    if weight is None:
-        return _whiten_all(values, offsets, shift_mean)
+    if not kernels.on_cpu(values):
+        return _whiten_on_device(values, tokens, shift_mean, everywhere)
+    given, mask, offsets = map(kernels.array, (values, tokens.mask, tokens.offsets))
+    count, mean, squares = kernels.whitening(given, mask, offsets)
+    centre, factor = (mean, 1 / math.sqrt(squares / (count - 1) + EPSILON)) if count > 1 else (0.0, 1.0)
+    offset = 0.0 if shift_mean or count < 2 else mean
+    whitened = np.empty_like(given)
+    if everywhere:
+        kernels.rescale(given, centre, factor, offset, whitened)
+    else:
+        kernels.rescale_masked(given, mask, centre, factor, offset, whitened)
+    return torch.from_numpy(whitened)
+
+
+def whiten_weighted(values: Tensor, weight: Tensor) -> Tensor:
+    """[K] float64: `whiten` of elements that count `weight` [K] times each; those of weight 0 change alike."""
     values = values.to(torch.float64)
-    counts = weight > 0
-    total = _sum(weight.to(torch.float64), offsets)
-    if not len(values):
-        return values
-    above = values - torch.where(total > 0, torch.where(counts, values, torch.inf).amin(), 0.0)
-    mean_above = _sum(torch.where(counts, above * weight, 0.0), offsets) / total.clamp(min=1)
+    stats = moments(values, whole(values), weight)
+    scaled = stats.centred * torch.rsqrt(stats.std.square() + EPSILON)
+    return torch.where(stats.size > 1, scaled, values)
+
+
+def _whiten_on_device(values: Tensor, tokens: Trainable, shift_mean: bool, everywhere: bool) -> Tensor:
+    known = values.to(torch.float64)
+    total = _sum(tokens.counts, whole(tokens.counts))
+    # Measured from the least value, equal values differ by exactly 0.
+    least = torch.where(total > 0, torch.where(tokens.mask, known, torch.inf).amin(), 0.0)
+    above = known - least
+    mean_above = _sum(tokens.only(above), tokens.offsets) / total.clamp(min=1)
     centred = above - mean_above
-    squares = _sum(torch.where(counts, centred.square() * weight, 0.0), offsets)
+    squares = _sum(tokens.only(centred.square()), tokens.offsets)
     scaled = centred * torch.rsqrt(squares / (total - 1).clamp(min=1) + EPSILON)
     if not shift_mean:
-        scaled = scaled + (values - centred)  # the mean
-    return torch.where(total > 1, scaled, values)
-
-
-def _whiten_all(values: Tensor, offsets: Tensor, shift_mean: bool) -> Tensor:
-    """Every element counts once: in one buffer, for these are the long ones."""
-    scaled = values.to(torch.float64, copy=True)
-    total = len(scaled)
-    if total < 2:
-        return scaled
-    least = scaled.amin()
-    scaled -= least
-    mean_above = _sum(scaled, offsets) / total
-    scaled -= mean_above
-    scaled *= torch.rsqrt(_sum(scaled.square(), offsets) / (total - 1) + EPSILON)
-    return scaled if shift_mean else scaled.add_(least + mean_above)
+        scaled = scaled + (least + mean_above)
+    scaled = torch.where(total > 1, scaled, known)
+    return (scaled if everywhere else tokens.only(scaled)).to(values.dtype)
 
 
 def _sum(values: Tensor, offsets: Tensor) -> Tensor:

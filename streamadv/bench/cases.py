@@ -16,12 +16,9 @@ from torch import Tensor
 
 from .. import padded
 from ..algorithms import build_chain, expand, run_chain
-from ..algorithms.estimators.gae import gae_scan
 from ..algorithms.kl import approx_kl
-from ..algorithms.packed import PackedBatch
 from ..algorithms.padded_layout import PeerQuirks
 from ..algorithms.registry import get_estimator
-from ..algorithms.scan import blocks, reverse_scan
 from ..algorithms.step_returns import discounted_returns
 from ..algorithms.trainable import trainable
 from ..algorithms.whitening import whiten
@@ -201,32 +198,22 @@ def _grouped(workload: Workload) -> tuple[Tensor, Tensor, Array]:
     return workload.padded["token_level_rewards"], workload.padded["response_mask"], workload.groups
 
 
-def _spread(batch: PackedBatch, *values: Tensor) -> Results:
-    tokens = trainable(batch)
-    return [tokens.spread(value.float()) for value in values]
-
-
 def _gae(workload: Workload) -> Results:
-    batch = workload.batch
-    tokens = trainable(batch)
-    found = gae_scan(batch.column("token_level_rewards"), batch.column("values"), tokens.blocks, GAMMA, LAM)
-    assert found.returns is not None
-    return tokens.spread(found.advantages.float()), tokens.spread(found.returns.float())
+    return _estimate(workload, "gae", gamma=GAMMA, lam=LAM)
 
 
 def _gae_all_tokens(workload: Workload) -> Results:
-    found = get_estimator("gae").function(workload.batch, gamma=GAMMA, lam=LAM, mask_aware=False)
-    assert found.returns is not None
-    return found.advantages.float(), found.returns.float()
+    return _estimate(workload, "gae", gamma=GAMMA, lam=LAM, mask_aware=False)
 
 
 def _gae_whitened(workload: Workload) -> Results:
-    batch = workload.batch
-    tokens = trainable(batch)
-    found = gae_scan(batch.column("token_level_rewards"), batch.column("values"), tokens.blocks, GAMMA, LAM)
-    assert found.returns is not None
-    advantages = whiten(found.advantages, tokens.offsets)
-    return tokens.spread(advantages.float()), tokens.spread(found.returns.float())
+    advantages, returns = _gae(workload)
+    return whiten(advantages, trainable(workload.batch)), returns
+
+
+def _estimate(workload: Workload, name: str, **options: float) -> Results:
+    found = get_estimator(name).function(workload.batch, **options)
+    return (found.advantages,) if found.returns is None else (found.advantages, found.returns)
 
 
 def _verl_gae_whitened(workload: Workload) -> Results:
@@ -260,34 +247,24 @@ def _roll_gae(workload: Workload) -> Results:
 
 
 def _reinforce(workload: Workload) -> Results:
-    batch = workload.batch
-    tokens = trainable(batch)
-    returns = reverse_scan(batch.column("token_level_rewards"), GAMMA, tokens.blocks)
-    return (tokens.spread(returns.float()),)
+    return _estimate(workload, "reinforce", gamma=GAMMA)
 
 
 def _reinforce_all_tokens(workload: Workload) -> Results:
-    batch = workload.batch
-    cut = blocks(batch.cu_seqlens, batch.num_tokens)
-    return (reverse_scan(batch.column("token_level_rewards"), GAMMA, cut).float(),)
+    return _estimate(workload, "reinforce", gamma=GAMMA, mask_aware=False)
 
 
 def _reinforce_plus_plus(workload: Workload) -> Results:
-    found = get_estimator("reinforce_plus_plus").function(workload.batch, gamma=GAMMA)
-    assert found.returns is not None
-    return _spread(workload.batch, found.advantages, found.returns)
+    return _estimate(workload, "reinforce_plus_plus", gamma=GAMMA)
 
 
 def _vtrace(workload: Workload) -> Results:
-    found = get_estimator("vtrace").function(workload.batch, gamma=GAMMA, lam=LAM)
-    assert found.returns is not None
-    return _spread(workload.batch, found.advantages, found.returns)
+    return _estimate(workload, "vtrace", gamma=GAMMA, lam=LAM)
 
 
 def _whiten(workload: Workload) -> Results:
-    tokens = trainable(workload.batch)
-    values = tokens.pick(workload.batch.column("values"))
-    return (tokens.spread(whiten(values, tokens.offsets).float()),)
+    batch = workload.batch
+    return (whiten(batch.column("values"), trainable(batch)),)
 
 
 TOKEN_CHAIN: Final = {

@@ -10,7 +10,6 @@ from streamadv import padded
 from streamadv.algorithms import sample_masks, staleness
 from streamadv.algorithms.estimators.vtrace import vtrace_errors
 from streamadv.algorithms.off_policy import Rejection, importance_weights, reject, veto
-from streamadv.algorithms.scan import blocks, over_blocks
 from streamadv.algorithms.trainable import padded_tokens
 
 from .compare import Function, Inputs
@@ -80,35 +79,15 @@ def _slime_returns(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 def _vtrace(z: Inputs, kwargs: dict[str, Any]) -> Result:
     mask = z["sample_mask"] if kwargs.get("sample_mask") else torch.ones_like(z["r_t"])
-    rows, width = mask.shape
-    offsets = torch.arange(rows + 1) * width
-    chosen = mask.reshape(-1).nonzero().squeeze(1)
-    cut = blocks(torch.searchsorted(chosen, offsets), rows * width, chosen)
-    names = ("r_t", "v_tm1", "v_t", "rho", "discount_t")
-    lam, rho_clip = kwargs["lambda_"], kwargs["clip_rho_threshold"]
-    known = over_blocks(
-        lambda part, r, v, following, rho, discount: (
-            vtrace_errors(
-                r,
-                v,
-                following,
-                rho,
-                discount,
-                part,
-                lam=lam,
-                rho_clip=rho_clip,
-                alpha=kwargs.get("alpha", 1.0),
-            ),
-        ),
-        [z[name].reshape(-1) for name in names],
-        cut,
-    )[0]
-    # A masked step has the error of the next one.
-    ahead = torch.searchsorted(chosen, torch.arange(rows * width))
-    row_end = torch.searchsorted(chosen, offsets[1:]).repeat_interleave(width)
-    errors = torch.cat([known, known.new_zeros(1)])[torch.where(ahead < row_end, ahead, len(known))]
-    errors = errors.view(rows, width)
+    errors = vtrace_errors(
+        *(z[name].reshape(-1).double() for name in ("r_t", "v_tm1", "v_t", "rho", "discount_t")),
+        padded_tokens(mask),
+        lam=kwargs["lambda_"],
+        rho_clip=kwargs["clip_rho_threshold"],
+        alpha=kwargs.get("alpha", 1.0),
+    ).view(mask.shape)
     v, following = z["v_tm1"], z["v_t"]
+    lam = kwargs["lambda_"]
     later = torch.cat([lam * (errors + v)[:, 1:] + (1 - lam) * v[:, 1:], following[:, -1:]], 1)
     target = z["r_t"] + z["discount_t"] * later
     rho = z["rho"].clamp(max=kwargs.get("clip_pg_rho_threshold", 1.0))
@@ -142,14 +121,14 @@ def _trl_ratio(z: Inputs, kwargs: dict[str, Any]) -> Result:
     tokens = padded_tokens(z["completion_mask"])
     log_ratio = z["old_per_token_logps"] - z["sampling_per_token_logps"]
     weights, _ = importance_weights(
-        tokens.pick(log_ratio.reshape(-1)),
+        log_ratio.reshape(-1),
         tokens,
         level=level,
         mode="clip" if mode == "truncate" and low is not None else mode,
         upper=kwargs["clip_max"],
         lower=0.0 if low is None else low,
     )
-    weights = tokens.spread(weights).view(z["completion_mask"].shape)
+    weights = weights.view(z["completion_mask"].shape)
     if level == "sequence":  # one number per row
         empty = z["completion_mask"].sum(1, keepdim=True) == 0
         return {"ratio": torch.where(empty, 1.0, weights.amax(1, keepdim=True))}
@@ -172,7 +151,7 @@ def _slime_mis(z: Inputs, kwargs: dict[str, Any]) -> Result:
     within = torch.arange(z["loss_masks"].shape[1]) < z["lengths"][:, None]
     mask = z["loss_masks"] * within
     tokens = padded_tokens(mask)
-    log_ratio = tokens.pick((z["train_log_probs"] - z["rollout_log_probs"]).reshape(-1))
+    log_ratio = (z["train_log_probs"] - z["rollout_log_probs"]).reshape(-1)
     level, mode, upper = kwargs["tis_level"], kwargs["tis_mode"], kwargs["tis_upper_bound"]
     weights, _ = importance_weights(
         log_ratio,
@@ -190,7 +169,7 @@ def _slime_mis(z: Inputs, kwargs: dict[str, Any]) -> Result:
     kept, _ = reject(log_ratio, tokens, rejections)
     if kwargs["rs_veto_threshold"]:
         kept = kept & veto(log_ratio, tokens, kwargs["rs_veto_threshold"])
-    shaped = (tokens.spread(values).view(mask.shape) for values in (weights, kept))
+    shaped = (values.view(mask.shape) for values in (weights, kept))
     return dict(zip(("weights", "masks"), shaped, strict=True))
 
 

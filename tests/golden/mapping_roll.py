@@ -138,7 +138,7 @@ def _sample_weights(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 def _segment_mean(z: Inputs, kwargs: dict[str, Any]) -> Result:
     tokens = padded_tokens(z["mask"])
-    mean = tokens.spread(run_mean(tokens.pick(z["tensor"].reshape(-1)), tokens))
+    mean = run_mean(z["tensor"].reshape(-1), tokens)
     return {"result": mean.view(z["mask"].shape)}
 
 

@@ -11,6 +11,5 @@ from ..trainable import trainable
 @estimator("agentic_reinforce", scope="row", level="token", needs=("response_mask", "token_level_rewards"))
 def agentic_reinforce(batch: PackedBatch, *, gamma: float = 1.0) -> Estimate:
     """G_k = R at the last token of turn k + gamma * G_{k+1}; every token of the turn gets G_k (ROLL)."""
-    tokens = trainable(batch)
-    rewards = tokens.pick(batch.column("token_level_rewards"))
-    return Estimate("token", run_returns(rewards, tokens, gamma))
+    rewards = batch.column("token_level_rewards")
+    return Estimate("token", run_returns(rewards, trainable(batch), gamma))

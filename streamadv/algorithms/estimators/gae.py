@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from .. import kernels
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..scan import Blocks, add_upcoming, blocks, over_blocks, scan
-from ..trainable import trainable
+from ..scan import reverse_scan, upcoming
+from ..trainable import Trainable, all_tokens, trainable
 
 
 @estimator("gae", scope="row", level="token", needs=("response_mask", "values", "token_level_rewards"))
@@ -18,17 +21,23 @@ def gae(batch: PackedBatch, *, gamma: float = 1.0, lam: float = 0.95, mask_aware
     False lets t run over all tokens, so the last action bootstraps from an observation's or padding token's
     value (ROLL, SkyRL, slime).
     """
-    cut = trainable(batch).blocks if mask_aware else blocks(batch.cu_seqlens, batch.num_tokens)
-    return gae_scan(batch.column("token_level_rewards"), batch.column("values"), cut, gamma, lam)
-
-
-def gae_scan(rewards: Tensor, values: Tensor, cut: Blocks, gamma: float, lam: float) -> Estimate:
-    """GAE over the tokens of `cut`, one value each; rewards and values [N]."""
-
-    def slab(part: Blocks, reward: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        delta = add_upcoming(reward.sub_(value), value, gamma, part)
-        advantages = scan(delta, gamma * lam, part)
-        return advantages, value.add_(advantages)
-
-    advantages, returns = over_blocks(slab, [rewards, values], cut, results=2)
+    tokens = trainable(batch) if mask_aware else all_tokens(batch)
+    advantages, returns = gae_scan(
+        batch.column("token_level_rewards"), batch.column("values"), tokens, gamma, lam
+    )
     return Estimate("token", advantages, returns)
+
+
+def gae_scan(
+    rewards: Tensor, values: Tensor, tokens: Trainable, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) [N] float32: GAE over the tokens that count, 0 elsewhere; rewards and values [N]."""
+    if kernels.on_cpu(values):
+        advantages, returns = (np.empty(len(values), np.float32) for _ in range(2))
+        given = map(kernels.array, (rewards, values, tokens.mask, tokens.offsets))
+        kernels.gae(*given, float(gamma), float(lam), advantages, returns)
+        return torch.from_numpy(advantages), torch.from_numpy(returns)
+    known = values.to(torch.float64)
+    delta = rewards + gamma * upcoming(known, tokens) - known
+    found = reverse_scan(delta, gamma * lam, tokens)
+    return found.to(torch.float32), tokens.only(found + known).to(torch.float32)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..scan import blocks, reverse_scan
-from ..trainable import trainable
+from ..scan import reverse_scan
+from ..trainable import all_tokens, trainable
 
 
 @estimator("reinforce", scope="row", level="token", needs=("response_mask", "token_level_rewards"))
@@ -15,6 +15,5 @@ def reinforce(batch: PackedBatch, *, gamma: float = 1.0, mask_aware: bool = True
     mask_aware: time advances on trainable tokens only, so observations between two turns do not discount.
     False counts every token, as ROLL does.
     """
-    rewards = batch.column("token_level_rewards")
-    cut = trainable(batch).blocks if mask_aware else blocks(batch.cu_seqlens, batch.num_tokens)
-    return Estimate("token", reverse_scan(rewards, gamma, cut))
+    tokens = trainable(batch) if mask_aware else all_tokens(batch)
+    return Estimate("token", reverse_scan(batch.column("token_level_rewards"), gamma, tokens))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..scan import blocks, next_in_row, reverse_scan
-from ..segments import moments, whole
-from ..trainable import trainable
-from ..whitening import whiten
+from ..scan import ends_row, reverse_scan
+from ..segments import moments
+from ..trainable import all_tokens, trainable
+from ..whitening import whiten, whiten_weighted
 from .reinforce import reinforce
 from .singleton import Singleton, settle_singletons
 
@@ -23,16 +25,14 @@ def reinforce_plus_plus(
     reset_at_observations: the return starts anew at every masked token, so only the last turn of an episode
     hears of its reward (verl).
     """
-    mask = batch.column("response_mask")
+    tokens = trainable(batch)
     if not reset_at_observations:
         returns = reinforce(batch, gamma=gamma).advantages
     else:
-        passed_on = gamma * next_in_row(mask.double(), batch.cu_seqlens)
-        cut = blocks(batch.cu_seqlens, batch.num_tokens)
-        returns = reverse_scan(batch.column("token_level_rewards"), passed_on, cut)
-    tokens = trainable(batch)
-    chosen = tokens.pick(returns) if reset_at_observations else returns
-    return Estimate("token", whiten(chosen, tokens.offsets), returns)
+        following = tokens.mask.roll(-1) & ~ends_row(tokens)
+        passed_on = gamma * following.to(torch.float64)
+        returns = reverse_scan(batch.column("token_level_rewards"), passed_on, all_tokens(batch))
+    return Estimate("token", whiten(returns, tokens), returns)
 
 
 @estimator("reinforce_plus_plus_baseline", scope="batch")
@@ -41,4 +41,4 @@ def reinforce_plus_plus_baseline(batch: PackedBatch, *, singleton: Singleton = "
     stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
     centred = settle_singletons(batch, stats.size, stats.centred, batch.rewards, singleton)
     rows = centred[batch.row_trajectory]
-    return Estimate("row", whiten(rows, whole(rows), batch.row_trainable))
+    return Estimate("row", whiten_weighted(rows, batch.row_trainable))

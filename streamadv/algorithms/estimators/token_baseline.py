@@ -29,31 +29,31 @@ def optimal_token_baseline(batch: PackedBatch, *, handle_zero_tail: bool = True)
     baseline would be its own return, so it is 0 there.
     """
     tokens = trainable(batch)
-    return baseline_scan(batch, tokens, _rank(tokens), handle_zero_tail)
+    before = torch.cumsum(tokens.mask, 0) - tokens.mask.to(torch.int64)
+    rank = before - spread(
+        before[tokens.offsets[:-1].clamp(max=max(batch.num_tokens - 1, 0))], tokens.offsets, batch.num_tokens
+    )
+    return baseline_scan(batch, tokens, rank, handle_zero_tail)
 
 
 def baseline_scan(
     batch: PackedBatch, tokens: Trainable, position: Tensor, handle_zero_tail: bool
 ) -> Estimate:
-    """The estimate with tokens of a group compared at equal `position`, [K] int64 like the result."""
-    row = spread(torch.arange(batch.num_rows, device=position.device), tokens.offsets, len(position))
+    """The estimate with tokens of a group compared at equal `position`, [N] int64 below the row's length."""
+    row, size = batch.token_row, batch.num_tokens
     group = batch.trajectory_group[batch.row_trajectory]
-    cut = tokens.blocks
-    returns = reverse_scan(batch.column("token_level_rewards"), 1.0, cut)
-    weight = 1 - 2 * tokens.pick(batch.column("old_log_probs")).double().exp_()
-    weight += tokens.pick(batch.column("sum_pi_squared"))
+    returns = reverse_scan(batch.column("token_level_rewards").to(torch.float64), 1.0, tokens)
+    weight = 1 - 2 * batch.column("old_log_probs").double().exp_()
+    weight += batch.column("sum_pi_squared")
     if "rollout_is_weights" in batch.columns:
-        weight *= tokens.pick(batch.column("rollout_is_weights")).double().square()
-    later = reverse_scan(tokens.spread(weight), 1.0, cut)
-    total = segment_sum(weight, tokens.offsets)
-    accumulated = total[row] - later + weight  # from the row's start up to t
+        weight *= batch.column("rollout_is_weights").double().square()
+    weight = tokens.only(weight)
+    later = reverse_scan(weight, 1.0, tokens)
+    accumulated = tokens.only(tokens.row_sum(weight)[row] - later + weight)  # from the row's start up to t
 
     row_offsets = offsets_of(group, batch.num_groups)
-    # Every group has as many keys as its positions go.
-    row_reach = segment_max(position, tokens.offsets) + 1
-    width = segment_max(row_reach, row_offsets).clamp(min=0).to(torch.int64)
-    key = (torch.cumsum(width, 0) - width)[group[row]] + position
-    size = int(width.sum())
+    # A group has as many places as its rows have tokens: positions fit, and nobody waits to count them.
+    key = batch.cu_seqlens[row_offsets[:-1]][group[row]] + position
     numerator = keyed_sum(returns * accumulated, key, size)
     denominator = keyed_sum(accumulated, key, size)
     baseline = (numerator / (denominator + 1e-8))[key]
@@ -62,19 +62,12 @@ def baseline_scan(
     without = (rows_in_group < 2)[row]
     if handle_zero_tail:
         without = without | _zero_tail(tokens, row_offsets, position, row)
-    advantages = returns - baseline.masked_fill_(without, 0)
-    return Estimate("token", advantages, returns)
-
-
-def _rank(tokens: Trainable) -> Tensor:
-    """[K] int64: how many trainable tokens of its row come before each."""
-    count = len(tokens.position)
-    number = torch.arange(count, device=tokens.position.device)
-    return number - spread(tokens.offsets[:-1], tokens.offsets, count)
+    advantages = tokens.only(returns - baseline.masked_fill_(without, 0))
+    return Estimate("token", advantages.to(torch.float32), returns.to(torch.float32))
 
 
 def _zero_tail(tokens: Trainable, row_offsets: Tensor, position: Tensor, row: Tensor) -> Tensor:
-    """[K] bool: tokens of a group's longest row past the end of its second longest."""
+    """[N] bool: tokens of a group's longest row past the end of its second longest."""
     lengths = tokens.counts.double()
     size = len(lengths)
     longest = spread(segment_max(lengths, row_offsets), row_offsets, size)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from .. import kernels
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..scan import Blocks, add_upcoming, over_blocks, scan, upcoming
-from ..trainable import trainable
+from ..scan import scan_blocks, upcoming
+from ..trainable import Trainable, trainable
 
 NEEDS = ("response_mask", "values", "token_level_rewards", "old_log_probs", "rollout_log_probs")
 
@@ -29,21 +32,47 @@ def vtrace(
     trainable tokens; the value after the last one is 0. The log-ratio is held in -20 .. 20. alpha below 1
     is leaky V-trace: every min(x, rho) in e_t becomes (1 - alpha) rho + alpha min(x, rho).
     """
-
-    def slab(part: Blocks, reward: Tensor, value: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
-        rho = ratio.clamp_(-20, 20).exp_()
-        bootstrap = upcoming(value, part)
-        errors = vtrace_errors(
-            reward, value, bootstrap, rho, gamma, part, lam=lam, rho_clip=rho_clip, alpha=alpha
-        )
-        target = add_upcoming(bootstrap, errors, lam, part)
-        advantages = rho.clamp_(max=pg_rho_clip) * (reward + gamma * target - value)
-        return advantages, errors + value
-
-    log_ratio = batch.column("old_log_probs") - batch.column("rollout_log_probs")
-    columns = [batch.column("token_level_rewards"), batch.column("values"), log_ratio]
-    advantages, returns = over_blocks(slab, columns, trainable(batch).blocks, results=2)
+    advantages, returns = vtrace_scan(
+        batch.column("token_level_rewards"),
+        batch.column("values"),
+        batch.column("old_log_probs") - batch.column("rollout_log_probs"),
+        trainable(batch),
+        gamma,
+        lam=lam,
+        rho_clip=rho_clip,
+        pg_rho_clip=pg_rho_clip,
+        alpha=alpha,
+    )
     return Estimate("token", advantages, returns)
+
+
+def vtrace_scan(
+    rewards: Tensor,
+    values: Tensor,
+    log_ratio: Tensor,
+    tokens: Trainable,
+    gamma: float,
+    *,
+    lam: float,
+    rho_clip: float,
+    pg_rho_clip: float,
+    alpha: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) [N] float32: V-trace over the tokens that count, 0 elsewhere; arguments [N]."""
+    if kernels.on_cpu(values):
+        given = map(kernels.array, (rewards, values, log_ratio, tokens.mask, tokens.offsets))
+        options = map(float, (gamma, lam, rho_clip, pg_rho_clip, alpha))
+        found, targets = (np.empty(len(values), np.float32) for _ in range(2))
+        kernels.vtrace(*given, *options, found, targets)
+        return torch.from_numpy(found), torch.from_numpy(targets)
+    known, rho = values.to(torch.float64), log_ratio.to(torch.float64).clamp(-20, 20).exp()
+    bootstrap = upcoming(known, tokens)
+    errors = vtrace_errors(
+        rewards, known, bootstrap, rho, gamma, tokens, lam=lam, rho_clip=rho_clip, alpha=alpha
+    )
+    target = bootstrap + lam * upcoming(errors, tokens)
+    advantages = rho.clamp(max=pg_rho_clip) * (rewards + gamma * target - known)
+    return tokens.only(advantages).to(torch.float32), tokens.only(errors + known).to(torch.float32)
 
 
 def vtrace_errors(
@@ -52,16 +81,13 @@ def vtrace_errors(
     next_values: Tensor,
     rho: Tensor,
     discount: Tensor | float,
-    cut: Blocks,
+    tokens: Trainable,
     *,
     lam: float,
     rho_clip: float,
     alpha: float = 1.0,
 ) -> Tensor:
-    """e_t = vs_t - V_t, everything in block layout."""
-    clipped, cut_off = (
-        (1 - alpha) * rho + alpha * rho.clamp(max=limit) if alpha != 1 else rho.clamp(max=limit)
-        for limit in (rho_clip, 1.0)
-    )
+    """e_t = vs_t - V_t [N] float64 in torch; a token that does not count has that of the next one that does."""
+    clipped, cut = ((1 - alpha) * rho + alpha * rho.clamp(max=limit) for limit in (rho_clip, 1.0))
     delta = clipped * (rewards + discount * next_values - values)
-    return scan(delta, discount * lam * cut_off, cut)
+    return scan_blocks(delta, discount * lam * cut, tokens)

@@ -1,0 +1,354 @@
+"""Compiled loops over tokens and segments on a CPU: plain, one row after another, float64 inside.
+
+All arrays are contiguous; `offsets` [R + 1] int64 gives each row or segment its range, `mask` [N] bool says which
+tokens count. A row's result depends on its own tokens alone. Nothing may be reordered (no fastmath), so the
+bits are the same wherever this runs. Results are written into the last arguments, rounded once to their dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` compiled at its first call, without the GIL, and kept on disk."""
+    compiled: Callable[..., Any]
+    try:
+        compiled = njit(function, cache=True, nogil=True, error_model="numpy")
+    except RuntimeError:  # no directory for it can be written: compiled anew in each process
+        compiled = njit(function, nogil=True, error_model="numpy")
+    return compiled
+
+
+def on_cpu(tensor: Tensor) -> bool:
+    """Whether the loops here are for `tensor`; what is elsewhere is computed by torch."""
+    return tensor.device.type == "cpu"
+
+
+def array(tensor: Tensor) -> Any:
+    """A CPU tensor as a contiguous array of a dtype the loops are compiled for; a view where it is one already."""
+    if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
+        tensor = tensor.to(torch.float32)
+    return tensor.detach().contiguous().numpy()
+
+
+@kernel
+def count(mask, offsets, counts):
+    """counts [R] int64: tokens of each row that count."""
+    for row in range(len(offsets) - 1):
+        counted = mask[offsets[row] : offsets[row + 1]]
+        total = 0
+        for t in range(len(counted)):
+            total += counted[t]
+        counts[row] = total
+
+
+@kernel
+def segment_sum(values, offsets, sums):
+    """sums [G] float64: the sum of each segment, element by element."""
+    for segment in range(len(offsets) - 1):
+        total = 0.0
+        for t in range(offsets[segment], offsets[segment + 1]):
+            total += values[t]
+        sums[segment] = total
+
+
+@kernel
+def row_sum(values, mask, offsets, sums):
+    """sums [R] float64: the sum over each row's tokens that count."""
+    for row in range(len(offsets) - 1):
+        value, counted = values[offsets[row] : offsets[row + 1]], mask[offsets[row] : offsets[row + 1]]
+        total = 0.0
+        for t in range(len(counted)):
+            if counted[t]:
+                total += value[t]
+        sums[row] = total
+
+
+@kernel
+def moments(values, weight, offsets, size, mean, std, centred):
+    """Weighted statistics of each segment; see `segments.moments`."""
+    for segment in range(len(offsets) - 1):
+        start, end = offsets[segment], offsets[segment + 1]
+        total, least = 0.0, math.inf
+        for t in range(start, end):
+            total += weight[t]
+            if weight[t] > 0 and not values[t] >= least:
+                least = values[t]
+        if not total > 0:
+            least = 0.0
+        above = 0.0
+        for t in range(start, end):
+            if weight[t] > 0:
+                above += (values[t] - least) * weight[t]
+        above /= max(total, 1.0)
+        squares = 0.0
+        for t in range(start, end):
+            centred[t] = (values[t] - least) - above
+            if weight[t] > 0:
+                squares += centred[t] * centred[t] * weight[t]
+        size[segment] = total
+        mean[segment] = least + above
+        std[segment] = math.sqrt(squares / max(total - 1, 1.0))
+
+
+@kernel
+def scan(values, coefficient, mask, offsets, result):
+    """x_t = values_t + coefficient * x_{t+1} over each row's tokens that count; 0 at the others."""
+    for row in range(len(offsets) - 1):
+        start, end = offsets[row], offsets[row + 1]
+        value, counted, x = values[start:end], mask[start:end], result[start:end]
+        ahead = 0.0
+        for t in range(end - start - 1, -1, -1):
+            if counted[t]:
+                ahead = value[t] + coefficient * ahead
+                x[t] = ahead
+            else:
+                x[t] = 0
+
+
+@kernel
+def scan_varying(values, coefficients, mask, offsets, result):
+    """`scan` with a coefficient for each token."""
+    for row in range(len(offsets) - 1):
+        start, end = offsets[row], offsets[row + 1]
+        value, factor = values[start:end], coefficients[start:end]
+        counted, x = mask[start:end], result[start:end]
+        ahead = 0.0
+        for t in range(end - start - 1, -1, -1):
+            if counted[t]:
+                ahead = value[t] + factor[t] * ahead
+                x[t] = ahead
+            else:
+                x[t] = 0
+
+
+@kernel
+def gae(rewards, values, mask, offsets, gamma, lam, advantages, returns):
+    """Generalised advantage estimation; see `estimators.gae`."""
+    decay = gamma * lam
+    for row in range(len(offsets) - 1):
+        start, end = offsets[row], offsets[row + 1]
+        reward, value, counted = rewards[start:end], values[start:end], mask[start:end]
+        advantage, target = advantages[start:end], returns[start:end]
+        ahead = following = 0.0
+        for t in range(end - start - 1, -1, -1):
+            if counted[t]:
+                own = np.float64(value[t])
+                ahead = (reward[t] + gamma * following - own) + decay * ahead
+                following = own
+                advantage[t] = ahead
+                target[t] = ahead + own
+            else:
+                advantage[t] = 0
+                target[t] = 0
+
+
+@kernel
+def vtrace(
+    rewards, values, log_ratio, mask, offsets, gamma, lam, rho_clip, pg_rho_clip, alpha, advantages, targets
+):
+    """V-trace; see `estimators.vtrace`."""
+    for row in range(len(offsets) - 1):
+        error = following = 0.0
+        for t in range(offsets[row + 1] - 1, offsets[row] - 1, -1):
+            if not mask[t]:
+                advantages[t] = 0
+                targets[t] = 0
+                continue
+            rho = math.exp(min(max(np.float64(log_ratio[t]), -20.0), 20.0))
+            clipped, cut = min(rho_clip, rho), min(1.0, rho)
+            if alpha != 1:
+                clipped, cut = (1 - alpha) * rho + alpha * clipped, (1 - alpha) * rho + alpha * cut
+            own = np.float64(values[t])
+            advantages[t] = min(pg_rho_clip, rho) * (rewards[t] + gamma * (following + lam * error) - own)
+            error = clipped * (rewards[t] + gamma * following - own) + gamma * lam * cut * error
+            following = own
+            targets[t] = own + error
+
+
+@kernel
+def run_returns(rewards, mask, offsets, gamma, result):
+    """Returns over runs of tokens that count; see `runs.run_returns`."""
+    for row in range(len(offsets) - 1):
+        ahead = 0.0
+        inside = False
+        for t in range(offsets[row + 1] - 1, offsets[row] - 1, -1):
+            if mask[t] and not inside:
+                ahead = rewards[t] + gamma * ahead
+            inside = mask[t]
+            result[t] = ahead if inside else 0
+
+
+@kernel
+def run_mean(values, mask, offsets, result):
+    """The mean of each run of tokens that count, on all its tokens."""
+    for row in range(len(offsets) - 1):
+        start, end = offsets[row], offsets[row + 1]
+        while start < end:
+            stop, total = start, 0.0
+            while stop < end and mask[stop]:
+                total += values[stop]
+                stop += 1
+            for t in range(start, stop):
+                result[t] = total / (stop - start)
+            if stop < end:
+                result[stop] = 0
+            start = stop + 1
+
+
+@kernel
+def whitening(values, mask, offsets):
+    """(count, mean, sum of squared deviations from it) of the tokens that count, row after row."""
+    count, pivot = 0, 0.0
+    above = squares = 0.0  # measured from the first value, so that equal values leave exactly 0
+    for row in range(len(offsets) - 1):
+        value, counted = values[offsets[row] : offsets[row + 1]], mask[offsets[row] : offsets[row + 1]]
+        row_above = row_squares = 0.0
+        for t in range(len(counted)):
+            if counted[t]:
+                if count == 0:
+                    pivot = np.float64(value[t])
+                count += 1
+                distance = value[t] - pivot
+                row_above += distance
+                row_squares += distance * distance
+        above += row_above
+        squares += row_squares
+    mean_above = above / max(count, 1)
+    return count, pivot + mean_above, max(squares - above * mean_above, 0.0)
+
+
+@kernel
+def rescale(values, centre, factor, offset, result):
+    """result = (values - centre) * factor + offset."""
+    for t in range(len(values)):
+        result[t] = (values[t] - centre) * factor + offset
+
+
+@kernel
+def rescale_masked(values, mask, centre, factor, offset, result):
+    """`rescale`, 0 at tokens that do not count."""
+    for t in range(len(values)):
+        scaled = (values[t] - centre) * factor + offset
+        result[t] = scaled if mask[t] else 0.0
+
+
+@kernel
+def summary(values, mask):
+    """(count, sum, greatest, least) of the elements that count; -inf and inf over nothing."""
+    count, total, greatest, least = 0, 0.0, -math.inf, math.inf
+    for t in range(len(values)):
+        if mask[t]:
+            value = np.float64(values[t])
+            count += 1
+            total += value
+            greatest = max(greatest, value)
+            least = min(least, value)
+    return count, total, greatest, least
+
+
+@kernel
+def place(rewards, start, end, mask, result):
+    """Add each reward at the last token that counts in start .. end, if there is one."""
+    place, total = -1, 0.0
+    for k in range(len(rewards)):
+        for t in range(end[k] - 1, start[k] - 1, -1):
+            if mask[t]:
+                total = rewards[k] + (total if t == place else result[t])  # rounded once for neighbours
+                place = t
+                result[t] = total
+                break
+
+
+@kernel
+def is_astray(rewards, mask):
+    """Whether a token that does not count has a reward other than 0."""
+    astray = False
+    for t in range(len(rewards)):
+        astray |= (rewards[t] != 0) & (not mask[t])
+    return astray
+
+
+@kernel
+def credit(rewards, mask, offsets, result):
+    """Rewards at tokens that do not count are added to the one that counts before them; NaN there is no reward."""
+    for row in range(len(offsets) - 1):
+        pending = 0.0
+        for t in range(offsets[row + 1] - 1, offsets[row] - 1, -1):
+            if mask[t]:
+                result[t] = rewards[t] + pending
+                pending = 0.0
+            else:
+                result[t] = 0
+                if abs(rewards[t]) > 0:
+                    pending += rewards[t]
+
+
+@kernel
+def subtract(values, amounts, factor, mask, result):
+    """result = values - factor * amounts where a token counts, values elsewhere."""
+    for t in range(len(values)):
+        less = values[t] - factor * amounts[t]
+        result[t] = less if mask[t] else values[t]
+
+
+@kernel
+def keep(values, mask, result):
+    """`values` at tokens that count, 0 elsewhere."""
+    for t in range(len(values)):
+        result[t] = values[t] if mask[t] else 0
+
+
+@kernel
+def spread_rows(values, mask, offsets, result):
+    """Each row's value at its tokens that count, 0 elsewhere."""
+    for row in range(len(offsets) - 1):
+        counted, spread = mask[offsets[row] : offsets[row + 1]], result[offsets[row] : offsets[row + 1]]
+        value = values[row]
+        for t in range(len(counted)):
+            spread[t] = value if counted[t] else 0
+
+
+@kernel
+def nonzero(values, result):
+    """result [N] bool: where `values` differ from 0."""
+    for t in range(len(values)):
+        result[t] = values[t] != 0
+
+
+@kernel
+def row_rewards(rewards, mask, sums):
+    """sums [B] float64: the sum of each row of `rewards` [B, T]; NaN where nothing counts is no reward."""
+    for row in range(len(rewards)):
+        reward = rewards[row]
+        total = 0.0
+        for first in range(0, len(reward), 64):
+            block = reward[first : first + 64]
+            given = False
+            for t in range(len(block)):
+                given |= block[t] != 0
+            if given:  # most rewards are 0
+                a = b = c = d = 0.0  # side by side: one sum would wait for each addition
+                end = len(block) - len(block) % 4
+                for t in range(0, end, 4):
+                    a += block[t]
+                    b += block[t + 1]
+                    c += block[t + 2]
+                    d += block[t + 3]
+                for t in range(end, len(block)):
+                    a += block[t]
+                total += (a + b) + (c + d)
+        if math.isnan(total):
+            total = 0.0
+            for t in range(len(reward)):
+                if mask[row, t] or not math.isnan(reward[t]):
+                    total += reward[t]
+        sums[row] = total
