@@ -149,6 +149,27 @@ class ShardKeys:
         return self._key("producers")
 
 
+#: Kinds of keys of a shard that exist once, and those of which there are many.
+SINGLE_KINDS: Final = (
+    *("void", "rollouts", "open", "groups", "work", "ready", "applied", "ledger", "trainer", "ended"),
+    *("ended_before", "garbage", "dead", "attempts", "lineage", "batches", "producers"),
+)
+MANY_KINDS: Final = ("dead_group", "group", "scoring", "payload", "output")
+
+
+def key_patterns(run: str) -> dict[str, str]:
+    """Kind of key -> glob pattern of a server's access rules: of all shards of the run, however many it has."""
+    shard = ShardKeys(f"{check_run_name(run)}:*")  # a run name holds no character that is special in a glob
+    return {
+        **{kind: getattr(shard, kind) for kind in SINGLE_KINDS},
+        **{kind: getattr(shard, kind)("*") for kind in MANY_KINDS},
+        "manifest": manifest_key(run),
+        "manifest_void": void_key(run),
+        "runs": RUNS,
+        "runs_void": RUNS_VOID,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class RunKeys:
     """All keys of a run, given the salts of its shards."""

@@ -13,7 +13,7 @@ from .scripts import run_script, script_call
 
 
 class Run:
-    """One run on one server. Made by `open_run`."""
+    """One run on one server. Made by `open_run` and `find_run`."""
 
     def __init__(self, name: str, connection: Connection, settings: RunSettings | None) -> None:
         self.name = name
@@ -22,8 +22,20 @@ class Run:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the manifest again: another process may have written a setting since."""
-        reply = run_script(self.connection.scripts, manifest_call(self.name, self._settings))
+        """Read the manifest again: another process may have written a setting since.
+
+        Without settings this only reads; raises SettingError when the run does not exist.
+        """
+        reply: Any
+        if self._settings is None:
+            stored: Any = self.connection.scripts.hgetall(manifest_key(self.name))
+            if not stored:
+                raise SettingError(
+                    f"run {self.name!r} does not exist on {self.connection.safe_url}: see `streamadv runs list`"
+                )
+            reply = [part for pair in stored.items() for part in pair]
+        else:
+            reply = run_script(self.connection.scripts, manifest_call(self.name, self._settings))
         self.manifest: Manifest = parse_manifest(self.name, self._settings, reply)
 
     @property
@@ -37,13 +49,11 @@ class Run:
 
 def open_run(connection: Connection, name: str, settings: RunSettings | None = None) -> Run:
     """Create the run, or join it. Raises SettingError and ManifestMismatchError."""
-    run = Run(name, connection, settings)
+    run = Run(name, connection, settings or RunSettings())
     run_script(connection.scripts, register_call(name))
     return run
 
 
 def find_run(connection: Connection, name: str) -> Run:
-    """Join a run that exists. Raises SettingError when there is none of that name."""
-    if connection.scripts.exists(manifest_key(check_run_name(name))):
-        return Run(name, connection, None)
-    raise SettingError(f"run {name!r} does not exist on {connection.safe_url}: see `streamadv runs list`")
+    """Join a run that exists, without writing. Raises SettingError when there is none of that name."""
+    return Run(check_run_name(name), connection, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
@@ -20,6 +21,8 @@ from .schema import first_problem
 
 PREFIX: Final = "STREAMADV_"
 NOT_SETTINGS: Final = ("DATA", "GOLDEN")  # folders of the tests' files
+#: Given by variable or file only (see `secret_from`), never by a flag: command lines are visible to everybody.
+SECRETS: Final = ("PRODUCER_PASSWORD", "PIPELINE_PASSWORD", "OBSERVER_PASSWORD")
 
 RunName = Annotated[str, AfterValidator(check_run_name)]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(str.lower)]
@@ -76,9 +79,33 @@ def shown_settings(
     return {name: ShownSetting(value, source(name)) for name, value in values.items()}
 
 
+def secret_from(name: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """A secret given as variable STREAMADV_<name>, or in the file that STREAMADV_<name>_FILE names; None if neither.
+
+    Whitespace at the end of a file (editors put a newline there) is no part of it. Raises SettingError when
+    both are given, or the file cannot be read or is empty.
+    """
+    variable, in_file = f"{PREFIX}{name}", f"{PREFIX}{name}_FILE"
+    value, path = environment.get(variable), environment.get(in_file)
+    if value and path:
+        raise SettingError(f"{variable} and {in_file} are both set: keep one")
+    if not path:
+        return value or None
+    try:
+        text = Path(path).read_text(encoding="utf-8").rstrip()
+    except OSError as error:
+        raise SettingError(f"{in_file}={path!r}: {error.strerror}, name a file that can be read") from None
+    except UnicodeDecodeError:
+        raise SettingError(f"{in_file}={path!r}: is no text in UTF-8") from None
+    if not text:
+        raise SettingError(f"{in_file}={path!r}: is empty, put the password there")
+    return text
+
+
 def likely_typos(environment: Mapping[str, str] = os.environ) -> list[str]:
     """One message for each STREAMADV_ variable that is unknown but close to a known one."""
-    known = [name.upper() for name in Settings.model_fields] + list(NOT_SETTINGS)
+    known = [name.upper() for name in Settings.model_fields] + [*NOT_SETTINGS, *SECRETS]
+    known += [f"{name}_FILE" for name in SECRETS]
     messages = []
     for variable in sorted(environment):
         name = variable.removeprefix(PREFIX)

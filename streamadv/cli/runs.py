@@ -7,6 +7,8 @@ import json
 import time
 from typing import Any
 
+from redis.exceptions import NoPermissionError
+
 from ..errors import SettingError
 from ..inventory import delete_run
 from ..keys import RUNS
@@ -35,9 +37,14 @@ def list_runs(arguments: argparse.Namespace) -> int:
     with connect(settings_from(arguments)) as connection:
         runs: Any = connection.scripts.hgetall(RUNS)
         for name, created_ms in sorted((name.decode(), int(value)) for name, value in runs.items()):
-            ledger = read_status(find_run(connection, name))["ledger"]
             created = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(created_ms / 1000))
-            if arguments.json:
+            try:
+                ledger = read_status(find_run(connection, name))["ledger"]
+            except NoPermissionError:  # a user who may look at one run only
+                ledger = None
+            if ledger is None and not arguments.json:
+                print(f"{name}  created {created} UTC  not readable for this user")
+            elif arguments.json:
                 print(json.dumps({"run": name, "created": created, "ledger": ledger}))
             else:
                 print(

@@ -3,5 +3,4 @@
 -- ARGV  run
 -- Returns  1 when it is new, 0 when it was there
 redis.call('DEL', KEYS[1])
-if redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then return 0 end
-return redis.call('HSET', KEYS[2], ARGV[1], redis.call('TIME')[1] .. '000')
+return redis.call('HSETNX', KEYS[2], ARGV[1], redis.call('TIME')[1] .. '000')

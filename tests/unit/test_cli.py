@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -216,3 +217,31 @@ def _keep_logging() -> Any:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+def test_access_rules_show_no_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "observer"
+    file.write_text("from a file\n")
+    monkeypatch.setenv("STREAMADV_PRODUCER_PASSWORD", "of a variable")
+    monkeypatch.setenv("STREAMADV_PIPELINE_PASSWORD", "another")
+    assert cli.main(["config", "acl", "--run", "r"]) == 1
+    assert "STREAMADV_OBSERVER_PASSWORD_FILE" in capsys.readouterr().err
+    monkeypatch.setenv("STREAMADV_OBSERVER_PASSWORD_FILE", str(file))
+    assert cli.main(["config", "acl", "--run", "r", "--user-prefix", "exp"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line, role, password in zip(
+        lines,
+        ("producer", "pipeline", "observer"),
+        ("of a variable", "another", "from a file"),
+        strict=True,
+    ):
+        digest = hashlib.sha256(password.encode()).hexdigest()
+        assert line.startswith(f"user exp-{role} reset on #{digest} +")
+        assert password not in line
+
+
+def test_a_user_prefix_cannot_bring_rules_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "acl", "--user-prefix", "a +@all"]) == 1
+    assert "--user-prefix" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from fnmatch import fnmatchcase
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from streamadv.keys import (
     ShardKeys,
     check_run_name,
     find_salt,
+    key_patterns,
     manifest_key,
     void_key,
 )
@@ -78,3 +80,17 @@ def test_names_that_could_reach_other_keys_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["a", "exp-1/seed_2.3", "a" * 100])
 def test_usual_names_are_taken(name: str) -> None:
     assert check_run_name(name) == name
+
+
+def test_patterns_match_every_key_of_the_run_and_of_no_other() -> None:
+    run = "exp/1"
+    patterns = {kind: key for kind, key in key_patterns(run).items() if not kind.startswith("runs")}
+    named = {name for name in vars(ShardKeys) if not name.startswith("_")} - {"tag", "admission"}
+    assert named == {kind for kind in patterns if not kind.startswith("manifest")}
+    keys = [key for shard in keys_of(run, 3).shards for key in every_key(shard)]
+    for key in [*keys, manifest_key(run), void_key(run)]:
+        assert any(fnmatchcase(key, pattern) for pattern in patterns.values()), key
+    for other in ("exp/10", "exp/", "xexp/1", "EXP/1"):
+        for shard in keys_of(other, 2).shards:
+            for key in [*every_key(shard), manifest_key(other)]:
+                assert not any(fnmatchcase(key, pattern) for pattern in patterns.values()), key

@@ -1,0 +1,121 @@
+"""What each role may do on the server: access rules for Redis' and Valkey's ACL.
+
+A rule names the commands that the role sends, or that its scripts call, on each kind of key. Scripts run with
+their caller's rights, so a role that may run scripts can do by any script of its own what its rules allow, no more.
+SECURITY.md says what that means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from .keys import key_patterns
+
+#: What every connection needs, on one node or (the second line) on a cluster; none of them reads or writes a key.
+CONNECTION: Final = "ping select info time multi exec discard"
+CLUSTER: Final = "asking cluster|slots command"
+
+_PIPELINE: Final = (
+    "del exists hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx llen lrange lrem pexpire rename rpush "
+    "unlink xack xadd xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups xlen "
+    "xrange xread xreadgroup zadd zcard zrange zrangebyscore zrem zscore"
+)
+
+
+@dataclass(frozen=True)
+class Role:
+    """`rules`: kinds of keys (see `keys.key_patterns`) -> commands on them. `scripts`: may run scripts on these."""
+
+    name: str
+    rules: Mapping[str, str]
+    scripts: bool = True
+
+
+PRODUCER: Final = Role(
+    "producer",
+    {
+        "manifest": "hgetall hsetnx",
+        "manifest_void runs_void": "del",
+        "runs": "hsetnx",
+        "void": "del unlink",
+        "group": "del hget hgetall hincrby hmget hset hsetnx",
+        "open": "zadd zcard zrem zscore",
+        "groups": "xadd xlen",
+        "ended": "hlen",
+        "ended ended_before": "hget hset rename",
+        "ledger": "hincrby hmget",
+        "trainer": "hmget",
+        "rollouts scoring": "xadd",
+        "garbage": "rpush",
+        "payload": "hset unlink",
+        "producers": "hdel hgetall hset",
+        "lineage": "hget",
+    },
+)
+
+PIPELINE: Final = Role(
+    "pipeline",
+    {
+        "manifest": "hgetall hsetnx",
+        "manifest_void runs_void": "del",
+        "runs": "hsetnx",
+        "void rollouts scoring open group groups payload work ready output applied ledger trainer ended ended_before "
+        "garbage dead dead_group attempts lineage batches producers": _PIPELINE,
+    },
+)
+
+OBSERVER: Final = Role(
+    "observer",
+    {
+        "manifest runs": "hgetall",
+        "ledger trainer lineage producers dead_group": "hgetall",
+        "open": "zcard",
+        "applied ended ended_before batches": "hlen",
+        "garbage": "llen",
+        "ready": "xlen",
+        "groups": "xlen xrange",
+        "rollouts work scoring": "xinfo|groups xlen xrange",
+        "dead": "zrange zscore",
+    },
+    scripts=False,
+)
+
+ROLES: Final = (PRODUCER, PIPELINE, OBSERVER)
+
+
+def password_hash(password: str) -> str:
+    """The password as the server keeps it: SHA-256, in hex."""
+    return hashlib.sha256(password.encode()).hexdigest()
+
+
+def acl_line(role: Role, run: str, user: str, password_sha256: str) -> str:
+    """The line of an ACL file that makes `user` this role of the run, and nothing else that it was before.
+
+    Needs the selectors of Redis 7.0 or Valkey 7.2. Raises SettingError for a wrong run name.
+    """
+    words = ["user", user, "reset", "on", f"#{password_sha256}"]
+    words += [f"+{command}" for command in f"{CONNECTION} {CLUSTER}".split()]
+    return " ".join([*words, *_selectors(role, run)])
+
+
+def _selectors(role: Role, run: str) -> Iterator[str]:
+    patterns = key_patterns(run)
+    mark = "~" if role.scripts else "%R~"
+    by_commands: dict[str, list[str]] = defaultdict(list)
+    for kinds, commands in role.rules.items():
+        by_commands[commands] += [f"{mark}{patterns[kind]}" for kind in kinds.split()]
+    if (
+        role.scripts
+    ):  # the server cannot know what a script does with its keys and asks for all rights on them
+        yield _selector("eval evalsha", dict.fromkeys(itertools.chain(*by_commands.values())))
+    for commands, found in by_commands.items():
+        yield _selector(commands, found)
+
+
+def _selector(commands: str, patterns: Iterable[str]) -> str:
+    return f"({' '.join([*(f'+{command}' for command in commands.split()), *patterns])})"
