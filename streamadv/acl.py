@@ -29,11 +29,10 @@ _PIPELINE: Final = (
 
 @dataclass(frozen=True)
 class Role:
-    """`rules`: kinds of keys (see `keys.key_patterns`) -> commands on them. `scripts`: may run scripts on these."""
+    """`rules`: kinds of keys (see `keys.key_patterns`) -> commands on them, in scripts or outside."""
 
     name: str
     rules: Mapping[str, str]
-    scripts: bool = True
 
 
 PRODUCER: Final = Role(
@@ -79,10 +78,9 @@ OBSERVER: Final = Role(
         "garbage": "llen",
         "ready": "xlen",
         "groups": "xlen xrange",
-        "rollouts work scoring": "xinfo|groups xlen xrange",
+        "rollouts work scoring": "exists xinfo|groups xlen xrange",
         "dead": "zrange zscore",
     },
-    scripts=False,
 )
 
 ROLES: Final = (PRODUCER, PIPELINE, OBSERVER)
@@ -105,14 +103,11 @@ def acl_line(role: Role, run: str, user: str, password_sha256: str) -> str:
 
 def _selectors(role: Role, run: str) -> Iterator[str]:
     patterns = key_patterns(run)
-    mark = "~" if role.scripts else "%R~"
     by_commands: dict[str, list[str]] = defaultdict(list)
     for kinds, commands in role.rules.items():
-        by_commands[commands] += [f"{mark}{patterns[kind]}" for kind in kinds.split()]
-    if (
-        role.scripts
-    ):  # the server cannot know what a script does with its keys and asks for all rights on them
-        yield _selector("eval evalsha", dict.fromkeys(itertools.chain(*by_commands.values())))
+        by_commands[commands] += [f"~{patterns[kind]}" for kind in kinds.split()]
+    # Who runs a script needs all rights on the keys named with it; what it then does is judged command by command.
+    yield _selector("eval evalsha", dict.fromkeys(itertools.chain(*by_commands.values())))
     for commands, found in by_commands.items():
         yield _selector(commands, found)
 

@@ -1,18 +1,15 @@
 """What a run looks like from outside: the ledger, depths and ages, who is alive; and whether it all adds up.
 
-Each shard is read in one MULTI, so its figures belong to one moment and `check` holds while workers run; no
-script, so whoever may only look needs no right to run any.
+Each shard is read by one script, so its figures belong to one moment and `check` holds while workers run.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
-
-from redis.exceptions import ResponseError
 
 from . import batches, naming
 from .keys import ShardKeys
@@ -72,59 +69,23 @@ def read_shard(run: Run, keys: ShardKeys) -> ShardState:
     """One atomic reading of a shard."""
     streams = {"rollouts": (keys.rollouts, GROUPER), "work": (keys.work, ADVANTAGE)}
     streams |= {f"scoring:{name}": (keys.scoring(name), name) for name in run.manifest.scorers}
-    pipe = run.connection.scripts.pipeline(transaction=True)
-    for key in (keys.ledger, keys.trainer):
-        pipe.hgetall(key)
-    pipe.zcard(keys.open)
-    pipe.xlen(keys.groups)
-    pipe.xlen(keys.ready)
-    for key in (keys.applied, keys.ended, keys.ended_before):
-        pipe.hlen(key)
-    pipe.llen(keys.garbage)
-    pipe.time()
-    for key, _ in streams.values():
-        pipe.xlen(key)
-        pipe.xrange(key, count=1)
-        pipe.xinfo_groups(key)
-    # XINFO of a stream that is not there yet is an error; the rest must be answers.
-    reply: Any = pipe.execute(raise_on_error=False)
-    for position, answer in enumerate(reply):
-        if isinstance(answer, Exception) and not (position >= 10 and position % 3 == 0):
-            raise answer
-    counters, trainer, groups_open, groups_logged, ready, applied, ended, ended_before, garbage, now = reply[
-        :10
-    ]
-    now_ms = now[0] * 1000 + now[1] // 1000
+    names = [keys.ledger, keys.trainer, keys.open, keys.groups, keys.ready, keys.applied]
+    names += [keys.ended, keys.ended_before, keys.garbage, *[key for key, _ in streams.values()]]
+    reply = run.call("status", names, [group for _, group in streams.values()])
+    now_ms = int(reply[8])
     return ShardState(
-        counters={name: int(value) for name, value in _pairs_of(counters).items()},
-        trainer=_pairs_of(trainer),
-        groups_open=groups_open,
-        groups_logged=groups_logged,
-        ready=ready,
-        batches_applied=applied,
-        groups_remembered=ended + ended_before,
-        garbage=garbage,
+        counters={name: int(value) for name, value in _pairs(reply[0]).items()},
+        trainer=_pairs(reply[1]),
+        groups_open=reply[2],
+        groups_logged=reply[3],
+        ready=reply[4],
+        batches_applied=reply[5],
+        groups_remembered=reply[6],
+        garbage=reply[7],
         streams={
-            name: _stream_state(reply[at : at + 3], group, now_ms)
-            for at, (name, (_, group)) in zip(range(10, len(reply), 3), streams.items(), strict=True)
+            name: StreamState(state[0], state[1], state[2], state[3], _age_s(state[4], now_ms))
+            for name, state in zip(streams, reply[9:], strict=True)
         },
-    )
-
-
-def _stream_state(reply: Sequence[Any], group: str, now_ms: int) -> StreamState:
-    length, oldest, infos = reply
-    if isinstance(infos, ResponseError):
-        if str(infos).startswith("NOPERM"):
-            raise infos
-        infos = []
-    info: dict[str, Any] = next((info for info in infos if info["name"] == group.encode()), {})
-    lag = info.get("lag") if info else 0
-    return StreamState(
-        length,
-        info.get("pending", 0),
-        -1 if lag is None else lag,
-        info.get("consumers", 0),
-        max(0, now_ms - int(oldest[0][0].partition(b"-")[0])) / 1000 if oldest else None,
     )
 
 
@@ -256,5 +217,13 @@ def _reasons(total: Mapping[str, int], kind: str) -> dict[str, int]:
     }
 
 
+def _pairs(flat: list[bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
 def _pairs_of(mapping: Any) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in mapping.items()}
+
+
+def _age_s(entry: bytes, now_ms: int) -> float | None:
+    return max(0, now_ms - int(entry.partition(b"-")[0])) / 1000 if entry else None

@@ -56,7 +56,7 @@ SCRIPTS: Final = {
         *("rewind", "unapply_batch"),
     },
 }
-OPERATORS: Final = {"requeue", "empty_dead"}
+OPERATORS: Final = {"status", "requeue", "empty_dead"}
 
 logger = logging.getLogger(__name__)
 
