@@ -31,6 +31,7 @@ from redis.backoff import FullJitterBackoff, NoBackoff
 from redis.retry import Retry
 
 from .errors import ServerUnreachableError, SettingError
+from .packing import Packer
 
 logger = logging.getLogger(__name__)
 
@@ -335,6 +336,7 @@ def _make(target: _Target, socket_timeout: float, retries: int) -> redis.Redis:
         return cast(redis.Redis, redis.cluster.RedisCluster.from_url(target.url, retry=retry, **options))
     if retries:
         options["retry_on_error"] = list(SENT_AGAIN_ON)
+    options["command_packer"] = Packer()  # a cluster's client takes none: it copies
     pool = redis.BlockingConnectionPool.from_url(
         target.url, max_connections=MAX_CONNECTIONS, timeout=None, retry=retry, **options
     )

@@ -49,6 +49,7 @@ MAX_STEPS: Final = 65536
 MAX_GROUP_SIZE: Final = 4096
 MAX_METADATA_DEPTH: Final = 32
 MAX_MESSAGE_CHARS: Final = 400
+TOKEN_COLUMNS: Final = (*KNOWN_COLUMNS, *OUTPUT_COLUMNS)
 
 #: pydantic puts the branch of a union into the path of an error, though it is no field.
 _BRANCHES: Final = ("constrained-", "tuple[", "function-")
@@ -223,9 +224,8 @@ class Row(BaseModel):
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
         length = len(self)
-        for name in (*KNOWN_COLUMNS, *OUTPUT_COLUMNS):
-            array = getattr(self, name)
-            if array is not None and len(array) != length:
+        for name, array in self.columns.items():
+            if len(array) != length:
                 raise ValueError(f"{name} has {len(array)} values, input_ids has {length}: one per token")
         extras = self.__pydantic_extra__ or {}
         if len(extras) > MAX_COLUMNS:
@@ -245,8 +245,8 @@ class Row(BaseModel):
     @property
     def columns(self) -> dict[str, Array]:
         """Known columns that are present, in their fixed order."""
-        names = (*KNOWN_COLUMNS, *OUTPUT_COLUMNS)
-        return {name: array for name in names if (array := getattr(self, name)) is not None}
+        values = self.__dict__  # one look-up for each of many names
+        return {name: array for name in TOKEN_COLUMNS if (array := values[name]) is not None}
 
     @property
     def extras(self) -> dict[str, Column]:
@@ -311,7 +311,7 @@ class Trajectory(BaseModel):
         """A single row's columns stand at top level in a file: gather them into `rows`."""
         if not isinstance(data, Mapping):
             return data
-        columns = {name: value for name, value in data.items() if name not in cls.model_fields}
+        columns = {name: value for name, value in data.items() if name not in _FIELDS}
         if not columns:
             return data
         if data.get("rows", []) != []:
@@ -320,7 +320,7 @@ class Trajectory(BaseModel):
         if len(missing) == len(REQUIRED_COLUMNS):
             unknown = brief(next(iter(columns)))
             raise ValueError(f"unknown field {unknown}: columns need input_ids and response_mask")
-        rest = {name: value for name, value in data.items() if name in cls.model_fields}
+        rest = {name: value for name, value in data.items() if name in _FIELDS}
         return {**rest, "rows": [columns]}
 
     @model_validator(mode="after")
@@ -329,8 +329,7 @@ class Trajectory(BaseModel):
             raise ValueError(f"model_version {list(self.model_version)} ends before it starts")
         if self.status.usable and not self.rows:
             raise ValueError(f"status {self.status} needs at least one row with input_ids and response_mask")
-        names = {(*row.columns, *row.extras) for row in self.rows}
-        if len(names) > 1:
+        if len(self.rows) > 1 and len({(*row.columns, *row.extras) for row in self.rows}) > 1:
             raise ValueError("rows differ in their columns: give every row the same ones")
         for position, step in enumerate(self.steps):
             if step.row >= len(self.rows):
@@ -374,6 +373,9 @@ class Trajectory(BaseModel):
         if len(rows) == 1 and not {"agent", "reward"} & rows[0].keys():
             return {**record, **rows[0]}
         return {**record, "rows": rows} if rows else record
+
+
+_FIELDS: Final = frozenset(Trajectory.model_fields)
 
 
 def parse_trajectory(data: Any, where: str = "trajectory") -> Trajectory:

@@ -58,6 +58,9 @@ class ColumnSpec(BaseModel):
     lengths: list[Length] | None = Field(default=None, max_length=MAX_ROWS)  # None = one entry per token
 
 
+_KNOWN_SPECS: Final = {name: ColumnSpec(dtype=dtype.str) for name, dtype in KNOWN_COLUMNS.items()}
+
+
 class RowHeader(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -127,8 +130,17 @@ class Payload(NamedTuple):
 def encode_payload(trajectory: Trajectory) -> dict[Any, Any]:
     """The fields of the payload hash. Raises TrajectoryError when header or metadata are too large."""
     header = Header(
-        **trajectory.model_dump(exclude={"rows", "steps", "batch", "staleness"}),
-        steps=[StepSpan(s.row, s.start, s.end, s.reward, s.state_key) for s in trajectory.steps],
+        group_id=trajectory.group_id,
+        group_size=trajectory.group_size,
+        rollout_index=trajectory.rollout_index,
+        status=trajectory.status,
+        reward=trajectory.reward,
+        rewards=trajectory.rewards,
+        model_version=trajectory.model_version,
+        data_source=trajectory.data_source,
+        role=trajectory.role,
+        metadata=trajectory.metadata,
+        steps=_step_spans(trajectory),
         rows=[RowHeader(length=len(row), agent=row.agent, reward=row.reward) for row in trajectory.rows],
         columns=_column_specs(trajectory),
     )
@@ -166,10 +178,19 @@ def make_reference(trajectory: Trajectory, key: str, size: int, epoch: int) -> R
         epoch=epoch,
         data_source=trajectory.data_source,
         row_lengths=[len(row) for row in trajectory.rows],
-        row_trainable=[int(row.response_mask.sum()) for row in trajectory.rows],
-        steps=[StepSpan(s.row, s.start, s.end, s.reward, s.state_key) for s in trajectory.steps],
-        columns=sorted(_column_specs(trajectory)),
+        row_trainable=[int(np.count_nonzero(row.response_mask)) for row in trajectory.rows],
+        steps=_step_spans(trajectory),
+        columns=sorted(_column_names(trajectory.rows[0])) if trajectory.rows else [],
     )
+
+
+def _step_spans(trajectory: Trajectory) -> list[StepSpan]:
+    return [StepSpan(s.row, s.start, s.end, s.reward, s.state_key) for s in trajectory.steps]
+
+
+def _column_names(row: Row) -> list[str]:
+    """Columns that are stored: what an earlier run computed, as in a file written by `consume`, is not."""
+    return [*(name for name in row.columns if name in KNOWN_COLUMNS), *row.extras]
 
 
 def decode_payload(fields: Mapping[bytes, bytes], only: Sequence[str] | None = None) -> Payload:
@@ -259,9 +280,7 @@ def _column_specs(trajectory: Trajectory) -> dict[str, ColumnSpec]:
     if not trajectory.rows:
         return {}
     first = trajectory.rows[0]
-    # What an earlier run computed, as in a file written by `consume`, is left out: it is not computed here.
-    known = [name for name in first.columns if name in KNOWN_COLUMNS]
-    specs = {name: ColumnSpec(dtype=first.columns[name].dtype.str) for name in known}
+    specs = {name: _KNOWN_SPECS[name] for name in _column_names(first) if name in KNOWN_COLUMNS}
     for name, column in first.extras.items():
         columns = [row.extras[name] for row in trajectory.rows]
         kinds = {(c.data.dtype.str, c.data.shape[1:], c.per_token) for c in columns}

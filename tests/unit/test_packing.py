@@ -1,0 +1,68 @@
+"""Commands as Redis reads them, with and without hiredis, whatever their size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.exceptions import DataError
+
+from streamadv import packing
+from streamadv.connection import Connection
+from streamadv.packing import LARGE, Packer
+
+Argument = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    st.binary(max_size=8),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.sampled_from([0, LARGE - 1, LARGE]).map(lambda size: memoryview(bytes(size))),
+    st.binary(max_size=8).map(bytearray),
+)
+
+
+def plain(args: tuple[Any, ...]) -> bytes:
+    """What redis-py's own packer sends."""
+    encode = redis.connection.Encoder("utf-8", "strict", False).encode
+    serializer = redis.connection.PythonRespSerializer(6000, encode)  # type: ignore[no-untyped-call]
+    values = [bytes(arg) if isinstance(arg, bytearray) else arg for arg in args]
+    return b"".join(serializer.pack(*values))
+
+
+@pytest.mark.parametrize("command", ["HSET", "EVAL", "XINFO GROUPS", b"HSET", b"XINFO GROUPS"])
+@given(args=st.lists(Argument, max_size=6))
+def test_the_bytes_are_those_redis_py_sends(command: str | bytes, args: list[Any]) -> None:
+    assert b"".join(Packer().pack(command, *args)) == plain((command, *args))
+
+
+def test_without_hiredis_the_bytes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "pack_command", None)
+    args = ("EVALSHA", "sha", 2, b"\0key", "k\u00fcy", 1.5)
+    assert b"".join(Packer().pack(*args)) == plain(args)
+
+
+def test_a_large_value_is_sent_from_where_it_lies() -> None:
+    array = np.arange(LARGE, dtype=np.int32)
+    chunks = Packer().pack("HSET", "key", "small", b"1", "large", array.data)
+    assert [chunk.obj for chunk in chunks if isinstance(chunk, memoryview)] == [array]
+
+
+@pytest.mark.parametrize("arg", [None, True, object(), [1]])
+@pytest.mark.parametrize("command", ["HSET", "SET"])
+def test_what_has_no_bytes_is_refused(command: str, arg: Any) -> None:
+    with pytest.raises(DataError):
+        Packer().pack(command, "key", arg)
+
+
+def test_a_server_reads_them(redis_url: str) -> None:
+    values: dict[Any, Any] = {name: bytes([n]) * (LARGE // 2 * n) for n, name in enumerate("abcd")}
+    with Connection(redis_url) as connection:
+        pipe = connection.push.pipeline(transaction=True)
+        pipe.hset("key", mapping={name: memoryview(value) for name, value in values.items()})
+        pipe.hgetall("key")
+        stored = pipe.execute()[1]
+    assert stored == {name.encode(): value for name, value in values.items()}
