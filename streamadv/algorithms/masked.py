@@ -70,31 +70,40 @@ def agg_loss(
     mode: LossAggregation = "token-mean",
     weights: Tensor | None = None,
     *,
+    batch_num_tokens: float | None = None,
+    global_batch_size: float | None = None,
+    loss_scale_factor: float | None = None,
     peer_quirks: PeerQuirks | None = None,
 ) -> Tensor:
     """A scalar from token losses [B, T]; `weights` [B] multiply whole rows.
 
     token-mean: masked sum / masked tokens. seq-mean-token-sum and seq-mean-token-mean: mean over rows with
-    tokens of the row's masked sum or mean. seq-mean-token-sum-norm: sum of row sums / T. ROLL divides by all
-    rows and its token-mean sums what is outside the mask too. Nothing at all gives 0 (theirs: NaN). Raises SettingError
-    for another mode.
+    tokens of the row's masked sum or mean. seq-mean-token-sum-norm: sum of row sums / T. The divisors can be
+    given, as a micro-batch needs those of its whole batch: batch_num_tokens, global_batch_size (rows),
+    loss_scale_factor (in place of T). ROLL divides by all rows and its token-mean sums what is outside the
+    mask too. Nothing at all gives 0 (theirs: NaN). Raises SettingError for another mode.
     """
     if mode not in LOSS_AGGREGATIONS:
         raise SettingError(
             f"loss aggregation {mode!r} is unknown: choose one of {', '.join(LOSS_AGGREGATIONS)}"
         )
     weight = torch.ones(len(loss), device=loss.device) if weights is None else weights
-    tokens = (mask != 0).sum()
     if mode == "token-mean":
         everything = torch.ones_like(mask) if peer_quirks == "roll" else mask
         total = _sum(loss * weight[:, None], everything, None)
-        return (total / (tokens if peer_quirks else tokens.clamp(min=1))).to(torch.float32)
+        return _over(total, batch_num_tokens, (mask != 0).sum(), peer_quirks)
     per_row = _mean(loss, mask, 1) if mode == "seq-mean-token-mean" else _sum(loss, mask, 1)
     total = (per_row * weight).sum()
     if mode == "seq-mean-token-sum-norm":
-        return (total / mask.shape[1]).to(torch.float32)
+        return (total / (loss_scale_factor or mask.shape[1])).to(torch.float32)
     rows = torch.tensor(len(mask)) if peer_quirks == "roll" else (mask != 0).any(1).sum()
-    return (total / (rows if peer_quirks else rows.clamp(min=1))).to(torch.float32)
+    return _over(total, global_batch_size, rows, peer_quirks)
+
+
+def _over(total: Tensor, given: float | None, count: Tensor, peer_quirks: PeerQuirks | None) -> Tensor:
+    if given is not None:
+        return (total / given).to(torch.float32)
+    return (total / (count if peer_quirks else count.clamp(min=1))).to(torch.float32)
 
 
 def _sum(values: Tensor, mask: Tensor, dim: int | None) -> Tensor:

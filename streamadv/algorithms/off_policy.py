@@ -64,14 +64,15 @@ def importance_weights(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Weights pi_old / pi_rollout [N] float32, 0 where masked, and the metrics of the raw ones.
 
-    mode truncate: min(w, upper) (TIS); clip: held in lower .. upper; mask: 0 outside them (IcePop). lower
-    defaults to 1 / upper. batch_normalize divides by the mean bounded weight (over tokens, or for levels
-    above over the rows' means). Raises SettingError unless 0 <= lower <= upper and upper > 0.
+    mode truncate: min(w, upper) (TIS), lower has no part in it; clip: held in lower .. upper; mask: 0
+    outside them (IcePop). lower defaults to 1 / upper. batch_normalize divides by the mean bounded weight
+    (over tokens, or for levels above over the rows' means). Raises SettingError unless upper > 0, and 0 <=
+    lower <= upper where lower counts.
     """
     if not upper > 0:
         raise SettingError(f"correction.upper is {upper}, needs a number above 0")
     least = 1 / upper if lower is None else lower
-    if not 0 <= least <= upper:
+    if mode != "truncate" and not 0 <= least <= upper:
         raise SettingError(f"correction.lower is {least}, needs 0 .. upper ({upper})")
     log_weights = at_level(level, log_ratio, tokens)
     weights = log_weights.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp_()

@@ -44,12 +44,12 @@ def compute_advantage(
 
     All [B, T] float32, or [B, T-1] beside a [B, T] response_mask. In order: whiten the rewards, estimate
     (gae; reinforce, grpo, gigpo and step_reinforce: discounted return; agentic_reinforce: return by turns),
-    subtract distill_coef * KL(`distill_from` against teacher_log_probs), whiten, mask, clip.
-    raw_advantages are those before the last four. distill_only: nothing but the distillation term, which is
-    the return too. Rewards on masked tokens go to the action before, all outputs are 0 outside the mask and
-    critic/advantage_clip_frac counts trainable tokens. ROLL loses such rewards, runs gae and returns over
-    all tokens, leaves returns and raw_advantages unmasked and counts every position. Raises SettingError
-    for an unknown estimator.
+    subtract distill_coef * KL(`distill_from` against teacher_log_probs), whiten, mask, clip. raw_advantages
+    are those before the last four. distill_only: nothing but the distillation term, which is the return too;
+    the rewards stay as they are. Rewards on masked tokens go to the action before, all outputs are 0 outside
+    the mask and critic/advantage_clip_frac counts trainable tokens. ROLL loses such rewards, runs gae and
+    returns over all tokens, leaves returns and raw_advantages unmasked and counts every position. Raises
+    SettingError for an unknown estimator.
     """
     rewards = batch["token_level_rewards"]
     mask = aligned_mask(batch["response_mask"], rewards)
@@ -58,11 +58,12 @@ def compute_advantage(
         columns["values"] = batch["values"]
     packed, _ = as_batch(mask, columns)
     tokens = trainable(packed)
-    if peer_quirks is None:
+    if peer_quirks is None and not distill_only:
         rewards = credited_rewards(rewards.reshape(-1), tokens).view(mask.shape)
-    if whiten_rewards:
+    if whiten_rewards and not distill_only:
         rewards = masked_whiten(rewards, mask)
-    rewards = _masked(rewards, tokens)
+    if not distill_only:
+        rewards = _masked(rewards, tokens)
     distills = distill_only or distill_coef != 0
     if distills:
         kl = approx_kl(batch[distill_from], batch["teacher_log_probs"], distill_penalty)

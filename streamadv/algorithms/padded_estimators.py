@@ -15,7 +15,7 @@ from .estimators.singleton import Singleton
 from .estimators.token_baseline import baseline_scan, optimal_token_baseline
 from .packed import PackedBatch
 from .padded_layout import Labels, PeerQuirks, as_batch, to_padded
-from .padded_rewards import group_scores
+from .padded_rewards import group_mean_std, group_scores
 from .registry import Estimate, get_estimator
 from .scan import reverse_scan
 from .token_rewards import credited, row_rewards
@@ -83,7 +83,16 @@ def compute_grpo_vectorized_outcome_advantage(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
-    """As `compute_grpo_outcome_advantage`, with the std taken as sqrt(epsilon) at least."""
+    """As `compute_grpo_outcome_advantage`, with the std taken as sqrt(epsilon) at least.
+
+    verl's mean and std are those of `group_mean_std` with its quirks.
+    """
+    if peer_quirks:
+        scores = token_level_rewards.sum(1)
+        mean, std, _ = group_mean_std(scores, index, epsilon, peer_quirks=peer_quirks)
+        rows = (scores - mean) / (std + epsilon) if norm_adv_by_std_in_grpo else scores - mean
+        advantages = rows[:, None] * response_mask
+        return advantages, advantages
     return _outcome(
         "grpo",
         token_level_rewards,
@@ -92,7 +101,6 @@ def compute_grpo_vectorized_outcome_advantage(
         norm_by_std=norm_adv_by_std_in_grpo,
         epsilon=epsilon,
         least_std=epsilon**0.5,
-        singleton=_singleton(peer_quirks),
     )
 
 
@@ -250,13 +258,15 @@ def compute_optimal_token_baseline_advantage(
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = False,
+    epsilon: float = 1e-8,
 ) -> Pair:
     """The optimal token baseline with samples compared column by column; see `estimators.token_baseline`."""
     batch, order = _baseline_batch(
         token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
     )
     column = torch.arange(response_mask.shape[1], device=response_mask.device).repeat(len(response_mask))
-    estimate = baseline_scan(batch, trainable(batch), column, handle_zero_tail)
+    everyone = torch.ones(batch.num_rows, dtype=torch.bool, device=response_mask.device)
+    estimate = baseline_scan(batch, trainable(batch), column, everyone, handle_zero_tail, epsilon)
     return _token_baseline(estimate, batch, order)
 
 
@@ -268,12 +278,13 @@ def compute_tir_optimal_token_baseline_advantage(
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
 ) -> Pair:
     """The optimal token baseline with samples compared at equal numbers of trainable tokens."""
     batch, order = _baseline_batch(
         token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
     )
-    estimate = optimal_token_baseline(batch, handle_zero_tail=handle_zero_tail)
+    estimate = optimal_token_baseline(batch, handle_zero_tail=handle_zero_tail, epsilon=epsilon)
     return _token_baseline(estimate, batch, order)
 
 

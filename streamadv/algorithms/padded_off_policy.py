@@ -83,7 +83,7 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_log_prob: Tensor,
     response_mask: Tensor,
     rollout_is: RatioLevel | None = None,
-    rollout_is_threshold: float = 2.0,
+    rollout_is_threshold: float | None = 2.0,
     rollout_is_batch_normalize: bool = False,
     rollout_rs: str | None = None,
     rollout_rs_threshold: str | float | None = None,
@@ -92,7 +92,8 @@ def compute_rollout_correction_and_rejection_mask(
 ) -> tuple[Tensor | None, Tensor, Metrics]:
     """(weights or None, narrowed mask, metrics with the prefix rollout_corr/), all from one pair of log-probs.
 
-    The weights are those of all tokens of `response_mask`, rejected ones included: multiply by the mask.
+    The weights are those of all tokens of `response_mask`, rejected ones included: multiply by the mask. There
+    are none if rollout_is or its threshold is None.
     """
     log_ratio = old_log_prob - rollout_log_prob
     metrics = compute_offpolicy_metrics(
@@ -104,7 +105,7 @@ def compute_rollout_correction_and_rejection_mask(
             log_ratio, response_mask, rollout_rs, rollout_rs_threshold, peer_quirks=peer_quirks
         )
         metrics |= found
-    if rollout_is is not None:
+    if rollout_is is not None and rollout_is_threshold is not None:
         weights, found = compute_rollout_correction_weights(
             log_ratio,
             response_mask,
@@ -120,6 +121,8 @@ def compute_rollout_correction_and_rejection_mask(
 def parse_rejections(names: str, thresholds: str | float | None) -> list[Rejection]:
     """verl's comma-separated kinds and bounds as rejections; SettingError naming what does not fit."""
     kinds = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    if not kinds:
+        raise SettingError(f"rollout_rs {names!r} names no rejection: leave it out or name one")
     if thresholds is None:
         raise SettingError(f"rollout_rs_threshold is missing: rollout_rs {names!r} needs bounds")
     specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]

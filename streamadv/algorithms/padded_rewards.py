@@ -89,17 +89,27 @@ def group_mean_std(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, std (ddof 1, sqrt(eps) at least) and size of each row's group, [B] float32 each.
 
-    A row alone has std 0 and its own score as mean; in verl mean 0 and std 1.
+    A row alone has std 0 and its own score as mean; in verl mean 0 and std 1. verl takes the std from sums of
+    squares in float32, which cancel where the scores have a common offset.
     """
+    if peer_quirks:
+        return _group_sums(scores.to(torch.float32), label_codes(index).to(scores.device), eps)
     values, order, offsets = _grouped(scores, None, index)
     stats = moments(values, offsets)
-    mean, std = stats.mean, stats.std.clamp(min=eps**0.5)
-    if peer_quirks:
-        mean, std = torch.where(stats.size > 1, mean, 0.0), torch.where(stats.size > 1, std, 1.0)
-    else:
-        std = torch.where(stats.size > 1, std, 0.0)
+    mean, std = stats.mean, torch.where(stats.size > 1, stats.std.clamp(min=eps**0.5), 0.0)
     spread_out = [_ungrouped(spread(value, offsets, len(values)), order) for value in (mean, std, stats.size)]
     return spread_out[0], spread_out[1], spread_out[2]
+
+
+def _group_sums(scores: Tensor, codes: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    size, total, squares = (
+        torch.zeros_like(scores).index_add_(0, codes, values)
+        for values in (torch.ones_like(scores), scores, scores.square())
+    )
+    variance = (squares - total.square() / size.clamp(min=1)) / (size - 1).clamp(min=1)
+    mean = torch.where(size > 1, total / size.clamp(min=1), 0.0)
+    std = torch.where(size > 1, variance.clamp(min=eps).sqrt(), 1.0)
+    return mean[codes], std[codes], size[codes]
 
 
 def group_scores(scores: Tensor, n_sample: int | None, index: Labels | None) -> tuple[Tensor, Tensor]:

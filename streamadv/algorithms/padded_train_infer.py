@@ -39,15 +39,18 @@ def compute_train_infer_correction(
     weight_level: RatioLevel | None = None,
     upper_bound: float | None = 1.2,
     filters: Sequence[RatioFilter] = (),
+    global_valid_samples: float | None = None,
+    global_valid_tokens: float | None = None,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, Tensor, Metrics]:
     """(weights, mask, metrics), [B, T] float32 each: importance weights and the filters' verdicts, AND-ed.
 
     weight_level None gives weights of 1; upper_bound None leaves them unbounded. Ratios: token exp(l),
     geometric exp(row mean), sequence exp(row sum), segment exp(mean over a turn); differences: exp(old) -
-    exp(rollout) per token, its row mean, row sum, or mean over a turn. Weights and mask are 0 outside
-    `response_mask`; ROLL leaves them as they come there, bounds no exponent, and counts clipped and kept
-    tokens in padding too.
+    exp(rollout) per token, its row mean, row sum, or mean over a turn. The metrics of a micro-batch add up
+    to its batch's when given the numbers of rows with tokens (global_valid_samples) and of tokens there.
+    Weights and mask are 0 outside `response_mask`; ROLL leaves them as they come there, bounds no exponent,
+    and counts clipped and kept tokens in padding too.
     """
     tokens = padded_tokens(response_mask)
     counted = tokens.mask
@@ -64,16 +67,18 @@ def compute_train_infer_correction(
             return combined.float().exp().double()
         return combined.nan_to_num(nan=0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
 
+    num_tokens = max(int(tokens.counts.sum()), 1)
+
     def share(hits: Tensor) -> float:
-        return ((hits & verdict_tokens).sum() / max(int(tokens.counts.sum()), 1)).item()
+        return ((hits & verdict_tokens).sum() / (global_valid_tokens or num_tokens)).item()
 
     metrics: Metrics = {}
     for level in get_args(RatioLevel):
         metrics[f"actor/train_infer_ratio_{level}_mean@sum"] = _row_mean(
-            ratio_at(level), response_mask, peer_quirks
+            ratio_at(level), response_mask, global_valid_samples, peer_quirks
         )
         metrics[f"actor/train_infer_diff_{level}_mean@sum"] = _row_mean(
-            difference_at(level), response_mask, peer_quirks
+            difference_at(level), response_mask, global_valid_samples, peer_quirks
         )
     weights = torch.ones_like(log_ratio)
     if weight_level is not None:
@@ -92,10 +97,7 @@ def compute_train_infer_correction(
             inside = _inside(difference_at(chosen.level), chosen.diff_low, chosen.diff_high)
             metrics[f"{name}_diff_mask_mean@sum"] = share(inside)
             kept = kept & inside
-    if filters:
-        metrics["actor/train_infer_final_mask_mean"] = (
-            (kept & counted).sum() / max(int(tokens.counts.sum()), 1)
-        ).item()
+    metrics["actor/train_infer_final_mask_mean"] = ((kept & counted).sum() / num_tokens).item()
     if peer_quirks is None:
         weights, kept = torch.where(counted, weights, 0.0), kept & counted
     shape = response_mask.shape
@@ -109,9 +111,14 @@ def _inside(values: Tensor, low: float | None, high: float | None) -> Tensor:
     return kept if high is None else kept & (values <= high)
 
 
-def _row_mean(values: Tensor, mask: Tensor, peer_quirks: PeerQuirks | None) -> float:
-    """Mean over rows with tokens of the row's masked mean; ROLL multiplies by the mask: inf * 0 is NaN."""
+def _row_mean(
+    values: Tensor, mask: Tensor, global_valid_samples: float | None, peer_quirks: PeerQuirks | None
+) -> float:
+    """Mean over rows with tokens (their number may be given) of the row's masked mean.
+
+    ROLL multiplies by the mask: inf * 0 is NaN.
+    """
     values, tokens = values.view(mask.shape), (mask != 0).sum(1)
     counted = values * (mask != 0) if peer_quirks else torch.where(mask != 0, values, 0.0)
     per_row = torch.where(tokens > 0, counted.sum(1) / tokens.clamp(min=1), 0.0)
-    return (per_row.sum() / (tokens > 0).sum().clamp(min=1)).item()
+    return (per_row.sum() / (global_valid_samples or (tokens > 0).sum().clamp(min=1))).item()

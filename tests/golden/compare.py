@@ -59,6 +59,12 @@ def inputs(arrays: Mapping[str, Array], variant: Mapping[str, Any]) -> Inputs:
     return given
 
 
+def trainable_tokens(given: Inputs) -> int:
+    """How many there are in a call's mask."""
+    mask = given["response_mask"] if "response_mask" in given else given["mask"]
+    return int((mask != 0).sum())
+
+
 def check_entry(entry: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
     """The file holds what the manifest says."""
     for item in entry["inputs"]:

@@ -29,14 +29,20 @@ DEFINED_HERE: dict[str, str] = {
     "roll_compute_approx_kl.name_k1": "every name of an estimator is known everywhere",
     "roll_compute_approx_kl.name_k2": "every name of an estimator is known everywhere",
     "roll_compute_approx_kl.name_low_var_kl": "every name of an estimator is known everywhere",
-    "roll_group_reward_norm.n_sample_1": "a group of one gives 0",
-    "roll_masked_ops": "statistics of fewer than two values are defined",
-    "verl_adv_gae": "a batch with fewer than two trainable tokens is not whitened",
+    "roll_group_reward_norm": "a group of one gives 0",
     "verl_adv_grpo_passk": "a group of one gives 0",
-    "verl_adv_reinforce_plus_plus": "a batch with fewer than two trainable tokens is not whitened",
-    "verl_adv_reinforce_plus_plus_baseline": "a batch with fewer than two trainable tokens is not whitened",
-    "verl_compute_offpolicy_metrics": "a batch without trainable tokens has no metrics",
-    "verl_compute_rollout_correction_weights": "geometric ratios are offered; no tokens, no metrics",
+    "verl_compute_rollout_correction_weights.bad_level": "geometric ratios are offered",
+}
+
+#: Functions that raise in the peer with fewer than two trainable tokens, and what streamadv does.
+DEFINED_FOR_FEW_TOKENS: dict[str, str] = {
+    "roll_masked_ops": "statistics of fewer than two values are defined",
+    "verl_adv_gae": "not whitened",
+    "verl_adv_reinforce_plus_plus": "not whitened",
+    "verl_adv_reinforce_plus_plus_baseline": "not whitened",
+    "verl_compute_offpolicy_metrics": "no tokens, no metrics",
+    "verl_compute_rollout_correction_weights": "no tokens, no metrics",
+    "verl_compute_rollout_rejection_mask": "no tokens, no metrics",
     "verl_masked_ops": "statistics of fewer than two values are defined",
-    "verl_rollout_correction_and_rejection.empty_mask": "a batch without trainable tokens has no metrics",
+    "verl_rollout_correction_and_rejection": "no tokens, no metrics",
 }

@@ -24,7 +24,7 @@ def _advantage(z: Inputs, kwargs: dict[str, Any]) -> Result:
     options = dict(kwargs)
     pure, mixed = options.pop("is_pure_opd", False), options.pop("use_opd", False)
     recomputed = options.pop("enable_old_logprobs_recompute", False)
-    coefficient, penalty = options.pop("opd_kl_coef", 0.0), options.pop("kl_penalty", "kl")
+    coefficient, penalty = options.pop("opd_kl_coef", 1.0), options.pop("kl_penalty", "kl")
     batch = {
         **z,
         "rollout_log_probs": z["infer_logprobs"],
@@ -43,11 +43,22 @@ def _advantage(z: Inputs, kwargs: dict[str, Any]) -> Result:
     return {**result, **after}
 
 
+def _norm_types(options: dict[str, Any]) -> tuple[str | None, str | None, tuple[str | None, str | None]]:
+    """ROLL's (mean, std, method's own), taken out of `options`: explicit types win over the method's."""
+    own = METHODS[options.pop("method", "identity")]
+    given = options.pop("norm_mean_type", None), options.pop("norm_std_type", None)
+    return given[0] or own[0], given[1] or own[1], own
+
+
 def _agentic_reward_norm(z: Inputs, kwargs: dict[str, Any]) -> Result:
     options = dict(kwargs)
-    grouping = options.pop("grouping")
+    grouping = options.pop("grouping", "batch")
     labels = None if grouping == "batch" else z[grouping]
-    return {"rewards": padded.agentic_reward_norm(z["scores"], labels, **options, peer_quirks="roll")}
+    mean, std, _ = _norm_types(options)
+    rewards = padded.agentic_reward_norm(
+        z["scores"], labels, norm_mean_type=mean, norm_std_type=std, **options, peer_quirks="roll"
+    )
+    return {"rewards": rewards}
 
 
 def _token_reward(z: Inputs, kwargs: dict[str, Any]) -> Result:
@@ -95,7 +106,9 @@ def _approx_kl(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 
 def _discounted_returns(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    returns = padded.compute_discounted_returns(z["step_scores"], z["traj_id"], z["step"], kwargs["gamma"])
+    returns = padded.compute_discounted_returns(
+        z["step_scores"], z["traj_id"], z["step"], kwargs.get("gamma", 1.0)
+    )
     return {"step_rewards": returns}
 
 
@@ -103,15 +116,15 @@ METHODS: dict[str, tuple[str | None, str | None]] = {
     "identity": (None, None),
     "mean": ("group", None),
     "mean_std": ("group", "group"),
+    "asym_clip": ("group", "group"),
 }
 
 
 def _response_level_rewards(z: Inputs, kwargs: dict[str, Any]) -> Result:
     options = dict(kwargs)
-    step = METHODS[options.pop("method", "identity")]
-    grouping = options.pop("grouping")
+    mean, std, step = _norm_types(options)  # step: normalised by the method whatever the types
+    grouping = options.pop("grouping", "batch")
     labels = None if grouping == "batch" else z[grouping]
-    mean, std = options.pop("norm_mean_type", step[0]), options.pop("norm_std_type", step[1])
     batch, metrics = padded.compute_response_level_rewards(
         z,
         **options,
@@ -163,7 +176,7 @@ def _sample_level_mask(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 
 def _group_reward_norm(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    std = None if not kwargs.get("div_std") else "batch" if kwargs.get("div_std_global") else "group"
+    std = None if not kwargs.get("div_std", True) else "batch" if kwargs.get("div_std_global") else "group"
     size = kwargs["n_sample"]
     centred = padded.reward_norm(z["rewards"], norm_mean_type="group", norm_std_type=None, n_sample=size)
     # The std over the batch is that of the centred values.
@@ -184,7 +197,12 @@ def _masked_ops(z: Inputs, kwargs: dict[str, Any]) -> Result:
     mask = z["mask"]
     if "loss_agg_mode" in kwargs:
         weights = z["weights"] if kwargs.get("weights") else None
-        return {"value": masked.agg_loss(x, mask, kwargs["loss_agg_mode"], weights, peer_quirks="roll")}
+        counts = {
+            "batch_num_tokens": kwargs.get("batch_num_tokens"),
+            "global_batch_size": kwargs.get("global_valid_samples"),
+        }
+        mode = kwargs["loss_agg_mode"]
+        return {"value": masked.agg_loss(x, mask, mode, weights, **counts, peer_quirks="roll")}
     if "unbiased" in kwargs:
         return {"value": masked.masked_var(x, mask, kwargs["unbiased"])}
     if "shift_mean" in kwargs or kwargs.get("mask") == "all zeros":
@@ -229,24 +247,32 @@ def _running_moments(z: Inputs, kwargs: dict[str, Any]) -> Result:
     return trace
 
 
+def _bounds(item: dict[str, Any], name: str, default: bool, low: float, high: float) -> Any:
+    if not item.get(f"{name}_enabled", default):
+        return None, None
+    return item.get(f"{name}_low", low), item.get(f"{name}_high", high)
+
+
 def _train_infer(z: Inputs, kwargs: dict[str, Any]) -> Result:
     weight = kwargs["is_weight"]
     filters = [
         padded.RatioFilter(
-            item["agg_type"],
-            *((item["ratio_low"], item["ratio_high"]) if item.get("ratio_enabled", True) else (None, None)),
-            *((item["diff_low"], item["diff_high"]) if item.get("diff_enabled", False) else (None, None)),
+            item.get("agg_type", "token"),
+            *_bounds(item, "ratio", True, 0.8, 1.2),
+            *_bounds(item, "diff", False, -0.2, 0.2),
         )
         for item in kwargs["filters"]
-        if item["enabled"]
+        if item.get("enabled", False)
     ]
     weights, mask, metrics = padded.compute_train_infer_correction(
         z["old_log_probs"],
         z["infer_log_probs"],
         z["response_mask"],
-        weight_level=weight["weight_type"] if weight["enabled"] else None,
-        upper_bound=weight.get("upper_bound"),
+        weight_level=weight.get("weight_type", "token") if weight.get("enabled", False) else None,
+        upper_bound=weight.get("upper_bound", 1.2),
         filters=filters,
+        global_valid_samples=kwargs.get("global_valid_samples"),
+        global_valid_tokens=kwargs.get("global_valid_tokens"),
         peer_quirks="roll",
     )
     return {"is_weight": weights, "filter_mask": mask, "metrics": metrics}

@@ -56,6 +56,19 @@ def _remax(z: Inputs, kwargs: dict[str, Any]) -> Result:
     )
 
 
+def _passk(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    # verl takes the norm from its config and ignores the argument of that name.
+    options = _options(
+        {name: value for name, value in kwargs.items() if "." in name}, "norm_adv_by_std_in_grpo"
+    )
+    options |= _options(kwargs, "epsilon")
+    return _pair(
+        padded.compute_grpo_passk_outcome_advantage(
+            z["token_level_rewards"], z["response_mask"], z["index"], **options
+        )
+    )
+
+
 def _token_baseline(function: Any) -> Function:
     def call(z: Inputs, kwargs: dict[str, Any]) -> Result:
         return _pair(
@@ -65,8 +78,8 @@ def _token_baseline(function: Any) -> Function:
                 z["index"],
                 z["old_log_probs"],
                 z["sum_pi_squared"],
-                z["rollout_is_weights"] if kwargs["rollout_is_weights"] else None,
-                kwargs["handle_zero_tail"],
+                z["rollout_is_weights"] if kwargs.get("rollout_is_weights") else None,
+                **_options(kwargs, "handle_zero_tail", "epsilon"),
             )
         )
 
@@ -154,7 +167,12 @@ def _correction(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 def _masked_ops(z: Inputs, kwargs: dict[str, Any]) -> Result:
     if "loss_agg_mode" in kwargs:
-        return {"value": masked.agg_loss(z["x"], z["mask"], kwargs["loss_agg_mode"], peer_quirks="verl")}
+        counts = _options(kwargs, "batch_num_tokens", "global_batch_size", "loss_scale_factor")
+        mode = kwargs["loss_agg_mode"]
+        loss = masked.agg_loss(z["x"], z["mask"], mode, **counts, peer_quirks="verl")
+        # The number of ranks multiplies all but the last.
+        ranks = 1 if mode.endswith("norm") else kwargs.get("dp_size", 1)
+        return {"value": loss * ranks}
     if "unbiased" in kwargs:
         return {"value": masked.masked_var(z["x"], z["mask"], kwargs["unbiased"])}
     if "shift_mean" in kwargs:
@@ -181,9 +199,7 @@ VERL: dict[str, Function] = {
     "verl_adv_grpo": _outcome(
         padded.compute_grpo_outcome_advantage, "epsilon", "norm_adv_by_std_in_grpo", peer_quirks="verl"
     ),
-    "verl_adv_grpo_passk": _outcome(
-        padded.compute_grpo_passk_outcome_advantage, "epsilon", "norm_adv_by_std_in_grpo"
-    ),
+    "verl_adv_grpo_passk": _passk,
     "verl_adv_grpo_vectorized": _outcome(
         padded.compute_grpo_vectorized_outcome_advantage,
         "epsilon",

@@ -19,27 +19,37 @@ NEEDS = ("response_mask", "token_level_rewards", "old_log_probs", "sum_pi_square
 
 
 @estimator("optimal_token_baseline", scope="group", level="token", needs=NEEDS)
-def optimal_token_baseline(batch: PackedBatch, *, handle_zero_tail: bool = True) -> Estimate:
-    """A_t = G_t - b_t with b_t = sum_g(G_t W_t) / sum_g(W_t), W_t = w_1 + .. + w_t (importance-weighted).
+def optimal_token_baseline(
+    batch: PackedBatch, *, handle_zero_tail: bool = True, epsilon: float = 1e-8
+) -> Estimate:
+    """A_t = G_t - b_t, b_t = sum_g(G_t W_t) / (sum_g(W_t) + epsilon), W_t = w_1 + .. + w_t (importance-weighted).
 
     G_t is the undiscounted return from t on; t counts trainable tokens of a row, so turns of different
     samples line up whatever observations lie between (verl: the tir variant). The sums run over the rows of
-    the group that reach position t. With the column rollout_is_weights each w_t is multiplied by its
-    square. A group of one row has baseline 0. handle_zero_tail: where only the longest row is left, its
-    baseline would be its own return, so it is 0 there.
+    the group that reach position t. With the column rollout_is_weights each w_t is multiplied by its square.
+    A row alone in its group has baseline 0; rows without trainable tokens are no company. handle_zero_tail:
+    where only the longest row is left, its baseline would be its own return, so it is 0 there.
     """
     tokens = trainable(batch)
     before = torch.cumsum(tokens.mask, 0) - tokens.mask.to(torch.int64)
     rank = before - spread(
         before[tokens.offsets[:-1].clamp(max=max(batch.num_tokens - 1, 0))], tokens.offsets, batch.num_tokens
     )
-    return baseline_scan(batch, tokens, rank, handle_zero_tail)
+    return baseline_scan(batch, tokens, rank, tokens.counts > 0, handle_zero_tail, epsilon)
 
 
 def baseline_scan(
-    batch: PackedBatch, tokens: Trainable, position: Tensor, handle_zero_tail: bool
+    batch: PackedBatch,
+    tokens: Trainable,
+    position: Tensor,
+    compared: Tensor,
+    handle_zero_tail: bool,
+    epsilon: float,
 ) -> Estimate:
-    """The estimate with tokens of a group compared at equal `position`, [N] int64 below the row's length."""
+    """The estimate with tokens of a group compared at equal `position`, [N] int64 below the row's length.
+
+    compared [R] bool: the rows that keep another one from being alone in its group.
+    """
     row, size = batch.token_row, batch.num_tokens
     group = batch.trajectory_group[batch.row_trajectory]
     returns = reverse_scan(batch.column("token_level_rewards").to(torch.float64), 1.0, tokens)
@@ -56,9 +66,9 @@ def baseline_scan(
     key = batch.cu_seqlens[row_offsets[:-1]][group[row]] + position
     numerator = keyed_sum(returns * accumulated, key, size)
     denominator = keyed_sum(accumulated, key, size)
-    baseline = (numerator / (denominator + 1e-8))[key]
+    baseline = (numerator / (denominator + epsilon))[key]
 
-    rows_in_group = (row_offsets[1:] - row_offsets[:-1])[group]
+    rows_in_group = segment_sum(compared, row_offsets)[group]
     without = (rows_in_group < 2)[row]
     if handle_zero_tail:
         without = without | _zero_tail(tokens, row_offsets, position, row)
