@@ -22,7 +22,7 @@ from .pace import GO, WAIT
 
 STALL_S: Final = 60.0
 #: A sink that has received nothing for so long has nothing more to come.
-QUIET_S: Final = 0.7
+QUIET_S: Final = 1.0
 #: A window lasts until the sink has reported so often.
 LEAST_REPORTS: Final = 6
 
@@ -41,11 +41,18 @@ class Window:
 class Crew:
     """Named processes, one of them a source that keeps a `Pace`, one a sink that sends `received` messages.
 
-    Context manager: all have ended when it is left. The server's processor time is counted with theirs.
+    `ready`: how many of them say `ready`. Context manager: all have ended when it is left. The server's processor
+    time is counted with theirs.
     """
 
     def __init__(
-        self, commands: Mapping[str, Sequence[str]], url: str, source: str, environment: Mapping[str, str]
+        self,
+        commands: Mapping[str, Sequence[str]],
+        url: str,
+        source: str,
+        *,
+        run: str | None = None,
+        ready: int = 2,
     ) -> None:
         self._commands = commands
         self._environment = {
@@ -54,9 +61,10 @@ class Crew:
             "STREAMADV_LOG_LEVEL": "warning",
             "STREAMADV_DEVICE": "cpu",
             "OMP_NUM_THREADS": "1",
-            **environment,
+            **({} if run is None else {"STREAMADV_RUN": run}),
         }
         self._source = source
+        self._ready = ready
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._children: dict[str, Child] = {}
         self._stack = ExitStack()
@@ -82,9 +90,9 @@ class Crew:
     ) -> None:
         self._stack.close()
 
-    def wait_until_ready(self, count: int = 2) -> None:
-        """Until `count` processes have said `ready`."""
-        for _ in range(count):
+    def wait_until_ready(self) -> None:
+        """Until those that say `ready` have done so."""
+        for _ in range(self._ready):
             while self._hear(STALL_S)["kind"] != "ready":
                 pass
 
@@ -151,7 +159,9 @@ class Crew:
 
     def _stop(self) -> None:
         for child in self._children.values():
-            child.kill()
+            child.terminate()
+        for child in self._children.values():
+            child.stop()
 
 
 def middle(windows: Sequence[Window]) -> Window:

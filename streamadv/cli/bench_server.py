@@ -45,7 +45,9 @@ def run_pipeline(arguments: argparse.Namespace) -> int:
     return _run(
         arguments,
         COLUMNS,
-        lambda url: measure_pipeline(url, chains, tokens, arguments.seconds, arguments.repeat),
+        lambda url: measure_pipeline(
+            url, chains, tokens, arguments.seconds, arguments.repeat, lambda text: print(text, flush=True)
+        ),
     )
 
 

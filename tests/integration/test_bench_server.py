@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 
 from streamadv import cli
 from streamadv.algorithms.chain import build_chain
-from streamadv.bench.lines import KINDS, Line, make_columns
+from streamadv.bench.lines import KINDS, Line, make_columns, make_groups
+from streamadv.bench.others import PEERS
 from streamadv.connection import Connection
 from streamadv.errors import SettingError
 
@@ -50,3 +52,19 @@ def test_the_columns_of_a_kind_are_those_its_chain_reads(name: str) -> None:
     columns = make_columns(Line(name, 64), np.random.default_rng(0))
     assert list(columns) == list(kind.columns)
     assert sum(array.nbytes for array in columns.values()) == Line(name, 64).size(kind.columns) == 17 * 64
+
+
+@pytest.mark.parametrize("form", ["lists", "arrays"])
+def test_a_peer_moves_what_it_is_given(form: str) -> None:
+    path = PEERS / "pipelinerl.py"
+    spec = importlib.util.spec_from_file_location("pipelinerl", path)
+    assert spec is not None
+    assert spec.loader is not None
+    peer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(peer)
+    record = make_groups(Line("grpo", 64))[0]
+    found = getattr(peer, f"decode_{form}")(getattr(peer, f"encode_{form}")(record))
+    for given, got in zip(record, found, strict=True):
+        assert got.keys() == given.keys()
+        for name, value in given.items():
+            np.testing.assert_array_equal(np.asarray(got[name], np.asarray(value).dtype), value)

@@ -1,0 +1,76 @@
+"""The peers beside which the pipeline is measured: modules of `benchmarks/peers/` in the checkout, as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from ..columns import KNOWN_COLUMNS
+from .crew import Crew
+from .lines import Line
+
+PEERS: Final = Path(__file__).parents[2] / "benchmarks" / "peers"
+INSTALL_S: Final = 300
+#: Trajectories TransferQueue puts and gets at once: the fastest of 1, 8, 64.
+PUT_TOGETHER: Final = 64
+
+_EXEC: Final = (
+    "import os, sys\n"
+    "os.environ.pop('PYTHONPATH', None)\n"  # that of this interpreter
+    "os.execv(sys.argv[1], sys.argv[1:])\n"
+)
+
+
+def pipelinerl_crews(url: str, line: Line) -> dict[str, Crew]:
+    """PipelineRL's way in both formats, not started; none without the checkout."""
+    script = PEERS / "pipelinerl.py"
+    if not script.exists():
+        return {}
+    roles = ("actor", "preprocessor", "trainer")
+    return {
+        f"pipelinerl_{form}": Crew(
+            {role: [str(script), role, line.to_json(), form] for role in roles}, url, "actor"
+        )
+        for form in ("lists", "arrays")
+    }
+
+
+def transferqueue_crew(url: str, line: Line, python: Path) -> Crew:
+    """TransferQueue in its environment, not started."""
+    columns = {name: KNOWN_COLUMNS[name].name for name in line.columns}
+    settings = json.dumps({"columns": columns, "tokens": line.tokens, "batch": PUT_TOGETHER})
+    command = ["-c", _EXEC, str(python), str(PEERS / "transferqueue.py"), settings]
+    return Crew({"transferqueue": command}, url, "transferqueue", ready=1)
+
+
+def transferqueue_python(say: Callable[[str], None]) -> Path | None:
+    """The interpreter of an environment with TransferQueue, made at the first call; None, and why, if it cannot be."""
+    if not (PEERS / "transferqueue.py").exists():
+        say("no peers: benchmarks/peers comes with the source, not with the package")
+        return None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "streamadv" / "transferqueue"
+    python, done = folder / "bin" / "python", folder / "installed"
+    if done.exists():
+        return python
+    say(f"installing TransferQueue into {folder}, once")
+    torch = version("torch").partition("+")[0]  # the version that is here already, not a newer and larger one
+    packages = ["TransferQueue", f"torch=={torch}"]
+    try:
+        for command in (
+            [sys.executable, "-m", "venv", "--clear", str(folder)],
+            [str(python), "-m", "pip", "install", "--quiet", *packages],
+        ):
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        say(f"TransferQueue is left out, it cannot be installed: {' '.join(str(detail).split())[-200:]}")
+        return None
+    done.touch()
+    return python
