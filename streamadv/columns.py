@@ -34,6 +34,7 @@ OUTPUT_COLUMNS: Final[dict[str, np.dtype[Any]]] = {
     "returns": np.dtype("<f4"),
     "raw_advantages": np.dtype("<f4"),
     "rollout_is_weights": np.dtype("<f4"),
+    "sample_weights": np.dtype("<f4"),
 }
 
 REQUIRED_COLUMNS: Final = ("input_ids", "response_mask")

@@ -220,6 +220,7 @@ class Row(BaseModel):
     returns: Annotated[Array | None, TokenColumn("returns")] = None
     raw_advantages: Annotated[Array | None, TokenColumn("raw_advantages")] = None
     rollout_is_weights: Annotated[Array | None, TokenColumn("rollout_is_weights")] = None
+    sample_weights: Annotated[Array | None, TokenColumn("sample_weights")] = None
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:

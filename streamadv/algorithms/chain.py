@@ -27,6 +27,7 @@ from .packed import Level, PackedBatch
 from .presets import preset
 from .registry import SCOPES, Scope, get_estimator
 from .running import RunningMoments
+from .sample_steps import sample_steps
 
 #: Steps that change the advantages the estimator left.
 ADVANTAGE_STEPS: Final = frozenset({"distill", "advantages"})
@@ -97,7 +98,8 @@ class ChainResult:
 def build_chain(source: ChainConfig | str | Mapping[str, Any]) -> Chain:
     """The chain of a configuration, a preset's name or a mapping; SettingError if it is wrong."""
     config = preset(source) if isinstance(source, str) else parse_config(source)
-    steps = list(shaping_steps(config))
+    reward, *shaping = shaping_steps(config)
+    steps = [reward, *sample_steps(config), *shaping]
     correction = [correction_step(config.correction)] if config.correction is not None else []
     if config.correction is not None and config.correction.before_estimator:
         steps = [steps[0], *correction, *steps[1:]]

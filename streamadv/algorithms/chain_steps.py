@@ -10,15 +10,15 @@ from torch import Tensor
 
 from ..errors import SettingError, TrajectoryError
 from . import kernels
-from .config import ChainConfig, DistillConfig, KLConfig, MaskConfig, RewardConfig
+from .config import ChainConfig, DistillConfig, KLConfig, RewardConfig
 from .kl import approx_kl
 from .metrics import Metric, fraction, mean, summary
 from .packed import Level, PackedBatch, expand, span_sum
 from .registry import Estimator, Scope, get_estimator
 from .rewards import clip, normalise
 from .running import RunningMoments
-from .sample_masks import overlong_penalty
-from .segments import moments, segment_sum, spread, whole
+from .sample_masks import overlong_penalty, truncation_penalty
+from .segments import segment_sum, whole
 from .token_rewards import credited, outcome_rewards, step_rewards
 from .trainable import Trainable, trainable
 from .whitening import whiten, whiten_weighted
@@ -76,11 +76,9 @@ def known_tokens(state: State) -> Trainable:
 
 
 def shaping_steps(config: ChainConfig) -> Iterator[ChainStep]:
-    """What happens before the estimator: rewards, masks, token rewards, KL, whitened rewards."""
+    """What happens to rewards before the estimator: shaping, placing on tokens, KL, whitening."""
     chosen = get_estimator(config.estimator)
     yield _reward_step(config.reward)
-    if config.masks is not None:
-        yield _mask_step(config.masks)
     by_token = "token_level_rewards" in chosen.needs
     if by_token:
         yield _token_reward_step(config)
@@ -104,7 +102,7 @@ def _reward_step(config: RewardConfig) -> ChainStep:
     def run(state: State) -> State:
         batch = state.batch
         trained = (~batch.baseline).double()
-        state = state.with_metrics(summary("critic/score", _scores(config, batch), trained))
+        state = state.with_metrics(summary("critic/score", given_rewards(config, batch), trained))
         rewards = raw_rewards(config, batch)
         weight = trained
         if config.statistics == "row":
@@ -126,6 +124,7 @@ def _reward_step(config: RewardConfig) -> ChainStep:
     scopes = {config.mean, config.std}
     scope: Scope = "batch" if "batch" in scopes else "group" if "group" in scopes else "row"
     parts = [" + ".join(f"{weight} {name}" for name, weight in config.components.items())]
+    parts += [f"truncated ones by {config.truncation}"] if config.truncation is not None else []
     parts += ["minus overlong penalty"] if config.overlong else []
     parts += [f"minus mean over {config.mean}"] if config.mean else []
     parts += [f"over std over {config.std}"] if config.std else []
@@ -137,15 +136,20 @@ def _reward_step(config: RewardConfig) -> ChainStep:
 
 def raw_rewards(config: RewardConfig, batch: PackedBatch) -> Tensor:
     """[M] float64: rewards before they are normalised, what running moments are taken of."""
-    rewards = _scores(config, batch)
+    rewards = given_rewards(config, batch)
+    if config.truncation is not None and batch.truncated is not None:
+        rewards = truncation_penalty(rewards, batch.truncated, config.truncation)
     if config.overlong is None:
         return rewards
     lengths = segment_sum(batch.row_trainable, batch.row_offsets)
     return overlong_penalty(rewards, lengths, **config.overlong.model_dump())
 
 
-def _scores(config: RewardConfig, batch: PackedBatch) -> Tensor:
-    return _summed(batch, config.components) if config.components else batch.rewards
+def given_rewards(config: RewardConfig, batch: PackedBatch) -> Tensor:
+    """[M] float64: the rewards as they came, named ones summed, whatever was done to them since."""
+    if config.components:
+        return _summed(batch, config.components)
+    return batch.rewards if batch.scores is None else batch.scores
 
 
 def _summed(batch: PackedBatch, weights: Mapping[str, float]) -> Tensor:
@@ -157,36 +161,6 @@ def _summed(batch: PackedBatch, weights: Mapping[str, float]) -> Tensor:
             raise TrajectoryError(f"reward.components names {name!r}, the trajectories have {known}")
         total = total + weight * batch.components[name]
     return total
-
-
-def _mask_step(config: MaskConfig) -> ChainStep:
-    def run(state: State) -> State:
-        batch = state.batch
-        kept = torch.ones_like(batch.baseline)
-        counted = (~batch.baseline).double()
-        if config.difficulty_low is not None or config.difficulty_high is not None:
-            stats = moments(batch.rewards, batch.group_offsets, counted)
-            difficulty = spread(stats.mean, batch.group_offsets, len(kept))
-            alone = spread(stats.size, batch.group_offsets, len(kept)) < 2
-            low = -torch.inf if config.difficulty_low is None else config.difficulty_low
-            high = torch.inf if config.difficulty_high is None else config.difficulty_high
-            kept = kept & (((difficulty > low) & (difficulty < high)) | alone)
-        lengths = segment_sum(batch.row_trainable, batch.row_offsets)
-        if config.max_length is not None:
-            kept = kept & (lengths < config.max_length)
-        if config.wrong_max_length is not None:
-            kept = kept & ((batch.rewards > 0) | (lengths < config.wrong_max_length))
-        metrics = {"actor/final_mask_ratio": fraction(kept, counted)}
-        mask = batch.column("response_mask")
-        row_kept = kept[batch.row_trajectory]
-        mask = torch.where(spread(row_kept, batch.cu_seqlens, len(mask)), mask, torch.zeros_like(mask))
-        return state.with_metrics(metrics).with_mask(mask)
-
-    by_group = config.difficulty_low is not None or config.difficulty_high is not None
-    bounds = {name: value for name, value in config.model_dump().items() if value is not None}
-    text = ", ".join(f"{name} {value}" for name, value in bounds.items())
-    scope: Scope = "group" if by_group else "row"
-    return ChainStep("masks", ("response_mask",), scope, text, run, ("response_mask",))
 
 
 def _token_reward_step(config: ChainConfig) -> ChainStep:

@@ -36,6 +36,7 @@ class RewardConfig(_Section):
     """Shaping of the trajectory rewards before anything else: sum, overlong penalty, normalise, clip."""
 
     components: dict[str, float] = Field(default_factory=dict)  # reward = sum of weight * named reward
+    truncation: float | None = None  # of truncated ones: times this; replaced by it if negative (OpenRLHF)
     overlong: OverlongConfig | None = None
     mean: NormScope | None = None  # over which members the subtracted mean is taken
     std: NormScope | None = None  # likewise the divisor; independent of mean
@@ -51,6 +52,14 @@ class MaskConfig(_Section):
     difficulty_high: float | None = None  # and strictly below
     max_length: Annotated[int, Field(gt=0)] | None = None  # dropped: so many trainable tokens or more
     wrong_max_length: Annotated[int, Field(gt=0)] | None = None  # the same where the reward is not positive
+    truncated: bool = False  # dropped: status truncated, whatever its length
+
+
+class SampleWeightConfig(_Section):
+    """How much each trajectory counts in the loss: weights of mean 1 over the batch's trajectories."""
+
+    difficulty: bool = False  # 0.5 + 1.5 * (1 - mean reward of the group, held in 0 .. 1)
+    length: bool = False  # 1.5 - (length - least) / (greatest - least), lengths in trainable tokens
 
 
 class KLConfig(_Section):
@@ -105,7 +114,7 @@ class CorrectionConfig(_Section):
 
 
 class ChainConfig(_Section):
-    """rewards -> masks -> token rewards -> KL -> estimator -> whitening, clipping -> correction.
+    """rewards -> masks, sample weights -> token rewards -> KL -> estimator -> whitening, clipping -> correction.
 
     `options` are the estimator's own; they may also be given beside the other fields.
     """
@@ -114,6 +123,7 @@ class ChainConfig(_Section):
     options: dict[str, JsonValue] = Field(default_factory=dict)
     reward: RewardConfig = RewardConfig()
     masks: MaskConfig | None = None
+    sample_weights: SampleWeightConfig | None = None
     token_rewards: Literal["outcome", "steps", "column"] = "outcome"  # where token-level rewards come from
     kl: KLConfig | None = None
     whiten_rewards: bool = False  # token rewards to mean 0, std 1 over the batch
@@ -172,8 +182,11 @@ class ChainConfig(_Section):
         if correction and correction.batch_normalize and correction.level is None:
             raise ValueError("correction.batch_normalize does nothing without correction.level")
         masks = self.masks
-        if masks and all(value is None for value in masks.model_dump().values()):
-            raise ValueError("masks does nothing: give it a bound")
+        if masks and not masks.model_dump(exclude_defaults=True):
+            raise ValueError("masks does nothing: give it a bound, or truncated")
+        weights = self.sample_weights
+        if weights and not (weights.difficulty or weights.length):
+            raise ValueError("sample_weights does nothing: give it difficulty or length")
         return self
 
 

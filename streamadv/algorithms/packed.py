@@ -42,7 +42,7 @@ class StepLike(Protocol):
 class Packable(Protocol):
     """What `pack` needs to know of a trajectory; its columns come separately.
 
-    One with named rewards has an attribute `rewards` too: Mapping[str, float].
+    One with named rewards has an attribute `rewards` too, Mapping[str, float], one with a status `status`.
     """
 
     @property
@@ -95,6 +95,8 @@ class PackedBatch:
     num_groups: int  # G: groups are numbered from 0 without gaps
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # each [N]; response_mask uint8
     components: Mapping[str, Tensor] = field(default_factory=dict)  # named rewards, [M] float64; absent = 0
+    scores: Tensor | None = None  # [M] float64: the trajectory's reward as it came; None = `rewards`
+    truncated: Tensor | None = None  # [M] bool: status is truncated; None = nobody's
 
     @property
     def num_rows(self) -> int:
@@ -186,6 +188,8 @@ def pack(
         num_groups=groups[-1] + 1 if groups else 0,
         columns=_columns(members, columns, device) if columns is not None else {},
         components={name: tensor(values, np.float64) for name, values in _components(members).items()},
+        scores=tensor([member.reward for member in members], np.float64),
+        truncated=tensor([getattr(member, "status", None) == "truncated" for member in members], np.bool_),
     )
 
 

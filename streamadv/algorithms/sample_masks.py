@@ -82,16 +82,29 @@ def sample_weights(
     difficulty [B] in 0 .. 1: factor 0.5 + 1.5 d. by_length: factor 1.5 - (len - min) / (max - min), 1.5 for
     equal lengths. (ROLL's difficulty factor never takes effect through its own container.)
     """
-    weights = torch.ones(len(response_mask), dtype=torch.float64, device=response_mask.device)
+    lengths = (response_mask != 0).sum(1).to(torch.float64)
+    weights = torch.ones_like(lengths)
     if difficulty is not None:
-        weights = weights * (0.5 + 1.5 * difficulty.to(torch.float64).clamp(0, 1))
-    if by_length and len(response_mask):
-        lengths = (response_mask != 0).sum(1).to(torch.float64)
-        span = (lengths.max() - lengths.min()).clamp(min=1e-8)
-        weights = weights * (1.5 - (lengths - lengths.min()) / span)
+        weights = weights * difficulty_factor(difficulty.to(torch.float64))
+    if by_length:
+        weights = weights * length_factor(lengths, torch.ones_like(lengths))
     if difficulty is None and not by_length:
         return weights.to(torch.float32)
     return (weights * len(weights) / weights.sum().clamp(min=1e-8)).to(torch.float32)
+
+
+def difficulty_factor(difficulty: Tensor) -> Tensor:
+    """[B]: 0.5 + 1.5 d, d held in 0 .. 1."""
+    return 0.5 + 1.5 * difficulty.clamp(0, 1)
+
+
+def length_factor(lengths: Tensor, counted: Tensor) -> Tensor:
+    """[B]: 1.5 - (len - min) / (max - min) over the rows `counted`; 1.5 for equal lengths."""
+    if not len(lengths):
+        return lengths
+    least = torch.where(counted > 0, lengths, torch.inf).amin()
+    span = torch.where(counted > 0, lengths, -torch.inf).amax() - least
+    return 1.5 - (lengths - least) / span.clamp(min=1e-8)
 
 
 def overlong_penalty(

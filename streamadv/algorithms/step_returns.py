@@ -29,3 +29,20 @@ def state_groups(steps: Steps, group: Tensor) -> tuple[Tensor, Tensor]:
     begins = torch.ones(len(steps), dtype=torch.bool, device=state.device)
     begins[1:] = (state[1:] != state[:-1]) | (owner[1:] != owner[:-1]) | (state[1:] < 0)
     return order, offsets_of(torch.cumsum(begins, 0) - 1, len(steps))
+
+
+def numbered_groups(steps: Steps, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Steps of one group with the same number within their trajectories: (order [S], offsets [S + 1]).
+
+    group [S]: the group of each step. As `state_groups`, with the number in place of the state.
+    """
+    count = len(steps)
+    place = torch.arange(count, device=group.device)
+    first = offsets_of(steps.trajectory, int(steps.trajectory[-1]) + 1 if count else 0)
+    number = place - first[steps.trajectory]
+    order = torch.argsort(number, stable=True)
+    order = order[torch.argsort(group[order], stable=True)]
+    number, owner = number[order], group[order]
+    begins = torch.ones(count, dtype=torch.bool, device=group.device)
+    begins[1:] = (number[1:] != number[:-1]) | (owner[1:] != owner[:-1])
+    return order, offsets_of(torch.cumsum(begins, 0) - 1, count)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, TrajectoryError
 from ..interchange import read_trajectories, write_trajectory
-from ..schema import Role, Step, Trajectory
+from ..schema import Role, Status, Step, Trajectory
 
 if TYPE_CHECKING:
     from ..algorithms import Chain, ChainResult, PackedBatch
@@ -98,6 +98,10 @@ class _Line:
     @property
     def is_baseline(self) -> bool:
         return self.trajectory.role is Role.BASELINE
+
+    @property
+    def status(self) -> Status:
+        return self.trajectory.status
 
     @property
     def row_lengths(self) -> Sequence[int]:

@@ -13,6 +13,7 @@ from . import reinforce as reinforce
 from . import reinforce_plus_plus as reinforce_plus_plus
 from . import remax as remax
 from . import rloo as rloo
+from . import step_grpo as step_grpo
 from . import step_reinforce as step_reinforce
 from . import token_baseline as token_baseline
 from . import vtrace as vtrace
