@@ -23,7 +23,7 @@ CLUSTER: Final = "asking cluster|slots command"
 _PIPELINE: Final = (
     "del exists hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx llen lrange lrem pexpire rename rpush "
     "unlink xack xadd xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups xlen "
-    "xrange xread xreadgroup zadd zcard zrange zrangebyscore zrem zscore"
+    "xrange xread xreadgroup zadd zcard zrandmember zrange zrangebyscore zrem zscore"
 )
 
 
@@ -64,7 +64,7 @@ PIPELINE: Final = Role(
         "manifest_void runs_void": "del",
         "runs": "hsetnx",
         "void rollouts scoring open group groups payload work ready output applied ledger trainer ended ended_before "
-        "garbage dead dead_group attempts lineage batches producers": _PIPELINE,
+        "garbage dead dead_group malformed attempts lineage batches producers": _PIPELINE,
     },
 )
 
@@ -80,6 +80,7 @@ OBSERVER: Final = Role(
         "groups": "xlen xrange",
         "rollouts work scoring": "exists xinfo|groups xlen xrange",
         "dead": "zrange zscore",
+        "malformed": "xrange",
     },
 )
 

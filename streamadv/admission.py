@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from . import metrics
-from .errors import Busy, SettingError, TrajectoryError
+from .errors import Busy, GroupEndedError, SettingError, TrajectoryError
 
 FALLBACK_MAX_BYTES: Final = 1 << 30
 MAX_BYTES_SHARE: Final = 0.7  # of maxmemory
@@ -43,12 +43,20 @@ def busy_error(reply: Sequence[bytes], timeout: float | None) -> Busy:
     return Busy(f"not admitted{waited}: {used} bytes live or reserved of max_bytes {limit}")
 
 
+def broken_group_error(group_id: str) -> GroupEndedError:
+    return GroupEndedError(
+        f"group {group_id} is not what was opened, somebody wrote into it: begin another one"
+    )
+
+
 def push_codes(reply: list[Any], group_id: str, size: int) -> list[str]:
     state = reply[0].decode()
     if state == "busy":
         raise busy_error(reply, None)
     if state == "mismatch":
         raise TrajectoryError(f"group_size is {size}, group {group_id} is open with {int(reply[1])}")
+    if state == "broken":
+        raise broken_group_error(group_id)
     codes = [code.decode() for code in reply[1:]]
     metrics.producer_pushed(codes)
     if "range" in codes:

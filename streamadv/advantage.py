@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from redis.exceptions import OutOfMemoryError
 from torch import Tensor
 
@@ -27,19 +28,19 @@ from . import metrics
 from .algorithms.chain import Chain, ChainResult, build_chain, run_chain
 from .algorithms.packed import Level, PackedBatch, pack
 from .batch_statistics import running_of
-from .batches import LoggedGroup, Work, read_groups
-from .chunks import counts_of
+from .batches import ENTRY_ID, LoggedGroup, Work, find_record, read_groups, work_units
+from .chunks import batch_scope, counts_of
 from .columns import Array
 from .connection import RETRYABLE, Backoff
 from .errors import BatchLostError, ChainError, SettingError, WireError
 from .isolation import Death, isolate
 from .keys import ShardKeys
-from .payloads import fetch_fields
+from .malformed import reject_entry
+from .payloads import decode_member, fetch_fields
 from .run import Run
-from .schema import Status
+from .schema import Status, first_problem
 from .scripts import queue_script, script_call
 from .streams import ADVANTAGE, Consumer, Entry
-from .wire import decode_payload
 
 logger = logging.getLogger(__name__)
 
@@ -163,9 +164,15 @@ def _read(
 
 
 def prepare_or_discard(run: Run, entry: Entry) -> Prepared | None:
-    """`prepare`; an entry whose batch is gone (committed before the server forgot that) is finished with None."""
+    """`prepare`; None when there is nothing to do, and the entry is finished.
+
+    Its batch is gone (committed before the server forgot that), or it is no work at all.
+    """
     try:
         return prepare(run, entry)
+    except WireError as error:
+        reject_entry(run, entry, run.keys.shard(entry.shard).work, str(error), STAGE)
+        return None
     except BatchLostError as error:
         logger.warning("%s: %s", STAGE, error)
         keys = run.keys.shard(entry.shard)
@@ -175,7 +182,7 @@ def prepare_or_discard(run: Run, entry: Entry) -> Prepared | None:
 
 def prepare(run: Run, entry: Entry) -> Prepared:
     """Fetch what a work entry needs: references, and of the columns only those its chain reads."""
-    work = Work.model_validate_json(entry.fields["work"])
+    work = _work_of(run, entry)
     groups = read_groups(run, work.groups)
     chain = worker_chain(work)
     columns: dict[str, list[dict[str, Array]]] = {}
@@ -185,10 +192,40 @@ def prepare(run: Run, entry: Entry) -> Prepared:
         for group in groups:
             stored = list(itertools.islice(fields, len(group.members)))
             try:
-                columns[group.group_id] = [decode_payload(each, chain.needs).columns for each in stored]
+                payloads = [
+                    decode_member(member, each, chain.needs)
+                    for member, each in zip(group.members, stored, strict=True)
+                ]
+                columns[group.group_id] = [payload.columns for payload in payloads]
             except WireError as error:
                 dead[group.group_id] = Death("undecodable", str(error))
+        read_groups(
+            run, [p for p in work.groups if p.group_id in dead]
+        )  # committed meanwhile: nothing is wrong
     return Prepared(entry, work, groups, columns, dead)
+
+
+def _work_of(run: Run, entry: Entry) -> Work:
+    """The unit of work of an entry. Raises WireError unless it is one of the batch whose id it bears.
+
+    A record that the home slot has lost is no reason to doubt the work: the trainer remembers it.
+    """
+    if "work" not in entry.fields:
+        raise WireError("work is missing")
+    try:
+        work = Work.model_validate_json(entry.fields["work"])
+    except ValidationError as error:
+        raise WireError(f"work: {first_problem(error)}") from error
+    if {work.shard, *(pointer.shard for pointer in work.groups)} - set(range(len(run.keys.salts))):
+        raise WireError("work: names a shard that the run does not have")
+    if not all(ENTRY_ID.fullmatch(pointer.entry) for pointer in work.groups):
+        raise WireError("work: names an entry of the groups log by something else than its id")
+    record = find_record(run, work.k)
+    if record is not None and (
+        record.id != work.batch or work not in work_units(record, batch_scope(record))
+    ):
+        raise WireError(f"work: is none of batch {work.k}")
+    return work
 
 
 def worker_chain(work: Work) -> Chain:

@@ -8,20 +8,28 @@ Which groups go in is decided in `naming.py`, how they leave again in `commits.p
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from .errors import BatchLostError, EpochFencedError
+from .errors import BatchLostError, EpochFencedError, WireError
+from .keys import RunKeys
+from .malformed import reject_item
 from .run import Run
-from .schema import first_problem
-from .wire import Reference
+from .schema import brief, first_problem
+from .wire import Reference, reference_problem
 
 #: Trajectories in one unit of work, for chains that need no more than a group.
 CHUNK_TRAJECTORIES: Final = 128
 
+ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
+_GROUP_FIELDS: Final = (
+    *("group_id", "size", "data_source", "opened_ms", "outcome", "epoch", "version"),
+    *("members", "scores", "payloads"),
+)
 _REFERENCES: Final = TypeAdapter(list[Reference])
 
 
@@ -41,6 +49,7 @@ class LoggedGroup:
     members: tuple[Reference, ...]
     payloads: tuple[tuple[str, int], ...]  # key and bytes of every member, as the push script saw them
     problem: str | None = None  # why the members could not be read
+    malformed: bool = False  # it is no group at all
 
     @property
     def pointer(self) -> Pointer:
@@ -139,41 +148,94 @@ def work_units(record: BatchRecord, batch_scope: bool) -> list[Work]:
     ]
 
 
-def parse_group(shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> LoggedGroup:
+def parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> LoggedGroup:
     """A groups log entry. Rewards that came after the push are filled in; what cannot be read is a `problem`."""
+    try:
+        missing = [name for name in _GROUP_FIELDS if name.encode() not in fields]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
+        return _parse_group(keys, shard, entry, fields)
+    except ValueError as error:
+        return LoggedGroup(
+            shard=shard,
+            entry=entry.decode(),
+            group_id="",
+            size=0,
+            data_source=None,
+            outcome="",
+            opened_ms=0,
+            epoch=0,
+            version=None,
+            members=(),
+            payloads=(),
+            problem=first_problem(error),
+            malformed=True,
+        )
+
+
+def _parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> LoggedGroup:
     problem = None
+    group_id = fields[b"group_id"].decode()
+    lines = [line.rpartition(" ") for line in fields[b"payloads"].decode().split("\n")]
+    payloads = tuple((key, int(size)) for key, _, size in lines)
+    prefix = keys.shard(shard).payload("")
+    if not group_id or keys.shard_of(group_id) != shard:
+        raise ValueError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
+    if not all(key.startswith(prefix) and 0 < size < 1 << 40 for key, size in payloads):
+        raise ValueError("payloads is not a list of payload keys and their bytes")
     members: list[Reference] = []
     try:
         members = _REFERENCES.validate_json(fields[b"members"])
         scores = json.loads(fields[b"scores"])
         if scores:
-            members = [
-                member.model_copy(update=scores.get(str(member.rollout_index), {})) for member in members
-            ]
-    except ValueError as error:
-        problem = first_problem(error)
-    lines = fields[b"payloads"].decode().split("\n")
+            members = [_with_score(member, scores.get(str(member.rollout_index))) for member in members]
+        problem = _members_problem(group_id, members, payloads)
+    except (ValueError, RecursionError) as error:
+        problem = first_problem(error) if isinstance(error, ValueError) else "scores are nested too deeply"
     return LoggedGroup(
         shard=shard,
         entry=entry.decode(),
-        group_id=fields[b"group_id"].decode(),
+        group_id=group_id,
         size=int(fields[b"size"]),
         data_source=fields[b"data_source"].decode() or None,
         outcome=fields[b"outcome"].decode(),
         opened_ms=int(fields[b"opened_ms"]),
         epoch=int(fields[b"epoch"]),
         version=int(fields[b"version"]) if fields[b"version"] else None,
-        members=tuple(members),
-        payloads=tuple((key, int(size)) for key, _, size in (line.rpartition(" ") for line in lines)),
+        members=() if problem else tuple(members),
+        payloads=payloads,
         problem=problem,
     )
+
+
+def _with_score(member: Reference, score: Any) -> Reference:
+    return member if score is None else Reference.model_validate({**member.model_dump(), **score})
+
+
+def _members_problem(
+    group_id: str, members: Sequence[Reference], payloads: Sequence[tuple[str, int]]
+) -> str | None:
+    """Why these are not the members whose payloads the push script has seen, or None."""
+    if [(member.key, member.size) for member in members] != list(payloads):
+        return "members are not those of its payloads"
+    indices = [member.rollout_index for member in members]
+    if indices != sorted(set(indices)) or any(member.group_id != group_id for member in members):
+        return "members are of another group, or not in the order of their rollout_index"
+    if any(member.reward is None for member in members):
+        return "a member has no reward"
+    problems = (
+        f"member {member.rollout_index}: {problem}"
+        for member in members
+        if (problem := reference_problem(member)) is not None
+    )
+    return next(problems, None)
 
 
 def read_log(run: Run, shard: int, after: str, count: int) -> list[LoggedGroup]:
     """Up to `count` groups of a shard's log behind the entry `after` ('0-0' = from the start)."""
     key = run.keys.shard(shard).groups
     entries: Any = run.connection.scripts.xrange(key, f"({after}", "+", count)
-    return [parse_group(shard, entry, fields) for entry, fields in entries]
+    return [parse_group(run.keys, shard, entry, fields) for entry, fields in entries]
 
 
 def read_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup]:
@@ -194,7 +256,7 @@ def find_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup | Non
     for pointer in pointers:
         pipe.xrange(run.keys.shard(pointer.shard).groups, pointer.entry, pointer.entry)
     return [
-        parse_group(pointer.shard, *found[0]) if found else None
+        parse_group(run.keys, pointer.shard, *found[0]) if found else None
         for pointer, found in zip(pointers, pipe.execute(), strict=True)
     ]
 
@@ -215,10 +277,43 @@ def name(run: Run, record: BatchRecord, cursors: Mapping[int, str]) -> bool:
     return bool(check_fence(run, run.call("name_batch", [home.void, home.lineage, home.batches], args)))
 
 
-def read_records(run: Run) -> dict[int, BatchRecord]:
-    """All recorded batches by k: named and not yet committed to the end."""
+def read_records(run: Run, leads: bool = False) -> dict[int, BatchRecord]:
+    """All recorded batches by k: named and not yet committed to the end.
+
+    A field that is no record is left out, and removed by the rank that leads.
+    """
     stored: Any = run.connection.scripts.hgetall(run.keys.home.batches)
-    return {int(k): BatchRecord.model_validate_json(text) for k, text in sorted(stored.items())}
+    records = {}
+    for k, text in sorted(stored.items()):
+        try:
+            record = _parse_record(run, k, text)
+            records[record.k] = record
+        except WireError as error:
+            if leads:
+                reject_item(run, run.keys.home, run.keys.home.batches, k, str(error), text, removal="HDEL")
+    return records
+
+
+def find_record(run: Run, k: int) -> BatchRecord | None:
+    """The record of batch k, or None."""
+    text: Any = run.connection.scripts.hget(run.keys.home.batches, str(k))
+    try:
+        return None if text is None else _parse_record(run, str(k).encode(), text)
+    except WireError:
+        return None
+
+
+def _parse_record(run: Run, k: bytes, text: bytes) -> BatchRecord:
+    try:
+        record = BatchRecord.model_validate_json(text)
+    except ValidationError as error:
+        raise WireError(f"record: {first_problem(error)}") from error
+    if str(record.k).encode() != k:
+        raise WireError(f"record: is of batch {record.k}")
+    for pointer in record.groups:
+        if not (0 <= pointer.shard < len(run.keys.salts) and ENTRY_ID.fullmatch(pointer.entry)):
+            raise WireError(f"record: group {brief(pointer.group_id)} has no place in the run")
+    return record
 
 
 def apply(run: Run, record: BatchRecord, batch_scope: bool, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""Results of units of work: the entries of the ready log, checked, and each trajectory's part of them."""
+"""Units of work and their results: the entries of the ready log, checked, and each trajectory's part of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Annotated, Any, Final, NamedTuple
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from .algorithms.chain import build_chain
 from .algorithms.packed import Level
-from .batches import LoggedGroup, Work
+from .batches import BatchRecord, LoggedGroup, Work
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from .errors import WireError
 from .isolation import Death
+from .keys import ShardKeys
 from .schema import brief, first_problem, one_line
 from .wire import Reference
 
@@ -35,6 +37,11 @@ def _known_output(name: str) -> str:
 
 
 OutputName = Annotated[str, AfterValidator(_known_output)]
+
+
+def batch_scope(record: BatchRecord) -> bool:
+    """Whether the workers' part of the batch's chain has to see the whole batch."""
+    return build_chain(record.chain).cut(set(record.late))[0].scope == "batch"
 
 
 class GroupCounts(NamedTuple):
@@ -64,27 +71,26 @@ class ChunkHeader(BaseModel):
 class Chunk:
     """One entry of the ready log: the results of one unit of work."""
 
+    batch: str
     header: ChunkHeader
     output: str
     results: dict[str, Array]
 
-    @property
-    def number(self) -> int:
-        return self.header.chunk
 
-
-def parse_chunk(fields: Mapping[bytes, bytes]) -> Chunk:
-    """An entry of the ready log. Raises WireError when it is none."""
+def parse_chunk(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Chunk:
+    """An entry of a shard's ready log. Raises WireError when it is none."""
     missing = [name for name in _CHUNK_FIELDS if name not in fields]
     if missing:
         raise WireError(f"field {missing[0].decode()} is missing")
     try:
         header = ChunkHeader.model_validate_json(fields[b"header"])
-        output = fields[b"output"].decode()
+        batch, output = fields[b"batch"].decode(), fields[b"output"].decode()
     except ValueError as error:
         raise WireError(f"header: {first_problem(error)}") from error
     if not fields[b"output_bytes"].isdigit():
         raise WireError(f"output_bytes is {brief(fields[b'output_bytes'])}, needs a whole number")
+    if not output.startswith(keys.output("")) and (output or header.columns):
+        raise WireError(f"output is {brief(output)}, needs the key of an output")
     counts = {"trajectory": 0, "row": 0, "step": 0, "token": 0}
     for _, trajectories, rows, steps in header.groups:
         for kind, count in zip(("trajectory", "row", "step"), (trajectories, rows, steps), strict=True):
@@ -102,7 +108,7 @@ def parse_chunk(fields: Mapping[bytes, bytes]) -> Chunk:
         results[text] = np.frombuffer(raw, dtype)
     if header.groups and not {"rewards", "step_rewards"} <= results.keys():
         raise WireError("rewards or step_rewards are missing")
-    return Chunk(header, output, results)
+    return Chunk(batch, header, output, results)
 
 
 def misfit(chunk: Chunk, unit: Work, groups: Mapping[str, LoggedGroup]) -> str | None:

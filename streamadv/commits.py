@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from .batches import BatchRecord, LoggedGroup, Pointer, check_fence, entry_order, find_groups
+from .malformed import reject_logged
 from .run import Run
 from .schema import Role
 from .wire import Reference
@@ -22,7 +24,14 @@ def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> No
     for group, reason in refused:
         if reason.startswith("dead:"):
             bury(run, group, reason.removeprefix("dead:"), group.problem or "", "", epoch)
-    refused = [(group, reason) for group, reason in refused if not reason.startswith("dead:")]
+        elif reason == "malformed":
+            stream = run.keys.shard(group.shard).groups
+            reject_logged(run, group.shard, stream, group.entry, group.problem or "", record=True)
+    refused = [
+        (group, reason)
+        for group, reason in refused
+        if reason != "malformed" and not reason.startswith("dead:")
+    ]
     for shard, keys in enumerate(run.keys.shards):
         args: list[Any] = [epoch]
         for group, reason in refused:
@@ -32,6 +41,34 @@ def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> No
         if len(args) > 1:
             names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.garbage]
             check_fence(run, run.call("drop_groups", names, args))
+
+
+def mark_copies(run: Run, groups: Sequence[LoggedGroup], earlier: Sequence[Pointer]) -> list[LoggedGroup]:
+    """`groups` with those marked as malformed that no grouper has logged: copies, and such without payloads.
+
+    earlier: groups read before. Looked for only where a log is longer than the ledger says.
+    """
+    pipe = run.connection.scripts.pipeline(transaction=False)
+    for keys in run.keys.shards:
+        pipe.xlen(keys.groups)
+        pipe.hget(keys.ledger, "groups_logged")
+    lengths = pipe.execute()
+    if all(there <= int(counted or 0) for there, counted in zip(lengths[::2], lengths[1::2], strict=True)):
+        return list(groups)
+    known = {group.group_id for group in find_groups(run, earlier) if group is not None}
+    pipe = run.connection.scripts.pipeline(transaction=False)
+    for group in groups:
+        pipe.exists(*[key for key, _ in group.payloads] or [run.keys.home.void])
+    marked = []
+    for group, there in zip(groups, pipe.execute(), strict=True):
+        problem = None
+        if group.group_id in known:
+            problem = f"a copy of group {group.group_id}"
+        elif there < len(group.payloads):
+            problem = f"{len(group.payloads) - there} payloads of group {group.group_id} are not there"
+        known.add(group.group_id)
+        marked.append(replace(group, malformed=True, problem=problem) if problem else group)
+    return marked
 
 
 def bury(run: Run, group: LoggedGroup, reason: str, detail: str, batch_id: str, epoch: int) -> None:
@@ -158,8 +195,12 @@ def read_results(run: Run) -> list[Result]:
     for shard, keys in enumerate(run.keys.shards):
         entries: Any = run.connection.scripts.xrange(keys.ready)
         for entry, fields in entries:
-            batch, output = fields[b"batch"].decode(), fields[b"output"].decode() or keys.void
-            found.append(Result(shard, batch, entry, output, int(fields[b"output_bytes"])))
+            batch = fields.get(b"batch", b"").decode(errors="replace")
+            output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
+            if output.startswith(keys.output("").encode()) and size.isdigit():
+                found.append(Result(shard, batch, entry, output.decode(), int(size)))
+            else:  # none, or it is no result: the rank that reads it removes it
+                found.append(Result(shard, batch, entry, keys.void, 0))
     return found
 
 
@@ -210,7 +251,7 @@ def undo_unknown(run: Run, records: Iterable[BatchRecord], epoch: int) -> None:
     known = {record.id for record in records}
     for shard, keys in enumerate(run.keys.shards):
         applied: Any = run.connection.scripts.hkeys(keys.applied)
-        for batch_id in (name.decode().removeprefix("dead:") for name in applied):
+        for batch_id in (name.decode(errors="replace").removeprefix("dead:") for name in applied):
             if batch_id not in known:
                 _unapply(run, shard, batch_id, epoch)
 

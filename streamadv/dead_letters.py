@@ -1,7 +1,8 @@
 """Dead letters: groups that could not be computed, kept with the reason until somebody decides about them.
 
 The unit is the group. Payloads are kept within the run's `dead_bytes`; above it the oldest dead group loses its
-payloads (it stays listed and counted).
+payloads (it stays listed and counted). What was removed because nobody of the run had written it
+(`malformed.py`) is listed with them, under the place where it stood; it cannot be requeued.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from .errors import StreamadvError
 from .keys import ShardKeys
+from .malformed import Malformed, list_malformed
 from .run import Run
+
+#: The reason of what was removed.
+MALFORMED: Final = "malformed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +41,11 @@ def list_dead(run: Run) -> Iterator[DeadGroup]:
     for keys in run.keys.shards:
         entries: Any = run.connection.scripts.zrange(keys.dead, 0, -1, withscores=True)
         for member, when_ms in entries:
-            found = _read(run, keys, member.decode(), when_ms)
+            found = _read(run, keys, member.decode(errors="replace"), when_ms)
             if found is not None:
                 yield found
+        for item in list_malformed(run, keys):
+            yield _removed(item)
 
 
 def show_dead(run: Run, group_id: str) -> DeadGroup:
@@ -46,6 +53,8 @@ def show_dead(run: Run, group_id: str) -> DeadGroup:
     keys = _keys(run, group_id)
     when_ms = run.connection.scripts.zscore(keys.dead, group_id)
     found = None if when_ms is None else _read(run, keys, group_id, float(when_ms))
+    if found is None:
+        found = next((_removed(item) for _, item in _find_malformed(run, group_id)), None)
     if found is None:
         raise StreamadvError(
             f"group {group_id!r} is no dead letter of run {run.name}: see `streamadv dead list`"
@@ -60,14 +69,17 @@ def requeue(run: Run, group_id: str) -> int:
     count: int = run.call("requeue", names, [group_id])
     if count == -1:
         raise StreamadvError(f"group {group_id!r} has lost its payloads (dead_bytes): it cannot be requeued")
-    if count == 0:
-        show_dead(run, group_id)
+    if count == 0 and show_dead(run, group_id).reason == MALFORMED:
+        raise StreamadvError(f"{group_id!r} is no group and cannot be requeued: show it, or purge it")
     return count
 
 
 def purge(run: Run, group_id: str) -> None:
     """Forget a dead group and delete its payloads; the ledger goes on counting it as dead."""
-    show_dead(run, group_id)
+    if show_dead(run, group_id).reason == MALFORMED:
+        for keys, item in _find_malformed(run, group_id):
+            run.connection.scripts.xdel(keys.malformed, item.note)
+        return
     keys = _keys(run, group_id)
     names = [keys.void, keys.ledger, keys.dead, keys.dead_group(group_id), keys.garbage]
     run.call("empty_dead", names, [group_id, "purge"])
@@ -80,10 +92,40 @@ def trim_dead(run: Run, keys: ShardKeys) -> None:
         return
     oldest: Any = scripts.zrange(keys.dead, 0, -1)
     for member in oldest:
-        names = [keys.void, keys.ledger, keys.dead, keys.dead_group(member.decode()), keys.garbage]
+        names = [
+            keys.void,
+            keys.ledger,
+            keys.dead,
+            keys.dead_group(member.decode(errors="replace")),
+            keys.garbage,
+        ]
         run.call("empty_dead", names, [member, "keep"])
         if int(scripts.hget(keys.ledger, "dead_bytes") or 0) <= run.manifest.dead_bytes:
             return
+
+
+def _find_malformed(run: Run, place: str) -> list[tuple[ShardKeys, Malformed]]:
+    return [
+        (keys, item) for keys in run.keys.shards for item in list_malformed(run, keys) if item.id == place
+    ]
+
+
+def _removed(item: Malformed) -> DeadGroup:
+    return DeadGroup(
+        group_id=item.id,
+        reason=MALFORMED,
+        detail=item.detail,
+        trajectories=item.trajectories,
+        bytes=0,
+        emptied=True,
+        age_s=_age_s(item.when_ms),
+        data_source=None,
+        members=item.text,
+    )
+
+
+def _age_s(when_ms: float) -> float:
+    return round(max(0.0, time.time() - when_ms / 1000), 1)
 
 
 def _keys(run: Run, group_id: str) -> ShardKeys:
@@ -94,15 +136,18 @@ def _read(run: Run, keys: ShardKeys, group_id: str, when_ms: float) -> DeadGroup
     stored: Any = run.connection.scripts.hgetall(keys.dead_group(group_id))
     if not stored:
         return None
-    fields = {name.decode(): value.decode(errors="replace") for name, value in stored.items()}
+    fields = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in stored.items()}
+    if not {"reason", "detail", "count", "bytes"} <= fields.keys():
+        return None  # nobody of the run has written it
+    count, size = fields["count"], fields["bytes"]
     return DeadGroup(
         group_id=group_id,
         reason=fields["reason"],
         detail=fields["detail"],
-        trajectories=int(fields["count"]),
-        bytes=int(fields["bytes"]),
+        trajectories=int(count) if count.isdigit() else 0,
+        bytes=int(size) if size.isdigit() else 0,
         emptied="emptied" in fields,
-        age_s=round(max(0.0, time.time() - when_ms / 1000), 1),
+        age_s=_age_s(when_ms),
         data_source=fields.get("log:data_source") or None,
         members=fields.get("log:members", "[]"),
     )

@@ -19,7 +19,8 @@ from .batches import BatchRecord, LoggedGroup
 from .chunks import Chunk, Member
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from .commits import terminal_states
-from .errors import SettingError, WireError
+from .connection import RETRYABLE
+from .errors import SettingError, UndecodableGroupError
 from .microbatch import Batch, Delivered, MicroBatch
 from .naming import staleness
 from .payloads import fetch_payloads
@@ -43,7 +44,7 @@ def deliver(
     device: torch.device,
     late: Mapping[str, LateColumn],
 ) -> Batch:
-    """This rank's part of a batch. Raises BatchLostError when a payload is gone."""
+    """This rank's part of a batch. Raises UndecodableGroupError when payloads or results cannot be read."""
     references = [member.reference for member in members]
     states = list(terminal_states(references, record.tokens_per_micro_batch))
     kept = [member for member, state in zip(members, states, strict=True) if state == "trained"]
@@ -103,23 +104,31 @@ def deliver(
 
 
 def _fetch_outputs(run: Run, mine: Sequence[Member]) -> list[dict[str, Array]]:
-    """Token-level results of the workers, for each member."""
+    """Token-level results of the workers, for each member. Raises UndecodableGroupError."""
     pipe = run.connection.scripts.pipeline(transaction=False)
     asked = [member for member in mine if member.columns]
     for member in asked:
         pipe.hmget(member.output, [f"{member.position}:{name}" for name in member.columns])
-    replies = iter(pipe.execute() if asked else [])
+    replies = iter(pipe.execute(raise_on_error=False) if asked else [])
     outputs = []
+    problems: dict[str, str] = {}
     for member in mine:
         arrays: dict[str, Array] = {}
         if member.columns:
-            for name, raw in zip(member.columns, next(replies), strict=True):
+            reply = next(replies)
+            if isinstance(reply, RETRYABLE):
+                raise reply
+            values = [None] * len(member.columns) if isinstance(reply, Exception) else reply
+            for name, raw in zip(member.columns, values, strict=True):
                 dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name]
                 if raw is None or len(raw) != member.reference.num_tokens * dtype.itemsize:
-                    identity = f"{member.reference.group_id}/{member.reference.rollout_index}"
-                    raise WireError(f"output column {name} of {identity} has the wrong size or is missing")
+                    text = f"output column {name} of rollout {member.reference.rollout_index}"
+                    problems[member.reference.group_id] = f"{text} has the wrong size or is missing"
+                    break
                 arrays[name] = np.frombuffer(raw, dtype)
         outputs.append(arrays)
+    if problems:
+        raise UndecodableGroupError(problems)
     return outputs
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class StreamadvError(Exception):
     """Base class of all errors raised by streamadv."""
@@ -24,11 +26,11 @@ class WireError(StreamadvError):
 
 
 class UndecodableGroupError(WireError):
-    """A payload of a group cannot be read."""
+    """Payloads or results of groups cannot be read. `problems`: group id -> what is wrong with the first one."""
 
-    def __init__(self, group_id: str, problem: str) -> None:
-        super().__init__(f"group {group_id}: {problem}")
-        self.group_id = group_id
+    def __init__(self, problems: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"group {group_id}: {text}" for group_id, text in problems.items())[:1000])
+        self.problems = problems
 
 
 class ChainError(StreamadvError):

@@ -16,6 +16,7 @@ from . import metrics
 from .connection import RETRYABLE, Backoff
 from .dead_letters import trim_dead
 from .keys import ShardKeys
+from .malformed import RECORD_FIELDS, is_payload_key, record_problem, reject_entry, reject_item
 from .run import Run
 from .streams import GROUPER, Consumer, Entry
 
@@ -67,21 +68,28 @@ def take(run: Run, entries: Sequence[Entry]) -> list[str]:
     keys = run.keys.shard(entries[0].shard)
     positions: dict[str, int] = {}
     fixed = [keys.void, keys.rollouts, keys.open, keys.groups, keys.ended, keys.ended_before, keys.ledger]
-    fixed.append(keys.garbage)
+    fixed += [keys.garbage, keys.malformed]
     args: list[bytes | str | int] = [STAGE, *run.manifest.policy_args]
+    payloads = []
     for entry in entries:
+        problem = record_problem(run, entry.shard, entry.fields)
+        if problem is not None:
+            reject_entry(run, entry, keys.rollouts, problem, STAGE)
+            continue
         group_id = entry.fields["group_id"].decode()
         position = positions.setdefault(group_id, len(fixed) + len(positions) + 1)
         args += [entry.id, position]
-        args += [entry.fields[name] for name in _FIELDS]
-    taken = run.call("take", [*fixed, *[keys.group(group_id) for group_id in positions]], args)
+        args += [entry.fields[name] for name in RECORD_FIELDS]
+        if entry.fields["bytes"] != b"0":
+            payloads.append(entry.fields["key"].decode())
+    if not positions:
+        return []
+    names = [*fixed, *[keys.group(group_id) for group_id in positions], *payloads]
+    taken = run.call("take", names, args)
     metrics.entries(STAGE, "acked", len(taken) // 3)
     return [
         _ended(outcome, source) for outcome, source in zip(taken[1::3], taken[2::3], strict=True) if outcome
     ]
-
-
-_FIELDS: Final = ("group_id", "index", "kind", "reward", "bytes", "key", "role", "reference")
 
 
 def housekeeping(run: Run) -> None:
@@ -99,13 +107,36 @@ def expire(run: Run, keys: ShardKeys) -> list[str]:
     now_ms = now_s * 1000 + microseconds // 1000
     due: Any = run.connection.scripts.zrangebyscore(keys.open, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
     outcomes = []
-    for group_id in (member.decode() for member in due):
+    for member in [*due, *_foreign_members(run, keys)]:
+        try:
+            group_id = member.decode()
+        except UnicodeDecodeError:
+            reject_item(run, keys, keys.open, member, "no UTF-8", removal="ZREM")
+            continue
         names = [keys.void, keys.open, keys.rollouts, keys.group(group_id), keys.groups]
-        names += [keys.ended, keys.ended_before, keys.ledger, keys.garbage]
+        names += [keys.ended, keys.ended_before, keys.ledger, keys.garbage, keys.malformed]
         if ended := run.call("expire", names, [group_id, *run.manifest.policy_args]):
             outcomes.append(_ended(*ended))
             logger.warning("group %s reached its deadline: %s", group_id, outcomes[-1])
     return outcomes
+
+
+def _foreign_members(run: Run, keys: ShardKeys) -> list[bytes]:
+    """Members of the open set without a group, looked for where there are more than the ledger knows of.
+
+    A sample: what it misses is found in the next second, at the latest when few groups are open.
+    """
+    pipe = run.connection.scripts.pipeline(transaction=False)  # MULTI is refused above maxmemory
+    pipe.zcard(keys.open)
+    pipe.hget(keys.ledger, "groups_open")
+    there, counted = pipe.execute()
+    if there <= int(counted or 0):
+        return []
+    members: Any = run.connection.scripts.zrandmember(keys.open, EXPIRE_COUNT)
+    pipe = run.connection.scripts.pipeline(transaction=False)
+    for member in members:
+        pipe.exists(keys.group("").encode() + member)
+    return [member for member, exists in zip(members, pipe.execute(), strict=True) if not exists]
 
 
 def sweep(run: Run, keys: ShardKeys) -> int:
@@ -113,11 +144,21 @@ def sweep(run: Run, keys: ShardKeys) -> int:
     deleted = 0
     while True:
         items: Any = run.connection.scripts.lrange(keys.garbage, 0, SWEEP_COUNT - 1)
+        wrong = [item for item in items if not _is_garbage(keys, item)]
+        for item in wrong:
+            reject_item(run, keys, keys.garbage, item, "no payload and its bytes", removal="LREM")
+        if wrong:
+            continue
         payloads = [item.rpartition(b" ")[0].decode() for item in items]
         swept = run.call("sweep", [keys.void, keys.garbage, keys.ledger, *payloads], items) if items else 0
         deleted += swept
         if not swept:  # nothing left, or another grouper is at it
             return deleted
+
+
+def _is_garbage(keys: ShardKeys, item: bytes) -> bool:
+    key, _, size = item.rpartition(b" ")
+    return size.isdigit() and len(size) < 16 and is_payload_key(keys, key.decode(errors="replace"))
 
 
 def _ended(outcome: bytes, data_source: bytes) -> str:

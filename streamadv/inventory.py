@@ -35,17 +35,18 @@ def walk(run: Run, keys: ShardKeys) -> ShardInventory:
     found = ShardInventory()
     for fields in _stream(run, keys.rollouts):
         found.rollouts += 1
-        _add(found.payloads, fields[b"key"], fields[b"bytes"])
+        _add(found.payloads, fields.get(b"key", b""), fields.get(b"bytes", b""))
     for scorer in run.manifest.scorers:
         for fields in _stream(run, keys.scoring(scorer)):
             found.scoring += 1
-            _add(found.payloads, fields[b"key"], fields[b"bytes"])
+            _add(found.payloads, fields.get(b"key", b""), fields.get(b"bytes", b""))
     for group_id, _ in scripts.zscan_iter(keys.open, count=PAGE):
         found.open_groups.append(group_id.decode())
         group: Any = scripts.hgetall(keys.group(group_id.decode()))
         for index, record in group.items():
-            if index.isdigit() and record.startswith(b"u "):
-                _, _, size, key, *_ = record.split(b" ", 5)
+            parts = record.split(b" ", 5)
+            if index.isdigit() and parts[0] == b"u" and len(parts) == 6:
+                _, _, size, key, *_ = parts
                 found.open += 1
                 _add(found.payloads, key, size)
     after = "0-0"
@@ -67,7 +68,7 @@ def walk(run: Run, keys: ShardKeys) -> ShardInventory:
         key, _, size = item.rpartition(b" ")
         _add(found.payloads, key, size)
     for fields in _stream(run, keys.ready):
-        _add(found.outputs, fields[b"output"], fields[b"output_bytes"])
+        _add(found.outputs, fields.get(b"output", b""), fields.get(b"output_bytes", b""))
     return found
 
 
@@ -113,6 +114,7 @@ def delete_run(run: Run) -> int:
         names = [*found.payloads, *found.outputs, *found.dead, *_group_keys(keys, found)]
         names += [keys.rollouts, keys.open, keys.groups, keys.work, keys.ready, keys.applied, keys.ledger]
         names += [keys.trainer, keys.ended, keys.ended_before, keys.garbage, keys.dead, keys.attempts]
+        names += [keys.malformed]
         names += [keys.scoring(scorer) for scorer in run.manifest.scorers]
         names += [keys.lineage, keys.batches, keys.producers]
         for start in range(0, len(names), DELETE_SLICE):
@@ -138,8 +140,8 @@ def _stream(run: Run, key: str) -> Iterator[dict[bytes, bytes]]:
 
 
 def _add(target: dict[str, int], key: bytes, size: bytes) -> None:
-    if int(size):
-        target[key.decode()] = int(size)
+    if size.isdigit() and int(size):
+        target[key.decode(errors="replace")] = int(size)
 
 
 def _escape(text: str) -> str:

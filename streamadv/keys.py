@@ -111,6 +111,10 @@ class ShardKeys:
         return self._key("dead")
 
     @property
+    def malformed(self) -> str:
+        return self._key("malformed")
+
+    @property
     def attempts(self) -> str:
         return self._key("attempts")
 
@@ -152,7 +156,7 @@ class ShardKeys:
 #: Kinds of keys of a shard that exist once, and those of which there are many.
 SINGLE_KINDS: Final = (
     *("void", "rollouts", "open", "groups", "work", "ready", "applied", "ledger", "trainer", "ended"),
-    *("ended_before", "garbage", "dead", "attempts", "lineage", "batches", "producers"),
+    *("ended_before", "garbage", "dead", "malformed", "attempts", "lineage", "batches", "producers"),
 )
 MANY_KINDS: Final = ("dead_group", "group", "scoring", "payload", "output")
 

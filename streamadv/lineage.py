@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from . import batches, commits, metrics, naming
-from .algorithms.chain import build_chain
 from .algorithms.config import ChainConfig
 from .batch_statistics import KLCoefficients, running_with
 from .batches import BatchRecord, LoggedGroup, Pointer, check_fence
+from .chunks import batch_scope
 from .isolation import Death
-from .producing import PRODUCER_TIMEOUT_S
+from .malformed import reject_item
+from .producing import PRODUCER_STATE, PRODUCER_TIMEOUT_S
 from .run import Run
 
 #: Pages of the groups log looked at for one batch: bounds what one naming may drop.
@@ -98,6 +99,8 @@ class Lineage:
         #: Groups in the weights -> when they were committed, None = not yet.
         self.trained = dict(start.trained)
         self._applied: set[str] = set()
+        #: Whether the last look at the groups logs came to their end, so that nothing fit for a batch is behind.
+        self.scanned = True
         #: Groups dropped at naming, with the reason, until somebody reports and clears them.
         self.passed_over: list[tuple[str, LoggedGroup]] = []
         self._dead: dict[int, set[str]] = {}  # group ids of batch k that became dead letters
@@ -118,7 +121,7 @@ class Lineage:
             fields = run.connection.scripts.hmget(home.lineage, ["epoch", "version", "committed"])
             current, self.version, self.committed = (int(value or 0) for value in fields)
             self.epoch = current if epoch is None else epoch
-        self.records = batches.read_records(run)
+        self.records = batches.read_records(run, leads)
         stored: Any = run.connection.scripts.hgetall(home.lineage)
         running, kl = stored.get(b"running"), stored.get(b"kl")
         self._running: Mapping[str, float] | None = None if running is None else json.loads(running)
@@ -210,6 +213,7 @@ class Lineage:
             candidates, chosen, refused = self._choose(k, limit)
             if len(chosen) >= needed or not refused:
                 break
+        self.scanned = not refused
         if len(chosen) < needed:
             return False
         record = naming.make_record(
@@ -256,7 +260,9 @@ class Lineage:
                 fresh = [
                     g for g in page if (shard, g.entry) not in held
                 ]  # behind the cursor only after a loss
-                self._waiting += fresh
+                earlier = [pointer for record in self.records.values() for pointer in record.groups]
+                earlier += [group.pointer for group in self._waiting]
+                self._waiting += commits.mark_copies(self.run, fresh, earlier)
                 missing -= len(fresh)
         self._waiting.sort(key=lambda group: group.position)
 
@@ -298,9 +304,9 @@ class Lineage:
     def find(self, k: int) -> BatchRecord | None:
         """The record of batch k, if it has been named."""
         if not self._leads:  # rank 0 may have named it again
-            text = self.run.connection.scripts.hget(self.run.keys.home.batches, str(k))
-            if text is not None:
-                self.records[k] = BatchRecord.model_validate_json(text)
+            record = batches.find_record(self.run, k)
+            if record is not None:
+                self.records[k] = record
         return self.records.get(k)
 
     def bury(self, record: BatchRecord, deaths: Mapping[str, Death]) -> set[str]:
@@ -324,7 +330,14 @@ class Lineage:
             end = scripts.hget(home.lineage, "end")
             return end is not None and int(end) == k
         producers: Any = scripts.hgetall(home.producers)
-        states = [value.decode().split(" ") for value in producers.values()]
+        states = []
+        for name, value in producers.items():
+            if PRODUCER_STATE.fullmatch(value.decode(errors="replace")):
+                states.append(value.decode().split(" "))
+            else:
+                reject_item(
+                    self.run, home, home.producers, name, "no state of a producer", value, removal="HDEL"
+                )
         if not any(state == "finished" for _, state in states):
             return False
         now: Any = scripts.time()
@@ -401,8 +414,3 @@ class Lineage:
         self.trained = {
             group_id: when for group_id, when in self.trained.items() if when is None or when > oldest
         }
-
-
-def batch_scope(record: BatchRecord) -> bool:
-    """Whether the workers' part of the batch's chain has to see the whole batch."""
-    return build_chain(record.chain).cut(set(record.late))[0].scope == "batch"

@@ -23,6 +23,8 @@ class NamingRules:
 
     def reason_against(self, group: LoggedGroup, k: int) -> str | None:
         """Why the group is not trained on at version k, or None."""
+        if group.malformed:
+            return "malformed"
         if group.group_id in self.trained:
             return "trained"
         if group.problem is not None:

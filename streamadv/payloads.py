@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from .errors import BatchLostError, UndecodableGroupError, WireError
+import redis.exceptions
+
+from .connection import RETRYABLE
+from .errors import UndecodableGroupError, WireError
 from .run import Run
-from .wire import HEADER, Payload, Reference, decode_payload
+from .wire import HEADER, Payload, Reference, decode_payload, payload_problem
 
 #: Bytes of payload asked for before the reply is read: the server buffers all of it.
 REPLY_BYTES: Final = 8 << 20
 
 
 def fetch_payloads(run: Run, members: Sequence[Reference], columns: Sequence[str] | None) -> list[Payload]:
-    """Payloads of `members` with the named columns (None = all).
-
-    Raises BatchLostError when one is gone, UndecodableGroupError when one cannot be read.
-    """
+    """Payloads of `members` with the named columns (None = all). Raises UndecodableGroupError."""
     payloads = []
+    problems: dict[str, str] = {}
     for member, fields in zip(members, fetch_fields(run, members, columns), strict=True):
         try:
-            payloads.append(decode_payload(fields, columns))
+            payloads.append(decode_member(member, fields, columns))
         except WireError as error:
-            raise UndecodableGroupError(member.group_id, str(error)) from error
+            problems.setdefault(member.group_id, str(error))
+    if problems:
+        raise UndecodableGroupError(problems)
     return payloads
+
+
+def decode_member(member: Reference, fields: Mapping[bytes, bytes], columns: Sequence[str] | None) -> Payload:
+    """The payload of a member from its stored fields. Raises WireError."""
+    try:
+        if not fields:
+            raise WireError("payload is gone, or is no hash")
+        payload = decode_payload(fields, columns)
+        problem = payload_problem(member, payload)
+        if problem is not None:
+            raise WireError(problem)
+    except WireError as error:
+        raise WireError(f"rollout {member.rollout_index}: {error}") from error
+    return payload
 
 
 def fetch_fields(
     run: Run, members: Sequence[Reference], columns: Sequence[str] | None
 ) -> Iterator[dict[bytes, bytes]]:
-    """The stored fields of each payload: the header and the named columns (None = all).
+    """The stored fields of each payload: the header and the named columns (None = all); {} when it is gone.
 
-    Asks for at most REPLY_BYTES before reading the replies. Raises BatchLostError when a payload is gone.
+    Asks for at most REPLY_BYTES before reading the replies.
     """
     names = None if columns is None else [HEADER, *[name.encode() for name in columns]]
     start = 0
@@ -46,13 +63,12 @@ def fetch_fields(
             else:
                 pipe.hmget(members[stop].key, names)
             stop += 1
-        for member, reply in zip(members[start:stop], pipe.execute(), strict=True):
+        for reply in pipe.execute(raise_on_error=False):
+            if isinstance(reply, redis.exceptions.ResponseError) and not isinstance(reply, RETRYABLE):
+                yield {}  # the key holds something else than a hash
+                continue
+            if isinstance(reply, Exception):
+                raise reply
             fields = reply if names is None else dict(zip(names, reply, strict=True))
-            fields = {name: value for name, value in fields.items() if value is not None}
-            if not fields:
-                raise BatchLostError(
-                    f"payload of {member.group_id}/{member.rollout_index} is gone: "
-                    f"restart the trainer from its checkpoint"
-                )
-            yield fields
+            yield {name: value for name, value in fields.items() if value is not None}
         start = stop

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, Final
 from redis.exceptions import OutOfMemoryError
 
 from . import metrics
-from .admission import busy_error, byte_budget, push_codes
+from .admission import broken_group_error, busy_error, byte_budget, push_codes
 from .connection import RETRYABLE, Backoff
 from .errors import Busy, GroupEndedError, SettingError, TrajectoryError
 from .exchange import Memory, Pause, Steps, Transaction
@@ -38,6 +39,8 @@ MAX_SLICE_BYTES: Final = 4 << 20
 HEARTBEAT_S: Final = 10.0
 #: A producer silent for longer is taken for dead (three missed heartbeats).
 PRODUCER_TIMEOUT_S: Final = 30.0
+#: What a heartbeat writes: when (ms) and how.
+PRODUCER_STATE: Final = re.compile(r"[0-9]{1,15} (open|finished)")
 MAX_METADATA_BYTES: Final = 1 << 16
 
 
@@ -160,6 +163,8 @@ class ProducerLogic:
                 ]
             if state == "ended":
                 raise GroupEndedError(f"group {chosen} has ended: begin another one")
+            if state == "broken":
+                raise broken_group_error(chosen)
             if state == "mismatch":
                 raise TrajectoryError(f"group_size is {size}, group {chosen} is open with {int(reply[1])}")
             delay = backoff.delay()

@@ -109,6 +109,7 @@ Reward = Annotated[
 ]  # True and False are 1 and 0
 GroupId = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\s\x00-\x1f]+$")]
 ShortText = Annotated[str, StringConstraints(max_length=200)]
+Metadata = Annotated[dict[str, JsonValue], BeforeValidator(_plain_metadata)]
 Version = Annotated[int, Field(ge=0, lt=2**53), Whole]
 
 
@@ -300,7 +301,7 @@ class Trajectory(BaseModel):
     model_version: Version | tuple[Version, Version] | None = None  # a number, or [start, end]
     data_source: ShortText | None = None
     role: Role = Role.TRAIN
-    metadata: Annotated[dict[str, JsonValue], BeforeValidator(_plain_metadata)] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
     steps: list[Step] = Field(default_factory=list, max_length=MAX_STEPS)
     rows: list[Row] = Field(default_factory=list, max_length=MAX_ROWS)
     batch: Version | None = None  # output: the batch (version) it was delivered in

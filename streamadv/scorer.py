@@ -13,12 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from . import metrics
 from .connection import RETRYABLE, Backoff, Connection, patiently
-from .errors import BatchLostError, SettingError, UndecodableGroupError, WireError
+from .errors import SettingError, UndecodableGroupError, WireError
+from .malformed import record_problem, reject_entry
 from .manifest import RunSettings
 from .payloads import fetch_payloads
 from .run import open_run
+from .schema import first_problem
 from .streams import Consumer, Entry
 from .wire import Payload, Reference
 
@@ -86,7 +90,9 @@ class Scorer:
         consumer.give_back()
 
     def _hand_off(self, entries: Sequence[Entry], score: ScoreFunction) -> None:
-        references = [Reference.model_validate_json(entry.fields["reference"]) for entry in entries]
+        entries, references = self._records(entries)
+        if not entries:
+            return
         found = self._fetch(references)
         asked = [reference for reference, payload in zip(references, found, strict=True) if payload]
         with metrics.timed(self._name, "score"):
@@ -103,9 +109,26 @@ class Scorer:
         args: list[Any] = [self._name, "1" if last else "0"]
         for entry, reference, answer in zip(entries, references, scores, strict=True):
             args += [entry.id, *_scored(entry, reference, self._name, answer)]
-        passed = self._run.call("scored", [keys.void, keys.scoring(self._name), target, keys.ledger], args)
+        names = [keys.void, keys.scoring(self._name), target, keys.ledger, *map(keys.scoring, order)]
+        passed = self._run.call("scored", names, args)
         metrics.entries(self._name, "acked", passed)
         metrics.entries(self._name, "duplicate", len(entries) - passed)
+
+    def _records(self, entries: Sequence[Entry]) -> tuple[list[Entry], list[Reference]]:
+        """Entries that are records, with their references; others are removed."""
+        kept, references = [], []
+        for entry in entries:
+            problem = record_problem(self._run, entry.shard, entry.fields)
+            if problem is None:
+                try:
+                    references.append(Reference.model_validate_json(entry.fields["reference"]))
+                    kept.append(entry)
+                    continue
+                except ValidationError as error:
+                    problem = f"reference: {first_problem(error)}"
+            stream = self._run.keys.shard(entry.shard).scoring(self._name)
+            reject_entry(self._run, entry, stream, problem, self._name)
+        return kept, references
 
     def _fetch(self, references: Sequence[Reference]) -> list[Payload | None]:
         """Payloads; None = unscorable, since it cannot be read, or is gone.
@@ -113,14 +136,13 @@ class Scorer:
         It is gone when this process was held up beyond its lease and the group has ended meanwhile: then the entry
         was handed off by somebody else and what is said of it here is dropped.
         """
-        unreadable = (BatchLostError, UndecodableGroupError)
-        with suppress(*unreadable):
+        with suppress(UndecodableGroupError):
             return list(fetch_payloads(self._run, references, self._columns))
         found: list[Payload | None] = []
         for reference in references:
             try:
                 found += fetch_payloads(self._run, [reference], self._columns)
-            except unreadable as error:
+            except UndecodableGroupError as error:
                 logger.warning("scorer %s: left out: %s", self._name, error)
                 found.append(None)
         return found

@@ -5,6 +5,7 @@ Each shard is read by one script, so its figures belong to one moment and `check
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -13,12 +14,17 @@ from typing import Any, Final
 
 from . import batches, naming
 from .keys import ShardKeys
-from .producing import PRODUCER_TIMEOUT_S
+from .producing import PRODUCER_STATE, PRODUCER_TIMEOUT_S
 from .run import Run
 from .streams import ADVANTAGE, GROUPER
 
 #: Places of the ledger that `queued` sums up.
 QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
+#: The ledger's counters without a reason.
+COUNTERS: Final = (
+    *("pushed", "trained", *QUEUED, "in_flight", "duplicates", "groups_open", "groups_logged"),
+    *("live_bytes", "reserved_bytes", "dead_bytes", "malformed"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class ShardState:
     groups_remembered: int
     garbage: int
     streams: dict[str, StreamState]
+    broken: list[str]  # counters that are no numbers
 
     def count(self, name: str) -> int:
         return self.counters.get(name, 0)
@@ -73,8 +80,9 @@ def read_shard(run: Run, keys: ShardKeys) -> ShardState:
     names += [keys.ended, keys.ended_before, keys.garbage, *[key for key, _ in streams.values()]]
     reply = run.call("status", names, [group for _, group in streams.values()])
     now_ms = int(reply[8])
+    counters = _pairs(reply[0])
     return ShardState(
-        counters={name: int(value) for name, value in _pairs(reply[0]).items()},
+        counters={name: int(value) for name, value in counters.items() if _is_whole(value)},
         trainer=_pairs(reply[1]),
         groups_open=reply[2],
         groups_logged=reply[3],
@@ -86,6 +94,7 @@ def read_shard(run: Run, keys: ShardKeys) -> ShardState:
             name: StreamState(state[0], state[1], state[2], state[3], _age_s(state[4], now_ms))
             for name, state in zip(streams, reply[9:], strict=True)
         },
+        broken=[name for name in COUNTERS if not _is_whole(counters.get(name, "0"))],
     )
 
 
@@ -115,6 +124,7 @@ def problems_of(state: ShardState) -> list[str]:
         problems.append(
             f"ledger in_flight is {state.count('in_flight')}, {state.batches_applied} batches are named"
         )
+    problems += [f"ledger {name} is no whole number" for name in state.broken]
     problems += [f"ledger {name} is {n}" for name, n in state.counters.items() if n < 0]
     return problems
 
@@ -148,6 +158,7 @@ def read_status(run: Run) -> dict[str, Any]:
         "problems": problems,
         "places": {name: total[name] for name in QUEUED},
         "duplicates": total["duplicates"],
+        "malformed": total["malformed"],
         "groups": {
             "open": sum(state.groups_open for state in shards),
             "logged": sum(state.groups_logged for state in shards),
@@ -202,6 +213,8 @@ def _producers(run: Run) -> list[dict[str, Any]]:
     now_s = time.time()
     found = []
     for name, value in sorted(entries.items()):
+        if not PRODUCER_STATE.fullmatch(value):
+            continue  # rank 0 removes it
         seen, state = value.split(" ")
         silent_s = max(0.0, now_s - int(seen) / 1000)
         if state == "open" and silent_s > PRODUCER_TIMEOUT_S:
@@ -218,11 +231,18 @@ def _reasons(total: Mapping[str, int], kind: str) -> dict[str, int]:
 
 
 def _pairs(flat: list[bytes]) -> dict[str, str]:
-    return {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    return _pairs_of(dict(zip(flat[::2], flat[1::2], strict=True)))
 
 
 def _pairs_of(mapping: Any) -> dict[str, str]:
-    return {name.decode(): value.decode() for name, value in mapping.items()}
+    return {
+        name.decode(errors="backslashreplace"): value.decode(errors="backslashreplace")
+        for name, value in mapping.items()
+    }
+
+
+def _is_whole(text: str) -> bool:
+    return bool(re.fullmatch(r"-?[0-9]{1,18}", text))
 
 
 def _age_s(entry: bytes, now_ms: int) -> float | None:

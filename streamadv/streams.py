@@ -13,7 +13,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -198,7 +198,9 @@ class Consumer:
 def _entries(shard: int, entries: Sequence[Any], reclaimed: bool = False) -> list[Entry]:
     """Entries of a reply; one whose content was deleted while pending has no fields and is left out."""
     return [
-        Entry(shard, entry_id.decode(), {name.decode(): value for name, value in fields.items()}, reclaimed)
-        for entry_id, fields in entries
-        if fields
+        Entry(shard, entry_id.decode(), _named(fields), reclaimed) for entry_id, fields in entries if fields
     ]
+
+
+def _named(fields: Mapping[bytes, bytes]) -> dict[str, bytes]:
+    return {name.decode(errors="backslashreplace"): value for name, value in fields.items()}

@@ -25,15 +25,17 @@ from .advantage import Device, choose_device
 from .algorithms.chain import Chain, build_chain
 from .algorithms.config import ChainConfig
 from .batches import BatchRecord, Work
-from .chunks import Chunk, assign, parse_chunk
+from .chunks import Chunk, assign, batch_scope, misfit, parse_chunk
 from .connection import RETRYABLE, Backoff, Connection, T, patiently
 from .delivery import LateColumn, deliver
-from .errors import NoBatchError, SettingError, UndecodableGroupError
+from .errors import NoBatchError, SettingError, UndecodableGroupError, WireError
 from .isolation import Death
-from .lineage import Lineage, NamingSettings, Start, batch_scope, returning_since
+from .lineage import Lineage, NamingSettings, Start, returning_since
+from .malformed import reject_logged
 from .manifest import RunSettings
 from .microbatch import Batch
-from .run import Run, open_run
+from .run import open_run
+from .schema import brief
 from .watchdog import Limits, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -129,7 +131,9 @@ class TrainerQueue(IterableDataset[Batch]):
         self._next = 0  # k of the batch to be delivered next
         self._current: Batch | None = None
         self._ready_cursors: dict[int, str] = {}  # last entry read of each shard's ready log
-        self._chunks: dict[str, dict[int, Chunk]] = {}
+        self._chunks: dict[
+            str, dict[int, list[Chunk]]
+        ] = {}  # more than one for a unit: copies, or foreign ones
 
     # Iteration
 
@@ -177,7 +181,7 @@ class TrainerQueue(IterableDataset[Batch]):
                     if self._rank == 0:
                         _observe(batch, time.monotonic() - started)
                     return batch
-                if ended and lineage.find(self._next) is None:
+                if ended and lineage.scanned and lineage.find(self._next) is None:
                     lineage.tell_end(self._next)
                     return None
                 if timeout is not None and time.monotonic() - progress > timeout:
@@ -315,11 +319,13 @@ class TrainerQueue(IterableDataset[Batch]):
         if record is None:
             return None
         units = batches.work_units(record, batch_scope(record))
-        self._read_chunks(lineage.run)
+        self._read_chunks(lineage)
         chunks = self._chunks.get(record.id, {})
-        if len(chunks) < len(units):
+        if any(not chunks.get(unit.chunk) for unit in units):
             return None
-        batch = self._deliver(lineage, record, units, [chunks[unit.chunk] for unit in units])
+        batch = self._deliver(lineage, record, units, [chunks[unit.chunk][0] for unit in units])
+        if batch is None:
+            return None
         batch.metrics.update(_passed_over(lineage, batch))
         del self._chunks[record.id]
         self._next += 1
@@ -327,18 +333,28 @@ class TrainerQueue(IterableDataset[Batch]):
 
     def _deliver(
         self, lineage: Lineage, record: BatchRecord, units: Sequence[Work], chunks: Sequence[Chunk]
-    ) -> Batch:
-        """This rank's part of the batch without the groups that turn out to be dead."""
+    ) -> Batch | None:
+        """This rank's part of the batch without the groups that turn out to be dead.
+
+        None when a chunk is not what its unit of work gives; it is forgotten.
+        """
         deaths = {group_id: death for chunk in chunks for group_id, death in chunk.header.dead.items()}
         while True:
             dead = lineage.bury(record, deaths)
             groups = lineage.read_groups(record, dead)
+            by_id = {group.group_id: group for group in groups}
+            for unit, chunk in zip(units, chunks, strict=True):
+                problem = misfit(chunk, unit, by_id)
+                if problem is not None:
+                    logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem)
+                    self._chunks[record.id][unit.chunk].remove(chunk)
+                    return None
             try:
                 return deliver(
                     lineage.run,
                     record,
                     groups,
-                    assign(units, {chunk.number: chunk for chunk in chunks}, groups),
+                    assign(units, {chunk.header.chunk: chunk for chunk in chunks}, groups),
                     chunks,
                     rank=self._rank,
                     world_size=self._world_size,
@@ -349,16 +365,26 @@ class TrainerQueue(IterableDataset[Batch]):
                 if self._world_size > 1:  # the other ranks do not know, and would go on with another plan
                     raise
                 logger.error("%s: %s", STAGE, error)
-                deaths[error.group_id] = Death("undecodable", str(error))
+                found = [pointer for pointer in record.groups if pointer.group_id in error.problems]
+                batches.read_groups(lineage.run, found)  # lost with their payloads: BatchLostError
+                deaths |= {group_id: Death("undecodable", text) for group_id, text in error.problems.items()}
 
-    def _read_chunks(self, run: Run) -> None:
+    def _read_chunks(self, lineage: Lineage) -> None:
+        run, known = lineage.run, {record.id for record in lineage.records.values()}
         for shard, keys in enumerate(run.keys.shards):
             after = self._ready_cursors.get(shard, "0-0")
             entries: Any = run.connection.scripts.xrange(keys.ready, f"({after}", "+")
             for entry, fields in entries:
-                chunk = parse_chunk(fields)
-                self._chunks.setdefault(fields[b"batch"].decode(), {})[chunk.number] = chunk
                 self._ready_cursors[shard] = entry.decode()
+                try:
+                    chunk = parse_chunk(keys, fields)
+                    if self._rank == 0 and chunk.batch not in known:
+                        raise WireError(f"batch {brief(chunk.batch)} is none of this run")
+                except WireError as error:
+                    if self._rank == 0:
+                        reject_logged(run, shard, keys.ready, entry.decode(), str(error), record=False)
+                    continue
+                self._chunks.setdefault(chunk.batch, {}).setdefault(chunk.header.chunk, []).append(chunk)
 
     def _wait(self, lineage: Lineage, block_ms: int, max_groups: int | None) -> None:
         """Until a result or the groups for another batch are there, or the block is over."""

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from .columns import (
+    COLUMN_NAME,
     EXTRA_DTYPES,
     KNOWN_COLUMNS,
     MAX_COLUMNS,
@@ -26,24 +27,53 @@ from .columns import (
     check_values,
 )
 from .errors import TrajectoryError, WireError
-from .schema import MAX_ROWS, MAX_STEPS, Column, Role, Row, ShortText, Status, Step, Trajectory, first_problem
+from .schema import (
+    MAX_ROWS,
+    MAX_STEPS,
+    Column,
+    GroupId,
+    Metadata,
+    Role,
+    Row,
+    ShortText,
+    Status,
+    Step,
+    Trajectory,
+    brief,
+    first_problem,
+    one_line,
+)
 
 SCHEMA_VERSION: Final = 1
 HEADER: Final = b"header"
 MAX_HEADER_BYTES: Final = 1 << 20
 MAX_ROW_TOKENS: Final = 1 << 27
 
+#: Stored bytes of a token, at least: the two columns that every row has.
+MIN_TOKEN_BYTES: Final = sum(KNOWN_COLUMNS[name].itemsize for name in REQUIRED_COLUMNS)
+
 Length = Annotated[int, Field(ge=0, le=MAX_ROW_TOKENS)]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+def _stored_column(name: str) -> str:
+    """Names that rows and outputs use themselves would take their place."""
+    if COLUMN_NAME.fullmatch(name) and (name in KNOWN_COLUMNS or name not in Row.model_fields):
+        return name
+    raise ValueError(f"{brief(name)} is no name of a stored column")
+
+
+StoredColumn = Annotated[str, AfterValidator(_stored_column)]
 
 
 class StepSpan(NamedTuple):
     """A `schema.Step` as the compact list it is in a reference."""
 
-    row: int
-    start: int
-    end: int
-    reward: float
-    state_key: str | None
+    row: Count
+    start: Count
+    end: Count
+    reward: FiniteFloat
+    state_key: ShortText | None
 
 
 class ColumnSpec(BaseModel):
@@ -75,19 +105,19 @@ class Header(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     schema_version: Literal[1] = SCHEMA_VERSION
-    group_id: str
-    group_size: int
-    rollout_index: int
+    group_id: GroupId
+    group_size: Count
+    rollout_index: Count
     status: Status
     reward: FiniteFloat | None = None
-    rewards: dict[str, FiniteFloat] = Field(default_factory=dict)
-    model_version: int | tuple[int, int] | None = None
-    data_source: str | None = None
+    rewards: dict[ShortText, FiniteFloat] = Field(default_factory=dict)
+    model_version: Count | tuple[Count, Count] | None = None
+    data_source: ShortText | None = None
     role: Role = Role.TRAIN
-    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
     steps: list[StepSpan] = Field(default_factory=list, max_length=MAX_STEPS)
     rows: list[RowHeader] = Field(default_factory=list, max_length=MAX_ROWS)
-    columns: dict[str, ColumnSpec] = Field(default_factory=dict, max_length=2 * MAX_COLUMNS)
+    columns: dict[StoredColumn, ColumnSpec] = Field(default_factory=dict, max_length=2 * MAX_COLUMNS)
 
 
 class Reference(BaseModel):
@@ -97,19 +127,19 @@ class Reference(BaseModel):
 
     group_id: str
     rollout_index: int
-    key: str  # nonce of the payload's key
-    size: int  # payload bytes
+    key: str  # of the payload
+    size: Annotated[int, Field(ge=0, le=1 << 40)]  # payload bytes
     status: Status = Status.COMPLETED
     reward: FiniteFloat | None = None
     rewards: dict[str, FiniteFloat] = Field(default_factory=dict)
     role: Role = Role.TRAIN
-    versions: tuple[int, int] | None = None
+    versions: tuple[Count, Count] | None = None
     epoch: int = 0  # of the trainer when the group was begun
     data_source: str | None = None
-    row_lengths: list[int]
-    row_trainable: list[int]
-    steps: list[StepSpan] = Field(default_factory=list)
-    columns: list[str] = Field(default_factory=list)
+    row_lengths: list[Length] = Field(max_length=MAX_ROWS)
+    row_trainable: list[Length] = Field(max_length=MAX_ROWS)
+    steps: list[StepSpan] = Field(default_factory=list, max_length=MAX_STEPS)
+    columns: list[str] = Field(default_factory=list, max_length=2 * MAX_COLUMNS)
 
     @property
     def is_baseline(self) -> bool:
@@ -191,6 +221,42 @@ def _step_spans(trajectory: Trajectory) -> list[StepSpan]:
 def _column_names(row: Row) -> list[str]:
     """Columns that are stored: what an earlier run computed, as in a file written by `consume`, is not."""
     return [*(name for name in row.columns if name in KNOWN_COLUMNS), *row.extras]
+
+
+def reference_problem(reference: Reference) -> str | None:
+    """Why a reference cannot be true, or None: what it announces decides how much memory is allocated."""
+    lengths, trainable = reference.row_lengths, reference.row_trainable
+    if not lengths or min(lengths) == 0 or len(lengths) != len(trainable):
+        return f"row_lengths and row_trainable are {len(lengths)} and {len(trainable)} rows, needs tokens in each"
+    if any(some > all_ for some, all_ in zip(trainable, lengths, strict=True)):
+        return "row_trainable is above row_lengths"
+    if sum(lengths) * MIN_TOKEN_BYTES > reference.size:
+        return f"row_lengths are {sum(lengths)} tokens, its payload has {reference.size} bytes"
+    for step in reference.steps:
+        if not (0 <= step.row < len(lengths) and 0 <= step.start < step.end <= lengths[step.row]):
+            return f"steps has the span {step.start}..{step.end} of row {step.row}, which has no such tokens"
+    if reference.versions is not None and reference.versions[0] > reference.versions[1]:
+        return f"versions {list(reference.versions)} end before they start"
+    return None
+
+
+def payload_problem(reference: Reference, payload: Payload) -> str | None:
+    """Where a payload contradicts its reference, or None; `response_mask` is compared if it was read."""
+    header = payload.header
+    if (header.group_id, header.rollout_index) != (reference.group_id, reference.rollout_index):
+        return f"payload header is of {one_line(header.group_id)}/{header.rollout_index}"
+    if [row.length for row in header.rows] != reference.row_lengths:
+        return "payload header has other row lengths than the reference"
+    if header.steps != reference.steps:
+        return "payload header has other steps than the reference"
+    if sorted(header.columns) != reference.columns:
+        return "payload header has other columns than the reference"
+    mask = payload.columns.get("response_mask")
+    if mask is not None and int(mask.sum()) != sum(reference.row_trainable):
+        return (
+            f"column response_mask has {int(mask.sum())} ones, the reference {sum(reference.row_trainable)}"
+        )
+    return None
 
 
 def decode_payload(fields: Mapping[bytes, bytes], only: Sequence[str] | None = None) -> Payload:

@@ -8,7 +8,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from ..dead_letters import list_dead, purge, requeue, show_dead
+from ..dead_letters import MALFORMED, list_dead, purge, requeue, show_dead
 from ..errors import SettingError
 from ..run import Run, find_run
 from . import add_redis_options, connect, settings_from
@@ -46,7 +46,7 @@ def list_all(arguments: argparse.Namespace) -> int:
             if arguments.json:
                 print(json.dumps(dataclasses.asdict(dead)))
                 continue
-            gone = ", payloads deleted" if dead.emptied else ""
+            gone = ", payloads deleted" if dead.emptied and dead.reason != MALFORMED else ""
             print(
                 f"{dead.group_id}  {dead.reason}  {dead.trajectories} trajectories  {dead.bytes} bytes  "
                 f"{dead.age_s:.0f} s ago{gone}: {dead.detail}"
@@ -70,7 +70,7 @@ def requeue_some(arguments: argparse.Namespace) -> int:
     """Requeue the named groups."""
     with connect(settings_from(arguments)) as connection:
         run = find_run(connection, settings_from(arguments).run)
-        for group_id in _named(run, arguments):
+        for group_id in _named(run, arguments, requeueable=True):
             print(f"{group_id}: {requeue(run, group_id)} trajectories requeued")
     return 0
 
@@ -85,9 +85,10 @@ def purge_some(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _named(run: Run, arguments: argparse.Namespace) -> list[str]:
+def _named(run: Run, arguments: argparse.Namespace, requeueable: bool = False) -> list[str]:
     if arguments.all:
-        return [dead.group_id for dead in list_dead(run)]
+        found = [d.group_id for d in list_dead(run) if not (requeueable and d.reason == MALFORMED)]
+        return list(dict.fromkeys(found))
     if not arguments.groups:
         raise SettingError("no group is named: give their ids, or --all")
     groups: list[str] = arguments.groups

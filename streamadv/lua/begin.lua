@@ -5,6 +5,7 @@
 --          {'ended', letter}                       it has ended
 --          {'busy', reason, used, limit}           not admitted now
 --          {'mismatch', size}                      open with another size
+--          {'broken'}                              its hash is not what the scripts wrote
 -- include clock
 -- include admit
 -- include ended
@@ -17,7 +18,11 @@ local spec = {id = ARGV[1], size = ARGV[2], places = tonumber(ARGV[3]), data_sou
 local text = find_ended(keys, spec.id)
 if text then return {'ended', string.sub(text, 1, 1)} end
 local state = 'open'
-local size = redis.call('HGET', keys.group, 'size')
+local open = redis.pcall('HMGET', keys.group, 'size', 'places', 'epoch')
+for i = 1, 3 do
+  if open.err or (open[1] and not string.match(open[i] or '', '^%d+$')) then return {'broken'} end
+end
+local size = open[1]
 if not size then
   local refused = open_group(keys, spec)
   if refused then return refused end

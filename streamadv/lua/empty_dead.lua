@@ -4,7 +4,7 @@
 -- Returns  1, or 0 when there was nothing to do
 redis.call('DEL', KEYS[1])
 local group = redis.call('HMGET', KEYS[4], 'emptied', 'bytes', 'log:payloads')
-if not group[2] then return 0 end
+if not string.match(group[2] or '', '^%d+$') then return 0 end
 if not group[1] then
   redis.call('HSET', KEYS[4], 'emptied', 1)
   for item in string.gmatch(group[3] or '', '[^\n]+') do redis.call('RPUSH', KEYS[5], item) end

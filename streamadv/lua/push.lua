@@ -10,6 +10,7 @@
 --                                           'range' (no such place)
 --          {'busy', reason, used, limit}    the group was unknown and is not admitted now
 --          {'mismatch', size}               open with another size
+--          {'broken'}                       its hash is not what the scripts wrote
 -- include clock
 -- include admit
 -- include ended
@@ -27,7 +28,10 @@ end
 local ended, ended_key = find_ended(keys, id)
 local places = tonumber(ARGV[3])
 if not ended then
-  local group = redis.call('HMGET', keys.group, 'size', 'places')
+  local group = redis.pcall('HMGET', keys.group, 'size', 'places', 'reserved')
+  for i = 1, 3 do
+    if group.err or (group[1] and not string.match(group[i] or '', '^%-?%d+$')) then return unlink_all({'broken'}) end
+  end
   if not group[1] then
     local refused = open_group(keys, {id = id, size = ARGV[2], places = places, data_source = ARGV[4],
       deadline_ms = tonumber(ARGV[5]), max_trajectory_bytes = max_bytes_each, max_bytes = tonumber(ARGV[7]),
@@ -45,7 +49,7 @@ end
 -- Take the place: true if nobody had it before.
 local function take(index)
   if ended then
-    if string.sub(ended, index + 2, index + 2) == '1' then return false end
+    if string.sub(ended, index + 2, index + 2) ~= '0' then return false end
     ended = string.sub(ended, 1, index + 1) .. '1' .. string.sub(ended, index + 3)
     redis.call('HSET', ended_key, id, ended)
     return true

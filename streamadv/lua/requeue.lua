@@ -14,7 +14,10 @@ for i = 1, #flat, 2 do
     entry[#entry + 1] = flat[i + 1]
   end
 end
-if group.emptied then return -1 end
+if group.emptied or not (string.match(group.count or '', '^%d+$') and string.match(group.bytes or '', '^%d+$')) then
+  return -1
+end
+if #entry == 0 then return -1 end
 redis.call('XADD', KEYS[2], '*', unpack(entry))
 redis.call('DEL', KEYS[5])
 redis.call('ZREM', KEYS[4], ARGV[1])

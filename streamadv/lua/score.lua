@@ -11,6 +11,7 @@ local keys = {group = KEYS[2], open = KEYS[3], groups = KEYS[4], ended = KEYS[5]
 local policy = {partial_min_usable = ARGV[5], zero_variance = ARGV[6], difficulty_low = ARGV[7],
   difficulty_high = ARGV[8], dedupe_groups = tonumber(ARGV[9])}
 local id, index, reward = ARGV[1], ARGV[2], ARGV[3]
+if group_state(keys) == 'broken' then return 'unknown' end
 local places = tonumber(redis.call('HGET', keys.group, 'places') or '')
 if not places then return find_ended(keys, id) and 'ended' or 'unknown' end
 if tonumber(index) < 0 or tonumber(index) >= places then return 'unknown' end

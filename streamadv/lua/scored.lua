@@ -1,13 +1,22 @@
 -- A scorer's hand-off: trajectories it has scored go on to the next scorer, or to the rollouts stream.
--- KEYS  void, this scorer's stream, next stream, ledger
+-- KEYS  void, this scorer's stream, next stream, ledger, streams of all scorers ...
 -- ARGV  consumer group, '1' if the next stream is the rollouts stream, then for each entry: entry id, group id,
 --       index, kind ('usable' or 'unscorable'), reward, bytes, payload key, role, reference JSON
 -- Returns  number of entries passed on; one that somebody else has finished (XACK 0) is skipped
+-- include malformed
 redis.call('DEL', KEYS[1])
+local keys = {ledger = KEYS[4]}
+local function in_scoring()
+  local length = 0
+  for i = 5, #KEYS do length = length + redis.call('XLEN', KEYS[i]) end
+  return length
+end
+
 local passed = 0
 for at = 3, #ARGV, 9 do
   if redis.call('XACK', KEYS[2], ARGV[1], ARGV[at]) == 1 then
     redis.call('XDEL', KEYS[2], ARGV[at])
+    if ARGV[2] == '1' then leave(keys, 'scoring', in_scoring()) end
     redis.call('XADD', KEYS[3], '*', 'group_id', ARGV[at + 1], 'index', ARGV[at + 2], 'kind', ARGV[at + 3],
       'reward', ARGV[at + 4], 'bytes', ARGV[at + 5], 'key', ARGV[at + 6], 'role', ARGV[at + 7],
       'reference', ARGV[at + 8])
@@ -15,7 +24,6 @@ for at = 3, #ARGV, 9 do
   end
 end
 if ARGV[2] == '1' and passed > 0 then
-  redis.call('HINCRBY', KEYS[4], 'scoring', -passed)
   redis.call('HINCRBY', KEYS[4], 'rollouts', passed)
 end
 return passed

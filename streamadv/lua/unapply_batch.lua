@@ -10,7 +10,7 @@ local members = redis.call('HGET', KEYS[3], ARGV[2])
 if not members then return 0 end
 redis.call('HDEL', KEYS[3], ARGV[2])
 local count = 0
-for entry, trajectories in string.gmatch(members, '(%S+) (%S+)') do
+for entry, trajectories in string.gmatch(members, '(%d+%-%d+) (%d+)') do
   if #redis.call('XRANGE', KEYS[5], entry, entry) > 0 then count = count + tonumber(trajectories) end
 end
 redis.call('HINCRBY', KEYS[4], 'grouped', string.format('%d', count))

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from streamadv.batches import LoggedGroup, Pointer, Work
 from streamadv.chunks import assign, counts_of, parse_chunk
 from streamadv.connection import Connection
-from streamadv.errors import NoBatchError, WireError
+from streamadv.dead_letters import list_dead
+from streamadv.errors import NoBatchError
+from streamadv.keys import ShardKeys
 from streamadv.trainer_queue import TrainerQueue
 from streamadv.wire import Reference, StepSpan
 
@@ -65,6 +67,7 @@ def test_every_number_goes_back_to_its_owner(found: Any, level: str, split: int)
         }
         numbers = np.array([code[each] for each in (rows if level == "row" else steps)], np.float32)
         chunks[unit.chunk] = parse_chunk(
+            ShardKeys("r:0:0"),
             {
                 **{
                     b"batch": b"b",
@@ -75,7 +78,7 @@ def test_every_number_goes_back_to_its_owner(found: Any, level: str, split: int)
                 b"rewards": np.arange(len(own), dtype=np.float64).tobytes(),
                 b"step_rewards": np.array([code[each] for each in steps], np.float64).tobytes(),
                 b"advantages": numbers.tobytes(),
-            }
+            },
         )
     for each in assign(units, chunks, groups):
         (own_number,) = set(each.numbers["rewards"].tolist())
@@ -85,7 +88,7 @@ def test_every_number_goes_back_to_its_owner(found: Any, level: str, split: int)
         assert len(each.numbers["advantages"]) == len(wanted)
 
 
-def test_an_output_of_the_wrong_size_is_an_error(fake: Connection) -> None:
+def test_a_group_whose_output_has_the_wrong_size_is_dead(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         push_groups(producer, 1)
     run = join(fake, "r")
@@ -96,8 +99,11 @@ def test_an_output_of_the_wrong_size_is_an_error(fake: Connection) -> None:
     compute_all(run)
     (key,) = [key for key in fake.scripts.keys("*") if b":output:" in key]
     fake.scripts.hset(key.decode(), "0:advantages", b"123")
-    with pytest.raises(WireError, match="output column advantages of g0000/0 has the wrong size"):
-        queue.next_batch(timeout=0)
+    batch = queue.next_batch(timeout=0)
+    assert batch is not None
+    assert batch.num_trajectories == 0
+    (dead,) = list_dead(run)
+    assert dead.detail == "output column advantages of rollout 0 has the wrong size or is missing"
 
 
 def test_numbers_per_step_land_on_the_tokens_of_the_step(fake: Connection) -> None:

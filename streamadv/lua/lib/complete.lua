@@ -25,6 +25,17 @@ local function filter_reason(rewards, policy)
   return nil
 end
 
+-- 'none', 'open', or 'broken': what stands there is not what the scripts wrote.
+local function group_state(keys)
+  local n = redis.pcall('HMGET', keys.group, 'size', 'places', 'reserved', 'opened_ms', 'usable', 'unscored', 'terminal')
+  if n.err then return 'broken' end
+  if not (n[1] or n[2] or n[3]) then return 'none' end
+  for i = 1, 7 do
+    if not string.match(n[i] or (i > 4 and '0' or ''), '^%-?%d+$') or #(n[i] or '') > 15 then return 'broken' end
+  end
+  return tonumber(n[1]) > 0 and tonumber(n[2]) <= 8192 and 'open' or 'broken'
+end
+
 -- End the group for `outcome`: 'complete' and 'partial' go on to the groups log unless filtered, anything else
 -- is dropped under that name. `letter` is what the tombstone says of it. Returns the outcome
 -- counted and the group's data source.
@@ -36,9 +47,10 @@ local function end_group(keys, id, outcome, letter, policy)
   local kept, rewards, left_out = {}, {}, {}
   for index = 0, places - 1 do
     local text = group[tostring(index)]
-    bitmap[#bitmap + 1] = text and '1' or '0'
-    if text and string.sub(text, 1, 1) == 'u' then
-      local reward, bytes, key, role, reference = member_fields(text)
+    bitmap[#bitmap + 1] = text and (text == 'p' and '2' or '1') or '0'
+    local reward, bytes, key, role, reference = member_fields(text or '')
+    local number = tonumber(reward or '')
+    if reference and (reward == '-' or (number and number == number)) then
       if reward == '-' then
         left_out[#left_out + 1] = {key = key, bytes = bytes}
       else
@@ -51,7 +63,11 @@ local function end_group(keys, id, outcome, letter, policy)
   if outcome == 'complete' or outcome == 'partial' then
     outcome = filter_reason(rewards, policy) or outcome
   end
-  local n_open = #kept + #left_out
+  -- Both differ only where somebody else wrote into the hash: such members are lost, or arrive now.
+  local n_open = (tonumber(group.usable) or 0) + (tonumber(group.unscored) or 0)
+  local lost = n_open - #kept - #left_out
+  if lost > 0 then redis.call('HINCRBY', keys.ledger, 'dead:malformed', lost) end
+  if lost < 0 then redis.call('HINCRBY', keys.ledger, 'pushed', -lost) end
   redis.call('ZREM', keys.open, id)
   redis.call('DEL', keys.group)
   redis.call('HINCRBY', keys.ledger, 'groups_open', -1)
@@ -65,8 +81,8 @@ local function end_group(keys, id, outcome, letter, policy)
       local score = group['score:' .. member.index]
       if score then scores[#scores + 1] = '"' .. member.index .. '":' .. score end
     end
-    redis.call('XADD', keys.groups, '*', 'group_id', id, 'size', group.size, 'data_source', group.data_source,
-      'opened_ms', group.opened_ms, 'outcome', outcome, 'epoch', group.epoch, 'version', group.version,
+    redis.call('XADD', keys.groups, '*', 'group_id', id, 'size', group.size, 'data_source', group.data_source or '',
+      'opened_ms', group.opened_ms, 'outcome', outcome, 'epoch', group.epoch or '0', 'version', group.version or '',
       'count', #kept, 'members', '[' .. table.concat(references, ',') .. ']',
       'scores', '{' .. table.concat(scores, ',') .. '}', 'payloads', table.concat(payloads, '\n'))
     redis.call('HINCRBY', keys.ledger, 'grouped', #kept)
@@ -83,7 +99,7 @@ local function end_group(keys, id, outcome, letter, policy)
   end
   redis.call('HINCRBY', keys.ledger, 'outcome:' .. outcome, 1)
   remember_ended(keys, id, letter, table.concat(bitmap), policy.dedupe_groups)
-  return outcome, group.data_source
+  return outcome, group.data_source or ''
 end
 
 -- What a group short of usable members becomes.

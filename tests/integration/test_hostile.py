@@ -1,0 +1,365 @@
+"""Garbage in every stream and hash of a run: healthy groups arrive, garbage is removed with a reason, nobody stops."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from streamadv import advantage, grouping
+from streamadv.cli import main
+from streamadv.connection import Connection
+from streamadv.dead_letters import list_dead, purge, requeue, show_dead
+from streamadv.errors import GroupEndedError, StreamadvError
+from streamadv.run import Run
+from streamadv.scorer import Scorer
+from streamadv.trainer_queue import TrainerQueue
+from tests.support import (
+    compute_all,
+    group_all,
+    join,
+    ledger,
+    make_overdue,
+    next_batch,
+    problems,
+    producing,
+    push_groups,
+    threads,
+    trajectory,
+    unscored,
+)
+
+JUNK: list[dict[Any, Any]] = [
+    {"junk": "1"},
+    {b"\xff\xfe": b"\x00\x80"},
+    {"group_id": "g0000"},
+    {"group_id": b"\xff", "index": "0"},
+    {"work": "{"},
+    {"work": "[" * 5000},
+    {"batch": "0-abc", "header": "{}", "output": "", "output_bytes": "x"},
+    {"batch": b"\xff", "header": b"\xff", "output": b"\xff", "output_bytes": "1"},
+]
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    """A record of the rollouts stream that looks right, but for what it speaks of."""
+    fields = {"group_id": "g0000", "index": 0, "kind": "usable", "reward": "1.0", "bytes": 99}
+    return {**fields, "key": "{r:0:0}:payload:none", "role": "train", "reference": "{}", **changes}
+
+
+RECORDS: list[dict[str, Any]] = [
+    record(),
+    record(index=-1),
+    record(index="99999999999999999999"),
+    record(index="true"),
+    record(kind="exploded"),
+    record(reward="nan"),
+    record(reward="1e999"),
+    record(bytes=-5),
+    record(bytes="1e3"),
+    record(bytes=1 << 40),
+    record(key="{r:0:0}:ledger"),
+    record(key="other"),
+    record(role="\x00"),
+    record(group_id="no such group"),
+    record(group_id="a" * 100_000),
+    record(group_id="\ud800".encode("utf-8", "surrogatepass")),
+    record(reference="[" * 10_000, index=1),
+]
+
+
+def inject(run: Run, stream: Callable[[Any], str], entries: list[dict[Any, Any]]) -> int:
+    for keys in run.keys.shards:
+        for fields in entries:
+            run.connection.scripts.xadd(stream(keys), fields)
+    return len(entries) * len(run.keys.shards)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: int) -> None:
+    """The stages run as they do in processes of their own; every healthy group is trained on."""
+    healthy = {f"g{number:04d}" for number in range(12)}
+    with producing(Connection(redis_url), "r", {"shards": shards, "scorers": ["judge"]}) as producer:
+        run = join(redis_url, "r")
+        places: dict[str, Callable[[Any], str]] = {
+            "rollouts": lambda keys: keys.rollouts,
+            "scoring": lambda keys: keys.scoring("judge"),
+            "groups": lambda keys: keys.groups,
+            "work": lambda keys: keys.work,
+            "ready": lambda keys: keys.ready,
+        }
+        sent: Counter[str] = Counter()
+
+        def garbage() -> None:
+            for place, stream in places.items():
+                sent[place] += inject(
+                    run, stream, JUNK + (RECORDS if place in ("rollouts", "scoring") else [])
+                )
+
+        garbage()
+        judge = Scorer(redis_url, "r", "judge")
+        queue = TrainerQueue(redis_url, "r", batch_groups=4, chain={"estimator": "reinforce"})
+        trained: set[str] = set()
+        with threads(
+            lambda stop: grouping.run_grouper(join(redis_url, "r"), stop),
+            lambda stop: advantage.run_worker(join(redis_url, "r"), stop, device="cpu"),
+            lambda stop: judge.run(lambda refs, payloads: [0.5 * r.rollout_index for r in refs], stop),
+        ):
+            for number, group_id in enumerate(sorted(healthy)):
+                make = unscored if number % 2 else trajectory
+                producer.push([make(group_id, index, 2) for index in range(2)])
+                if number in (3, 8):
+                    garbage()
+            producer.finish()
+            for batch in queue:
+                trained |= {reference.group_id for reference in batch.references}
+            drained = threading.Event()
+            while run.connection.scripts.xlen(run.keys.shard(shards - 1).work) and not drained.wait(0.05):
+                pass
+        assert trained == healthy
+    counts = ledger(run)
+    assert counts["trained"] == 24
+    records = sent["rollouts"] + sent["scoring"] + sent["groups"]
+    assert counts["dead"]["malformed"] + sum(counts["dropped"].values()) == records
+    assert counts["pushed"] == 24 + records
+    assert main(["status", "--check", "--deep", "--redis", redis_url, "--run", "r"]) == 0
+    assert problems(run) == []
+    dead = list(list_dead(run))
+    assert {item.group_id.partition("/")[0] for item in dead} >= {
+        "rollouts",
+        "scoring:judge",
+        "groups",
+        "ready",
+    }
+    assert all("\n" not in item.detail and item.detail for item in dead)
+
+
+@pytest.mark.parametrize("change", [{"places": "many"}, {"size": "x"}, {"reserved": ""}], ids=str)
+def test_a_producer_is_told_of_a_group_that_somebody_wrote_into(
+    redis_url: str, run: str, change: dict[str, str]
+) -> None:
+    connection = Connection(redis_url)
+    with producing(connection, run) as producer:
+        group = producer.begin_group(2, group_id="g")
+        joined = join(connection, run)
+        connection.scripts.hset(joined.keys.home.group("g"), mapping=change)
+        with pytest.raises(GroupEndedError, match="group g is not what was opened"):
+            group.push([{"rollout_index": 0, "input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0}])
+        if "reserved" not in change:
+            with pytest.raises(GroupEndedError, match="group g is not what was opened"):
+                producer.begin_group(2, group_id="g")
+    assert ledger(joined)["pushed"] == 0
+    assert not [key for key in connection.scripts.keys("*") if b":payload:" in key]
+
+
+@pytest.fixture
+def logged(redis_url: str, run: str) -> Run:
+    """A run with four groups in the log."""
+    connection = Connection(redis_url)
+    with producing(connection, run) as producer:
+        push_groups(producer, 4)
+        producer.finish()
+    joined = join(connection, run)
+    group_all(joined)
+    return joined
+
+
+def payload_of(run: Run, group_id: str) -> str:
+    for _, fields in run.connection.scripts.xrange(run.keys.home.groups):
+        if fields[b"group_id"].decode() == group_id:
+            return str(fields[b"payloads"].decode().split("\n")[0].rpartition(" ")[0])
+    raise AssertionError(group_id)
+
+
+def header_with(run: Run, key: str, **changes: Any) -> str:
+    text: Any = run.connection.scripts.hget(key, "header")
+    return json.dumps({**json.loads(text), **changes})
+
+
+SPOILT: dict[str, Callable[[Run, str], object]] = {
+    "gone": lambda run, key: run.connection.scripts.delete(key),
+    "a string": lambda run, key: [run.connection.scripts.delete(key), run.connection.scripts.set(key, "x")],
+    "a list": lambda run, key: [run.connection.scripts.delete(key), run.connection.scripts.rpush(key, "x")],
+    "no header": lambda run, key: run.connection.scripts.hdel(key, "header"),
+    "truncated header": lambda run, key: run.connection.scripts.hset(key, "header", b'{"group_id": "g'),
+    "deep header": lambda run, key: run.connection.scripts.hset(key, "header", b"[" * 100_000),
+    "binary header": lambda run, key: run.connection.scripts.hset(key, "header", b"\xff\x00\xfe"),
+    "no column": lambda run, key: run.connection.scripts.hdel(key, "input_ids"),
+    "short column": lambda run, key: run.connection.scripts.hset(key, "input_ids", b"123"),
+    "long column": lambda run, key: run.connection.scripts.hset(key, "input_ids", bytes(100_000)),
+    "a mask of sevens": lambda run, key: run.connection.scripts.hset(key, "response_mask", b"\x07" * 5),
+    "another mask": lambda run, key: run.connection.scripts.hset(key, "response_mask", b"\x01" * 5),
+    "NaN": lambda run, key: run.connection.scripts.hset(key, "rollout_log_probs", b"\xff" * 20),
+    "a gigabyte announced": lambda run, key: run.connection.scripts.hset(
+        key, "header", header_with(run, key, rows=[{"length": 1 << 27}])
+    ),
+    "another identity": lambda run, key: run.connection.scripts.hset(
+        key, "header", header_with(run, key, group_id="g0000")
+    ),
+    "another version": lambda run, key: run.connection.scripts.hset(
+        key, "header", header_with(run, key, schema_version=2)
+    ),
+    "an output as a column": lambda run, key: run.connection.scripts.hset(
+        key, mapping={"header": header_with(run, key, columns={"advantages": {"dtype": "<f4"}})}
+    ),
+}
+
+
+@pytest.mark.parametrize("chain", ["grpo", {"estimator": "reinforce"}], ids=["grpo", "reinforce"])
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_spoilt_payload_is_a_dead_letter_with_a_reason(logged: Run, what: str, chain: Any) -> None:
+    """Workers of GRPO read no columns, so there the trainer finds it."""
+    SPOILT[what](logged, payload_of(logged, "g0002"))
+    queue = TrainerQueue(logged.connection, logged.name, batch_groups=4, chain=chain)
+    batch = next_batch(queue, logged)
+    assert batch is not None
+    assert {each.group_id for each in batch.references} == {"g0000", "g0001", "g0003"}
+    assert queue.next_batch(timeout=0) is None
+    assert ledger(logged)["dead"] == {"undecodable": 2}
+    assert problems(logged, deep=False) == []
+    (dead,) = list_dead(logged)
+    assert dead.group_id == "g0002"
+    assert dead.detail
+
+
+def test_a_foreign_field_of_a_payload_is_left_alone(logged: Run) -> None:
+    logged.connection.scripts.hset(
+        payload_of(logged, "g0002"), mapping={b"\xff\xfe": b"x", "junk": b"y" * 1000}
+    )
+    batch = next_batch(TrainerQueue(logged.connection, logged.name, batch_groups=4), logged)
+    assert batch is not None
+    assert batch.num_trajectories == 8
+
+
+def test_copies_of_genuine_entries_change_nothing(redis_url: str, run: str) -> None:
+    """Each hand-off happens once: what comes a second time is removed, and no group is trained on twice."""
+    connection = Connection(redis_url)
+    with producing(connection, run) as producer:
+        push_groups(producer, 4)
+        producer.finish()
+    joined = join(connection, run)
+    keys, scripts = joined.keys.home, connection.scripts
+
+    def copy(stream: str) -> None:
+        for _, fields in scripts.xrange(stream):
+            scripts.xadd(stream, fields)
+
+    copy(keys.rollouts)
+    group_all(joined)
+    assert ledger(joined)["dead"] == {"malformed": 8}
+    copy(keys.groups)
+    queue = TrainerQueue(connection, run, batch_groups=4, chain={"estimator": "reinforce"})
+    with pytest.raises(StreamadvError, match="no new group"):
+        queue.next_batch(timeout=0)
+    copy(keys.work)
+    compute_all(joined)
+    copy(keys.ready)
+    seen: Counter[str] = Counter()
+    for batch in queue:
+        seen.update(reference.group_id for reference in batch.references)
+        compute_all(joined)
+    assert seen == {f"g{number:04d}": 2 for number in range(4)}
+    assert ledger(joined)["trained"] == 8
+    assert problems(joined) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"places": "many"},
+        {"size": "-1"},
+        {"reserved": "1e9"},
+        {"usable": "x"},
+        {"opened_ms": ""},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_group_whose_hash_is_broken_ends(redis_url: str, run: str, change: dict[str, str]) -> None:
+    connection = Connection(redis_url)
+    with producing(connection, run) as producer:
+        producer.push([trajectory("broken", 0, 3)])
+        joined = join(connection, run)
+        group_all(joined)
+        connection.scripts.hset(joined.keys.home.group("broken"), mapping=change)
+        make_overdue(joined, "broken")
+        producer.push([trajectory("whole", index, 2) for index in range(2)])
+        group_all(joined)
+        producer.finish()
+    batch = next_batch(TrainerQueue(connection, run, batch_groups=4), joined)
+    assert batch is not None
+    assert {each.group_id for each in batch.references} == {"whole"}
+    counts = ledger(joined)
+    assert counts["dead"] == {"malformed": 1}
+    assert (counts["pushed"], counts["queued"]) == (3, 0)
+    assert [p for p in problems(joined, deep=False) if "reserved" not in p] == []
+
+
+def test_members_written_into_or_over_a_group_are_accounted_for(redis_url: str, run: str) -> None:
+    connection = Connection(redis_url)
+    with producing(connection, run) as producer:
+        producer.push([trajectory("g", index, 3) for index in range(2)])
+        joined = join(connection, run)
+        group_all(joined)
+        connection.scripts.hset(joined.keys.home.group("g"), mapping={"0": "u junk", "junk": "1"})
+        producer.push([trajectory("g", 2, 3)])
+        group_all(joined)
+    assert ledger(joined)["dead"] == {"malformed": 1}
+    assert problems(joined, deep=False) == []
+
+
+def test_garbage_in_hashes_sets_and_lists(logged: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fields and members that nobody of the run wrote, in every key of a run that is not a stream."""
+    keys, scripts = logged.keys.home, logged.connection.scripts
+    hashes = [keys.applied, keys.ledger, keys.trainer, keys.ended, keys.ended_before, keys.attempts]
+    for key in [*hashes, keys.lineage, keys.batches, keys.producers]:
+        for value in (b"junk", b"\xff\x00", b"1 2", b"{}"):
+            scripts.hset(key, b"junk " + value, value)
+            scripts.hset(key, value, value)
+    scripts.hset(keys.batches, "7", b'{"k": 7}')
+    scripts.zadd(keys.open, {"nobody": 0, b"\xff": 1, "later": 1e18})
+    scripts.rpush(keys.garbage, b"junk", b"\xff 12", f"{keys.ledger} 5", b"x -1")
+    scripts.zadd(keys.dead, {b"\xff": 1, "nothing": 2, "odd": 3})
+    scripts.hset(keys.dead_group("odd"), mapping={"reason": "x", "detail": "y", "count": "z", "bytes": "-"})
+    scripts.hset(keys.attempts, "g0001", "many")
+    group_all(logged)
+    queue = TrainerQueue(logged.connection, logged.name, batch_groups=4)
+    batch = next_batch(queue, logged)
+    assert batch is not None
+    assert batch.num_trajectories == 8
+    assert queue.next_batch(timeout=0) is None
+    assert ledger(logged)["trained"] == 8
+    assert scripts.zcard(keys.open) == scripts.llen(keys.garbage) == scripts.hlen(keys.batches) == 0
+    assert scripts.exists(keys.ledger)
+    assert problems(logged, deep=False) == []
+    where = ["--redis", logged.connection.url, "--run", logged.name]
+    for command in (
+        ["status", "--check"],
+        ["status", "--json"],
+        ["dead", "list"],
+        ["dead", "list", "--json"],
+    ):
+        assert main([*command, *where]) == 0
+    assert "removed" not in capsys.readouterr().err
+
+
+def test_removed_items_are_shown_and_purged_and_cannot_be_requeued(
+    logged: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged.connection.scripts.xadd(logged.keys.home.rollouts, {"junk": "1"})
+    group_all(logged)
+    (item,) = list_dead(logged)
+    assert item.group_id.startswith("rollouts/")
+    assert (item.reason, item.trajectories, item.detail) == ("malformed", 1, "group_id is missing")
+    assert "junk" in show_dead(logged, item.group_id).members
+    with pytest.raises(StreamadvError, match="is no group"):
+        requeue(logged, item.group_id)
+    where = ["--redis", logged.connection.url, "--run", logged.name]
+    assert main(["dead", "requeue", "--all", *where]) == 0
+    purge(logged, item.group_id)
+    assert list(list_dead(logged)) == []
+    assert ledger(logged)["dead"] == {"malformed": 1}
+    assert problems(logged) == []
