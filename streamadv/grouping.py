@@ -7,6 +7,7 @@ A group ends when enough usable, scored members are there, when nothing more can
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -132,7 +133,8 @@ def _foreign_members(run: Run, keys: ShardKeys) -> list[bytes]:
     there, counted = pipe.execute()
     if there <= int(counted or 0):
         return []
-    members: Any = run.connection.scripts.zrandmember(keys.open, EXPIRE_COUNT)
+    start = random.randrange(max(1, there - EXPIRE_COUNT + 1))
+    members: Any = run.connection.scripts.zrange(keys.open, start, start + EXPIRE_COUNT - 1)
     pipe = run.connection.scripts.pipeline(transaction=False)
     for member in members:
         pipe.exists(keys.group("").encode() + member)
