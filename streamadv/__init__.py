@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .producer import Producer
     from .schema import Column, Role, Row, Status, Step, Trajectory
     from .scorer import Scorer
+    from .settings import redis_url
     from .tickets import Ticket
     from .trainer_queue import TrainerQueue
 
@@ -36,6 +37,7 @@ _HOMES = {
     "Trajectory": "schema",
     "errors": "errors",
     "estimator": "algorithms.registry",
+    "redis_url": "settings",
 }
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "Trajectory",
     "errors",
     "estimator",
+    "redis_url",
 ]
 
 

@@ -30,6 +30,7 @@ class AsyncProducer:
         self._heart: asyncio.Task[None] | None = None
 
     async def open(self) -> Self:
+        await self._connection.wait_until_ready()
         await self._drive(self._logic.open())
         self._heart = asyncio.create_task(self._beat(), name="streamadv-heartbeat")
         return self

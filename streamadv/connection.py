@@ -14,7 +14,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, cast
@@ -30,6 +30,7 @@ import redis.exceptions
 from redis.backoff import FullJitterBackoff, NoBackoff
 from redis.retry import Retry
 
+from . import tls
 from .errors import ServerUnreachableError, SettingError
 from .packing import Packer
 
@@ -136,6 +137,7 @@ class _Target:
 
     url: str
     cluster: bool
+    given: Mapping[str, Any]  # what the URL says, as redis-py names it
 
     @property
     def shared_options(self) -> dict[str, Any]:
@@ -143,6 +145,8 @@ class _Target:
         options: dict[str, Any] = {"protocol": 2}
         if not self.url.startswith("unix:"):
             options |= {"socket_connect_timeout": CONNECT_TIMEOUT, "socket_keepalive": True}
+        if self.url.startswith("rediss:") and "ssl_cert_reqs" not in self.given:
+            options["ssl_check_hostname"] = True  # redis-py 5 would take any name for the right one
         return options
 
 
@@ -159,12 +163,12 @@ def _parse(url: str) -> _Target:
             f"redis URL {shown!r}: write special characters in user name and password as %xx (@ is %40)"
         )
     plain, cluster = SCHEMES[scheme]
-    target = _Target(f"{plain}://{rest}", cluster)
     try:
-        options: dict[str, Any] = redis.connection.parse_url(target.url)  # type: ignore[no-untyped-call]
-        path = urlsplit(target.url).path
+        options: dict[str, Any] = redis.connection.parse_url(f"{plain}://{rest}")  # type: ignore[no-untyped-call]
+        path = urlsplit(f"{plain}://{rest}").path
     except ValueError as error:
         raise SettingError(f"redis URL {shown!r}: {error}") from None
+    target = _Target(f"{plain}://{rest}", cluster, options)
     for name in RESERVED_OPTIONS:
         if name in options:
             raise SettingError(f"redis URL {shown!r}: {name} is set by streamadv, remove it")
@@ -185,6 +189,8 @@ def _parse(url: str) -> _Target:
         redis.ConnectionPool.from_url(target.url, **target.shared_options).make_connection()
     except (TypeError, ValueError, redis.exceptions.RedisError) as error:
         raise SettingError(f"redis URL {shown!r}: {error}") from None
+    if plain == "rediss":
+        tls.check_files(options)
     return target
 
 
@@ -203,19 +209,31 @@ class _Common:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.safe_url!r})"
 
-    def _judge(self, error: Exception, waited: float, timeout: float | None) -> None:
-        """Raise if this failed ping will not pass by itself, or has taken `timeout` seconds."""
+    def _judge(self, error: Exception) -> None:
+        """Raise SettingError if this failed ping will not pass by itself."""
         if isinstance(error, (redis.exceptions.AuthenticationError, redis.exceptions.AuthorizationError)):
             raise SettingError(
                 f"redis URL {self.safe_url!r}: {error}; check user name and password"
             ) from None
         if isinstance(error, redis.exceptions.ResponseError) and not isinstance(error, RETRYABLE):
             raise SettingError(f"redis URL {self.safe_url!r}: the server answers {error}") from None
-        if timeout is not None and waited >= timeout:
-            raise ServerUnreachableError(
-                f"no answer from {self.safe_url} within {timeout:g} s ({error}): "
-                "start the server or correct the URL"
-            ) from None
+        if self._target is not None and (reason := tls.refusal(error, self._target.given)):
+            raise SettingError(f"redis URL {self.safe_url!r}: TLS fails with {reason}") from None
+
+    def _give_up(self, error: Exception, timeout: float) -> ServerUnreachableError:
+        return ServerUnreachableError(
+            f"no answer from {self.safe_url} within {timeout:g} s ({error}): start the server or correct the URL"
+        )
+
+    def _warn_once(self) -> Callable[[Exception], None]:
+        said: list[Exception] = []
+
+        def warn(error: Exception) -> None:
+            if not said:
+                logger.warning("waiting for %s: %s", self.safe_url, error)
+            said.append(error)
+
+        return warn
 
     def _check_single_node(self, info: dict[str, Any]) -> None:
         if self._target is None or self._target.cluster or not info.get("cluster_enabled"):
@@ -260,25 +278,35 @@ class Connection(_Common):
         """For reads that block up to `block_ms`: times out 5 s after it, never sends again."""
         return self._client(f"blocking {block_ms}", block_ms / 1000 + BLOCK_MARGIN, 0)
 
+    def check(self) -> None:
+        """Ask the server once. Raises SettingError if it refuses (password, TLS, database) or is a cluster node and
+        the URL does not say so; what may pass by itself (`RETRYABLE`) as it is.
+        """
+        try:
+            self.push.ping()
+            self._check_single_node(self._cluster_info())
+        except _PING_ERRORS as error:
+            self._judge(error)
+            raise
+
     def wait_until_ready(
         self, timeout: float | None = None, on_wait: Callable[[Exception], object] | None = None
     ) -> None:
-        """Ask until the server answers, `timeout` seconds at most (None: for ever).
+        """`check` until the server answers, `timeout` seconds at most (None: for ever).
 
-        `on_wait` is called with the error after each failed attempt. Raises ServerUnreachableError after
-        `timeout`; SettingError at once if the server answers but refuses (password, database) or is a cluster
-        node and the URL does not say so.
+        `on_wait` is called with the error after each failed attempt; the default warns once. Raises
+        ServerUnreachableError after `timeout`, and SettingError as `check`.
         """
         start, backoff = time.monotonic(), Backoff()
+        on_wait = on_wait or self._warn_once()
         while True:
             try:
-                self.push.ping()
-                self._check_single_node(self._cluster_info())
+                self.check()
                 return
-            except _PING_ERRORS as error:
-                self._judge(error, time.monotonic() - start, timeout)
-                if on_wait is not None:
-                    on_wait(error)
+            except RETRYABLE as error:
+                if timeout is not None and time.monotonic() - start >= timeout:
+                    raise self._give_up(error, timeout) from None
+                on_wait(error)
             backoff.wait()
 
     def server_id(self) -> str | None:
@@ -368,6 +396,15 @@ class AsyncConnection(_Common):
         """For `MULTI` with payload: never sends anything twice. On a lost reply push under a new nonce."""
         return self._client("push", 0)
 
+    async def check(self) -> None:
+        """As `Connection.check`."""
+        try:
+            await self.push.ping()
+            self._check_single_node(await self._cluster_info())
+        except _PING_ERRORS as error:
+            self._judge(error)
+            raise
+
     async def wait_until_ready(
         self,
         timeout: float | None = None,  # noqa: ASYNC109  the same arguments as the sync one
@@ -375,15 +412,15 @@ class AsyncConnection(_Common):
     ) -> None:
         """As `Connection.wait_until_ready`."""
         start, backoff = time.monotonic(), Backoff()
+        on_wait = on_wait or self._warn_once()
         while True:
             try:
-                await self.push.ping()
-                self._check_single_node(await self._cluster_info())
+                await self.check()
                 return
-            except _PING_ERRORS as error:
-                self._judge(error, time.monotonic() - start, timeout)
-                if on_wait is not None:
-                    on_wait(error)
+            except RETRYABLE as error:
+                if timeout is not None and time.monotonic() - start >= timeout:
+                    raise self._give_up(error, timeout) from None
+                on_wait(error)
             await asyncio.sleep(backoff.delay())
 
     async def server_id(self) -> str | None:

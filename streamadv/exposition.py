@@ -5,7 +5,9 @@ What is measured stands in metrics.py.
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 import socketserver
 import threading
 from collections import Counter
@@ -145,11 +147,15 @@ def _ledger_samples(status: Mapping[str, Any]) -> Iterator[tuple[str, list[str],
         yield "model_version", [], status["trainer"]["version"]
 
 
-def serve_metrics(registry: Collector, port: int, run: str | None) -> int:
+def serve_metrics(registry: Collector, port: int, run: str | None, host: str) -> int:
     """Serve `registry` at `/metrics` from a daemon thread; returns the port. See `metrics.serve`."""
     try:
-        server = _Server(("", port), _Handler)
+        server = _Server((host, port), _Handler)
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            raise SettingError(
+                f"metrics_host {host!r}: {error.strerror}, give an address of this machine"
+            ) from None
         raise SettingError(
             f"metrics_port {port}: {error.strerror}, give another one or 0 for a free one"
         ) from error

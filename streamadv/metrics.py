@@ -345,12 +345,13 @@ def register_ledger(read_status: StatusReader | None) -> None:
     LEDGER.read_status = read_status
 
 
-def serve(port: int, run: str | None = None) -> int:
-    """Serve `/metrics` on all interfaces until the process ends; returns the port (0 takes a free one).
+def serve(port: int, run: str | None = None, host: str = "127.0.0.1") -> int:
+    """Serve `/metrics` at `host` until the process ends; returns the port (0 takes a free one).
 
-    `run` becomes a label of every series. Raises SettingError if the port is taken.
+    Whoever reaches it may read it: anything but loopback (0.0.0.0 is all addresses) belongs behind a firewall.
+    `run` becomes a label of every series. Raises SettingError if port or host cannot be had.
     """
-    return serve_metrics(REGISTRY, port, run)
+    return serve_metrics(REGISTRY, port, run, host)
 
 
 def _known(values: Values) -> NDArray[np.float64]:

@@ -55,7 +55,11 @@ class Producer:
         self._heart: threading.Thread | None = None
 
     def open(self) -> Self:
-        """Connect, agree on the manifest, start the heartbeat. Done by `with`."""
+        """Connect, agree on the manifest, start the heartbeat. Done by `with`.
+
+        Raises SettingError when the server refuses this user, password or certificate.
+        """
+        self._connection.wait_until_ready()
         self._drive(self._logic.open())
         self._heart = threading.Thread(target=self._beat, name="streamadv-heartbeat", daemon=True)
         self._heart.start()

@@ -55,6 +55,7 @@ class Scorer:
         settings: RunSettings | None = None,
     ) -> None:
         connection = Connection(connection) if isinstance(connection, str) else connection
+        connection.wait_until_ready()
         self._run = patiently(lambda: open_run(connection, run, settings), f"scorer {name}")
         scorers = self._run.manifest.scorers
         if name not in scorers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import importlib.util
+import ipaddress
 import os
 import random
 import re
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -27,8 +29,12 @@ import redis.exceptions
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from .acl import password_hash
+from .credentials import complete_url
 from .errors import ServerError, SettingError
 
+LOOPBACK: Final = "127.0.0.1"
+EVERYWHERE: Final = ("0.0.0.0", "::")
 APPENDFSYNC: Final = ("everysec", "always", "no")
 SIZE: Final = re.compile(r"[0-9]{1,18}([kmg]?b|[kmg])?", re.IGNORECASE)
 MIN_VERSION: Final = (7, 0)  # Redis; Valkey starts above it
@@ -115,6 +121,8 @@ class EmbeddedServer:
         appendfsync: "everysec", "always" or "no"; matters with `data_dir` only.
         maxmemory: limit as the server understands it ("512mb", or bytes); None is unlimited. Never evicts.
         binary: see `find_server_binary`.
+        bind: address to listen at, an IP address or "0.0.0.0" for all; off loopback a password is a must.
+        password: of the default user; kept out of the process list and of the configuration (its hash is there).
         extra_options: more of the server's own configuration, name to value.
 
     On Linux the server ends when the thread that called `start()` ends, or its process, however it died.
@@ -130,6 +138,8 @@ class EmbeddedServer:
         appendfsync: str = "everysec",
         maxmemory: str | int | None = None,
         binary: str | None = None,
+        bind: str = LOOPBACK,
+        password: str | None = None,
         extra_options: Mapping[str, str] | None = None,
     ) -> None:
         if appendfsync not in APPENDFSYNC:
@@ -138,6 +148,9 @@ class EmbeddedServer:
             raise SettingError(f"port={port}: use 1 to 65535, or 0 for a free one")
         if maxmemory is not None and not SIZE.fullmatch(str(maxmemory)):
             raise SettingError(f"--maxmemory {maxmemory}: use a number of bytes, or a size like 512mb or 4gb")
+        _check_bind(bind, password)
+        self._bind = bind
+        self._password = password
         self._data_dir = Path(data_dir).absolute() if data_dir is not None else None
         self._wanted_port = port
         self._port = 0  # set by the first successful start, then kept
@@ -151,10 +164,16 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """URL of the running server, for `Connection`."""
+        """URL of the running server, for `Connection`, with its password."""
+        return complete_url(self.open_url, self._password, {})
+
+    @property
+    def open_url(self) -> str:
+        """URL of the running server without its password, as it may be shown."""
         if self._unix_socket:
             return f"unix://{self._socket_path}"
-        return f"redis://127.0.0.1:{self._port}/0"
+        host = LOOPBACK if self._bind in EVERYWHERE else self._bind
+        return f"redis://{f'[{host}]' if ':' in host else host}:{self._port}/0"
 
     @property
     def pid(self) -> int:
@@ -185,7 +204,7 @@ class EmbeddedServer:
         if self.running:
             return
         if self._wanted_port and not self._port and not self._unix_socket:
-            _check_free(self._wanted_port)
+            _check_free(self._wanted_port, self._bind)
         if self._unix_socket or self._wanted_port or self._port:
             self._launch(self._port or self._wanted_port)
             return
@@ -243,7 +262,7 @@ class EmbeddedServer:
             ) from None
         try:
             self._lock_data(lock, folder)
-            command = [str(self._binary), *self._options(port, folder)]
+            command = [str(self._binary), "-", *self._options(port, folder)]  # "-": reads the rest from stdin
             if sys.platform == "linux":
                 command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
             with self._log_path.open("wb") as log:
@@ -251,12 +270,13 @@ class EmbeddedServer:
                 # inherits the lock's descriptor, so the lock lasts exactly as long as the server does.
                 self._process = subprocess.Popen(
                     command,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     pass_fds=(lock,),
                 )
+            self._send_secrets(self._process)
         finally:
             os.close(lock)
         before, self._port = self._port, port
@@ -266,6 +286,16 @@ class EmbeddedServer:
             self.kill()
             self._port = before
             raise
+
+    def _send_secrets(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        with (
+            suppress(BrokenPipeError),
+            process.stdin as configuration,
+        ):  # it has ended: said where it is awaited
+            if self._password is not None:
+                line = f"user default on #{password_hash(self._password)} ~* &* +@all\n"
+                configuration.write(line.encode())
 
     def _lock_data(self, lock: int, folder: Path) -> None:
         # A killed server's forked child (rewriting the append-only file) holds the lock a little longer.
@@ -285,7 +315,7 @@ class EmbeddedServer:
     def _options(self, port: int, folder: Path) -> list[str]:
         options = {
             "port": str(port),
-            "bind": "127.0.0.1",
+            "bind": self._bind,
             "protected-mode": "yes",
             "dir": str(folder),
             "daemonize": "no",
@@ -320,7 +350,7 @@ class EmbeddedServer:
                         return
                 if time.monotonic() > deadline:
                     raise ServerError(
-                        f"{self._binary.name} gave no answer at {self.url} "
+                        f"{self._binary.name} gave no answer at {self.open_url} "
                         f"within {ANSWER_SECONDS:g} s: {self.log_tail()}"
                     )
                 time.sleep(POLL_SECONDS)
@@ -333,12 +363,24 @@ class EmbeddedServer:
         return " | ".join(line.strip() for line in lines[-5:] if line.strip()) or "(empty log)"
 
 
-def _check_free(port: int) -> None:
-    with socket.socket() as probe:
+def _check_bind(bind: str, password: str | None) -> None:
+    try:
+        loopback = ipaddress.ip_address(bind).is_loopback
+    except ValueError:
+        raise SettingError(f"--bind {bind!r}: give an IP address, such as 0.0.0.0 for all") from None
+    if not loopback and password is None:
+        raise SettingError(
+            f"--bind {bind} opens the server to the network: give it a password (STREAMADV_REDIS_PASSWORD_FILE), "
+            f"or leave it at {LOOPBACK}"
+        )
+
+
+def _check_free(port: int, bind: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET) as probe:
         # As the server does: connections of an earlier server that are still closing are no obstacle.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((bind, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ServerError(f"--port {port} is in use: choose another one") from None

@@ -14,14 +14,15 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from . import tls
 from .connection import hide_password
+from .credentials import PREFIX, complete_url, secret_from
 from .errors import SettingError
 from .keys import check_run_name
 from .schema import first_problem
 
-PREFIX: Final = "STREAMADV_"
 NOT_SETTINGS: Final = ("DATA", "GOLDEN")  # folders of the tests' files
-#: Given by variable or file only (see `secret_from`), never by a flag: command lines are visible to everybody.
+#: Of the users that `config acl` makes, see `credentials.secret_from`.
 SECRETS: Final = ("PRODUCER_PASSWORD", "PIPELINE_PASSWORD", "OBSERVER_PASSWORD")
 
 RunName = Annotated[str, AfterValidator(check_run_name)]
@@ -36,12 +37,29 @@ class Settings(BaseSettings):
     )
 
     redis_url: str | None = Field(None, repr=False, description="server of the run, see --redis")
+    redis_password: str | None = Field(None, repr=False, description="of a user whose URL has none")
+    redis_password_file: Path | None = Field(None, description="file with that password")
+    tls_ca_file: Path | None = Field(None, description="CA of the server's certificate, PEM")
+    tls_cert_file: Path | None = Field(None, description="client certificate, PEM")
+    tls_key_file: Path | None = Field(None, description="its key, PEM")
     run: RunName = Field("default", description="name of the run")
     server_binary: str | None = Field(None, description="redis-server or valkey-server to embed")
+    metrics_host: str = Field(
+        "127.0.0.1", description="address /metrics is served at; 0.0.0.0 is all of them"
+    )
     metrics_port: int = Field(0, ge=0, le=65535, description="of /metrics; 0 takes a free port")
     log_level: LogLevel = Field("info", description="to stderr")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where advantages are computed")
     torch_threads: int = Field(1, ge=1, description="per process; fixed, as the thread count changes sums")
+
+    @property
+    def password(self) -> str | None:
+        """The server's password, given directly or in a file. Raises SettingError when the file cannot be read."""
+        given = {
+            f"{PREFIX}REDIS_PASSWORD": self.redis_password or "",
+            f"{PREFIX}REDIS_PASSWORD_FILE": str(self.redis_password_file or ""),
+        }
+        return secret_from("REDIS_PASSWORD", given)
 
 
 class ShownSetting(NamedTuple):
@@ -52,14 +70,37 @@ class ShownSetting(NamedTuple):
 
 
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from `flags` (None values count as not given) and the environment; SettingError if one is wrong."""
+    """Settings from `flags` (None values count as not given) and the environment; SettingError if one is wrong.
+
+    The URL is complete: with the password and the TLS files that are settings of their own.
+    """
     given = _given(flags)
     try:
-        return Settings(**given)
+        settings = Settings(**given)
     except ValidationError as error:
         where = str(error.errors()[0]["loc"][0])
         name = f"--{where.replace('_', '-')}" if where in given else f"{PREFIX}{where.upper()}"
         raise SettingError(f"{name}: {first_problem(error).removeprefix(f'{where}: ')}") from None
+    if settings.redis_url is None:
+        return settings
+    files = {
+        option: getattr(settings, name.removeprefix(PREFIX).lower()) for option, name in tls.FILES.items()
+    }
+    return settings.model_copy(
+        update={"redis_url": complete_url(settings.redis_url, settings.password, files)}
+    )
+
+
+def redis_url(url: str | None = None) -> str:
+    """The URL of the server with the password and the TLS files of the environment, as the command line has it.
+
+    url: instead of STREAMADV_REDIS_URL. For `Producer`, `TrainerQueue`, `Scorer`, `Connection`; do not print it.
+    Raises SettingError without a URL.
+    """
+    complete = load_settings({"redis_url": url}).redis_url
+    if complete is None:
+        raise SettingError("no server is given: set STREAMADV_REDIS_URL")
+    return complete
 
 
 def shown_settings(
@@ -70,6 +111,8 @@ def shown_settings(
     values = load_settings(flags).model_dump()
     if values["redis_url"] is not None:
         values["redis_url"] = hide_password(values["redis_url"])
+    if values["redis_password"] is not None:
+        values["redis_password"] = "***"
     upper = {name.upper() for name, value in environment.items() if value}
 
     def source(name: str) -> str:
@@ -77,29 +120,6 @@ def shown_settings(
         return "flag" if name in given else variable if variable in upper else "default"
 
     return {name: ShownSetting(value, source(name)) for name, value in values.items()}
-
-
-def secret_from(name: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """A secret given as variable STREAMADV_<name>, or in the file that STREAMADV_<name>_FILE names; None if neither.
-
-    Whitespace at the end of a file (editors put a newline there) is no part of it. Raises SettingError when
-    both are given, or the file cannot be read or is empty.
-    """
-    variable, in_file = f"{PREFIX}{name}", f"{PREFIX}{name}_FILE"
-    value, path = environment.get(variable), environment.get(in_file)
-    if value and path:
-        raise SettingError(f"{variable} and {in_file} are both set: keep one")
-    if not path:
-        return value or None
-    try:
-        text = Path(path).read_text(encoding="utf-8").rstrip()
-    except OSError as error:
-        raise SettingError(f"{in_file}={path!r}: {error.strerror}, name a file that can be read") from None
-    except UnicodeDecodeError:
-        raise SettingError(f"{in_file}={path!r}: is no text in UTF-8") from None
-    if not text:
-        raise SettingError(f"{in_file}={path!r}: is empty, put the password there")
-    return text
 
 
 def likely_typos(environment: Mapping[str, str] = os.environ) -> list[str]:

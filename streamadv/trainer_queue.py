@@ -126,6 +126,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._stop = threading.Event()
         self._watchdog: Watchdog | None = None
         self._lineage: Lineage | None = None
+        self._greeted = False
         self._job = secrets.token_hex(8)
         self._begin = Start(job=self._job)
         self._next = 0  # k of the batch to be delivered next
@@ -277,6 +278,11 @@ class TrainerQueue(IterableDataset[Batch]):
     def _start(self) -> Lineage:
         """Join the run, once; rank 0 takes it over."""
         if self._lineage is None:
+            if (
+                not self._greeted
+            ):  # later on a refusal may pass as well: a server that restarts without its users
+                self._connection.check()
+                self._greeted = True
             run = open_run(self._connection, self._run_name, self._run_settings)
             leads = self._rank == 0
             # The other ranks wait until rank 0 has taken over before they read where to go on, and only once.

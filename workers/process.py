@@ -50,5 +50,5 @@ def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Eve
         with suppress(*RETRYABLE):  # it may be gone again by now
             run = open_run(connection, settings.run, wanted)
             break
-    metrics.serve(settings.metrics_port, run.name)
+    metrics.serve(settings.metrics_port, run.name, settings.metrics_host)
     return run

@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 
 import redis
 
+from ..credentials import environment_with
 from ..demo.children import Child, Message
 from ..errors import ProcessEndedError
 from .pace import GO, WAIT
@@ -56,8 +57,7 @@ class Crew:
     ) -> None:
         self._commands = commands
         self._environment = {
-            **os.environ,
-            "STREAMADV_REDIS_URL": url,
+            **environment_with(url, os.environ),
             "STREAMADV_LOG_LEVEL": "warning",
             "STREAMADV_DEVICE": "cpu",
             "OMP_NUM_THREADS": "1",

@@ -105,6 +105,11 @@ def add_metrics_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metrics-port", type=int, metavar="P", help="of /metrics (default: a free one, logged)"
     )
+    parser.add_argument(
+        "--metrics-host",
+        metavar="ADDRESS",
+        help="address that /metrics is served at (default: 127.0.0.1; 0.0.0.0: all, for a Prometheus elsewhere)",
+    )
 
 
 def add_log_options(parser: argparse.ArgumentParser) -> None:
@@ -137,14 +142,7 @@ def connect(settings: Settings, patience_s: float | None = LOOK_PATIENCE_S) -> C
             "no server is given: use --redis URL or STREAMADV_REDIS_URL (`streamadv server` starts one)"
         )
     connection = Connection(settings.redis_url)
-    said: list[Exception] = []
-
-    def on_wait(error: Exception) -> None:
-        if not said:
-            logger.warning("waiting for %s: %s", connection.safe_url, error)
-        said.append(error)
-
-    connection.wait_until_ready(patience_s, on_wait)
+    connection.wait_until_ready(patience_s)
     return connection
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from typing import Any, Final
 
 from ..acl import ROLES, acl_line, password_hash
+from ..credentials import PREFIX, secret_from
 from ..errors import SettingError
-from ..settings import PREFIX, ShownSetting, secret_from, shown_settings
+from ..settings import ShownSetting, shown_settings
 from . import add_redis_options, flags_of, settings_from
 from .compute import add_chain_options, chain_from
 
@@ -59,7 +61,7 @@ def print_acl(run: str, user_prefix: str) -> int:
     lines = []
     for role in ROLES:
         name = f"{role.name.upper()}_PASSWORD"
-        password = secret_from(name)
+        password = secret_from(name, os.environ)
         if password is None:
             raise SettingError(
                 f"{PREFIX}{name} is not set: give the {role.name}'s password by it, or in a file by {PREFIX}{name}_FILE"
@@ -71,7 +73,9 @@ def print_acl(run: str, user_prefix: str) -> int:
 
 def _as_json(settings: dict[str, ShownSetting], chain: list[str]) -> str:
     return json.dumps(
-        {"settings": {name: s._asdict() for name, s in settings.items()}, "chain": chain}, indent=2
+        {"settings": {name: s._asdict() for name, s in settings.items()}, "chain": chain},
+        indent=2,
+        default=str,
     )
 
 

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             chain=chain,
             commit="manual",
         )
-        metrics.serve(settings.metrics_port, settings.run)
+        metrics.serve(settings.metrics_port, settings.run, settings.metrics_host)
         file = sys.stdout.buffer if output is None else output.open("ab")
         try:
             return consume(queue, file, written, arguments.max_groups, arguments.timeout)

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         connect(settings, patience_s=None) as connection,
         Producer(connection, settings.run, settings=run_settings) as producer,
     ):
-        metrics.serve(settings.metrics_port, settings.run)
+        metrics.serve(settings.metrics_port, settings.run, settings.metrics_host)
         finished = False
         try:
             replay(producer, source, codes, together=not arguments.follow)

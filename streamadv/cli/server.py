@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import ServerError
-from ..server import APPENDFSYNC, EmbeddedServer
+from ..server import APPENDFSYNC, LOOPBACK, EmbeddedServer
 from . import add_log_options, settings_from
 
 LOOK_SECONDS: Final = 0.5
@@ -21,10 +21,17 @@ def add_parser(subparsers: Any) -> None:
         "server",
         help="runs a Redis or Valkey server on this machine",
         description="Runs a Redis or Valkey server on 127.0.0.1 until Ctrl-C or SIGTERM. The first line of stdout "
-        "is its URL. Without --data-dir it keeps everything in memory only.",
+        "is its URL. Without --data-dir it keeps everything in memory only. Its password, if it is to have one, "
+        "comes from STREAMADV_REDIS_PASSWORD or the file named by STREAMADV_REDIS_PASSWORD_FILE.",
     )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="keep the data there (append-only file)")
     parser.add_argument("--port", type=int, default=0, metavar="P", help="TCP port (default: a free one)")
+    parser.add_argument(
+        "--bind",
+        default=LOOPBACK,
+        metavar="ADDRESS",
+        help=f"address to listen at (default {LOOPBACK}; any other one needs a password)",
+    )
     parser.add_argument("--unix-socket", action="store_true", help="a private unix socket instead of a port")
     parser.add_argument(
         "--appendfsync",
@@ -44,15 +51,18 @@ def run(arguments: argparse.Namespace) -> int:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    settings = settings_from(arguments)
     with EmbeddedServer(
         arguments.data_dir,
         arguments.port,
         unix_socket=arguments.unix_socket,
         appendfsync=arguments.appendfsync,
         maxmemory=arguments.maxmemory,
-        binary=settings_from(arguments).server_binary,
+        binary=settings.server_binary,
+        bind=arguments.bind,
+        password=settings.password,
     ) as server:
-        print(server.url, flush=True)
+        print(server.open_url, flush=True)
         while not stop.wait(LOOK_SECONDS):
             if not server.running:
                 raise ServerError(f"the server ended: {server.log_tail()}")

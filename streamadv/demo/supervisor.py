@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
 from ..connection import Connection
+from ..credentials import environment_with
 from ..errors import ProcessEndedError
 from ..manifest import run_settings
 from ..run import open_run
@@ -63,8 +64,7 @@ def new_crew(
 ) -> dict[str, Child]:
     """The processes in data order, not started. The URL goes by environment: arguments are public on a machine."""
     environment = {
-        **os.environ,
-        "STREAMADV_REDIS_URL": url,
+        **environment_with(url, os.environ),
         "STREAMADV_RUN": settings.run,
         "STREAMADV_METRICS_PORT": "0",  # a free one for each
         "STREAMADV_DEVICE": "cpu",  # batches are small

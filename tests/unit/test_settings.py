@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from streamadv.errors import SettingError
@@ -12,7 +10,6 @@ from streamadv.settings import (
     Settings,
     likely_typos,
     load_settings,
-    secret_from,
     shown_settings,
 )
 
@@ -101,31 +98,6 @@ def test_known_and_unrelated_variables_are_not_reported() -> None:
         == []
     )
     assert likely_typos({"STREAMADV_HELM_NAMESPACE_OVERRIDE": "x"}) == []
-
-
-def test_a_secret_comes_from_a_variable_or_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "password"
-    file.write_text("p w\n")
-    assert secret_from("X", {}) is None
-    assert secret_from("X", {"STREAMADV_X": "direct"}) == "direct"
-    assert secret_from("X", {"STREAMADV_X_FILE": str(file), "STREAMADV_X": ""}) == "p w"
-
-
-def test_what_is_wrong_with_a_secret_is_said_without_it(tmp_path: Path) -> None:
-    empty, binary = tmp_path / "empty", tmp_path / "binary"
-    empty.write_text("\n")
-    binary.write_bytes(b"\xff\xfe")
-    for environment, part in (
-        ({"STREAMADV_X": "hush", "STREAMADV_X_FILE": "f"}, "both set"),
-        ({"STREAMADV_X_FILE": str(tmp_path / "none")}, "No such file"),
-        ({"STREAMADV_X_FILE": str(tmp_path)}, "directory"),
-        ({"STREAMADV_X_FILE": str(empty)}, "is empty"),
-        ({"STREAMADV_X_FILE": str(binary)}, "UTF-8"),
-    ):
-        with pytest.raises(SettingError, match=part) as caught:
-            secret_from("X", environment)
-        assert "STREAMADV_X_FILE" in str(caught.value)
-        assert "hush" not in str(caught.value)
 
 
 def test_secrets_are_known_variables() -> None:
