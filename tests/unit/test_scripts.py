@@ -7,7 +7,7 @@ from importlib import resources
 
 import pytest
 
-from streamadv import scripts
+from streamadv import acl, scripts
 from streamadv.connection import Connection
 
 FOLDER = resources.files("streamadv") / "lua"
@@ -58,3 +58,11 @@ async def test_also_by_asyncio() -> None:
     await client.script_flush()
     assert await scripts.run_script_async(client, call) == 0
     await client.aclose()
+
+
+def test_the_pipeline_may_call_every_command_of_every_script() -> None:
+    """A new command in a script has to be one of the access rules as well."""
+    texts = [scripts.load(name).text for name in NAMES]
+    called = {match.lower() for text in texts for match in re.findall(r"redis\.p?call\('(\w+)'", text)}
+    rules = {command.partition("|")[0] for text in acl.PIPELINE.rules.values() for command in text.split()}
+    assert called - rules - {"time"} == set()
