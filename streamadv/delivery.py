@@ -257,8 +257,9 @@ def _extras(
     names = set.intersection(*(set(p.columns) - set(KNOWN_COLUMNS) for p in payloads)) if payloads else set()
     per_token: dict[str, list[Array]] = {}
     per_row: dict[str, list[list[Array]]] = {}
+    columns = [payload.header.columns for payload in payloads] if names else []
     for name in sorted(names):
-        specs = [payload.header.columns[name] for payload in payloads]
+        specs = [each[name] for each in columns]
         if all(spec.lengths is None for spec in specs):
             per_token[name] = [payload.columns[name] for payload in payloads]
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -150,11 +151,17 @@ class Reference(BaseModel):
         return sum(self.row_lengths)
 
 
-class Payload(NamedTuple):
-    """A decoded payload: the header and, per column, one array with all rows end to end."""
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A decoded payload: per column, one array with all rows end to end."""
 
-    header: Header
+    header_json: bytes  # valid
     columns: dict[str, Array]
+
+    @property
+    def header(self) -> Header:
+        """Made anew each time: few are looked at, and thousands kept would keep the garbage collector busy."""
+        return Header.model_validate_json(self.header_json)
 
 
 def encode_payload(trajectory: Trajectory) -> dict[Any, Any]:
@@ -280,7 +287,7 @@ def decode_payload(fields: Mapping[bytes, bytes], only: Sequence[str] | None = N
         if raw is None:
             raise WireError(f"column {name} is named in the header but missing")
         columns[name] = decode_column(name, header.columns[name], [row.length for row in header.rows], raw)
-    return Payload(header, columns)
+    return Payload(text, columns)
 
 
 def decode_column(name: str, spec: ColumnSpec, row_lengths: Sequence[int], raw: bytes) -> Array:
