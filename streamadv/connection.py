@@ -211,10 +211,11 @@ class _Common:
 
     def _judge(self, error: Exception) -> None:
         """Raise SettingError if this failed ping will not pass by itself."""
-        if isinstance(error, (redis.exceptions.AuthenticationError, redis.exceptions.AuthorizationError)):
-            raise SettingError(
-                f"redis URL {self.safe_url!r}: {error}; check user name and password"
-            ) from None
+        for cause in tls.causes(error):
+            if isinstance(cause, (redis.exceptions.AuthenticationError, redis.exceptions.AuthorizationError)):
+                raise SettingError(
+                    f"redis URL {self.safe_url!r}: {cause}; check user name and password"
+                ) from None
         if isinstance(error, redis.exceptions.ResponseError) and not isinstance(error, RETRYABLE):
             raise SettingError(f"redis URL {self.safe_url!r}: the server answers {error}") from None
         if self._target is not None and (reason := tls.refusal(error, self._target.given)):

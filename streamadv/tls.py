@@ -65,7 +65,7 @@ def refusal(error: BaseException, options: Mapping[str, Any]) -> str | None:
 
     A client that writes first may not see the server's reason, only a closed connection: then it is asked again.
     """
-    found = next((link for link in _chain(error) if isinstance(link, ssl.SSLError)), None)
+    found = next((link for link in causes(error) if isinstance(link, ssl.SSLError)), None)
     if found is None:
         return None
     if isinstance(found, (ssl.SSLEOFError, ssl.SSLZeroReturnError)) or not found.reason:
@@ -98,7 +98,8 @@ def _ask(options: Mapping[str, Any]) -> ssl.SSLError | None:
     return None
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what it comes from, nearest first: a cluster's client wraps what its nodes say."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
