@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
@@ -12,6 +13,8 @@ from . import kernels
 
 GREATEST: Final = ("/max", "_max", "_max_deviation")  # endings of names that merge to the greatest
 LEAST: Final = ("/min", "_min")
+
+Pair = tuple[float, float]
 
 
 class Metric(NamedTuple):
@@ -87,24 +90,47 @@ def fetch(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str, fl
 def merge_metrics(
     parts: Iterable[tuple[Mapping[str, float], Mapping[str, float]]],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(metrics, weights) of a whole from those of its chunks.
+    """(metrics, weights) of a whole from those of its chunks, as if computed from all at once.
 
-    Means are weighted, maxima and minima are the extremes. Standard deviations and effective sample sizes
-    become weighted means, which is near the whole's but not equal.
+    Means are weighted, maxima and minima are the extremes. Standard deviations are merged with the means they
+    were taken around (Chan, Golub, LeVeque 1979), and an effective sample size follows from them.
     """
     values: dict[str, float] = {}
     weights: dict[str, float] = {}
     for metrics, counts in parts:
+        merged = {}
         for name, value in metrics.items():
-            count = counts[name]
             if name not in values:
-                values[name], weights[name] = value, count
-                continue
-            if name.endswith(GREATEST):
-                values[name] = max(values[name], value)
+                merged[name] = value
+            elif name.endswith(GREATEST):
+                merged[name] = max(values[name], value)
             elif name.endswith(LEAST):
-                values[name] = min(values[name], value)
+                merged[name] = min(values[name], value)
+            elif name.endswith("_std"):
+                around = _mean_name(name)
+                means = values[around], metrics[around]
+                merged[name] = _merged_std(name, (values[name], value), means, (weights[name], counts[name]))
             else:
-                values[name] = (values[name] * weights[name] + value * count) / (weights[name] + count)
-            weights[name] += count
+                total = weights[name] + counts[name]
+                merged[name] = (values[name] * weights[name] + value * counts[name]) / total
+        values |= merged
+        weights |= {name: weights.get(name, 0) + counts[name] for name in merged}
+        for name in (name for name in merged if name.endswith("_eff_sample_size")):
+            stem = name.removesuffix("_eff_sample_size")
+            mean_square = values[f"{stem}_clamped_mean"] ** 2
+            values[name] = mean_square / (mean_square + values[f"{stem}_std"] ** 2)
     return values, weights
+
+
+def _mean_name(std_name: str) -> str:
+    """The metric that holds the mean a standard deviation was taken around."""
+    stem = std_name.removesuffix("_std")
+    return f"{stem}_mean" if stem.endswith("_seq") else f"{stem}_clamped_mean"
+
+
+def _merged_std(name: str, stds: Pair, means: Pair, counts: Pair) -> float:
+    ddof = 1 if name.endswith("_seq_std") else 0
+    squares = sum(std**2 * max(count - ddof, 0) for std, count in zip(stds, counts, strict=True))
+    total = sum(counts)
+    squares += (means[1] - means[0]) ** 2 * counts[0] * counts[1] / total
+    return math.sqrt(squares / max(total - ddof, 1))

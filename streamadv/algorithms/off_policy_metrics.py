@@ -71,7 +71,8 @@ def weight_metrics(
 ) -> dict[str, Metric]:
     """Distribution of importance weights [N] before bounding, spread over rows if `by_row`.
 
-    Standard deviation and effective sample size are taken of weights held in 1/threshold .. threshold.
+    Standard deviation and effective sample size are taken of weights held in 1/threshold .. threshold, of mean
+    rollout_is_clamped_mean, which verl does not report: merging the chunks of a batch needs it.
     """
     rows = _rows(tokens, all_rows)
     if by_row:
@@ -81,7 +82,8 @@ def weight_metrics(
     else:
         judged, counted, highest = weights, tokens.mask, weights
     held = weights.clamp(1 / threshold, threshold)
-    average = mean(held, tokens.mask).value
+    clamped_mean = mean(held, tokens.mask)
+    average = clamped_mean.value
     variance = (mean(held.square(), tokens.mask).value - average.square()).clamp(min=0)
     relative = mean((held / (average + 1e-8)).square(), tokens.mask)
     metrics = {
@@ -90,6 +92,7 @@ def weight_metrics(
         "rollout_is_min": extreme(judged, counted, largest=False),
         "rollout_is_ratio_fraction_high": _share(judged > threshold, counted),
         "rollout_is_ratio_fraction_low": _share(judged < 1 / threshold, counted),
+        "rollout_is_clamped_mean": clamped_mean,
         "rollout_is_std": Metric(variance.sqrt(), relative.weight),
         "rollout_is_eff_sample_size": Metric(1 / relative.value, relative.weight),
     }
@@ -111,7 +114,8 @@ def rejection_metrics(
     per_row = tokens.row_mean(statistic)
     judged, counted = (statistic, tokens.mask) if by_token else (per_row, rows)
     held = statistic.clamp(max(lower, 0.0) if name.endswith(("k2", "k3")) else lower, upper)
-    average = mean(held, tokens.mask).value
+    clamped_mean = mean(held, tokens.mask)
+    average = clamped_mean.value
     variance = (mean(held.square(), tokens.mask).value - average.square()).clamp(min=0)
     metrics = {
         f"{name}_mean": mean(statistic, tokens.mask),
@@ -119,7 +123,8 @@ def rejection_metrics(
         f"{name}_min": extreme(statistic, tokens.mask, largest=False),
         f"{name}_fraction_high": _share(judged > upper, counted),
         f"{name}_fraction_low": _share(judged < lower, counted),
-        f"{name}_std": Metric(variance.sqrt(), tokens.counts.sum()),
+        f"{name}_clamped_mean": clamped_mean,
+        f"{name}_std": Metric(variance.sqrt(), clamped_mean.weight),
         f"{name}_masked_fraction": mean(~passes, tokens.mask),
         f"{name}_seq_masked_fraction": _share(tokens.row_sum(~passes) > 0, rows),
     }
