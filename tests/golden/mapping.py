@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from .compare import Function
 from .mapping_others import OTHERS
+from .mapping_outcomes import OUTCOMES
 from .mapping_roll import ROLL
 from .mapping_verl import VERL
 
-MAPPING: dict[str, Function] = {**OTHERS, **ROLL, **VERL}
+MAPPING: dict[str, Function] = {**OTHERS, **OUTCOMES, **ROLL, **VERL}
 
 #: Functions streamadv does not offer, and why.
 NOT_IN_CATALOGUE: dict[str, str] = {
@@ -16,11 +17,7 @@ NOT_IN_CATALOGUE: dict[str, str] = {
     "areal_decoupled_ppo_loss": "a loss: losses are the trainer's",
     "areal_normalization": "leave-one-out means over tokens are not offered",
     "openrlhf_advantages": "a whole pipeline of OpenRLHF's; its parts are offered, no preset",
-    "pipelinerl_advantages": "groups by step index are not offered",
-    "primerl_advantages": "per-agent running baselines and comparison within an episode are not offered",
     "skyrl_off_policy_correction": "outlier masks of SkyRL are not offered, and its metric names",
-    "trl_grpo_advantages": "a reward that is NaN for one function is refused at the producer",
-    "trl_rloo_advantages": "a reward that is NaN for one function is refused at the producer",
 }
 
 #: Calls that raise in the peer and have a defined result here ("function.variant"; "function": where the
