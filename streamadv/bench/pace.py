@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -21,14 +22,15 @@ class Pace:
         self._changed = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def wait_for_turn(self) -> None:
-        """Until the next unit is due. Late units are made up for, so that a rate is kept on the average."""
+    def wait_for_turn(self) -> float:
+        """Until the next unit is due, and when it was. Late units are made up for: a rate is kept on the average."""
         with self._changed:
             while True:
                 now = time.monotonic()
                 if self._rate and self._due <= now:
+                    due = now if self._rate == math.inf else self._due
                     self._due += 1 / self._rate
-                    return
+                    return due
                 self._changed.wait(self._due - now if self._rate else None)
 
     def _listen(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,31 +24,116 @@ def add_parsers(kinds: Any) -> None:
         "with the same columns moved as often by plain redis-py. One line a chain and size.",
     )
     _add_windows(pipeline)
-    pipeline.add_argument(
-        "--tokens", type=int, nargs="+", metavar="T", help="per trajectory (default: 512 4096 32768)"
+    _add_sizes(pipeline, "512 4096 32768")
+    _add_chains(pipeline)
+    stages = _add(
+        kinds,
+        "stages",
+        run_stages,
+        "each stage alone: rate, and processor time per trajectory",
+        "Producer, grouper, naming, advantage worker and trainer one after the other, each with nothing else at work.",
     )
-    pipeline.add_argument(
-        "--chain", nargs="+", metavar="NAME", help="grpo, grpo+kl or gae+kl (default: all three)"
+    _add_repeat(stages, "rounds")
+    _add_sizes(stages, "512 4096 32768")
+    _add_chains(stages)
+    backlog = _add(
+        kinds,
+        "backlog",
+        run_backlog,
+        "cost per trajectory with many open groups and many queued references",
+        "Cost per trajectory through all stages with 10^3 to 10^6 groups open, and of a push behind 10^6 queued "
+        "references. Needs some 2 GB of memory.",
     )
+    _add_repeat(backlog, "rounds")
+    backlog.add_argument(
+        "--open", type=int, nargs="+", metavar="N", help="groups (default: 1000 10000 100000 1000000)"
+    )
+    backlog.add_argument("--queued", type=int, metavar="N", help="references (default: 1000000)")
+    latency = _add(
+        kinds,
+        "latency",
+        run_latency,
+        "rollout end to trainer at 10, 50 and 90 %% of the highest rate",
+        "Time from the end of a group's rollouts to the trainer, which takes what is there, at shares of the highest "
+        "rate.",
+    )
+    _add_windows(latency)
+    _add_sizes(latency, "4096")
+    memory = _add(
+        kinds,
+        "memory",
+        run_memory,
+        "server bytes per payload byte, and what is left after commit",
+        "Server memory with trajectories pushed and not yet taken, per byte of their columns; and what is left, per "
+        "group, when all are committed.",
+    )
+    _add_sizes(memory, "512 4096 5000 32768")
 
 
 def run_pipeline(arguments: argparse.Namespace) -> int:
     """Print the table line by line; exit status 0."""
-    from ..bench.lines import KINDS, TOKENS
+    from ..bench.lines import TOKENS
     from ..bench.pipeline import COLUMNS, measure_pipeline
 
-    tokens = arguments.tokens or TOKENS
+    chains, tokens = _chains(arguments), _tokens(arguments, TOKENS)
+    seconds, repeat = arguments.seconds, arguments.repeat
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    return _run(arguments, COLUMNS, lambda url: measure_pipeline(url, chains, tokens, seconds, repeat, say))
+
+
+def run_stages(arguments: argparse.Namespace) -> int:
+    """Print the table line by line; exit status 0."""
+    from ..bench.lines import TOKENS
+    from ..bench.stages import COLUMNS, measure_stages
+
+    chains, tokens = _chains(arguments), _tokens(arguments, TOKENS)
+    return _run(arguments, COLUMNS, lambda url: measure_stages(url, chains, tokens, arguments.repeat))
+
+
+def run_backlog(arguments: argparse.Namespace) -> int:
+    """Print the table line by line; exit status 0."""
+    from ..bench.backlog import COLUMNS, OPEN_GROUPS, QUEUED, measure_backlog
+
+    opened = sorted(arguments.open or OPEN_GROUPS)
+    queued = QUEUED if arguments.queued is None else arguments.queued
+    _check("--open", opened[0], 1)
+    _check("--queued", queued, 1000)
+    return _run(arguments, COLUMNS, lambda url: measure_backlog(url, opened, queued, arguments.repeat))
+
+
+def run_latency(arguments: argparse.Namespace) -> int:
+    """Print the table line by line; exit status 0."""
+    from ..bench.latency import COLUMNS, measure_latency
+
+    tokens = _tokens(arguments, [4096])
+    seconds, repeat = arguments.seconds, arguments.repeat
+    return _run(arguments, COLUMNS, lambda url: measure_latency(url, tokens, seconds, repeat))
+
+
+def run_memory(arguments: argparse.Namespace) -> int:
+    """Print the table line by line; exit status 0."""
+    from ..bench.memory import COLUMNS, SIZES, measure_memory
+
+    tokens = _tokens(arguments, SIZES)
+    return _run(arguments, COLUMNS, lambda url: measure_memory(url, tokens))
+
+
+def _chains(arguments: argparse.Namespace) -> list[str]:
+    from ..bench.lines import KINDS
+
     chains = arguments.chain or list(KINDS)
-    _check("--tokens", min(tokens), 8)
     if unknown := set(chains) - set(KINDS):
         raise SettingError(f"--chain is {min(unknown)}, needs one of {', '.join(KINDS)}")
-    return _run(
-        arguments,
-        COLUMNS,
-        lambda url: measure_pipeline(
-            url, chains, tokens, arguments.seconds, arguments.repeat, lambda text: print(text, flush=True)
-        ),
-    )
+    return chains
+
+
+def _tokens(arguments: argparse.Namespace, default: Sequence[int]) -> Sequence[int]:
+    tokens: Sequence[int] = arguments.tokens or default
+    _check("--tokens", min(tokens), 16)
+    return tokens
 
 
 def _add(
@@ -70,8 +155,24 @@ def _add(
 
 def _add_windows(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="of a window (default: 2)")
+    _add_repeat(parser, "windows")
+
+
+def _add_repeat(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
-        "--repeat", type=int, default=3, metavar="N", help="windows; figures are medians (default: 3)"
+        "--repeat", type=int, default=3, metavar="N", help=f"{what}; figures are medians (default: 3)"
+    )
+
+
+def _add_sizes(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", metavar="T", help=f"per trajectory (default: {default})"
+    )
+
+
+def _add_chains(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--chain", nargs="+", metavar="NAME", help="grpo, grpo+kl or gae+kl (default: all three)"
     )
 
 
@@ -84,9 +185,8 @@ def _run(
     from ..bench.machine import describe_server, measured_server
     from ..bench.report import heading, row, write_json
 
-    for name in ("seconds", "repeat"):
-        if hasattr(arguments, name):
-            _check(f"--{name}", getattr(arguments, name), 1)
+    _check("--seconds", getattr(arguments, "seconds", 1), 0.1)
+    _check("--repeat", getattr(arguments, "repeat", 1), 1)
     settings = settings_from(arguments)
     if settings.redis_url is not None and arguments.aof is not None:
         raise SettingError(
@@ -104,6 +204,6 @@ def _run(
     return 0
 
 
-def _check(name: str, value: float, least: int) -> None:
+def _check(name: str, value: float, least: float) -> None:
     if value < least:
         raise SettingError(f"{name} is {value:g}, needs {least} at least")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from streamadv import cli
 from streamadv.algorithms.chain import build_chain
+from streamadv.bench import latency, memory
 from streamadv.bench.lines import KINDS, Line, make_columns, make_groups
 from streamadv.bench.others import PEERS
 from streamadv.connection import Connection
@@ -22,7 +24,7 @@ def test_a_line_of_the_pipeline_is_measured(
 ) -> None:
     file = tmp_path / "bench.json"
     words = ["bench", "pipeline", "--redis", redis_url, "--tokens", "64", "--chain", "gae+kl"]
-    assert cli.main([*words, "--seconds", "1", "--repeat", "1", "--json", str(file)]) == 0
+    assert cli.main([*words, "--seconds", "0.2", "--repeat", "1", "--json", str(file)]) == 0
     assert "gae+kl 64" in capsys.readouterr().out
     written = json.loads(file.read_text())
     assert written["aof"] == "no"
@@ -68,3 +70,40 @@ def test_a_peer_moves_what_it_is_given(form: str) -> None:
         assert got.keys() == given.keys()
         for name, value in given.items():
             np.testing.assert_array_equal(np.asarray(got[name], np.asarray(value).dtype), value)
+
+
+def test_stages_backlog_and_memory_are_measured(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "LEAST_BYTES", 8 << 20)
+    file = tmp_path / "bench.json"
+
+    def results(*words: str) -> list[dict[str, Any]]:
+        assert cli.main(["bench", *words, "--redis", redis_url, "--json", str(file)]) == 0
+        found: list[dict[str, Any]] = json.loads(file.read_text())["results"]
+        return found
+
+    stages = results("stages", "--tokens", "64", "--chain", "gae+kl", "--repeat", "1")
+    assert [each["stage"] for each in stages] == ["producer", "grouper", "name", "advantage", "trainer"]
+    assert all(each["million_tokens_per_core_second"] > 0 for each in stages)
+    backlog = results("backlog", "--open", "10", "--queued", "1000", "--repeat", "1")
+    names = ["10 open groups", "push, none queued", "push, 1000 queued"]
+    assert [each["name"] for each in backlog] == names
+    (held,) = results("memory", "--tokens", "4096")
+    assert 1 < held["ratio_to_payload"] < 1.5
+    with Connection(redis_url) as connection:
+        assert connection.scripts.dbsize() == 0
+
+
+def test_latency_is_measured_at_each_share(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latency, "LEAST_GROUPS", 5)
+    monkeypatch.setattr(latency, "SHARES", (0.2, 0.5))
+    file = tmp_path / "bench.json"
+    words = ["--tokens", "64", "--seconds", "0.2", "--repeat", "1", "--json", str(file)]
+    assert cli.main(["bench", "latency", "--redis", redis_url, *words]) == 0
+    records = json.loads(file.read_text())["results"]
+    assert [record["share"] for record in records] == [0.2, 0.5]
+    for record in records:
+        assert 0 < record["p50_milliseconds"] <= record["p99_milliseconds"] <= record["max_milliseconds"]

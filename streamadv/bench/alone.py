@@ -1,0 +1,185 @@
+"""One stage at a time, in this process and on a server that does nothing else: what each costs by itself."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import torch
+
+from ..advantage import run_worker
+from ..connection import Connection
+from ..errors import NoBatchError, ProcessEndedError
+from ..grouping import run_grouper
+from ..inventory import delete_run
+from ..keys import ShardKeys
+from ..manifest import RunSettings
+from ..producer import Producer
+from ..run import Run, open_run
+from ..trainer_queue import TrainerQueue
+from .crew import STALL_S
+from .lines import GROUP_SIZE, KINDS, Line, make_groups
+
+POLL_S: Final = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one trajectory, in microseconds: on the clock, of this process, of the server."""
+
+    wall: float
+    client: float
+    server: float
+
+
+class Alone:
+    """A run of its own whose stages are worked one after the other. Context manager; deletes the run at the end.
+
+    max_trajectory_bytes: what admission reserves for each trajectory. The trainer does not pace.
+    """
+
+    def __init__(
+        self, url: str, line: Line, *, batches: int = 1, max_trajectory_bytes: int | None = None
+    ) -> None:
+        settings = RunSettings(
+            max_trajectory_bytes=max_trajectory_bytes or max(1024, 32 * line.tokens), max_bytes=1 << 50
+        )
+        self.line = line
+        self.connection = Connection(url)
+        self.name = f"bench-{secrets.token_hex(6)}"
+        self.run: Run = open_run(self.connection, self.name, settings)
+        self.keys: ShardKeys = self.run.keys.home
+        self._batches = batches
+        self._pool = make_groups(line)
+        self._producer = Producer(self.connection, self.name)
+        self._queue: TrainerQueue | None = None
+
+    def __enter__(self) -> Self:
+        self._producer.open()
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._queue is not None:
+            self._queue.close()
+        self._producer.close()
+        delete_run(self.run)
+        self.connection.close()
+
+    @property
+    def groups(self) -> int:
+        """Of one round: all batches full."""
+        return self._batches * self.line.batch_groups
+
+    def round(self) -> dict[str, Cost]:
+        """Every stage once, from push to commit."""
+        return {
+            "producer": self.push(),
+            "grouper": self.group(),
+            "name": self.name_batches(),
+            "advantage": self.compute(),
+            "trainer": self.train(),
+        }
+
+    def push(self, groups: int | None = None, size: int = GROUP_SIZE) -> Cost:
+        """So many groups (default: a round's), each admitted and pushed in one piece."""
+        groups = groups or self.groups
+        pool = [
+            [{**records[index % GROUP_SIZE], "rollout_index": index} for index in range(size)]
+            for records in self._pool
+        ]
+        with self._cost(groups) as cost:
+            for number in range(groups):
+                group = self._producer.begin_group(size)
+                group.push(pool[number % len(pool)])
+        return cost()
+
+    def group(self) -> Cost:
+        """All that is in the rollouts stream."""
+        return self._work(lambda stop: run_grouper(self.run, stop), self.keys.rollouts)
+
+    def name_batches(self) -> Cost:
+        """Batch records and their work, for all groups of the round."""
+        queue = self._trainer()
+        with self._cost(self.groups) as cost:
+            try:
+                queue.next_batch(timeout=0)
+            except NoBatchError:
+                return cost()
+        raise ProcessEndedError(f"batch of run {self.name} was there before it was computed")
+
+    def compute(self) -> Cost:
+        """All named work."""
+        return self._work(lambda stop: run_worker(self.run, stop, device="cpu"), self.keys.work)
+
+    def train(self) -> Cost:
+        """Take, mark and commit all batches."""
+        queue = self._trainer()
+        with self._cost(self.groups) as cost:
+            for _ in range(self._batches):
+                batch = queue.next_batch(timeout=STALL_S)
+                assert batch is not None  # the producer has not finished
+                queue.trained(batch)
+                queue.commit(queue.state_dict())
+        return cost()
+
+    def _trainer(self) -> TrainerQueue:
+        if self._queue is None:
+            kind = KINDS[self.line.kind]
+            self._queue = TrainerQueue(
+                self.connection,
+                self.name,
+                batch_groups=self.line.batch_groups,
+                prefetch=self._batches - 1,
+                max_staleness=None,
+                chain=kind.chain,
+                pushed=kind.late,
+            )
+        return self._queue
+
+    def _work(self, target: Callable[[threading.Event], object], stream: str) -> Cost:
+        """Run `target` until the stream is empty."""
+        failures: list[BaseException] = []
+        stop = threading.Event()
+
+        def body() -> None:
+            try:
+                target(stop)
+            except BaseException as error:  # raised below, in the thread that waits
+                failures.append(error)
+
+        thread = threading.Thread(target=body, daemon=True)
+        with self._cost(self.groups) as cost:
+            thread.start()
+            while self.connection.scripts.xlen(stream) and thread.is_alive():
+                stop.wait(POLL_S)
+        found = cost()
+        stop.set()
+        thread.join()
+        if failures:
+            raise failures[0]
+        return found
+
+    @contextmanager
+    def _cost(self, groups: int) -> Iterator[Callable[[], Cost]]:
+        found: list[Cost] = []
+        before = self._clocks()
+        yield lambda: found[0] if found else self._difference(before, groups)
+        found.append(self._difference(before, groups))
+
+    def _difference(self, before: tuple[float, ...], groups: int) -> Cost:
+        count = groups * GROUP_SIZE
+        return Cost(*(1e6 * (b - a) / count for a, b in zip(before, self._clocks(), strict=True)))
+
+    def _clocks(self) -> tuple[float, float, float]:
+        info: Any = self.connection.scripts.info("cpu")
+        return (
+            time.perf_counter(),
+            time.process_time(),
+            info["used_cpu_sys"] + info["used_cpu_user"],
+        )
