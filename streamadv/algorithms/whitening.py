@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .segments import moments, segment_sum, whole
+from .segments import moments, segment_min, segment_sum, whole
 from .trainable import Trainable
 
 EPSILON: Final = 1e-8
@@ -49,7 +49,8 @@ def _whiten_on_device(values: Tensor, tokens: Trainable, shift_mean: bool, every
     known = values.to(torch.float64)
     total = _sum(tokens.counts, whole(tokens.counts))
     # Measured from the least value, equal values differ by exactly 0.
-    least = torch.where(total > 0, torch.where(tokens.mask, known, torch.inf).amin(), 0.0)
+    least = segment_min(torch.where(tokens.mask, known, torch.inf), whole(known))[0]
+    least = torch.where(total > 0, least, 0.0)
     above = known - least
     mean_above = _sum(tokens.only(above), tokens.offsets) / total.clamp(min=1)
     centred = above - mean_above

@@ -1,0 +1,167 @@
+"""What torch computes on other devices: the numbers of the compiled loops, and no waiting for the device."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamadv.algorithms import PackedBatch, build_chain, chain, estimator_names, kernels, run_chain
+from streamadv.algorithms.estimators.gae import gae_scan
+from streamadv.algorithms.off_policy import at_level
+from streamadv.algorithms.runs import run_mean, run_returns
+from streamadv.algorithms.segments import moments
+from streamadv.algorithms.token_rewards import credited_rewards, row_rewards
+from streamadv.algorithms.trainable import padded_tokens, trainable_tokens
+from streamadv.algorithms.whitening import whiten
+
+from .reference import batch_of, member, random_pairs
+
+CORRECTION = {
+    "level": "token",
+    "upper": 2.0,
+    "batch_normalize": True,
+    "rejections": [{"kind": "token_k1", "upper": 3.0}, {"kind": "seq_max_k3", "upper": 9.0}],
+    "veto": 1e-4,
+}
+KL = {"penalty": "k3", "coefficient": 0.1}
+CHAINS: dict[str, dict[str, Any]] = {
+    "gae": {"estimator": "gae", "kl": KL, "whiten_advantages": True, "correction": CORRECTION},
+    "grpo": {"estimator": "grpo", "kl": KL, "whiten_advantages": True, "advantage_clip": 1.0},
+    "corrected first": {"estimator": "gae", "correction": {**CORRECTION, "before_estimator": True}},
+    "sequence weights": {"estimator": "grpo", "correction": {**CORRECTION, "level": "sequence"}},
+    "turn weights": {"estimator": "rloo", "correction": {**CORRECTION, "level": "segment"}},
+    "supplied rewards": {"estimator": "vtrace", "token_rewards": "column", "whiten_rewards": True},
+    "steps": {"estimator": "gigpo", "kl": KL, "whiten_advantages": True},
+    "step rewards": {"estimator": "reinforce", "token_rewards": "steps", "options": {"gamma": 0.9}},
+    "distilled": {"estimator": "grpo", "distill": {"coefficient": 0.5}, "raw_advantages": True},
+    "masks": {"estimator": "gae", "masks": {"difficulty_low": 0.0, "max_length": 60}},
+    "normalised": {"estimator": "grpo", "reward": {"mean": "batch", "std": "group", "clip": 2.0}},
+    **{f"only {name}": {"estimator": name} for name in estimator_names() if name != "gdpo"},
+}
+
+
+def on_meta(value: Any) -> Any:
+    """The same structure with tensors that have a shape and no data: whatever needs data raises."""
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{field.name: on_meta(getattr(value, field.name)) for field in fields(value)})
+    return {name: on_meta(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_host_waits_for_nothing_but_the_metrics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch: PackedBatch = on_meta(batch_of(random_pairs(3, 3)))
+    monkeypatch.setattr(chain, "fetch", lambda metrics: ({}, {}))  # the one transfer, at the end
+    result = run_chain(build_chain(CHAINS[name]), batch)
+    assert result.advantages is not None
+    assert result.advantages.device.type == "meta"
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_chains_give_the_same_numbers_in_torch(name: str, seed: int) -> None:
+    batch, chosen = batch_of(random_pairs(seed, 3)), build_chain(CHAINS[name])
+    want = run_chain(chosen, batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "on_cpu", lambda tensor: False)
+        got = run_chain(chosen, batch)
+    for one, other in ((want.advantages, got.advantages), (want.returns, got.returns)):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dict(want.columns), dict(got.columns), rtol=1e-5, atol=1e-5)
+    assert want.metrics == pytest.approx(dict(got.metrics), rel=1e-5, abs=1e-5)
+    assert want.weights == pytest.approx(dict(got.weights))
+
+
+masks = st.lists(st.lists(st.booleans(), max_size=70), min_size=1, max_size=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    masks=masks,
+    gamma=st.sampled_from([0.0, 0.9, 1.0]),
+    lam=st.sampled_from([0.0, 0.95, 1.0]),
+    seed=st.integers(0, 100),
+)
+def test_loops_and_torch_agree_on_any_mask(
+    masks: list[list[bool]], gamma: float, lam: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = trainable_tokens(
+        torch.tensor([each for row in masks for each in row], dtype=torch.bool),
+        torch.tensor([0, *np.cumsum([len(row) for row in masks]).tolist()]),
+    )
+    rewards, values = (torch.from_numpy(rng.normal(size=len(tokens.mask))) for _ in range(2))
+    rewards[rng.random(len(rewards)) < 0.5] = 0
+    rewards[~tokens.mask & torch.from_numpy(rng.random(len(rewards)) < 0.2)] = torch.nan
+    known = torch.where(tokens.mask, rewards, 0.0)
+    calls = [
+        lambda: torch.stack(gae_scan(rewards, values, tokens, gamma, lam)),
+        lambda: whiten(values, tokens),
+        lambda: whiten(values, tokens, shift_mean=False, everywhere=True),
+        lambda: run_mean(values, tokens),
+        lambda: run_returns(known, tokens, gamma),
+        lambda: credited_rewards(rewards, tokens),
+        lambda: torch.stack(moments(values, tokens.offsets, tokens.mask)[:3]),
+        lambda: at_level("geometric", values, tokens),
+        lambda: tokens.spread_rows(tokens.counts.double()),
+        lambda: trainable_tokens(tokens.mask, tokens.offsets).counts,
+    ]
+    for call in calls:
+        want = call()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "on_cpu", lambda tensor: False)
+            torch.testing.assert_close(call(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
+def test_a_very_long_row(gamma: float, lam: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    size = 128 * 1024
+    tokens = padded_tokens(torch.from_numpy(rng.random((1, size)) < 0.7))
+    rewards, values = (torch.from_numpy(rng.normal(size=size).astype(np.float32)) for _ in range(2))
+    want = gae_scan(rewards, values, tokens, gamma, lam)
+    monkeypatch.setattr(kernels, "on_cpu", lambda tensor: False)
+    torch.testing.assert_close(gae_scan(rewards, values, tokens, gamma, lam), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_row_sums_take_every_reward_and_no_nan_of_padding(
+    everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    rewards = torch.from_numpy(rng.normal(size=(5, 203)).astype(np.float32))
+    rewards[1:3] = 0
+    rewards[2, 200], rewards[4, 7] = 3, torch.nan
+    mask = torch.ones(5, 203)
+    mask[4, 7] = mask[0, 5] = 0
+    want = torch.nansum(rewards.double(), 1)
+    if everywhere:
+        monkeypatch.setattr(kernels, "on_cpu", lambda tensor: False)
+    torch.testing.assert_close(row_rewards(rewards, padded_tokens(mask)), want)
+
+
+def test_without_a_directory_to_write_the_loops_compile_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def njit(function: Any, **options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return function
+
+    monkeypatch.setattr(kernels, "njit", njit)
+    assert kernels.kernel(len) is len
+
+
+def test_a_chain_on_nothing_trainable_has_no_metrics_of_tokens() -> None:
+    batch = batch_of([member("g", 0, 1.0, [[0, 0]], old_log_probs=[1, 2], rollout_log_probs=[3, 4])])
+    result = run_chain(build_chain({"estimator": "grpo", "correction": CORRECTION}), batch)
+    assert not [name for name in result.metrics if name.startswith("rollout_corr/")]
