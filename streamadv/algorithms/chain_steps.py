@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -179,7 +180,11 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
         batch, coefficient = state.batch, state.kl_coefficient
         tokens = known_tokens(state)
         kl = approx_kl(batch.column(config.log_probs), batch.column("ref_log_probs"), config.penalty)
-        row_kl = tokens.row_sum(kl)
+        if by_token:
+            shaped, row_kl = charged(batch.column("token_level_rewards"), kl, coefficient, tokens)
+            state = state.with_columns(token_level_rewards=shaped)
+        else:
+            row_kl = tokens.row_sum(kl)
         rewards = batch.rewards - coefficient * segment_sum(row_kl, batch.row_offsets)
         counted = batch.row_trainable > 0
         per_row = torch.where(counted, row_kl / batch.row_trainable.clamp(min=1), 0.0)
@@ -190,10 +195,7 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
                 "critic/kl_coef": Metric(rewards.new_full((), coefficient), rows),
             }
         )
-        state = replace(state, batch=replace(batch, rewards=rewards))
-        if by_token:
-            shaped = less(batch.column("token_level_rewards"), kl, coefficient, tokens)
-            state = state.with_columns(token_level_rewards=shaped)
+        state = replace(state, batch=replace(state.batch, rewards=rewards))
         if by_step:
             step_kl = span_sum(batch, tokens.only(kl))
             steps = batch.steps.rewards - coefficient * step_kl
@@ -235,15 +237,15 @@ def _estimator_step(config: ChainConfig, chosen: Estimator) -> ChainStep:
         if changed_later and returns is None:
             returns = advantages
         if level == "token":
-            tokens = known_tokens(state)
-            advantages = _on_tokens(batch, tokens, chosen.level, advantages)
-            returns = None if returns is None else _on_tokens(batch, tokens, chosen.level, returns)
+            advantages = _on_tokens(state, chosen.level, advantages)
+            returns = None if returns is None else _on_tokens(state, chosen.level, returns)
         weight = level_weight(state)
         metrics = {
             **summary("critic/rewards", batch.rewards, ~batch.baseline),
-            **summary("critic/advantages", advantages, weight),
             **summary("critic/returns", advantages if returns is None else returns, weight),
         }
+        if not changed_later:  # else those of the changed ones
+            metrics |= summary("critic/advantages", advantages, weight)
         return replace(state.with_metrics(metrics), advantages=advantages, returns=returns)
 
     needs = chosen.needs
@@ -324,16 +326,18 @@ def level_weight(state: State) -> Tensor:
     return torch.where(batch.baseline[steps.trajectory], 0, steps.end - steps.start)
 
 
-def less(values: Tensor, amounts: Tensor, factor: float, tokens: Trainable) -> Tensor:
-    """[N] float32: `values` - factor * `amounts` at the tokens that count, `values` elsewhere; all [N]."""
-    if not kernels.on_cpu(values):
-        return torch.where(tokens.mask, values.sub(amounts, alpha=factor), values)
-    given = map(kernels.array, (values, amounts))
-    result = torch.empty(len(values))
-    kernels.subtract(*given, factor, kernels.array(tokens.mask), kernels.array(result))
-    return result
+def charged(rewards: Tensor, kl: Tensor, coefficient: float, tokens: Trainable) -> tuple[Tensor, Tensor]:
+    """(`rewards` - coefficient * `kl` at the tokens that count, [N] float32; the row sums of kl, [R] float64)."""
+    if not kernels.on_cpu(kl):
+        return (rewards - coefficient * tokens.only(kl)).to(torch.float32), tokens.row_sum(kl)
+    shaped, sums = np.empty(len(kl), np.float32), np.empty(len(tokens.offsets) - 1)
+    reward, amount, mask, offsets = map(kernels.array, (rewards, kl, tokens.mask, tokens.offsets))
+    kernels.charge(reward, amount, float(coefficient), mask, offsets, shaped, sums)
+    return torch.from_numpy(shaped), torch.from_numpy(sums)
 
 
-def _on_tokens(batch: PackedBatch, tokens: Trainable, level: Level, values: Tensor) -> Tensor:
+def _on_tokens(state: State, level: Level, values: Tensor) -> Tensor:
     """[N] float32: an estimate's values on the tokens they belong to, 0 where masked."""
-    return tokens.only(values.to(torch.float32)) if level == "token" else expand(batch, level, values)
+    if level == "token":
+        return known_tokens(state).only(values.to(torch.float32))
+    return expand(state.batch, level, values)

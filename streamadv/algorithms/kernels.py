@@ -41,12 +41,12 @@ def array(tensor: Tensor) -> Any:
 
 @kernel
 def count(mask, offsets, counts):
-    """counts [R] int64: tokens of each row that count."""
+    """counts [R] int64: tokens of each row that count; `mask` of any dtype."""
     for row in range(len(offsets) - 1):
         counted = mask[offsets[row] : offsets[row + 1]]
         total = 0
         for t in range(len(counted)):
-            total += counted[t]
+            total += counted[t] != 0
         counts[row] = total
 
 
@@ -269,15 +269,6 @@ def place(rewards, start, end, mask, result):
 
 
 @kernel
-def is_astray(rewards, mask):
-    """Whether a token that does not count has a reward other than 0."""
-    astray = False
-    for t in range(len(rewards)):
-        astray |= (rewards[t] != 0) & (not mask[t])
-    return astray
-
-
-@kernel
 def credit(rewards, mask, offsets, result):
     """Rewards at tokens that do not count are added to the one that counts before them; NaN there is no reward."""
     for row in range(len(offsets) - 1):
@@ -293,11 +284,29 @@ def credit(rewards, mask, offsets, result):
 
 
 @kernel
-def subtract(values, amounts, factor, mask, result):
-    """result = values - factor * amounts where a token counts, values elsewhere."""
+def charge(values, amounts, factor, mask, offsets, result, sums):
+    """result = values - factor * amounts at tokens that count, values elsewhere; sums [R] of the amounts there."""
+    for row in range(len(offsets) - 1):
+        start, end = offsets[row], offsets[row + 1]
+        value, amount = values[start:end], amounts[start:end]
+        counted, less = mask[start:end], result[start:end]
+        total = 0.0
+        for t in range(len(counted)):
+            if counted[t]:
+                total += amount[t]
+                less[t] = value[t] - factor * amount[t]
+            else:
+                less[t] = value[t]
+        sums[row] = total
+
+
+@kernel
+def is_astray(values, mask):
+    """Whether a token that does not count has a value other than 0."""
+    astray = False
     for t in range(len(values)):
-        less = values[t] - factor * amounts[t]
-        result[t] = less if mask[t] else values[t]
+        astray |= (values[t] != 0) & (not mask[t])
+    return astray
 
 
 @kernel
@@ -309,12 +318,12 @@ def keep(values, mask, result):
 
 @kernel
 def spread_rows(values, mask, offsets, result):
-    """Each row's value at its tokens that count, 0 elsewhere."""
+    """Each row's value at its tokens that count, 0 elsewhere; `mask` of any dtype."""
     for row in range(len(offsets) - 1):
         counted, spread = mask[offsets[row] : offsets[row + 1]], result[offsets[row] : offsets[row + 1]]
         value = values[row]
         for t in range(len(counted)):
-            spread[t] = value if counted[t] else 0
+            spread[t] = value if counted[t] != 0 else 0
 
 
 @kernel
@@ -326,7 +335,7 @@ def nonzero(values, result):
 
 @kernel
 def row_rewards(rewards, mask, sums):
-    """sums [B] float64: the sum of each row of `rewards` [B, T]; NaN where nothing counts is no reward."""
+    """sums [B] float64: the sum of each row of `rewards` [B, T]; NaN is none where nothing counts."""
     for row in range(len(rewards)):
         reward = rewards[row]
         total = 0.0
@@ -349,6 +358,6 @@ def row_rewards(rewards, mask, sums):
         if math.isnan(total):
             total = 0.0
             for t in range(len(reward)):
-                if mask[row, t] or not math.isnan(reward[t]):
+                if mask[row, t] != 0 or not math.isnan(reward[t]):
                     total += reward[t]
         sums[row] = total

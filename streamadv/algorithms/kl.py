@@ -33,8 +33,8 @@ def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: str = "k1") -> 
     if penalty in ("k2", "mse"):
         return 0.5 * difference.square()
     if penalty in ("k3", "low_var_kl"):
-        back = (-difference).clamp(-20, 20)
-        return (torch.expm1(back) - back).clamp(-10, 10)
+        back = difference.neg_().clamp_(-20, 20)
+        return (torch.expm1(back) - back).clamp_(-10, 10)
     raise SettingError(f"kl.penalty {penalty!r} is unknown: choose one of {', '.join(KL_PENALTIES)}")
 
 

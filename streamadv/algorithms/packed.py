@@ -19,7 +19,7 @@ from torch import Tensor
 from ..columns import Array
 from ..errors import TrajectoryError
 from .segments import segment_sum
-from .trainable import trainable
+from .trainable import spread_rows, trainable
 
 Level = Literal["row", "step", "token"]
 
@@ -199,10 +199,10 @@ def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
     level "row": [R], on the row's trainable tokens; "step": [S], on those of the span (the later step where
     spans overlap); "token": [N], times the mask. Needs the column response_mask.
     """
-    tokens = trainable(batch)
     values = values.to(torch.float32)
     if level == "row":
-        return tokens.spread_rows(values)
+        return spread_rows(values, batch.column("response_mask"), batch.cu_seqlens)
+    tokens = trainable(batch)
     if level == "token":
         return tokens.only(values)
     known = torch.cat([values, values.new_zeros(1)])

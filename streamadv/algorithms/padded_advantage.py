@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import SettingError
 from .estimators.gae import gae_scan
 from .kl import KLPenalty, approx_kl
-from .masked import masked_mean, masked_whiten
+from .masked import masked_mean
 from .packed import PackedBatch
 from .padded_layout import PeerQuirks, as_batch
 from .padded_rewards import Metrics, aligned_mask
@@ -58,12 +58,10 @@ def compute_advantage(
         columns["values"] = batch["values"]
     packed, _ = as_batch(mask, columns)
     tokens = trainable(packed)
-    if peer_quirks is None and not distill_only:
-        rewards = credited_rewards(rewards.reshape(-1), tokens).view(mask.shape)
-    if whiten_rewards and not distill_only:
-        rewards = masked_whiten(rewards, mask)
     if not distill_only:
-        rewards = _masked(rewards, tokens)
+        flat = rewards.reshape(-1)
+        flat = credited_rewards(flat, tokens) if peer_quirks is None else tokens.only(flat)
+        rewards = (whiten(flat, tokens) if whiten_rewards else flat).view(mask.shape)
     distills = distill_only or distill_coef != 0
     if distills:
         kl = approx_kl(batch[distill_from], batch["teacher_log_probs"], distill_penalty)
@@ -72,8 +70,8 @@ def compute_advantage(
         advantages = returns = distilled
     else:
         packed = packed.with_columns(token_level_rewards=rewards.reshape(-1))
-        flat = _estimate(packed, adv_estimator, gamma, lambd, peer_quirks)
-        advantages, returns = (value.view(mask.shape) for value in flat)
+        found = _estimate(packed, adv_estimator, gamma, lambd, peer_quirks)
+        advantages, returns = (value.view(mask.shape) for value in found)
     raw = advantages
     if distills and not distill_only:
         advantages = advantages + distilled

@@ -19,7 +19,7 @@ from .padded_rewards import group_mean_std, group_scores
 from .registry import Estimate, get_estimator
 from .scan import reverse_scan
 from .token_rewards import credited, row_rewards
-from .trainable import all_tokens, padded_tokens, trainable
+from .trainable import all_tokens, padded_offsets, spread_rows, trainable
 from .whitening import whiten
 
 Pair = tuple[Tensor, Tensor]
@@ -300,12 +300,12 @@ def _outcome(
     name: str, token_level_rewards: Tensor, response_mask: Tensor, index: Labels, **options: object
 ) -> Pair:
     """An outcome estimator over row sums of the rewards, spread over trainable tokens."""
-    tokens = padded_tokens(response_mask)
-    scores = row_rewards(token_level_rewards, tokens)
-    batch, order = as_batch(tokens.mask.view(response_mask.shape), rewards=scores, index=index)
+    scores = row_rewards(token_level_rewards, response_mask)
+    batch, order = as_batch(response_mask, rewards=scores, index=index)
     rows = get_estimator(name).function(batch, **options).advantages
-    scattered = torch.empty_like(rows).index_copy_(0, order, rows)
-    advantages = tokens.spread_rows(scattered).view(response_mask.shape)
+    rows = torch.empty_like(rows).index_copy_(0, order, rows)
+    advantages = spread_rows(rows, response_mask.reshape(-1), padded_offsets(response_mask))
+    advantages = advantages.view(response_mask.shape)
     return advantages, advantages
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..columns import Array
 from ..errors import TrajectoryError
 from .packed import PackedBatch, Steps
-from .trainable import as_bool, padded_tokens
+from .trainable import as_bool, token_counts
 
 Labels = Sequence[object] | Array | Tensor  # one per row; equal labels = the same group
 PeerQuirks = Literal["roll", "verl"]
@@ -21,8 +21,8 @@ PeerQuirks = Literal["roll", "verl"]
 def label_codes(labels: Labels) -> Tensor:
     """[B] int64: equal labels, equal number, counted from 0 in order of appearance."""
     items = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else list(labels)
-    numbers: dict[object, int] = {}
-    return torch.tensor([numbers.setdefault(item, len(numbers)) for item in items], dtype=torch.int64)
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(items))}
+    return torch.from_numpy(np.fromiter(map(numbers.__getitem__, items), np.int64, len(items)))
 
 
 def group_order(labels: Labels, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -65,15 +65,13 @@ def as_batch(
     def laid_out(tensor: Tensor) -> Tensor:
         return (tensor if index is None else tensor.index_select(0, order)).reshape(-1)
 
-    counted = as_bool(mask)
-    counts = padded_tokens(counted).counts
-    tokens = {} if columns is None else {"response_mask": counted.view(torch.uint8), **columns}
+    tokens = {} if columns is None else {"response_mask": as_bool(mask).view(torch.uint8), **columns}
     none = torch.zeros(0, dtype=torch.int64, device=device)
     reward = torch.zeros(rows, device=device) if rewards is None else rewards
     batch = PackedBatch(
         cu_seqlens=torch.arange(rows + 1, device=device) * width,
         row_trajectory=torch.arange(rows, device=device),
-        row_trainable=counts[order],
+        row_trainable=token_counts(mask)[order],
         trajectory_group=group,
         rewards=reward[order].to(torch.float64),
         baseline=torch.zeros(rows, dtype=torch.bool, device=device),
@@ -85,8 +83,7 @@ def as_batch(
     return batch, order
 
 
-def to_padded(values: Tensor, order: Tensor, mask: Tensor | None = None) -> Tensor:
-    """[B, T] float32 (or [B] values over [B, T] `mask`): packed results back in the rows' own order."""
-    rows = values.reshape(len(order), -1)
-    padded = torch.empty_like(rows, dtype=torch.float32).index_copy_(0, order, rows.to(torch.float32))
-    return padded if mask is None else padded * mask
+def to_padded(values: Tensor, order: Tensor) -> Tensor:
+    """[B, T] float32: packed results back in the rows' own order."""
+    rows = values.reshape(len(order), -1).to(torch.float32)
+    return torch.empty_like(rows).index_copy_(0, order, rows)

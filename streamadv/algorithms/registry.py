@@ -21,7 +21,7 @@ class Estimate:
     """What an estimator returns: one value per row or step, float64 until the chain rounds it, or per token."""
 
     level: Level
-    advantages: Tensor  # [R] or [S]; at level "token" [N] float32, of which masked tokens do not count
+    advantages: Tensor  # [R] or [S]; at level "token" [N], of which masked ones do not count
     returns: Tensor | None = None  # same shape; None = equal to the advantages
 
 

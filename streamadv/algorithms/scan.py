@@ -37,7 +37,7 @@ def reverse_scan(values: Tensor, coefficients: Tensor | float, tokens: Trainable
 def scan_segments(values: Tensor, coefficient: float, offsets: Tensor) -> Tensor:
     """[K]: `reverse_scan` over every element of the segments given by `offsets` [G + 1]."""
     everything = torch.ones(len(values), dtype=torch.bool, device=values.device)
-    return reverse_scan(values, coefficient, Trainable(everything, offsets, offsets.diff()))
+    return reverse_scan(values, coefficient, Trainable(everything, offsets))
 
 
 def scan_blocks(values: Tensor, coefficients: Tensor | float, tokens: Trainable) -> Tensor:

@@ -49,13 +49,11 @@ def credited_rewards(rewards: Tensor, tokens: Trainable) -> Tensor:
     return tokens.only(reverse_scan(known, taken_over, everything)).to(rewards.dtype)
 
 
-def row_rewards(rewards: Tensor, tokens: Trainable) -> Tensor:
-    """[B] float64: row sums of padded `rewards` [B, T], of every token; NaN at one that does not count is none."""
+def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
+    """[B] float64: row sums of padded `rewards` [B, T], of every token; NaN is none where `mask` [B, T] is 0."""
     if not kernels.on_cpu(rewards):
-        known = torch.where(tokens.mask.view(rewards.shape) | ~rewards.isnan(), rewards, 0.0)
-        return known.sum(1, dtype=torch.float64)
+        return torch.where((mask != 0) | ~rewards.isnan(), rewards, 0.0).sum(1, dtype=torch.float64)
     sums = torch.empty(len(rewards), dtype=torch.float64)
-    mask = tokens.mask.view(rewards.shape)
     kernels.row_rewards(*map(kernels.array, (rewards, mask, sums)))
     return sums
 

@@ -20,30 +20,28 @@ class Trainable(NamedTuple):
 
     mask: Tensor  # [N] bool
     offsets: Tensor  # [R + 1] int64: row r holds tokens offsets[r] : offsets[r + 1]
-    counts: Tensor  # [R] int64: trainable tokens of each row
+
+    @property
+    def counts(self) -> Tensor:
+        """[R] int64: tokens of each row that count."""
+        return _counts(self.mask, self.offsets)
 
     def only(self, values: Tensor) -> Tensor:
-        """[N]: `values` at the tokens that count, 0 elsewhere whatever stands there."""
+        """[N]: `values` at the tokens that count, 0 elsewhere; themselves if it is so already."""
         if not kernels.on_cpu(values):
             return torch.where(self.mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
-        given = kernels.array(values)
+        given, mask = kernels.array(values), kernels.array(self.mask)
+        if not kernels.is_astray(given, mask):
+            return values
         kept = np.empty_like(given)
-        kernels.keep(given, kernels.array(self.mask), kept)
+        kernels.keep(given, mask, kept)
         return torch.from_numpy(kept)
-
-    def spread_rows(self, values: Tensor) -> Tensor:
-        """[N] float32: `values` [R] at their row's tokens that count, 0 elsewhere."""
-        if not kernels.on_cpu(values):
-            return self.only(spread(values.to(torch.float32), self.offsets, len(self.mask)))
-        found = torch.empty(len(self.mask))
-        kernels.spread_rows(*map(kernels.array, (values, self.mask, self.offsets, found)))
-        return found
 
     def row_sum(self, values: Tensor) -> Tensor:
         """[R] float64: the sum of `values` [N] over each row's tokens that count."""
         if not kernels.on_cpu(values):
             return segment_sum(self.only(values), self.offsets)
-        sums = torch.empty(len(self.counts), dtype=torch.float64)
+        sums = torch.empty(len(self.offsets) - 1, dtype=torch.float64)
         kernels.row_sum(*map(kernels.array, (values, self.mask, self.offsets, sums)))
         return sums
 
@@ -59,24 +57,39 @@ def trainable(batch: PackedBatch) -> Trainable:
 
 def trainable_tokens(mask: Tensor, cu_seqlens: Tensor) -> Trainable:
     """The tokens where `mask` [N] is not 0, in the rows given by `cu_seqlens` [R + 1]."""
-    counted = as_bool(mask)
-    if not kernels.on_cpu(mask):
-        return Trainable(counted, cu_seqlens, segment_sum(counted, cu_seqlens).to(torch.int64))
-    counts = torch.empty(len(cu_seqlens) - 1, dtype=torch.int64)
-    kernels.count(*map(kernels.array, (counted, cu_seqlens, counts)))
-    return Trainable(counted, cu_seqlens, counts)
+    return Trainable(as_bool(mask), cu_seqlens)
 
 
 def padded_tokens(mask: Tensor) -> Trainable:
     """The tokens where a padded `mask` [B, T] is not 0, its rows laid end to end with their padding."""
+    return trainable_tokens(mask.reshape(-1), padded_offsets(mask))
+
+
+def token_counts(mask: Tensor) -> Tensor:
+    """[B] int64: how many tokens of each row of a padded `mask` [B, T] count."""
+    return _counts(mask.reshape(-1), padded_offsets(mask))
+
+
+def padded_offsets(mask: Tensor) -> Tensor:
+    """[B + 1] int64: the rows of a padded `mask` [B, T] in its flattened form."""
     rows, width = mask.shape
-    return trainable_tokens(mask.reshape(-1), torch.arange(rows + 1, device=mask.device) * width)
+    return torch.arange(rows + 1, device=mask.device) * width
+
+
+def spread_rows(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """[N] float32: `values` [R] at their row's tokens where `mask` [N] is not 0, 0 elsewhere."""
+    if not kernels.on_cpu(values):
+        spread_out = spread(values.to(torch.float32), offsets, len(mask))
+        return torch.where(mask != 0, spread_out, 0.0)
+    found = np.empty(len(mask), np.float32)
+    kernels.spread_rows(*map(kernels.array, (values, mask, offsets)), found)
+    return torch.from_numpy(found)
 
 
 def all_tokens(batch: PackedBatch) -> Trainable:
     """Every token of `batch` counts."""
     everything = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.device)
-    return Trainable(everything, batch.cu_seqlens, batch.row_lengths)
+    return Trainable(everything, batch.cu_seqlens)
 
 
 def as_bool(mask: Tensor) -> Tensor:
@@ -90,3 +103,11 @@ def as_bool(mask: Tensor) -> Tensor:
     counted = torch.empty(mask.shape, dtype=torch.bool)
     kernels.nonzero(kernels.array(mask).reshape(-1), kernels.array(counted).reshape(-1))
     return counted
+
+
+def _counts(mask: Tensor, offsets: Tensor) -> Tensor:
+    if not kernels.on_cpu(mask):
+        return segment_sum(mask != 0, offsets).to(torch.int64)
+    counts = torch.empty(len(offsets) - 1, dtype=torch.int64)
+    kernels.count(*map(kernels.array, (mask, offsets, counts)))
+    return counts

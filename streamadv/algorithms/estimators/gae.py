@@ -22,10 +22,8 @@ def gae(batch: PackedBatch, *, gamma: float = 1.0, lam: float = 0.95, mask_aware
     value (ROLL, SkyRL, slime).
     """
     tokens = trainable(batch) if mask_aware else all_tokens(batch)
-    advantages, returns = gae_scan(
-        batch.column("token_level_rewards"), batch.column("values"), tokens, gamma, lam
-    )
-    return Estimate("token", advantages, returns)
+    rewards, values = batch.column("token_level_rewards"), batch.column("values")
+    return Estimate("token", *gae_scan(rewards, values, tokens, gamma, lam))
 
 
 def gae_scan(

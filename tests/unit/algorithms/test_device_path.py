@@ -17,7 +17,7 @@ from streamadv.algorithms.off_policy import at_level
 from streamadv.algorithms.runs import run_mean, run_returns
 from streamadv.algorithms.segments import moments
 from streamadv.algorithms.token_rewards import credited_rewards, row_rewards
-from streamadv.algorithms.trainable import padded_tokens, trainable_tokens
+from streamadv.algorithms.trainable import padded_tokens, spread_rows, trainable_tokens
 from streamadv.algorithms.whitening import whiten
 
 from .reference import batch_of, member, random_pairs
@@ -111,7 +111,7 @@ def test_loops_and_torch_agree_on_any_mask(
         lambda: credited_rewards(rewards, tokens),
         lambda: torch.stack(moments(values, tokens.offsets, tokens.mask)[:3]),
         lambda: at_level("geometric", values, tokens),
-        lambda: tokens.spread_rows(tokens.counts.double()),
+        lambda: spread_rows(tokens.counts.double(), tokens.mask, tokens.offsets),
         lambda: trainable_tokens(tokens.mask, tokens.offsets).counts,
     ]
     for call in calls:
@@ -146,7 +146,7 @@ def test_row_sums_take_every_reward_and_no_nan_of_padding(
     want = torch.nansum(rewards.double(), 1)
     if everywhere:
         monkeypatch.setattr(kernels, "on_cpu", lambda tensor: False)
-    torch.testing.assert_close(row_rewards(rewards, padded_tokens(mask)), want)
+    torch.testing.assert_close(row_rewards(rewards, mask), want)
 
 
 def test_without_a_directory_to_write_the_loops_compile_all_the_same(
