@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import SettingError, TrajectoryError
 from . import kernels
 from .config import ChainConfig, DistillConfig, KLConfig, RewardConfig
-from .kl import approx_kl
+from .kl import column_kl
 from .metrics import Metric, fraction, mean, summary
 from .packed import Level, PackedBatch, expand, span_sum
 from .registry import Estimator, Scope, get_estimator
@@ -179,7 +179,7 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
     def run(state: State) -> State:
         batch, coefficient = state.batch, state.kl_coefficient
         tokens = known_tokens(state)
-        kl = approx_kl(batch.column(config.log_probs), batch.column("ref_log_probs"), config.penalty)
+        kl = column_kl(batch.column(config.log_probs), batch.column("ref_log_probs"), config.penalty)
         if by_token:
             shaped, row_kl = charged(batch.column("token_level_rewards"), kl, coefficient, tokens)
             state = state.with_columns(token_level_rewards=shaped)
@@ -262,7 +262,7 @@ def _distill_step(config: DistillConfig, keep_raw: bool) -> ChainStep:
             raise SettingError("chain: distillation comes before the estimator")
         tokens = known_tokens(state)
         kl = tokens.only(
-            approx_kl(batch.column(config.log_probs), batch.column("teacher_log_probs"), config.penalty)
+            column_kl(batch.column(config.log_probs), batch.column("teacher_log_probs"), config.penalty)
         )
         advantages = -config.coefficient * kl
         returns = state.returns

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .chain_steps import ChainStep, State, given_rewards, known_tokens
+from .chain_steps import ChainStep, State, given_rewards
 from .config import ChainConfig, MaskConfig, RewardConfig, SampleWeightConfig
 from .metrics import fraction, summary
-from .packed import PackedBatch
+from .packed import PackedBatch, expand
 from .registry import Scope
 from .sample_masks import difficulty_factor, length_factor
 from .segments import moments, segment_sum, spread
@@ -69,7 +69,7 @@ def _weight_step(config: SampleWeightConfig, reward: RewardConfig) -> ChainStep:
             weights = weights * length_factor(lengths, counted)
         weights = torch.where(counted, weights, 0.0)
         weights = weights * counted.sum() / weights.sum().clamp(min=1e-8)
-        column = known_tokens(state).spread_rows(weights[batch.row_trajectory])
+        column = expand(batch, "row", weights[batch.row_trajectory])
         state = state.with_metrics(summary("actor/sample_weights", weights, counted))
         return replace(state, changed={**state.changed, "sample_weights": column})
 

@@ -38,8 +38,7 @@ def numbered_groups(steps: Steps, group: Tensor) -> tuple[Tensor, Tensor]:
     """
     count = len(steps)
     place = torch.arange(count, device=group.device)
-    first = offsets_of(steps.trajectory, int(steps.trajectory[-1]) + 1 if count else 0)
-    number = place - first[steps.trajectory]
+    number = place - torch.searchsorted(steps.trajectory, steps.trajectory)
     order = torch.argsort(number, stable=True)
     order = order[torch.argsort(group[order], stable=True)]
     number, owner = number[order], group[order]

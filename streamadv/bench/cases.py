@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import padded
 from ..algorithms import build_chain, expand, run_chain
-from ..algorithms.kl import approx_kl
+from ..algorithms.kl import column_kl
 from ..algorithms.padded_layout import PeerQuirks
 from ..algorithms.registry import get_estimator
 from ..algorithms.step_returns import discounted_returns
@@ -130,7 +130,7 @@ def token_cases() -> list[Case]:
         Case(
             "kl k3",
             policy,
-            lambda w: (approx_kl(w.batch.columns[policy[0]], w.batch.columns[policy[1]], "k3"),),
+            lambda w: (column_kl(w.batch.columns[policy[0]], w.batch.columns[policy[1]], "k3"),),
             verl=lambda w: (peers.k3(*_padded(w, *policy, mask), bound=20.0),),
             roll=lambda w: (peers.k3(*_padded(w, *policy, mask), bound=None),),
         ),
