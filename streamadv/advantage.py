@@ -31,7 +31,7 @@ from .batch_statistics import running_of
 from .batches import ENTRY_ID, LoggedGroup, Work, find_record, read_groups, work_units
 from .chunks import batch_scope, counts_of
 from .columns import Array
-from .connection import RETRYABLE, Backoff
+from .connection import RETRYABLE, Backoff, retried
 from .errors import BatchLostError, ChainError, SettingError, WireError
 from .isolation import Death, isolate
 from .keys import ShardKeys
@@ -39,7 +39,7 @@ from .malformed import reject_entry
 from .payloads import decode_member, fetch_fields
 from .run import Run
 from .schema import Status, first_problem
-from .scripts import queue_script, script_call
+from .scripts import run_transaction, script_call
 from .streams import ADVANTAGE, Consumer, Entry
 
 logger = logging.getLogger(__name__)
@@ -150,8 +150,7 @@ def _read(
                 with metrics.timed(STAGE, "read"):
                     item = prepare_or_discard(run, entry)
             except RETRYABLE as error:
-                metrics.retried(STAGE)
-                logger.warning("%s: cannot read a batch: %s", STAGE, error)
+                retried(STAGE, error, backoff)
                 consumer.done([entry])  # still pending: asked for again with the own entries
                 consumer.recover_own()
                 backoff.wait()
@@ -346,12 +345,10 @@ def publish(run: Run, computed: Computed) -> bool:
     keys: ShardKeys = run.keys.shard(computed.entry.shard)
     output = keys.output(secrets.token_hex(12)) if computed.outputs else keys.void
     names = [keys.void, keys.work, keys.ready, keys.applied, keys.ledger, output]
-    pipe = run.connection.push.pipeline(transaction=True)
-    if computed.outputs:
-        pipe.hset(output, mapping=dict(computed.outputs))
-    queue_script(pipe, script_call("publish", names, _publish_args(computed, {})))
+    payloads = [(output, dict(computed.outputs))] if computed.outputs else []
+    call = script_call("publish", names, _publish_args(computed, {}))
     try:
-        return bool(pipe.execute()[-1])
+        return bool(run_transaction(run.connection, payloads, call))
     except OutOfMemoryError:  # the HSET is refused above maxmemory; the script, which acks first, is not
         call = script_call("publish", names, _publish_args(computed, computed.outputs))
         return bool(run.connection.push.eval(*call.by_text))
@@ -373,8 +370,7 @@ def _publish_all(
                 with metrics.timed(STAGE, "publish"):
                     first = publish(run, item)
             except RETRYABLE as error:
-                metrics.retried(STAGE)
-                logger.warning("%s: cannot publish: %s", STAGE, error)
+                retried(STAGE, error, backoff)
                 if stop.is_set():  # still pending: another worker takes it
                     return
                 backoff.wait()

@@ -11,11 +11,11 @@ from typing import Any, Self
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from .connection import RETRYABLE, AsyncConnection, Backoff
-from .exchange import Memory, Pause, Request, ServerId, Steps, T, Transaction
-from .producing import HEARTBEAT_S, ProducerLogic
+from .connection import RETRYABLE, AsyncConnection, Backoff, retried
+from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
+from .producing import HEARTBEAT_S, STAGE, ProducerLogic
 from .schema import Trajectory
-from .scripts import queue_script, run_script_async
+from .scripts import run_script_async, run_transaction_async, server_ids_async
 from .tickets import PushResult, Ticket, prepare
 
 logger = logging.getLogger(__name__)
@@ -124,10 +124,7 @@ class AsyncProducer:
                     error = failure
                 except RETRYABLE as failure:
                     if not isinstance(request, Transaction) and patient:
-                        level = logging.DEBUG if backoff.failures else logging.WARNING
-                        logger.log(
-                            level, "%s does not answer, waiting: %s", self._connection.safe_url, failure
-                        )
+                        retried(STAGE, failure, backoff)
                         await asyncio.sleep(backoff.delay())
                         continue
                     error = failure
@@ -141,14 +138,10 @@ class AsyncProducer:
                 return await self._connection.scripts.info("memory")
             except ResponseError:  # not permitted, or not known to this server
                 return {}
-        if isinstance(request, ServerId):
-            return await self._connection.server_id()
+        if isinstance(request, ServerIds):
+            return await server_ids_async(self._connection, request.keys)
         if isinstance(request, Transaction):
-            async with self._connection.push.pipeline(transaction=True) as pipe:
-                for key, fields in request.payloads:
-                    pipe.hset(key, mapping=fields)
-                queue_script(pipe, request.call)
-                return (await pipe.execute())[-1]
+            return await run_transaction_async(self._connection, request.payloads, request.call)
         return await run_script_async(self._connection.scripts, request)
 
 

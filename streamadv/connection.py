@@ -2,8 +2,8 @@
 
 A lost reply leaves a write in doubt. Scripts and reads may simply be sent again (`scripts`); a push may not,
 since the same payload sent twice would overwrite or delete live columns (`push`); and a blocking read needs a
-socket timeout longer than its block (`blocking`). redis-py's own defaults change with its version (redis-py 8
-retries every command 10 times and cuts reads off after 5 s), so nothing is left to them.
+socket timeout longer than its block (`blocking`). What passes by itself, a failover or a moving slot among it, is
+waited for and done again (`RETRYABLE`, `Backoff`) and counted (`retried`).
 """
 
 from __future__ import annotations
@@ -11,28 +11,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import re
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, cast
-from urllib.parse import urlsplit
 
 import redis
 import redis.asyncio
 import redis.asyncio.cluster
-import redis.asyncio.retry
 import redis.cluster
-import redis.connection
 import redis.exceptions
-from redis.backoff import FullJitterBackoff, NoBackoff
-from redis.retry import Retry
 
-from . import tls
+from . import metrics, tls
+from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_of
 from .errors import ServerUnreachableError, SettingError
-from .packing import Packer
+from .urls import Target, hide_password, parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -45,44 +40,14 @@ RETRYABLE: Final[tuple[type[Exception], ...]] = (
     redis.exceptions.ClusterError,  # also CLUSTERDOWN and MASTERDOWN
     redis.exceptions.TryAgainError,
     redis.exceptions.AskError,  # also MOVED: not executed, the next attempt goes to the right node
-    redis.exceptions.RedisClusterException,  # no node of the cluster answers
+    redis.exceptions.RedisClusterException,  # no node of the cluster answers, or none has the slot
 )
 """What passes by itself: wait (`Backoff`) and do the whole thing again; a push under a new nonce."""
 
 _PING_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, redis.exceptions.ResponseError)
 
-SOCKET_TIMEOUT: Final = 10.0  # seconds without a byte
-CONNECT_TIMEOUT: Final = 5.0
 BLOCK_MARGIN: Final = 5.0  # seconds on top of a read's block: the server re-arms blocks and may be late
 SCRIPT_RETRIES: Final = 3  # inside the client; the loops above go on for ever
-# redis-py 5 ignores its retry setting on a lost reply unless the errors are listed.
-SENT_AGAIN_ON: Final = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
-MAX_CONNECTIONS: Final = (
-    32  # per client, further callers wait their turn; `?max_connections=` in the URL changes it
-)
-
-SCHEMES: Final = {
-    "redis": ("redis", False),
-    "rediss": ("rediss", False),
-    "unix": ("unix", False),
-    "redis+cluster": ("redis", True),
-    "rediss+cluster": ("rediss", True),
-}
-# What each client must set for itself: an option in the URL would win over it.
-RESERVED_OPTIONS: Final = (
-    "decode_responses",
-    "legacy_responses",
-    "protocol",
-    "retry_on_error",
-    "retry_on_timeout",
-    "socket_timeout",
-)
-
-
-def hide_password(url: str) -> str:
-    """The URL as it may be shown: passwords replaced by `***`."""
-    shown = re.sub(r"^([a-z+]*://)([^:@/]*):(.*)@", r"\1\2:***@", url, flags=re.DOTALL)
-    return re.sub(r"((?:^|[?&])(?:ssl_)?password=)[^&]*", r"\1***", shown)
 
 
 class Backoff:
@@ -119,6 +84,36 @@ class Backoff:
         self.failures = 0
 
 
+def retried(stage: str, error: Exception, backoff: Backoff) -> None:
+    """Count and log what will be tried again; the caller then waits. `backoff` tells one outage from the next."""
+    metrics.retried(stage, reason_of(error))
+    level = logging.DEBUG if backoff.failures else logging.WARNING  # once for each outage
+    logger.log(level, "%s: the server does not answer, waiting: %s", stage, error)
+
+
+def reason_of(error: Exception) -> str:
+    """Why something is tried again: one of `metrics.RETRY_REASONS`."""
+    for kinds, reason in _REASONS:
+        if isinstance(error, kinds):
+            return reason
+    return "connection"
+
+
+# Kinds before what they are kinds of.
+_REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
+    (redis.exceptions.BusyLoadingError, "loading"),
+    (redis.exceptions.ReadOnlyError, "readonly"),
+    (redis.exceptions.MasterDownError, "masterdown"),
+    (redis.exceptions.ClusterDownError, "clusterdown"),
+    (redis.exceptions.TryAgainError, "tryagain"),
+    (redis.exceptions.MovedError, "moved"),
+    (redis.exceptions.AskError, "ask"),
+    (redis.exceptions.ClusterError, "tryagain"),  # redis-py gave up following TRYAGAIN, MOVED and ASK
+    (redis.exceptions.RedisClusterException, "clusterdown"),
+    (redis.exceptions.TimeoutError, "timeout"),
+)
+
+
 def patiently(call: Callable[[], T], who: str, *, sleep: Callable[[float], object] = time.sleep) -> T:
     """`call()`, again until the server answers: for what may simply be done twice. `who` is for the log."""
     backoff = Backoff(sleep=sleep)
@@ -126,81 +121,21 @@ def patiently(call: Callable[[], T], who: str, *, sleep: Callable[[float], objec
         try:
             return call()
         except RETRYABLE as error:
-            level = logging.DEBUG if backoff.failures else logging.WARNING  # once for each outage
-            logger.log(level, "%s: the server does not answer, waiting: %s", who, error)
+            retried(who, error, backoff)
             backoff.wait()
-
-
-@dataclass(frozen=True)
-class _Target:
-    """A URL, checked, in the form redis-py takes."""
-
-    url: str
-    cluster: bool
-    given: Mapping[str, Any]  # what the URL says, as redis-py names it
-
-    @property
-    def shared_options(self) -> dict[str, Any]:
-        # RESP2 on every client version: one shape of replies. A unix socket takes no TCP options.
-        options: dict[str, Any] = {"protocol": 2}
-        if not self.url.startswith("unix:"):
-            options |= {"socket_connect_timeout": CONNECT_TIMEOUT, "socket_keepalive": True}
-        if self.url.startswith("rediss:") and "ssl_cert_reqs" not in self.given:
-            options["ssl_check_hostname"] = True  # redis-py 5 would take any name for the right one
-        return options
-
-
-def _parse(url: str) -> _Target:
-    shown = hide_password(url)
-    scheme, _, rest = url.partition("://")
-    if scheme not in SCHEMES:
-        raise SettingError(
-            f"redis URL {shown!r}: start it with one of {', '.join(f'{s}://' for s in SCHEMES)}"
-        )
-    # Checked first, so that no message below can quote a piece of a password as a host, port or option.
-    if set("/?#@[]") & set(rest.rpartition("@")[0]):
-        raise SettingError(
-            f"redis URL {shown!r}: write special characters in user name and password as %xx (@ is %40)"
-        )
-    plain, cluster = SCHEMES[scheme]
-    try:
-        options: dict[str, Any] = redis.connection.parse_url(f"{plain}://{rest}")  # type: ignore[no-untyped-call]
-        path = urlsplit(f"{plain}://{rest}").path
-    except ValueError as error:
-        raise SettingError(f"redis URL {shown!r}: {error}") from None
-    target = _Target(f"{plain}://{rest}", cluster, options)
-    for name in RESERVED_OPTIONS:
-        if name in options:
-            raise SettingError(f"redis URL {shown!r}: {name} is set by streamadv, remove it")
-    if plain == "unix":
-        if "path" not in options:
-            raise SettingError(f"redis URL {shown!r}: give the socket's path, unix:///path/to/redis.sock")
-    elif path not in ("", "/") and not path[1:].isdigit():
-        raise SettingError(f"redis URL {shown!r}: the database must be a number, not {path[1:]!r}")
-    if cluster:
-        if options.get("db"):
-            raise SettingError(f"redis URL {shown!r}: a cluster has database 0 only")
-        if not hasattr(redis.asyncio.cluster, "TransactionStrategy"):
-            raise SettingError(
-                f"redis URL {shown!r}: redis-py {redis.__version__} has no transactions on a cluster, "
-                'pip install "redis>=7"'
-            )
-    try:  # makes the object only; an unknown option is found now and not at the first command
-        redis.ConnectionPool.from_url(target.url, **target.shared_options).make_connection()
-    except (TypeError, ValueError, redis.exceptions.RedisError) as error:
-        raise SettingError(f"redis URL {shown!r}: {error}") from None
-    if plain == "rediss":
-        tls.check_files(options)
-    return target
 
 
 class _Common:
     """What the two kinds of connection share: the URL and how it is shown."""
 
-    def __init__(self, url: str, target: _Target | None) -> None:
+    def __init__(self, url: str, target: Target | None) -> None:
         self.url = url
         """The URL as given, with its password: for child processes, not for messages."""
         self._target = target
+
+    @property
+    def is_cluster(self) -> bool:
+        return self._target is not None and self._target.cluster
 
     @property
     def safe_url(self) -> str:
@@ -246,13 +181,14 @@ class _Common:
 class Connection(_Common):
     """The clients of one process for one server or cluster. Making it does not touch the network.
 
-    URL schemes: redis, rediss (TLS), unix, redis+cluster, rediss+cluster; user, password, database and TLS
+    URL schemes: redis, rediss (TLS), unix, redis+cluster, rediss+cluster, and redis+sentinel, rediss+sentinel
+    (`//host:port,host:port/name`, `?sentinel_username=`, `?sentinel_password=`); user, password, database and TLS
     options as redis-py understands them (`?ssl_ca_certs=...`). Safe to share between threads. Replies are
     bytes. Raises SettingError on a bad URL.
     """
 
     def __init__(self, url: str) -> None:
-        super().__init__(url, _parse(url))
+        super().__init__(url, parse_url(url))
         self._clients: dict[str, redis.Redis] = {}
         self._lock = threading.Lock()
 
@@ -310,15 +246,23 @@ class Connection(_Common):
                 on_wait(error)
             backoff.wait()
 
-    def server_id(self) -> str | None:
-        """Changes when the server restarts or another one takes over; None where it does not tell."""
-        return _run_id(self.scripts) if self._target is None or not self._target.cluster else None
+    def note_failed_push(self) -> None:
+        """Call after a push that raised one of RETRYABLE.
+
+        A cluster's transaction looks for its slot's new home after some errors only, not after a timeout, so a
+        primary that hangs would be asked for ever.
+        """
+        client = self._clients.get("push")
+        if client is not None and self.is_cluster:
+            with suppress(*RETRYABLE):
+                cast(redis.cluster.RedisCluster, client).nodes_manager.initialize()
 
     def close(self) -> None:
         with self._lock:
             if self._target is not None:
                 for client in self._clients.values():
-                    client.close()
+                    for each in (client, *sentinels_of(client)):
+                        each.close()
                 self._clients.clear()
 
     def __enter__(self) -> Self:
@@ -335,11 +279,11 @@ class Connection(_Common):
         with self._lock:
             client = self._clients.get(role)
             if client is None:
-                client = self._clients[role] = _make(self._target, socket_timeout, retries)
+                client = self._clients[role] = make_client(self._target, socket_timeout, retries)
         return client
 
     def _cluster_info(self) -> dict[str, Any]:
-        if self._target is None or self._target.cluster:
+        if self._target is None or self.is_cluster:
             return {}
         try:
             return self.push.info("cluster")
@@ -347,36 +291,11 @@ class Connection(_Common):
             return {}
 
 
-def _run_id(client: redis.Redis) -> str | None:
-    try:
-        return client.info("server").get("run_id")
-    except RETRYABLE:
-        raise
-    except redis.exceptions.ResponseError:  # not permitted, or not known to this server
-        return None
-
-
-def _make(target: _Target, socket_timeout: float, retries: int) -> redis.Redis:
-    options = target.shared_options | {"socket_timeout": socket_timeout}
-    retry = Retry(FullJitterBackoff(cap=1.0, base=0.05) if retries else NoBackoff(), retries)
-    if target.cluster:
-        # Asks the cluster for its nodes at once, which is why clients are made at first use. It has the
-        # commands of Redis, without being a subclass.
-        return cast(redis.Redis, redis.cluster.RedisCluster.from_url(target.url, retry=retry, **options))
-    if retries:
-        options["retry_on_error"] = list(SENT_AGAIN_ON)
-    options["command_packer"] = Packer()  # a cluster's client takes none: it copies
-    pool = redis.BlockingConnectionPool.from_url(
-        target.url, max_connections=MAX_CONNECTIONS, timeout=None, retry=retry, **options
-    )
-    return redis.Redis.from_pool(pool)
-
-
 class AsyncConnection(_Common):
     """`Connection` for asyncio, without blocking reads: what producers need. Use it from one event loop."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(url, _parse(url))
+        super().__init__(url, parse_url(url))
         self._clients: dict[str, redis.asyncio.Redis] = {}
 
     @classmethod
@@ -424,21 +343,18 @@ class AsyncConnection(_Common):
                 on_wait(error)
             await asyncio.sleep(backoff.delay())
 
-    async def server_id(self) -> str | None:
-        """As `Connection.server_id`."""
-        if self._target is None or self._target.cluster:
-            return None
-        try:
-            return (await self.scripts.info("server")).get("run_id")
-        except RETRYABLE:
-            raise
-        except redis.exceptions.ResponseError:
-            return None
+    async def note_failed_push(self) -> None:
+        """As `Connection.note_failed_push`."""
+        client = self._clients.get("push")
+        if client is not None and self.is_cluster:
+            with suppress(*RETRYABLE):
+                await cast(redis.asyncio.cluster.RedisCluster, client).nodes_manager.initialize()
 
     async def close(self) -> None:
         if self._target is not None:
             for client in self._clients.values():
-                await client.aclose()
+                for each in (client, *sentinels_of(client)):
+                    await each.aclose()
             self._clients.clear()
 
     async def __aenter__(self) -> Self:
@@ -454,29 +370,13 @@ class AsyncConnection(_Common):
             return self._clients["any"]
         client = self._clients.get(role)
         if client is None:
-            client = self._clients[role] = _make_async(self._target, retries)
+            client = self._clients[role] = make_async_client(self._target, retries)
         return client
 
     async def _cluster_info(self) -> dict[str, Any]:
-        if self._target is None or self._target.cluster:
+        if self._target is None or self.is_cluster:
             return {}
         try:
             return await self.push.info("cluster")
         except redis.exceptions.NoPermissionError:
             return {}
-
-
-def _make_async(target: _Target, retries: int) -> redis.asyncio.Redis:
-    options = target.shared_options | {"socket_timeout": SOCKET_TIMEOUT}
-    retry = redis.asyncio.retry.Retry(
-        FullJitterBackoff(cap=1.0, base=0.05) if retries else NoBackoff(), retries
-    )
-    if target.cluster:
-        cluster = redis.asyncio.cluster.RedisCluster.from_url(target.url, retry=retry, **options)
-        return cast(redis.asyncio.Redis, cluster)
-    if retries:
-        options["retry_on_error"] = list(SENT_AGAIN_ON)
-    pool = redis.asyncio.BlockingConnectionPool.from_url(
-        target.url, max_connections=MAX_CONNECTIONS, timeout=None, retry=retry, **options
-    )
-    return redis.asyncio.Redis.from_pool(pool)

@@ -5,6 +5,7 @@ They come from the environment or from files, never from the command line, which
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -49,7 +50,7 @@ def complete_url(url: str, password: str | None, files: Mapping[str, Path | None
     end = min((rest.find(mark) for mark in "/?#" if mark in rest), default=len(rest))
     user, _, host = rest[:end].rpartition("@")
     query = rest.partition("?")[2]
-    if password is not None and ":" not in user and "password=" not in query and "@" not in rest[end:]:
+    if password is not None and ":" not in user and not re.search(r"(^|&)password=", query) and "@" not in rest[end:]:
         rest = f"{user}:{quote(password, safe='')}@{host}{rest[end:]}"
     missing = {
         name: str(path) for name, path in files.items() if path is not None and f"{name}=" not in query

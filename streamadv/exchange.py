@@ -25,10 +25,12 @@ class Memory(NamedTuple):
     """Ask the server for its memory figures; {} where INFO is missing."""
 
 
-class ServerId(NamedTuple):
-    """Ask which server this is; None where it does not tell. Another one may have lost the last moments."""
+class ServerIds(NamedTuple):
+    """Ask which server has each key; None where it does not tell. Another one may have lost the last moments."""
+
+    keys: Sequence[str]
 
 
-Request = ScriptCall | Transaction | Pause | Memory | ServerId
+Request = ScriptCall | Transaction | Pause | Memory | ServerIds
 T = TypeVar("T")
 Steps = Generator[Request, Any, T]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from . import metrics
-from .connection import RETRYABLE, Backoff
+from .connection import RETRYABLE, Backoff, retried
 from .dead_letters import trim_dead
 from .keys import ShardKeys
 from .malformed import RECORD_FIELDS, is_payload_key, record_problem, reject_entry, reject_item
@@ -54,9 +54,7 @@ def run_grouper(
                 housekeeping(run)
                 due = clock() + HOUSEKEEPING_S
         except RETRYABLE as error:
-            metrics.retried(STAGE)
-            level = logging.DEBUG if backoff.failures else logging.WARNING
-            logger.log(level, "%s: to be repeated: %s", STAGE, error)
+            retried(STAGE, error, backoff)
             consumer.recover()
             backoff.wait()
         else:

@@ -91,7 +91,7 @@ class Lineage:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run = run
-        self.server_id = run.connection.server_id()
+        self.server_ids = run.server_ids()
         self._settings = settings
         self._start = start
         self._leads = leads

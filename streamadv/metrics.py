@@ -34,6 +34,10 @@ OUTCOMES: Final = (
 KEPT: Final = ("complete", "partial")
 #: What befalls a group later, when a batch is named: it was counted as kept before.
 AT_NAMING: Final = ("missing_column", "stale", "oversize", "rolled_back")
+#: Why a stage has to try again: see `connection.reason_of`.
+RETRY_REASONS: Final = (
+    "connection", "timeout", "loading", "readonly", "masterdown", "clusterdown", "tryagain", "moved", "ask",
+)  # fmt: skip
 PUSH_CODES: Final = ("pushed", "duplicate", "surplus", "late", "other")
 #: Data sources with a label of their own; those that come later are counted as "other".
 MAX_DATA_SOURCES: Final = 32
@@ -84,7 +88,7 @@ DUPLICATE: Final = _counter(
     "streamadv_duplicate", "Stream entries that another consumer had finished, result thrown away.", "stage"
 )
 CONNECTION_ERRORS: Final = _counter(
-    "streamadv_connection_errors", "Failed connections, each tried again.", "stage"
+    "streamadv_connection_errors", "Failures of the server, each tried again.", "stage", "reason"
 )
 NOGROUP: Final = _counter(
     "streamadv_nogroup_recreations", "Consumer groups found missing and made again.", "stage"
@@ -225,9 +229,9 @@ def entries(stage: str, event: Event, n: int = 1) -> None:
         _succeeded(stage)
 
 
-def retried(stage: str) -> None:
-    """A connection failed and is tried again."""
-    _child(CONNECTION_ERRORS, stage).inc()
+def retried(stage: str, reason: str) -> None:
+    """The server failed and is tried again; `reason` is one of RETRY_REASONS."""
+    _child(CONNECTION_ERRORS, stage, reason).inc()
 
 
 def group_recreated(stage: str) -> None:

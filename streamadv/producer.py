@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from .connection import RETRYABLE, AsyncConnection, Backoff, Connection
-from .exchange import Memory, Pause, Request, ServerId, Steps, T, Transaction
+from .connection import RETRYABLE, AsyncConnection, Backoff, Connection, retried
+from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
 from .manifest import RunSettings
-from .producing import HEARTBEAT_S, ProducerLogic
+from .producing import HEARTBEAT_S, STAGE, ProducerLogic
 from .resend import RESEND_WINDOW_S
 from .schema import Trajectory
-from .scripts import queue_script, run_script
+from .scripts import run_script, run_transaction, server_ids
 from .tickets import PushResult, Ticket, prepare
 
 if TYPE_CHECKING:
@@ -161,10 +161,7 @@ class Producer:
                     error = failure
                 except RETRYABLE as failure:
                     if not isinstance(request, Transaction) and patient:
-                        level = logging.DEBUG if backoff.failures else logging.WARNING
-                        logger.log(
-                            level, "%s does not answer, waiting: %s", self._connection.safe_url, failure
-                        )
+                        retried(STAGE, failure, backoff)
                         backoff.wait()
                         continue
                     error = failure
@@ -178,14 +175,10 @@ class Producer:
                 return self._connection.scripts.info("memory")
             except ResponseError:  # not permitted, or not known to this server
                 return {}
-        if isinstance(request, ServerId):
-            return self._connection.server_id()
+        if isinstance(request, ServerIds):
+            return server_ids(self._connection, request.keys)
         if isinstance(request, Transaction):
-            pipe = self._connection.push.pipeline(transaction=True)
-            for key, fields in request.payloads:
-                pipe.hset(key, mapping=fields)
-            queue_script(pipe, request.call)
-            return pipe.execute()[-1]
+            return run_transaction(self._connection, request.payloads, request.call)
         return run_script(self._connection.scripts, request)
 
     def __enter__(self) -> Self:

@@ -20,7 +20,7 @@ from redis.exceptions import OutOfMemoryError
 
 from . import metrics
 from .admission import broken_group_error, busy_error, byte_budget, push_codes
-from .connection import RETRYABLE, Backoff
+from .connection import RETRYABLE, Backoff, retried
 from .errors import Busy, GroupEndedError, SettingError, TrajectoryError
 from .exchange import Memory, Pause, Steps, Transaction
 from .keys import ShardKeys
@@ -33,6 +33,7 @@ from .wire import encode_payload, make_reference, payload_bytes
 
 logger = logging.getLogger(__name__)
 
+STAGE: Final = "producer"
 #: Largest slice of a group sent in one MULTI.
 MAX_SLICE_RECORDS: Final = 128
 MAX_SLICE_BYTES: Final = 4 << 20
@@ -96,7 +97,7 @@ class ProducerLogic:
         self.manifest = parse_manifest(
             self.run, self.settings, (yield manifest_call(self.run, self.settings))
         )
-        yield from self._resend.check()
+        yield from self._resend.check(self.joined.keys.voids)
 
     def too_late(self, ticket: Ticket) -> bool:
         """Whether a rollout begun under this ticket can only be dropped as stale."""
@@ -113,7 +114,7 @@ class ProducerLogic:
     def finish(self) -> Steps[None]:
         """No more groups will come from this producer."""
         backoff = Backoff()
-        while not (yield from self._resend.check()):
+        while not (yield from self._resend.check(self.joined.keys.voids)):
             yield Pause(backoff.delay())
         self.finished = True
         yield from self.heartbeat()
@@ -198,7 +199,7 @@ class ProducerLogic:
         def send() -> Steps[PushResult]:
             return (yield from self._push_records(spec, records, epoch or 0))
 
-        return (yield from self._remembered(send, records, admitted=epoch is not None))
+        return (yield from self._remembered(first.group_id, send, records, admitted=epoch is not None))
 
     def end_places(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that rollouts ended without a trajectory: `kind` failed, aborted or cancelled; -1 = lowest free."""
@@ -220,7 +221,7 @@ class ProducerLogic:
                 else:
                     return PushResult(push_codes(reply, ticket.group_id, ticket.group_size))
 
-        return (yield from self._remembered(send, admitted=True))
+        return (yield from self._remembered(ticket.group_id, send, admitted=True))
 
     def score(
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
@@ -245,7 +246,7 @@ class ProducerLogic:
             reply = yield call
             return PushResult([reply.decode()])
 
-        result = yield from self._remembered(send)
+        result = yield from self._remembered(group_id, send)
         return result.codes[0]
 
     def touch(self, group_id: str, deadline_s: float | None) -> Steps[bool]:
@@ -257,6 +258,7 @@ class ProducerLogic:
 
     def _remembered(
         self,
+        group_id: str,
         send: Callable[[], Steps[PushResult]],
         records: Sequence[Record] = (),
         admitted: bool = False,
@@ -265,7 +267,8 @@ class ProducerLogic:
 
         A group once admitted that the server has forgotten is admitted again by this: waits instead of Busy.
         """
-        server_id = self._resend.server_id
+        shard = self.joined.keys.shard_of(group_id)
+        server_id = self._resend.server_of(shard)
         backoff = Backoff()
         while True:
             try:
@@ -275,7 +278,7 @@ class ProducerLogic:
                 if not admitted:
                     raise
                 yield from self._wait_for_room(backoff)
-        self._resend.remember(server_id, sum(size for _, (_, size) in records), send)
+        self._resend.remember(shard, server_id, sum(size for _, (_, size) in records), send)
         return result
 
     def _push_records(self, spec: list[Any], records: Sequence[Record], epoch: int) -> Steps[PushResult]:
@@ -318,7 +321,7 @@ class ProducerLogic:
             try:
                 reply = yield Transaction(payloads, call)
             except RETRYABLE as error:
-                logger.warning("push of group %s to be repeated: %s", group_id, error)
+                retried(STAGE, error, backoff)
                 yield Pause(backoff.delay())
                 continue
             except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from .errors import Busy, StreamadvError
-from .exchange import ServerId, Steps
+from .exchange import ServerIds, Steps
 from .tickets import PushResult
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,8 @@ MAX_RESEND_BYTES: Final = 256 << 20
 class Sent:
     """Something a producer told the server, kept for a while in case the server forgets it."""
 
-    server_id: str | None  # which server was believed to be there before it was sent
+    shard: int
+    server_id: str | None  # which server was believed to have the shard before it was sent
     when: float
     size: int
     again: Callable[[], Steps[PushResult]]
@@ -38,24 +39,31 @@ class ResendWindow:
         self._clock = clock
         self._sent: deque[Sent] = deque()
         self._bytes = 0
-        #: The server as of the last check. Read it before sending: the answer may come from one that is gone when
-        #: the sending is remembered.
-        self.server_id: str | None = None
+        self._servers: Sequence[str | None] = ()
 
-    def remember(self, server_id: str | None, size: int, again: Callable[[], Steps[PushResult]]) -> None:
+    def server_of(self, shard: int) -> str | None:
+        """The shard's server as of the last check.
+
+        Read it before sending: the answer may come from one that is gone when the sending is remembered.
+        """
+        return self._servers[shard] if self._servers else None
+
+    def remember(
+        self, shard: int, server_id: str | None, size: int, again: Callable[[], Steps[PushResult]]
+    ) -> None:
         """Keep something just sent; `again` sends it once more (idempotent by rollout index)."""
         if self._seconds > 0:
-            self._sent.append(Sent(server_id, self._clock(), size, again))
+            self._sent.append(Sent(shard, server_id, self._clock(), size, again))
             self._bytes += size
 
-    def check(self) -> Steps[bool]:
-        """Send again what another server may have lost; forget what this one has had for long.
+    def check(self, keys: Sequence[str]) -> Steps[bool]:
+        """Send again what another server may have lost; forget what this one has had for long. `keys`: one per shard.
 
         False when the server had no room for some of it: check again.
         """
-        current: str | None = yield ServerId()
-        self.server_id = current
-        behind = [item for item in list(self._sent) if item.server_id != current]
+        current: Sequence[str | None] = yield ServerIds(keys)
+        self._servers = current
+        behind = [item for item in list(self._sent) if item.server_id != current[item.shard]]
         lost = refused = 0
         for item in behind:
             try:
@@ -67,7 +75,7 @@ class ResendWindow:
             except StreamadvError as error:
                 logger.warning("not sent again: %s", error)
             # Kept as if sent now: this server may go away as well.
-            item.server_id, item.when = current, self._clock()
+            item.server_id, item.when = current[item.shard], self._clock()
         if behind:
             logger.warning(
                 "the server is not the one it was: of %d things sent again %d trajectories were lost, %d are refused",
@@ -77,7 +85,7 @@ class ResendWindow:
             )
         oldest = self._clock() - self._seconds
         while self._sent and (
-            (self._sent[0].when < oldest and self._sent[0].server_id == current)
+            (self._sent[0].when < oldest and self._sent[0].server_id == current[self._sent[0].shard])
             or self._bytes > MAX_RESEND_BYTES
         ):
             self._bytes -= self._sent.popleft().size

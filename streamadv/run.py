@@ -9,7 +9,7 @@ from .connection import Connection
 from .errors import SettingError
 from .keys import RunKeys, check_run_name, manifest_key
 from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
-from .scripts import run_script, script_call
+from .scripts import run_script, script_call, server_ids
 
 
 class Run:
@@ -41,6 +41,10 @@ class Run:
     @property
     def keys(self) -> RunKeys:
         return self.manifest.keys
+
+    def server_ids(self) -> list[str | None]:
+        """Which server has each shard, see `scripts.server_ids`."""
+        return server_ids(self.connection, self.keys.voids)
 
     def call(self, script: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
         """Run a script that may be repeated when its reply is lost."""

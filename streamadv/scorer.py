@@ -16,7 +16,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from . import metrics
-from .connection import RETRYABLE, Backoff, Connection, patiently
+from .connection import RETRYABLE, Backoff, Connection, patiently, retried
 from .errors import SettingError, UndecodableGroupError, WireError
 from .malformed import record_problem, reject_entry
 from .manifest import RunSettings
@@ -82,8 +82,7 @@ class Scorer:
                 self._hand_off(entries, score)
                 consumer.done(entries)
             except RETRYABLE as error:
-                metrics.retried(self._name)
-                logger.warning("scorer %s: to be repeated: %s", self._name, error)
+                retried(self._name, error, backoff)
                 consumer.recover()
                 backoff.wait()
             else:

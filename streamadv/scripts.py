@@ -17,6 +17,11 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import NoScriptError
 
+from .connection import RETRYABLE, AsyncConnection, Connection
+
+#: Keys of hashes and their fields.
+Payloads = Sequence[tuple[str, dict[Any, Any]]]
+
 _INCLUDE = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
 
 
@@ -73,6 +78,55 @@ async def run_script_async(client: Any, call: ScriptCall) -> Any:
         return await client.eval(*call.by_text)
 
 
-def queue_script(pipe: Any, call: ScriptCall) -> None:
-    """Put `call` into a MULTI: as a plain command, since a cluster's pipeline has no `eval`."""
-    pipe.execute_command("EVAL", *call.by_text)
+def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall) -> Any:
+    """MULTI: write the hashes, then run `call`, whose reply is returned. Never sent twice."""
+    try:
+        pipe = connection.push.pipeline(transaction=True)
+        return _fill(pipe, payloads, call).execute()[-1]
+    except RETRYABLE:
+        connection.note_failed_push()
+        raise
+
+
+async def run_transaction_async(connection: AsyncConnection, payloads: Payloads, call: ScriptCall) -> Any:
+    """`run_transaction` for asyncio."""
+    try:
+        async with connection.push.pipeline(transaction=True) as pipe:
+            return (await _fill(pipe, payloads, call).execute())[-1]
+    except RETRYABLE:
+        await connection.note_failed_push()
+        raise
+
+
+def _fill(pipe: Any, payloads: Payloads, call: ScriptCall) -> Any:
+    for key, fields in payloads:
+        pipe.hset(key, mapping=fields)
+    pipe.execute_command("EVAL", *call.by_text)  # as a plain command: a cluster's pipeline has no `eval`
+    return pipe
+
+
+def server_ids(connection: Connection, keys: Sequence[str]) -> list[str | None]:
+    """For each key which server has it, None where it does not tell.
+
+    The id changes when that server restarts or another one takes over, which may have lost the last moments. Asked
+    where pushes go, as each client of a cluster has its own idea of who is primary.
+    """
+    asked = _asked(connection, keys)
+    found = [_text(run_script(connection.push, script_call("server_id", [key]))) for key in asked]
+    return found * (len(keys) // len(found))
+
+
+async def server_ids_async(connection: AsyncConnection, keys: Sequence[str]) -> list[str | None]:
+    """`server_ids` for asyncio."""
+    asked = _asked(connection, keys)
+    found = [_text(await run_script_async(connection.push, script_call("server_id", [key]))) for key in asked]
+    return found * (len(keys) // len(found))
+
+
+def _asked(connection: Connection | AsyncConnection, keys: Sequence[str]) -> Sequence[str]:
+    """One server has all keys, but in a cluster."""
+    return keys if connection.is_cluster else keys[:1]
+
+
+def _text(reply: bytes | None) -> str | None:
+    return None if reply is None else reply.decode()

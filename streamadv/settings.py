@@ -15,11 +15,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from . import tls
-from .connection import hide_password
 from .credentials import PREFIX, complete_url, secret_from
 from .errors import SettingError
 from .keys import check_run_name
 from .schema import first_problem
+from .urls import hide_password
 
 NOT_SETTINGS: Final = ("DATA", "GOLDEN")  # folders of the tests' files
 #: Of the users that `config acl` makes, see `credentials.secret_from`.

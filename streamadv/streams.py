@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from redis.exceptions import ResponseError
 
 from . import metrics
-from .connection import RETRYABLE, Backoff
+from .connection import RETRYABLE, Backoff, retried
 from .keys import ShardKeys
 from .run import Run
 
@@ -127,27 +127,28 @@ class Consumer:
 
     def _guarded(self, shard: int, count: int, block_ms: int | None) -> list[Entry]:
         try:
-            entries = self._read(shard, count, block_ms)
-        except ResponseError as error:
-            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):  # the stream or its group is gone
-                raise
-            metrics.group_recreated(self.stage)
-            if self._backoff.failures:
-                self._backoff.wait()
-            self._backoff.delay()
-            keys = self.run.keys.shard(shard)
-            self.run.call("ensure_group", [keys.void, self.streams[shard]], [self.stage])
-            return []
+            try:
+                entries = self._read(shard, count, block_ms)
+            except ResponseError as error:
+                if isinstance(error, RETRYABLE) or not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+                    raise
+                self._make_group(shard)  # the stream or its group is gone
+                return []
         except RETRYABLE as error:
-            metrics.retried(self.stage)
-            # Once for each outage: it may last long and every process says so.
-            level = logging.DEBUG if self._backoff.failures else logging.WARNING
-            logger.log(level, "%s: cannot read %s, waiting: %s", self.stage, self.streams[shard], error)
+            retried(self.stage, error, self._backoff)
             self._own[shard] = "0"
             self._backoff.wait()
             return []
         self._backoff.reset()
         return entries
+
+    def _make_group(self, shard: int) -> None:
+        metrics.group_recreated(self.stage)
+        if self._backoff.failures:
+            self._backoff.wait()
+        self._backoff.delay()
+        keys = self.run.keys.shard(shard)
+        self.run.call("ensure_group", [keys.void, self.streams[shard]], [self.stage])
 
     def _read(self, shard: int, count: int, block_ms: int | None) -> list[Entry]:
         stream = self.streams[shard]

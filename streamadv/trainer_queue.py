@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from redis.exceptions import ResponseError
 from torch.utils.data import IterableDataset, get_worker_info
 
 from . import batches, metrics
@@ -26,7 +27,7 @@ from .algorithms.chain import Chain, build_chain
 from .algorithms.config import ChainConfig
 from .batches import BatchRecord, Work
 from .chunks import Chunk, assign, batch_scope, misfit, parse_chunk
-from .connection import RETRYABLE, Backoff, Connection, T, patiently
+from .connection import RETRYABLE, Backoff, Connection, T, patiently, retried
 from .delivery import LateColumn, deliver
 from .errors import NoBatchError, SettingError, UndecodableGroupError, WireError
 from .isolation import Death
@@ -195,9 +196,7 @@ class TrainerQueue(IterableDataset[Batch]):
                 block_ms = BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1)
                 self._wait(lineage, block_ms, max_groups)
             except RETRYABLE as error:
-                metrics.retried(STAGE)
-                level = logging.DEBUG if backoff.failures else logging.WARNING
-                logger.log(level, "%s: to be repeated: %s", STAGE, error)
+                retried(STAGE, error, backoff)
                 backoff.wait()
             else:
                 backoff.reset()
@@ -300,7 +299,7 @@ class TrainerQueue(IterableDataset[Batch]):
 
     def _recover(self, lineage: Lineage) -> Lineage:
         """After a restart or failover of the server: repeat what it may have lost of this job."""
-        if lineage.run.connection.server_id() == lineage.server_id:
+        if lineage.run.server_ids() == lineage.server_ids:
             return lineage
         logger.warning("%s: the server is not the one it was: repeating what it may have lost", STAGE)
         current = self._current
@@ -404,7 +403,12 @@ class TrainerQueue(IterableDataset[Batch]):
                 streams: dict[Any, Any] = {keys.ready: self._ready_cursors.get(shard, "0-0")}
                 if lineage.waits_for_groups:
                     streams[keys.groups] = lineage.seen[shard]
-                reply: Any = blocking.xread(streams, count=1, block=left_ms)
+                reply: Any = None
+                try:
+                    reply = blocking.xread(streams, count=1, block=left_ms)
+                except ResponseError as error:
+                    if not str(error).startswith("UNBLOCKED"):  # a primary was demoted while this waited
+                        raise
                 if not reply:
                     break
                 if keys.ready.encode() in dict(reply) or lineage.could_name(max_groups):

@@ -10,8 +10,10 @@ import redis.exceptions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamadv.connection import RETRYABLE, AsyncConnection, Backoff, Connection, hide_password
+from streamadv.connection import RETRYABLE, AsyncConnection, Backoff, Connection, reason_of
 from streamadv.errors import SettingError
+from streamadv.metrics import RETRY_REASONS
+from streamadv.urls import hide_password, parse_url
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,11 @@ from streamadv.errors import SettingError
         ("redis://localhost?decode_responses=1", "decode_responses"),
         ("unix://", "socket"),
         ("redis+cluster://localhost/3", "database 0"),
+        ("redis+sentinel://localhost:26379", "name the master"),
+        ("redis+sentinel://a,,b/mymaster", "empty"),
+        ("redis+sentinel://a,b/mymaster/x", "database"),
+        ("redis+sentinel://a/mymaster?sentinel_port=1", "sentinel_port"),
+        ("redis+sentinel://a/mymaster?no_such_option=1", "no_such_option"),
         ("redis://user:p@ss/word@localhost", "%40"),
     ],
 )
@@ -48,6 +55,8 @@ def test_a_bad_url_is_a_one_line_error_before_any_network(
         "unix:///run/redis.sock?db=1",
         "redis+cluster://localhost:7000",
         "rediss+cluster://localhost:7000/0",
+        "redis+sentinel://user:secret@a:26379,b,[::1]:26380/mymaster/2?sentinel_password=other",
+        "rediss+sentinel://a/mymaster?ssl_cert_reqs=none",
     ],
 )
 def test_every_scheme_is_accepted_without_a_server(url: str) -> None:
@@ -55,6 +64,18 @@ def test_every_scheme_is_accepted_without_a_server(url: str) -> None:
         pytest.skip("redis-py 7 or newer")
     assert Connection(url).url == url
     assert AsyncConnection(url).url == url
+
+
+def test_a_url_names_sentinels_their_login_and_the_master() -> None:
+    target = parse_url(
+        "rediss+sentinel://me:pw@a:1,b,[::1]:2/mymaster/3?sentinel_password=x%40y&max_connections=7"
+    )
+    assert target.sentinels == (("a", 1), ("b", 26379), ("::1", 2))
+    assert target.master == "mymaster"
+    assert target.url_options == {"username": "me", "password": "pw", "db": 3, "max_connections": 7}
+    assert target.sentinel_options["password"] == "x@y"
+    assert "username" not in target.sentinel_options
+    assert target.sentinel_options["ssl"] is True
 
 
 @given(st.text(max_size=30))
@@ -72,6 +93,9 @@ def test_no_message_shows_a_password(text: str) -> None:
 def test_what_is_not_a_password_stays_readable() -> None:
     assert hide_password("redis://me:secret@host:6379/2") == "redis://me:***@host:6379/2"
     assert hide_password("redis://host:6379/2") == "redis://host:6379/2"
+    assert hide_password("redis+sentinel://a/m?sentinel_password=x&db=1") == (
+        "redis+sentinel://a/m?sentinel_password=***&db=1"
+    )
     assert hide_password("unix:///a.sock?password=x&db=1") == "unix:///a.sock?password=***&db=1"
 
 
@@ -118,6 +142,15 @@ def test_the_backoff_survives_a_long_outage() -> None:
 )
 def test_what_passes_by_itself_is_retryable(error: Exception) -> None:
     assert isinstance(error, RETRYABLE)
+    assert reason_of(error) in RETRY_REASONS
+
+
+def test_a_failure_is_counted_under_its_reason() -> None:
+    assert reason_of(redis.exceptions.MovedError("1 127.0.0.1:7000")) == "moved"
+    assert reason_of(redis.exceptions.AskError("1 127.0.0.1:7000")) == "ask"
+    assert reason_of(redis.exceptions.MasterDownError("x")) == "masterdown"
+    assert reason_of(redis.exceptions.BusyLoadingError("x")) == "loading"
+    assert reason_of(redis.exceptions.ConnectionError("x")) == "connection"
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def report_everything() -> None:
         metrics.entries("grouper", event, 2)
     with metrics.timed("grouper", "take"):
         pass
-    metrics.retried("grouper")
+    metrics.retried("grouper", "connection")
     metrics.group_recreated("grouper")
     metrics.group_ended("complete", "math")
     metrics.producer_pushed(["pushed"])
@@ -219,11 +219,11 @@ def test_only_finished_work_is_a_success() -> None:
 
 
 def test_connection_errors_and_missing_groups_count(delta: Delta) -> None:
-    for name in ("connection_errors_total", "nogroup_recreations_total"):
-        delta(name, stage="advantage")
-    metrics.retried("advantage")
+    delta("connection_errors_total", stage="advantage", reason="moved")
+    delta("nogroup_recreations_total", stage="advantage")
+    metrics.retried("advantage", "moved")
     metrics.group_recreated("advantage")
-    assert delta("connection_errors_total", stage="advantage") == 1
+    assert delta("connection_errors_total", stage="advantage", reason="moved") == 1
     assert delta("nogroup_recreations_total", stage="advantage") == 1
 
 

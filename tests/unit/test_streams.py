@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import redis
-from redis.exceptions import ResponseError
+from redis.exceptions import MasterDownError, MovedError, ReadOnlyError, ResponseError
 
 from streamadv import streams
 from streamadv.connection import Connection
@@ -139,6 +139,25 @@ def test_a_stream_that_vanishes_is_made_again_without_a_hot_loop(
     for _ in range(20):
         assert consumer.read(5) == []
     assert len(slept) == 19, "the first time at once, then slower and slower"
+
+
+@pytest.mark.parametrize(
+    "error", [ReadOnlyError("READONLY"), MovedError("1 127.0.0.1:7000"), MasterDownError("MASTERDOWN")]
+)
+def test_a_failover_is_waited_out(pushed: Run, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """These are replies like WRONGTYPE, but pass by themselves."""
+    consumer = consumer_of(pushed)
+    slept: list[float] = []
+    consumer._backoff._sleep = slept.append
+    with monkeypatch.context() as patch:
+        patch.setattr(Consumer, "_read", lambda *_: (_ for _ in ()).throw(error))
+        assert consumer.read(5) == []
+    assert slept
+    with monkeypatch.context() as patch:  # also while the consumer group is made again
+        patch.setattr(Consumer, "_read", lambda *_: (_ for _ in ()).throw(ResponseError("NOGROUP")))
+        patch.setattr(Run, "call", lambda *_: (_ for _ in ()).throw(error))
+        assert consumer.read(5) == []
+    assert consumer.read(5)
 
 
 def test_another_error_of_the_server_is_not_swallowed(pushed: Run, monkeypatch: pytest.MonkeyPatch) -> None:

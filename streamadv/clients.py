@@ -1,0 +1,113 @@
+"""How redis-py's clients are made: timeouts, retries and limits, for a server, a cluster, or behind Sentinels.
+
+redis-py's own defaults change with its version (redis-py 8 retries every command 10 times and cuts reads off
+after 5 s), so nothing is left to them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, cast
+
+import redis
+import redis.asyncio
+import redis.asyncio.cluster
+import redis.asyncio.retry
+import redis.asyncio.sentinel
+import redis.cluster
+import redis.exceptions
+import redis.sentinel
+from redis.backoff import FullJitterBackoff, NoBackoff
+from redis.retry import Retry
+
+from .packing import Packer
+from .urls import Target
+
+SOCKET_TIMEOUT: Final = 10.0  # seconds without a byte
+# redis-py 5 ignores its retry setting on a lost reply unless the errors are listed. READONLY is not sent again on the
+# same connection, which leads to a former primary: listed errors also close it.
+SENT_AGAIN_ON: Final = (
+    redis.exceptions.ConnectionError,
+    redis.exceptions.TimeoutError,
+    redis.exceptions.ReadOnlyError,
+)
+MAX_CONNECTIONS: Final = (
+    32  # per client, further callers wait their turn; `?max_connections=` in the URL changes it
+)
+
+# Ask for the nodes after every error, as each comes behind a wait already; one shard being away stops no other.
+CLUSTER_OPTIONS: Final = {"reinitialize_steps": 1, "require_full_coverage": False}
+
+
+def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Redis:
+    """A client that sends a command up to 1 + `retries` times; may be shared by threads."""
+    options = target.shared_options | {"socket_timeout": socket_timeout}
+    retry = Retry(FullJitterBackoff(cap=1.0, base=0.05) if retries else NoBackoff(), retries)
+    if target.cluster:
+        # Asks the cluster for its nodes at once, which is why clients are made at first use. It has the
+        # commands of Redis, without being a subclass.
+        options |= CLUSTER_OPTIONS
+        return cast(redis.Redis, redis.cluster.RedisCluster.from_url(target.url, retry=retry, **options))
+    options |= {"retry": retry, "retry_on_error": list(SENT_AGAIN_ON)}
+    options["command_packer"] = Packer()  # a cluster's client takes none: it copies
+    if not target.sentinels:
+        pool = redis.BlockingConnectionPool.from_url(
+            target.url, max_connections=MAX_CONNECTIONS, timeout=None, **options
+        )
+        return redis.Redis.from_pool(pool)
+    options = _through_sentinels(target, redis.sentinel, Retry(NoBackoff(), 0)) | options
+    return redis.Redis.from_pool(cast(Any, redis.BlockingConnectionPool)(**options))
+
+
+class _Master:
+    """Where the Sentinels say the master is: what redis-py's connections through Sentinels ask of their pool.
+
+    redis-py's own pool for them is not a blocking one.
+    """
+
+    is_master = True
+    check_connection = False
+
+    def __init__(self, sentinel: Any, service_name: str) -> None:
+        self.sentinel = sentinel
+        self.service_name = service_name
+
+    def get_master_address(self) -> Any:
+        """Host and port; to be awaited with asyncio's Sentinel. Raises MasterNotFoundError, a ConnectionError."""
+        return self.sentinel.discover_master(self.service_name)
+
+
+def make_async_client(target: Target, retries: int) -> redis.asyncio.Redis:
+    """`make_client` for asyncio."""
+    options = target.shared_options | {"socket_timeout": SOCKET_TIMEOUT}
+    retry = redis.asyncio.retry.Retry(
+        FullJitterBackoff(cap=1.0, base=0.05) if retries else NoBackoff(), retries
+    )
+    if target.cluster:
+        options |= CLUSTER_OPTIONS
+        cluster = redis.asyncio.cluster.RedisCluster.from_url(target.url, retry=retry, **options)
+        return cast(redis.asyncio.Redis, cluster)
+    options |= {"retry": retry, "retry_on_error": list(SENT_AGAIN_ON)}
+    if not target.sentinels:
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            target.url, max_connections=MAX_CONNECTIONS, timeout=None, **options
+        )
+        return redis.asyncio.Redis.from_pool(pool)
+    once = redis.asyncio.retry.Retry(NoBackoff(), 0)
+    options = _through_sentinels(target, redis.asyncio.sentinel, once) | options
+    return redis.asyncio.Redis.from_pool(redis.asyncio.BlockingConnectionPool(**options))
+
+
+def sentinels_of(client: Any) -> list[Any]:
+    """The clients behind `client` that are asked for the master: to be closed with it."""
+    pool = getattr(client, "connection_pool", None)  # a cluster's client has none
+    master = pool.connection_kwargs.get("connection_pool") if pool is not None else None
+    return master.sentinel.sentinels if isinstance(master, _Master) else []
+
+
+def _through_sentinels(target: Target, module: Any, retry: Any) -> dict[str, Any]:
+    """Options of a pool whose connections ask the Sentinels where to go."""
+    sentinel = module.Sentinel(target.sentinels, sentinel_kwargs=target.sentinel_options | {"retry": retry})
+    kind = module.SentinelManagedSSLConnection if target.tls else module.SentinelManagedConnection
+    master = _Master(sentinel, target.master)
+    limits = {"max_connections": MAX_CONNECTIONS, "timeout": None}
+    return limits | target.url_options | {"connection_class": kind, "connection_pool": master}
