@@ -9,10 +9,12 @@ from collections.abc import Iterator
 import fakeredis
 import pytest
 import redis
+import redis.asyncio.cluster
 
 from streamadv.connection import Connection
 from streamadv.errors import ServerError
 from streamadv.server import EmbeddedServer, find_server_binary
+from tests.clusters import Cluster
 
 
 def pytest_configure() -> None:
@@ -49,6 +51,15 @@ def redis_url(server: EmbeddedServer) -> str:
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
     return server.url
+
+
+@pytest.fixture(scope="session")
+def cluster(server: EmbeddedServer) -> Iterator[Cluster]:
+    """Three primaries with a replica each, for the whole session. A test leaves it whole, in whatever roles."""
+    if not hasattr(redis.asyncio.cluster, "TransactionStrategy"):
+        pytest.skip("redis-py 7 or newer is needed for a cluster")
+    with Cluster() as running:
+        yield running
 
 
 @pytest.fixture
