@@ -267,11 +267,14 @@ def entry_order(entry: str) -> tuple[int, int]:
     return int(milliseconds), int(sequence)
 
 
-def name(run: Run, record: BatchRecord, cursors: Mapping[int, str]) -> bool:
-    """Write the record; False when batch k has one already. Raises EpochFencedError."""
+def name(run: Run, record: BatchRecord, cursors: Mapping[int, str], epoch: int) -> bool:
+    """Write the record; False when batch k has one already. Raises EpochFencedError.
+
+    epoch: of the caller, above that of a record it writes again for a server that lost it.
+    """
     home = run.keys.home
     running = "" if record.running is None else json.dumps(record.running)
-    args: list[Any] = [record.epoch, record.k, record.model_dump_json(), running]
+    args: list[Any] = [epoch, record.k, record.model_dump_json(), running]
     for shard, entry in cursors.items():
         args += [shard, entry]
     return bool(check_fence(run, run.call("name_batch", [home.void, home.lineage, home.batches], args)))

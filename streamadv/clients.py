@@ -6,6 +6,7 @@ after 5 s), so nothing is left to them.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Final, cast
 
 import redis
@@ -34,6 +35,8 @@ MAX_CONNECTIONS: Final = (
     32  # per client, further callers wait their turn; `?max_connections=` in the URL changes it
 )
 
+NOT_MASTER: Final = "{}:{} is no longer, or not yet, the master"
+
 # Ask for the nodes after every error, as each comes behind a wait already; one shard being away stops no other.
 CLUSTER_OPTIONS: Final = {"reinitialize_steps": 1, "require_full_coverage": False}
 
@@ -54,8 +57,45 @@ def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Re
             target.url, max_connections=MAX_CONNECTIONS, timeout=None, **options
         )
         return redis.Redis.from_pool(pool)
-    options = _through_sentinels(target, redis.sentinel, Retry(NoBackoff(), 0)) | options
+    kind = _MasterSSLConnection if target.tls else _MasterConnection
+    options |= _through_sentinels(target, redis.sentinel.Sentinel, kind, Retry(NoBackoff(), 0))
     return redis.Redis.from_pool(cast(Any, redis.BlockingConnectionPool)(**options))
+
+
+class _MasterConnection(redis.sentinel.SentinelManagedConnection):
+    """Refuses a server that is no master: Sentinels hear of a failover one after the other, replicas can be read."""
+
+    def connect_to(self, address: Any) -> None:
+        super().connect_to(address)  # type: ignore[no-untyped-call]
+        self.send_command("ROLE")  # type: ignore[no-untyped-call]
+        with suppress(redis.exceptions.NoPermissionError):
+            if not _is_master(self.read_response()):
+                self.disconnect()  # type: ignore[no-untyped-call]  # else the next try takes it for connected
+                raise redis.exceptions.ConnectionError(NOT_MASTER.format(*address))
+
+
+class _MasterSSLConnection(_MasterConnection, redis.sentinel.SentinelManagedSSLConnection):
+    pass
+
+
+class _AsyncMasterConnection(redis.asyncio.sentinel.SentinelManagedConnection):
+    """As `_MasterConnection`."""
+
+    async def connect_to(self, address: Any) -> None:
+        await super().connect_to(address)  # type: ignore[no-untyped-call]
+        await self.send_command("ROLE")
+        with suppress(redis.exceptions.NoPermissionError):
+            if not _is_master(await self.read_response()):
+                await self.disconnect()
+                raise redis.exceptions.ConnectionError(NOT_MASTER.format(*address))
+
+
+class _AsyncMasterSSLConnection(_AsyncMasterConnection, redis.asyncio.sentinel.SentinelManagedSSLConnection):
+    pass
+
+
+def _is_master(role: Any) -> bool:
+    return role[0] in (b"master", "master")
 
 
 class _Master:
@@ -93,7 +133,8 @@ def make_async_client(target: Target, retries: int) -> redis.asyncio.Redis:
         )
         return redis.asyncio.Redis.from_pool(pool)
     once = redis.asyncio.retry.Retry(NoBackoff(), 0)
-    options = _through_sentinels(target, redis.asyncio.sentinel, once) | options
+    kind = _AsyncMasterSSLConnection if target.tls else _AsyncMasterConnection
+    options |= _through_sentinels(target, redis.asyncio.sentinel.Sentinel, kind, once)
     return redis.asyncio.Redis.from_pool(redis.asyncio.BlockingConnectionPool(**options))
 
 
@@ -104,10 +145,9 @@ def sentinels_of(client: Any) -> list[Any]:
     return master.sentinel.sentinels if isinstance(master, _Master) else []
 
 
-def _through_sentinels(target: Target, module: Any, retry: Any) -> dict[str, Any]:
-    """Options of a pool whose connections ask the Sentinels where to go."""
-    sentinel = module.Sentinel(target.sentinels, sentinel_kwargs=target.sentinel_options | {"retry": retry})
-    kind = module.SentinelManagedSSLConnection if target.tls else module.SentinelManagedConnection
+def _through_sentinels(target: Target, make: Any, kind: type[Any], retry: Any) -> dict[str, Any]:
+    """Options of a pool whose connections, of this kind, ask the Sentinels where to go."""
+    sentinel = make(target.sentinels, sentinel_kwargs=target.sentinel_options | {"retry": retry})
     master = _Master(sentinel, target.master)
     limits = {"max_connections": MAX_CONNECTIONS, "timeout": None}
     return limits | target.url_options | {"connection_class": kind, "connection_pool": master}

@@ -50,7 +50,12 @@ def complete_url(url: str, password: str | None, files: Mapping[str, Path | None
     end = min((rest.find(mark) for mark in "/?#" if mark in rest), default=len(rest))
     user, _, host = rest[:end].rpartition("@")
     query = rest.partition("?")[2]
-    if password is not None and ":" not in user and not re.search(r"(^|&)password=", query) and "@" not in rest[end:]:
+    if (
+        password is not None
+        and ":" not in user
+        and not re.search(r"(^|&)password=", query)
+        and "@" not in rest[end:]
+    ):
         rest = f"{user}:{quote(password, safe='')}@{host}{rest[end:]}"
     missing = {
         name: str(path) for name, path in files.items() if path is not None and f"{name}=" not in query

@@ -133,8 +133,9 @@ class Lineage:
         }
         if leads:
             self._settle()
-        #: Last entry of each shard's groups log that was read (into `_waiting`).
-        self.seen = dict(self._cursors)
+        #: Last entry of each shard's groups log that was read (into `_waiting`). From the start: a shard that lost its
+        #: last moments alone has groups again that the home slot's cursors have passed.
+        self.seen = dict.fromkeys(self._cursors, "0-0")
 
     def remember(self) -> Start:
         """What to go on from when the server comes back without its last moments."""
@@ -174,7 +175,7 @@ class Lineage:
 
     def _write_record(self, record: BatchRecord) -> None:
         # The cursors stay: groups in between may have come back as well, trained ones among them.
-        if batches.name(self.run, record, self._cursors):
+        if batches.name(self.run, record, self._cursors, self.epoch):
             self.records[record.k] = record
             batches.apply(self.run, record, batch_scope(record), self.epoch)
 
@@ -229,7 +230,7 @@ class Lineage:
         passed = {group.group_id for group in chosen} | {group.group_id for group, _ in refused}
         cursors = dict(self._cursors)
         cursors.update((group.shard, group.entry) for group in candidates if group.group_id in passed)
-        if not batches.name(self.run, record, cursors):
+        if not batches.name(self.run, record, cursors, self.epoch):
             # The reply to an earlier try was lost: what stands there is ours, the epoch says so.
             record = batches.read_records(self.run)[k]
         self._cursors, self._running = cursors, record.running

@@ -29,7 +29,7 @@ from .batches import BatchRecord, Work
 from .chunks import Chunk, assign, batch_scope, misfit, parse_chunk
 from .connection import RETRYABLE, Backoff, Connection, T, patiently, retried
 from .delivery import LateColumn, deliver
-from .errors import NoBatchError, SettingError, UndecodableGroupError, WireError
+from .errors import BatchLostError, NoBatchError, SettingError, UndecodableGroupError, WireError
 from .isolation import Death
 from .lineage import Lineage, NamingSettings, Start, returning_since
 from .malformed import reject_logged
@@ -299,7 +299,7 @@ class TrainerQueue(IterableDataset[Batch]):
 
     def _recover(self, lineage: Lineage) -> Lineage:
         """After a restart or failover of the server: repeat what it may have lost of this job."""
-        if lineage.run.server_ids() == lineage.server_ids:
+        if self._has_same_servers(lineage):
             return lineage
         logger.warning("%s: the server is not the one it was: repeating what it may have lost", STAGE)
         current = self._current
@@ -307,6 +307,10 @@ class TrainerQueue(IterableDataset[Batch]):
             lineage.note_trained(lineage.records[current.version])  # the loop asks for the next one
         self._begin, self._lineage = lineage.remember(), None
         return self._start()
+
+    @staticmethod
+    def _has_same_servers(lineage: Lineage) -> bool:
+        return lineage.run.server_ids() == lineage.server_ids
 
     def _finish_current(self, lineage: Lineage) -> None:
         batch = self._current
@@ -328,7 +332,12 @@ class TrainerQueue(IterableDataset[Batch]):
         chunks = self._chunks.get(record.id, {})
         if any(not chunks.get(unit.chunk) for unit in units):
             return None
-        batch = self._deliver(lineage, record, units, [chunks[unit.chunk][0] for unit in units])
+        try:
+            batch = self._deliver(lineage, record, units, [chunks[unit.chunk][0] for unit in units])
+        except BatchLostError:
+            if self._has_same_servers(lineage):
+                raise
+            return None  # lost a moment ago, with the last moments of a server: to be recovered from
         if batch is None:
             return None
         batch.metrics.update(_passed_over(lineage, batch))
@@ -341,7 +350,7 @@ class TrainerQueue(IterableDataset[Batch]):
     ) -> Batch | None:
         """This rank's part of the batch without the groups that turn out to be dead.
 
-        None when a chunk is not what its unit of work gives; it is forgotten.
+        None when a chunk is not what its unit of work gives; it is forgotten. Or when a server is another one now.
         """
         deaths = {group_id: death for chunk in chunks for group_id, death in chunk.header.dead.items()}
         while True:
@@ -369,6 +378,8 @@ class TrainerQueue(IterableDataset[Batch]):
             except UndecodableGroupError as error:
                 if self._world_size > 1:  # the other ranks do not know, and would go on with another plan
                     raise
+                if not self._has_same_servers(lineage):
+                    return None  # as in `_collect`: no fault of the data
                 logger.error("%s: %s", STAGE, error)
                 found = [pointer for pointer in record.groups if pointer.group_id in error.problems]
                 batches.read_groups(lineage.run, found)  # lost with their payloads: BatchLostError

@@ -28,7 +28,7 @@ from streamadv.server import _LAUNCHER, EmbeddedServer, _free_port, find_server_
 PRIMARIES: Final = 3
 PATIENCE_S: Final = 30.0
 #: A node silent for longer is taken for dead by the others. Tests that promote by hand set it high.
-NODE_TIMEOUT_MS: Final = 15_000
+NODE_TIMEOUT_MS: Final = 4_000
 FORMING_TIMEOUT_MS: Final = 500  # sets how often they talk
 DOWN_AFTER_MS: Final = 300
 MASTER: Final = "mymaster"
@@ -88,6 +88,11 @@ class Node:
         self.client.config_set("masteruser", "nobody")
         self.ask("CLIENT", "KILL", "TYPE", "master")
 
+    def behind(self, primary: Node) -> int:
+        """Bytes of its primary's changes that this replica has not heard of."""
+        there, here = primary.info("replication"), self.info("replication")
+        return int(there["master_repl_offset"]) - int(here["slave_repl_offset"])
+
     def mend(self) -> None:
         """Hear of the primary again."""
         self.client.config_set("masteruser", "")
@@ -144,6 +149,7 @@ class Cluster:
             if number < PRIMARIES:
                 first, last = (CLUSTER_SLOTS * n // PRIMARIES for n in (number, number + 1))
                 node.ask("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
+        for number, node in enumerate(self.nodes):
             for other in self.nodes[number + 1 :]:
                 node.ask("CLUSTER", "MEET", "127.0.0.1", other.port)
         for number, node in enumerate(self.nodes):
@@ -302,11 +308,24 @@ class Sentinels:
         master = self.master()
         return next(node for node in self.nodes if node is not master)
 
+    def watch(self, master: Node) -> None:
+        """Tell the Sentinels who the master is."""
+        for port in self.ports:
+            self._ask(port, "SENTINEL REMOVE", MASTER)
+            self._ask(port, "SENTINEL MONITOR", MASTER, "127.0.0.1", master.port, self._count // 2 + 1)
+            self._ask(port, "SENTINEL SET", MASTER, "down-after-milliseconds", self._down_after_ms)
+        self.wait_until_promoted(master)
+
     def wait_until_promoted(self, node: Node) -> None:
-        until(
-            lambda: self.master() is node and node.info("replication")["role"] == "master",
-            "the replica has been promoted",
-        )
+        address = [b"127.0.0.1", str(node.port).encode()]
+
+        def all_agree() -> bool:
+            said = [
+                list(self._ask(port, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", MASTER)) for port in self.ports
+            ]
+            return said == [address] * len(said) and node.info("replication")["role"] == "master"
+
+        until(all_agree, "the replica has been promoted")
 
     def bring_back(self, node: Node) -> None:
         """Start a killed node as the replica; the Sentinels would take ten seconds to do so."""

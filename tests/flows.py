@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,7 @@ class Flow:
         self.pushed: list[tuple[str, int]] = []  # acknowledged
         self.trained: list[tuple[str, int]] = []
         self.batches = 0
+        self.errors: list[BaseException] = []  # that ended a stage
         self.producing = threading.Event()
         self.over = threading.Event()  # the trainer has seen the end of the run
 
@@ -56,15 +57,32 @@ class Flow:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(producer, "HEARTBEAT_S", 0.2)
             patch.setattr(async_producer, "HEARTBEAT_S", 0.2)
-            with threads(self._group, self._score, self._compute, self._train, self._produce, self._aproduce):
+            stages = (self._group, self._score, self._compute, self._train, self._produce, self._aproduce)
+            with threads(*(self._noting(stage) for stage in stages)):
                 yield
                 self.producing.clear()
-                until(self.over.is_set, "the run has ended")
+                self._until(self.over.is_set, "the run has ended")
 
     def progress(self, batches: int = 2) -> None:
         """Wait until so many more batches have been trained."""
         goal = self.batches + batches
-        until(lambda: self.batches >= goal, f"{batches} more batches")
+        self._until(lambda: self.batches >= goal, f"{batches} more batches")
+
+    def _until(self, true: Callable[[], bool], what: str) -> None:
+        until(lambda: self.errors or true(), what)
+        if self.errors:
+            raise self.errors[0]
+
+    def _noting(self, stage: Callable[[threading.Event], None]) -> Callable[[threading.Event], None]:
+        """The stage; what ends it is seen by who waits for progress."""
+
+        def run(stop: threading.Event) -> None:
+            try:
+                stage(stop)
+            except BaseException as error:
+                self.errors.append(error)
+
+        return run
 
     def join(self) -> Run:
         connection = Connection(self.url)

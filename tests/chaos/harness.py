@@ -46,12 +46,21 @@ TICK_S: Final = 0.05
 MAX_PROBLEMS: Final = 5
 #: Scripts a role runs; others (new ones) are tried with every role.
 SCRIPTS: Final = {
-    "producer": {"manifest", "register", "heartbeat", "begin", "push", "score", "touch"},
+    "producer": {"manifest", "register", "server_id", "heartbeat", "begin", "push", "score", "touch"},
     "scorer": {"manifest", "register", "ensure_group", "scored"},
     "grouper": {"manifest", "register", "ensure_group", "take", "expire", "sweep", "retire"},
     "advantage": {"manifest", "register", "ensure_group", "publish", "discard", "attempt"},
     "trainer": {
-        *("manifest", "register", "take_epoch", "set_trainer", "name_batch", "apply_batch", "trained"),
+        *(
+            "manifest",
+            "register",
+            "server_id",
+            "take_epoch",
+            "set_trainer",
+            "name_batch",
+            "apply_batch",
+            "trained",
+        ),
         *("commit_lineage", "commit", "close_batch", "forget_batch", "drop_groups", "bury", "end_run"),
         *("rewind", "unapply_batch"),
     },

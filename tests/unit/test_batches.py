@@ -121,13 +121,13 @@ def named(fake: Connection) -> tuple[Run, BatchRecord]:
     run.call("take_epoch", [run.keys.home.void, run.keys.home.lineage], ["", 0, "job", "0"])
     logged = [each for shard in range(2) for each in batches.read_log(run, shard, "0-0", 100)]
     record = naming.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
-    assert batches.name(run, record, {})
+    assert batches.name(run, record, {}, record.epoch)
     return run, record
 
 
 def test_a_batch_is_named_once(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
-    assert not batches.name(run, naming.make_record(0, 1, [], chain=CHAIN), {})
+    assert not batches.name(run, naming.make_record(0, 1, [], chain=CHAIN), {}, 1)
     assert batches.read_records(run) == {0: record}
     assert [pointer.group_id for pointer in record.groups] == sorted(p.group_id for p in record.groups)
 
@@ -185,7 +185,7 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     before = ledger(run)
     logged = batches.read_log(run, 0, "0-0", 1) or batches.read_log(run, 1, "0-0", 1)
     for attempt in (
-        lambda: batches.name(run, naming.make_record(1, 1, [], chain=CHAIN), {}),
+        lambda: batches.name(run, naming.make_record(1, 1, [], chain=CHAIN), {}, 1),
         lambda: batches.apply(run, record, False, 1),
         lambda: commits.commit(run, record, 1),
         lambda: commits.drop(run, [(logged[0], "stale")], 1),

@@ -1,0 +1,76 @@
+"""A master behind Sentinels: found by its name, killed in mid-run, and its replica takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis.exceptions
+
+from streamadv.connection import AsyncConnection, Connection
+from streamadv.errors import ServerUnreachableError, SettingError
+from tests.clusters import Sentinels, until
+from tests.flows import Flow
+
+LOST_BYTES = 20_000  # of changes the replica never hears of
+
+
+@pytest.fixture(scope="module")
+def sentinels() -> Iterator[Sentinels]:
+    with Sentinels() as running:
+        yield running
+
+
+def test_the_master_is_killed_in_mid_run(sentinels: Sentinels, run: str) -> None:
+    """What the replica had not heard of is pushed, committed and named again."""
+    flow = Flow(sentinels.url, run, shards=2)
+    with flow.going():
+        flow.progress()
+        master, replica = sentinels.master(), sentinels.replica()
+        replica.cut()
+        until(lambda: replica.behind(master) > LOST_BYTES, "the replica is behind")
+        master.kill()
+        sentinels.wait_until_promoted(replica)
+        replica.mend()
+        sentinels.bring_back(master)
+        flow.progress()
+    flow.check()
+
+
+async def test_a_connection_to_a_former_master_is_given_up(sentinels: Sentinels) -> None:
+    """It answers READONLY; the next try asks the Sentinels again."""
+    with Connection(sentinels.url) as connection:
+        async with AsyncConnection(sentinels.url) as other:
+            for key in ("a", "b"):
+                connection.push.set(key, b"1")
+                await other.push.set(key, b"1")
+                master, replica = sentinels.master(), sentinels.replica()
+                # As in a failover, but without it closing the connections.
+                replica.ask("REPLICAOF", "NO", "ONE")
+                sentinels.watch(replica)
+                master.ask("REPLICAOF", "127.0.0.1", replica.port)
+                with pytest.raises(redis.exceptions.ConnectionError):
+                    connection.push.set(key, b"2")
+                with pytest.raises(redis.exceptions.ConnectionError):
+                    await other.push.set(key, b"3")
+                connection.push.set(key, b"2")
+                await other.push.append(key, b"3")
+                assert replica.client.get(key) == b"23"
+                assert connection.scripts.get(key) == b"23"
+                until(lambda former=master: former.in_sync, "the former master follows")  # type: ignore[misc]
+
+
+async def test_what_is_wrong_is_said(sentinels: Sentinels) -> None:
+    hosts = sentinels.url.rpartition("/")[0]
+    with Connection(f"{hosts}/nobody") as connection, pytest.raises(ServerUnreachableError, match="nobody"):
+        connection.wait_until_ready(0)
+    async with AsyncConnection(f"{hosts}/nobody") as other:
+        with pytest.raises(ServerUnreachableError, match="nobody"):
+            await other.wait_until_ready(0)
+    server = sentinels.master().server.url.removesuffix("/0").replace("redis:", "redis+sentinel:")
+    with Connection(f"{server}/mymaster") as connection, pytest.raises(SettingError, match="SENTINEL"):
+        connection.wait_until_ready(5)
+    with Connection(f"{sentinels.url}?sentinel_password=wrong-pw") as connection:
+        with pytest.raises((SettingError, ServerUnreachableError)) as caught:
+            connection.wait_until_ready(0)
+        assert "wrong-pw" not in str(caught.value)
