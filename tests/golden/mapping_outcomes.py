@@ -116,17 +116,18 @@ def _trl_rloo(z: Inputs, kwargs: dict[str, Any]) -> Result:
     chosen, _ = padded.compute_rloo_outcome_advantage(
         rewards[known][:, None], torch.ones(int(known.sum()), 1), index
     )
+    values = chosen[:, 0]
     if kwargs["normalize_advantages"]:
-        counts = {label: index.count(label) for label in index}
-        alone = torch.tensor([counts[label] < 2 for label in index])
+        together = torch.tensor([index.count(label) > 1 for label in index], dtype=torch.bool)
         scaled = padded.reward_norm(
-            chosen[~alone, 0],
+            values[together],
             norm_mean_type="batch",
             norm_std_type="batch",
+            n_sample=1,
             epsilon=1e-4,
         )
-        chosen = torch.zeros_like(chosen[:, 0]).masked_scatter(~alone, scaled)[:, None]
-    return {"advantages": torch.zeros(len(rewards)).masked_scatter(known, chosen[:, 0])}
+        values = torch.zeros_like(values).masked_scatter(together, scaled)
+    return {"advantages": torch.zeros(len(rewards)).masked_scatter(known, values)}
 
 
 OUTCOMES: dict[str, Function] = {
