@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -110,6 +111,8 @@ class CorrectionConfig(_Section):
     batch_normalize: bool = False
     rejections: tuple[RejectionConfig, ...] = ()
     veto: Positive | None = None  # rows with a token of a lower ratio are dropped
+    veto_upper: Positive | None = None  # and with one of a higher ratio (SkyRL's outlier tokens)
+    m2_threshold: Positive | None = None  # tokens dropped until the mean squared log-ratio is below (M2PO)
     before_estimator: bool = False  # rejected tokens count in no statistics of the estimator (verl)
 
 
@@ -177,8 +180,18 @@ class ChainConfig(_Section):
                 "raw_advantages does nothing without distill, whiten_advantages or advantage_clip"
             )
         correction = self.correction
-        if correction and not (correction.level or correction.rejections or correction.veto):
-            raise ValueError("correction does nothing: give it a level, rejections or veto")
+        if correction and not (
+            correction.level
+            or correction.rejections
+            or correction.veto
+            or correction.veto_upper
+            or correction.m2_threshold
+        ):
+            raise ValueError("correction does nothing: give it a level, rejections, veto or m2_threshold")
+        if correction and correction.veto and (correction.veto_upper or math.inf) <= correction.veto:
+            raise ValueError(
+                f"correction.veto {correction.veto} and veto_upper {correction.veto_upper} drop everything"
+            )
         if correction and correction.batch_normalize and correction.level is None:
             raise ValueError("correction.batch_normalize does nothing without correction.level")
         masks = self.masks

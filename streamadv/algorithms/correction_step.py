@@ -12,6 +12,7 @@ from .metrics import Metric
 from .off_policy import importance_weights, reject, veto
 from .off_policy_metrics import off_policy_metrics
 from .registry import Scope
+from .staleness import m2po_mask
 
 PREFIX = "rollout_corr/"
 
@@ -29,8 +30,10 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
             rejections = [item.rejection() for item in config.rejections]
             kept, found = reject(log_ratio, tokens, rejections)
             metrics |= found
-        if config.veto is not None:
-            kept = kept & veto(log_ratio, tokens, config.veto)
+        if config.veto is not None or config.veto_upper is not None:
+            kept = kept & veto(log_ratio, tokens, config.veto, config.veto_upper)
+        if config.m2_threshold is not None:
+            kept = kept & m2po_mask(log_ratio, tokens.mask, config.m2_threshold)
         if config.level is not None:
             weights, found = importance_weights(
                 log_ratio,
@@ -54,12 +57,14 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
             state = replace(state, advantages=advantages, returns=returns)
         return state.with_mask(kept.to(batch.column("response_mask").dtype))
 
-    narrows = bool(config.rejections or config.veto)
+    narrows = bool(config.rejections or config.veto or config.veto_upper or config.m2_threshold)
     makes = (("rollout_is_weights",) if config.level else ()) + (("response_mask",) if narrows else ())
     parts = [f"{config.mode} {config.level} weights at {config.upper}"] if config.level else []
     parts += ["normalised over the batch"] if config.batch_normalize else []
     parts += [f"reject by {item.kind}" for item in config.rejections]
     parts += [f"veto below {config.veto}"] if config.veto else []
-    scope: Scope = "batch" if config.batch_normalize else "row"
+    parts += [f"veto above {config.veto_upper}"] if config.veto_upper else []
+    parts += [f"mean squared log-ratio below {config.m2_threshold}"] if config.m2_threshold else []
+    scope: Scope = "batch" if config.batch_normalize or config.m2_threshold else "row"
     needs = ("response_mask", "old_log_probs", "rollout_log_probs")
     return ChainStep("correction", needs, scope, ", ".join(parts), run, makes)

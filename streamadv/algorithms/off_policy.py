@@ -157,12 +157,20 @@ def reject(
     return kept, metrics
 
 
-def veto(log_ratio: Tensor, tokens: Trainable, threshold: float) -> Tensor:
-    """[N] bool: False for all tokens of a row that holds one with a ratio below `threshold`."""
-    if not threshold > 0:
-        raise SettingError(f"correction.veto is {threshold}, needs a number above 0")
-    bad = tokens.row_sum(log_ratio < math.log(threshold))
-    return spread(bad == 0, tokens.offsets, len(log_ratio))
+def veto(
+    log_ratio: Tensor, tokens: Trainable, threshold: float | None = None, upper: float | None = None
+) -> Tensor:
+    """[N] bool: False for all tokens of a row that holds one with a ratio below `threshold` or above `upper`."""
+    bad = torch.zeros_like(log_ratio, dtype=torch.bool)
+    if threshold is not None:
+        if not threshold > 0:
+            raise SettingError(f"correction.veto is {threshold}, needs a number above 0")
+        bad |= log_ratio < math.log(threshold)
+    if upper is not None:
+        if not upper > 0:
+            raise SettingError(f"correction.veto_upper is {upper}, needs a number above 0")
+        bad |= log_ratio > math.log(upper)
+    return spread(tokens.row_sum(bad) == 0, tokens.offsets, len(log_ratio))
 
 
 def _statistic(kind: str, ratio: Tensor) -> Tensor:

@@ -160,3 +160,36 @@ def test_clean_data_have_neutral_diagnostics() -> None:
         log_probs, log_probs, mask * 0, "token"
     )
     assert nothing == {}
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), threshold=st.sampled_from([0.01, 0.2, 1.0, 50.0]))
+def test_the_chain_drops_outliers_until_the_rest_is_near(seed: int, threshold: float) -> None:
+    batch = batch_of(random_pairs(seed, 4))
+    narrowed = run_chain(build_chain({"correction": {"level": None, "m2_threshold": threshold}}), batch)
+    mask = narrowed.columns["response_mask"].bool()
+    before = batch.column("response_mask").bool()
+    squares = (batch.column("old_log_probs") - batch.column("rollout_log_probs")).double().square()
+    ascending = sorted(squares[before].tolist())
+    means = np.cumsum(ascending) / np.arange(1, len(ascending) + 1)
+    fitting = max(int((means < threshold).sum()), 1) if ascending else 0
+    assert sorted(squares[mask].tolist()) == ascending[:fitting]
+    assert not (mask & ~before).any()
+
+
+def test_a_row_is_dropped_for_one_ratio_outside() -> None:
+    masks = [[1, 1, 1]]
+    ratios = {0: [1.0, 0.05, 1.0], 1: [1.0, 9.0, 1.0], 2: [0.5, 1.0, 2.0]}
+    pairs = [
+        member("a", i, float(i), masks, old_log_probs=np.log(own), rollout_log_probs=[0, 0, 0])
+        for i, own in ratios.items()
+    ]
+    for bounds, kept in (
+        ({"veto": 0.1}, [0, 1, 1]),
+        ({"veto_upper": 5.0}, [1, 0, 1]),
+        ({"veto": 0.1, "veto_upper": 5.0}, [0, 0, 1]),
+    ):
+        result = run_chain(build_chain({"correction": {"level": None, **bounds}}), batch_of(pairs))
+        assert result.columns["response_mask"].view(3, 3).any(1).tolist() == kept
+    with pytest.raises(SettingError, match=r"veto 5.0 and veto_upper 0.1 drop everything"):
+        build_chain({"correction": {"veto": 5.0, "veto_upper": 0.1}})
