@@ -10,7 +10,7 @@ import redis.exceptions
 from .connection import RETRYABLE
 from .errors import UndecodableGroupError, WireError
 from .run import Run
-from .wire import HEADER, Payload, Reference, decode_payload, payload_problem
+from .wire import HEADER, Payload, Reference, decode_payload
 
 #: Bytes of payload asked for before the reply is read: the server buffers all of it.
 REPLY_BYTES: Final = 8 << 20
@@ -35,13 +35,9 @@ def decode_member(member: Reference, fields: Mapping[bytes, bytes], columns: Seq
     try:
         if not fields:
             raise WireError("payload is gone, or is no hash")
-        payload = decode_payload(fields, columns)
-        problem = payload_problem(member, payload)
-        if problem is not None:
-            raise WireError(problem)
+        return decode_payload(fields, columns, member)
     except WireError as error:
         raise WireError(f"rollout {member.rollout_index}: {error}") from error
-    return payload
 
 
 def fetch_fields(

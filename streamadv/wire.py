@@ -247,29 +247,13 @@ def reference_problem(reference: Reference) -> str | None:
     return None
 
 
-def payload_problem(reference: Reference, payload: Payload) -> str | None:
-    """Where a payload contradicts its reference, or None; `response_mask` is compared if it was read."""
-    header = payload.header
-    if (header.group_id, header.rollout_index) != (reference.group_id, reference.rollout_index):
-        return f"payload header is of {one_line(header.group_id)}/{header.rollout_index}"
-    if [row.length for row in header.rows] != reference.row_lengths:
-        return "payload header has other row lengths than the reference"
-    if header.steps != reference.steps:
-        return "payload header has other steps than the reference"
-    if sorted(header.columns) != reference.columns:
-        return "payload header has other columns than the reference"
-    mask = payload.columns.get("response_mask")
-    if mask is not None and int(mask.sum()) != sum(reference.row_trainable):
-        return (
-            f"column response_mask has {int(mask.sum())} ones, the reference {sum(reference.row_trainable)}"
-        )
-    return None
-
-
-def decode_payload(fields: Mapping[bytes, bytes], only: Sequence[str] | None = None) -> Payload:
+def decode_payload(
+    fields: Mapping[bytes, bytes], only: Sequence[str] | None = None, reference: Reference | None = None
+) -> Payload:
     """Header and columns (all, or those named in `only`) from the fields of a payload hash.
 
-    Nothing is copied; every size is checked against the header before an array is made. Raises WireError.
+    Nothing is copied; every size is checked against the header before an array is made. Raises WireError, also
+    when the payload contradicts its reference.
     """
     text = fields.get(HEADER)
     if text is None:
@@ -287,7 +271,27 @@ def decode_payload(fields: Mapping[bytes, bytes], only: Sequence[str] | None = N
         if raw is None:
             raise WireError(f"column {name} is named in the header but missing")
         columns[name] = decode_column(name, header.columns[name], [row.length for row in header.rows], raw)
+    problem = None if reference is None else _contradiction(reference, header, columns)
+    if problem is not None:
+        raise WireError(problem)
     return Payload(text, columns)
+
+
+def _contradiction(reference: Reference, header: Header, columns: Mapping[str, Array]) -> str | None:
+    """Where a payload contradicts its reference, or None; `response_mask` is compared if it was read."""
+    if (header.group_id, header.rollout_index) != (reference.group_id, reference.rollout_index):
+        return f"payload header is of {one_line(header.group_id)}/{header.rollout_index}"
+    if [row.length for row in header.rows] != reference.row_lengths:
+        return "payload header has other row lengths than the reference"
+    if header.steps != reference.steps:
+        return "payload header has other steps than the reference"
+    if sorted(header.columns) != reference.columns:
+        return "payload header has other columns than the reference"
+    mask = columns.get("response_mask")
+    ones, announced = 0 if mask is None else int(np.count_nonzero(mask)), sum(reference.row_trainable)
+    if mask is not None and ones != announced:
+        return f"column response_mask has {ones} ones, the reference {announced}"
+    return None
 
 
 def decode_column(name: str, spec: ColumnSpec, row_lengths: Sequence[int], raw: bytes) -> Array:
