@@ -26,7 +26,7 @@ from .naming import staleness
 from .payloads import fetch_payloads
 from .plan import RowRef, plan
 from .run import Run
-from .wire import Payload
+from .wire import Payload, Reference
 
 #: Makes a late column: the micro-batch's columns in, [N] float32 out.
 LateColumn = Callable[[MicroBatch], Tensor]
@@ -43,15 +43,17 @@ def deliver(
     world_size: int,
     device: torch.device,
     late: Mapping[str, LateColumn],
+    ahead: Mapping[str, Payload],
 ) -> Batch:
-    """This rank's part of a batch. Raises UndecodableGroupError when payloads or results cannot be read."""
-    references = [member.reference for member in members]
-    states = list(terminal_states(references, record.tokens_per_micro_batch))
-    kept = [member for member, state in zip(members, states, strict=True) if state == "trained"]
-    planned = plan([m.reference for m in kept], world_size, record.tokens_per_micro_batch)[rank]
-    own = sorted({ref.trajectory for micro_batch in planned for ref in micro_batch})
+    """This rank's part of a batch; `ahead` holds payloads fetched before, by key.
+
+    Raises UndecodableGroupError when a payload is gone or cannot be read.
+    """
+    positions, planned = _share([member.reference for member in members], record, rank, world_size)
+    own = _own(planned)
+    kept = [members[position] for position in positions]
     mine = [kept[position] for position in own]
-    payloads = fetch_payloads(run, [member.reference for member in mine], None)
+    payloads = _payloads(run, [member.reference for member in mine], ahead)
     outputs = _fetch_outputs(run, mine)
     metrics: list[tuple[Mapping[str, float], Mapping[str, float]]] = [
         (chunk.header.metrics, chunk.header.weights) for chunk in chunks
@@ -101,6 +103,36 @@ def deliver(
         metrics=merge_metrics(metrics)[0],
         delivered=delivered,
     )
+
+
+def references_of_rank(
+    groups: Sequence[LoggedGroup], record: BatchRecord, rank: int, world_size: int
+) -> list[Reference]:
+    """The trajectories this rank gets if all these groups are delivered."""
+    references = [member for group in groups for member in group.members]
+    positions, planned = _share(references, record, rank, world_size)
+    return [references[positions[position]] for position in _own(planned)]
+
+
+def _share(
+    references: Sequence[Reference], record: BatchRecord, rank: int, world_size: int
+) -> tuple[list[int], list[list[RowRef]]]:
+    """Positions of what is trained on, and this rank's plan over those."""
+    budget = record.tokens_per_micro_batch
+    states = terminal_states(references, budget)
+    kept = [position for position, state in enumerate(states) if state == "trained"]
+    return kept, plan([references[position] for position in kept], world_size, budget)[rank]
+
+
+def _own(planned: Sequence[Sequence[RowRef]]) -> list[int]:
+    return sorted({ref.trajectory for micro_batch in planned for ref in micro_batch})
+
+
+def _payloads(run: Run, references: Sequence[Reference], ahead: Mapping[str, Payload]) -> list[Payload]:
+    missing = [reference for reference in references if reference.key not in ahead]
+    fetched = zip((each.key for each in missing), fetch_payloads(run, missing, None), strict=True)
+    found = {**ahead, **dict(fetched)}
+    return [found[reference.key] for reference in references]
 
 
 def _fetch_outputs(run: Run, mine: Sequence[Member]) -> list[dict[str, Array]]:

@@ -106,7 +106,7 @@ class Lineage:
         self._dead: dict[int, set[str]] = {}  # group ids of batch k that became dead letters
         #: What was read of the groups logs and is in no batch yet.
         self._waiting: list[LoggedGroup] = []
-        #: Of the batches this process has named: their groups until trained, what commit needs of them after that.
+        #: Groups of batches that are not trained yet, and what commit needs of them after that.
         self._groups: dict[int, dict[Pointer, LoggedGroup]] = {}
         self._leaving: dict[int, dict[Pointer, commits.Leaving]] = {}
         home = run.keys.home
@@ -292,7 +292,7 @@ class Lineage:
         return candidates, chosen, refused
 
     def read_groups(self, record: BatchRecord, dead: Container[str]) -> list[LoggedGroup]:
-        """The groups of a batch without the dead ones, in its order; those named here are at hand.
+        """The groups of a batch without the dead ones, in its order, read from the log once.
 
         Raises BatchLostError if the server no longer has one.
         """
@@ -300,6 +300,7 @@ class Lineage:
         living = [pointer for pointer in record.groups if pointer.group_id not in dead]
         unknown = [pointer for pointer in living if pointer not in known]
         groups = {**known, **dict(zip(unknown, batches.read_groups(self.run, unknown), strict=True))}
+        self._groups[record.k] = groups
         return [groups[pointer] for pointer in living]
 
     def find(self, k: int) -> BatchRecord | None:

@@ -35,6 +35,7 @@ from .lineage import Lineage, NamingSettings, Start, returning_since
 from .malformed import reject_logged
 from .manifest import RunSettings
 from .microbatch import Batch
+from .read_ahead import ReadAhead
 from .run import open_run
 from .schema import brief
 from .watchdog import Limits, Watchdog
@@ -128,6 +129,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._watchdog: Watchdog | None = None
         self._lineage: Lineage | None = None
         self._greeted = False
+        self._ahead: ReadAhead | None = None  # of the batch to be delivered next
         self._job = secrets.token_hex(8)
         self._begin = Start(job=self._job)
         self._next = 0  # k of the batch to be delivered next
@@ -177,6 +179,7 @@ class TrainerQueue(IterableDataset[Batch]):
                 if (batch := self._collect(lineage)) is not None:
                     with suppress(*RETRYABLE):  # the next call does it again
                         lineage.look_ahead(False, max_groups)
+                        self._read_ahead(lineage, lineage.find(self._next))
                     self._current = batch
                     if self._watchdog is not None:
                         self._watchdog.progress()
@@ -251,6 +254,7 @@ class TrainerQueue(IterableDataset[Batch]):
     def close(self) -> None:
         """Disconnect. What was delivered and not marked as trained comes again."""
         self._stop.set()
+        self._stop_reading()
         if self._owned:
             self._connection.close()
 
@@ -327,6 +331,7 @@ class TrainerQueue(IterableDataset[Batch]):
         record = lineage.find(self._next)
         if record is None:
             return None
+        self._read_ahead(lineage, record)
         units = batches.work_units(record, batch_scope(record))
         self._read_chunks(lineage)
         chunks = self._chunks.get(record.id, {})
@@ -342,8 +347,22 @@ class TrainerQueue(IterableDataset[Batch]):
             return None
         batch.metrics.update(_passed_over(lineage, batch))
         del self._chunks[record.id]
+        self._stop_reading()
         self._next += 1
         return batch
+
+    def _read_ahead(self, lineage: Lineage, record: BatchRecord | None) -> None:
+        """Have the payloads fetched while results, or the trainer, are waited for. Errors are met again then."""
+        if record is not None and (self._ahead is None or self._ahead.batch != record.id):
+            self._stop_reading()
+            with suppress(BatchLostError, *RETRYABLE):
+                groups = lineage.read_groups(record, ())
+                self._ahead = ReadAhead(lineage.run, record, groups, self._rank, self._world_size)
+
+    def _stop_reading(self) -> None:
+        if self._ahead is not None:
+            self._ahead.stop()
+        self._ahead = None
 
     def _deliver(
         self, lineage: Lineage, record: BatchRecord, units: Sequence[Work], chunks: Sequence[Chunk]
@@ -374,6 +393,7 @@ class TrainerQueue(IterableDataset[Batch]):
                     world_size=self._world_size,
                     device=self._device,
                     late=self._late,
+                    ahead={} if self._ahead is None else self._ahead.result(),
                 )
             except UndecodableGroupError as error:
                 if self._world_size > 1:  # the other ranks do not know, and would go on with another plan
