@@ -37,13 +37,14 @@ class Window:
     per_second: float
     cpu: dict[str, float]  # processor seconds per unit, by process
     waits: list[float]  # seconds from rollout end to receipt, where measured
+    network: dict[str, float]  # bytes per unit that the servers took "in" and gave "out"
 
 
 class Crew:
     """Named processes, one of them a source that keeps a `Pace`, one a sink that sends `received` messages.
 
-    `ready`: how many of them say `ready`. Context manager: all have ended when it is left. The server's processor
-    time is counted with theirs.
+    `ready`: how many of them say `ready`. `servers`: URLs of the servers behind `url`, if it names a cluster. Context
+    manager: all have ended when it is left. The servers' processor time is counted with theirs.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Crew:
         *,
         run: str | None = None,
         ready: int = 2,
+        servers: Sequence[str] = (),
     ) -> None:
         self._commands = commands
         self._environment = {
@@ -68,22 +70,27 @@ class Crew:
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._children: dict[str, Child] = {}
         self._stack = ExitStack()
-        self._server = redis.Redis.from_url(url)
+        self._servers = [redis.Redis.from_url(server) for server in servers or [url]]
 
     def __enter__(self) -> Self:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="streamadv-bench-"))
         self._stack.callback(self._stop)
-        self._stack.callback(self._server.close)
+        for server in self._servers:
+            self._stack.callback(server.close)
+        self._folder = Path(folder)
         for name, command in self._commands.items():
-            self._children[name] = Child(
-                name,
-                command,
-                environment=self._environment,
-                log=Path(folder) / f"{name}.log",
-                inbox=self._inbox,
-            )
-            self._children[name].start()
+            self.add(name, command)
         return self
+
+    def add(self, name: str, command: Sequence[str]) -> None:
+        """Start one more process."""
+        log = self._folder / f"{name}.log"
+        self._children[name] = Child(name, command, environment=self._environment, log=log, inbox=self._inbox)
+        self._children[name].start()
+
+    def kill(self, name: str) -> None:
+        """One process less, as if its machine had died."""
+        self._children.pop(name).kill()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -103,19 +110,21 @@ class Crew:
         end = time.monotonic() + warm_up
         while first["at"] < end:
             first = self._receive(time.monotonic() + STALL_S)
-        before, last, count, reports = self._cpu(), first, 0, 0
+        before, traffic = self._cpu(), self._traffic()
+        last, count, reports = first, 0, 0
         waits: list[float] = []
         while last["at"] < end + seconds or reports < LEAST_REPORTS:
             last = self._receive(time.monotonic() + STALL_S)
             count += last["count"]
             reports += 1
             waits += last.get("waits", ())
-        after = self._cpu()
+        after, traffic_after = self._cpu(), self._traffic()
         self.run_dry()
         return Window(
             count / (last["at"] - first["at"]),
             {name: (spent - before[name]) / count for name, spent in after.items()},
             waits,
+            {way: (number - traffic[way]) / count for way, number in traffic_after.items()},
         )
 
     def set_pace(self, pace: str) -> None:
@@ -152,10 +161,17 @@ class Crew:
                     raise ProcessEndedError(f"nothing received for {timeout:.0f} s: {tails}") from None
 
     def _cpu(self) -> dict[str, float]:
-        """Processor seconds spent by each process so far."""
-        info: Any = self._server.info("cpu")
-        spent = {"server": info["used_cpu_sys"] + info["used_cpu_user"]}
+        """Processor seconds spent by each process so far; all servers together."""
+        infos: list[Any] = [server.info("cpu") for server in self._servers]
+        spent = {"server": sum(info["used_cpu_sys"] + info["used_cpu_user"] for info in infos)}
         return spent | {name: _process_cpu(child.pid) for name, child in self._children.items()}
+
+    def _traffic(self) -> dict[str, int]:
+        infos: list[Any] = [server.info("stats") for server in self._servers]
+        return {
+            "in": sum(info["total_net_input_bytes"] for info in infos),
+            "out": sum(info["total_net_output_bytes"] for info in infos),
+        }
 
     def _stop(self) -> None:
         for child in self._children.values():
@@ -170,6 +186,7 @@ def middle(windows: Sequence[Window]) -> Window:
         statistics.median(window.per_second for window in windows),
         {name: statistics.median(w.cpu[name] for w in windows) for name in windows[0].cpu},
         [wait for window in windows for wait in window.waits],
+        {way: statistics.median(w.network[way] for w in windows) for way in windows[0].network},
     )
 
 

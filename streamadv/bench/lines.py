@@ -60,6 +60,7 @@ class Line:
     tokens: int
     run: str = ""
     min_groups: int | None = None  # name a batch as soon as so many groups are there
+    world_size: int = 1  # ranks among which payloads are divided; rank 0 alone is there
 
     @property
     def name(self) -> str:

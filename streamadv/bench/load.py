@@ -41,6 +41,7 @@ def train(line: Line, url: str) -> None:
     queue = TrainerQueue(
         url,
         line.run,
+        world_size=line.world_size,
         batch_groups=line.batch_groups,
         min_groups=line.min_groups,
         chain=kind.chain,

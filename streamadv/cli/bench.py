@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import SettingError
-from . import bench_server
+from . import bench_scaling, bench_server
 
 if TYPE_CHECKING:
     from ..bench.measure import Measurement
@@ -56,6 +56,7 @@ def add_parser(subparsers: Any) -> None:
     algorithms.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     algorithms.set_defaults(run=run_algorithms)
     bench_server.add_parsers(kinds)
+    bench_scaling.add_parser(kinds)
 
 
 def run_algorithms(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,72 @@
+"""`streamadv bench scaling`: costs by process, and what larger rates would need."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import SettingError
+from . import add_log_options, settings_from
+
+#: Heading and key of each column of the plans.
+PLANS: Final = {
+    "traj/s": "trajectories_per_second",
+    "producers": "producer",
+    "shards": "shards",
+    "groupers": "grouper",
+    "advantage": "advantage",
+    "ranks": "trainer",
+    "runs": "runs",
+    "Gbit/s in": "gigabits_in",
+    "Gbit/s out": "gigabits_out",
+}
+
+
+def add_parser(kinds: Any) -> None:
+    """Add `scaling` to `streamadv bench`."""
+    parser: argparse.ArgumentParser = kinds.add_parser(
+        "scaling",
+        help="processor time and bytes per trajectory on one to three cluster primaries, and what they predict",
+        description="Processor time and bytes per trajectory of each process, on Redis Clusters of one to three "
+        "primaries of its own, with workers that join and die; a model of it, checked against what was measured; "
+        "and the processes it predicts for a million tokens per second and more.",
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help="of a window (default: 3)")
+    parser.add_argument(
+        "--repeat", type=int, default=3, metavar="N", help="windows; figures are medians (default: 3)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add_log_options(parser)
+    parser.set_defaults(run=run_scaling)
+
+
+def run_scaling(arguments: argparse.Namespace) -> int:
+    """Print both tables; exit status 0."""
+    from ..bench.machine import describe_server, measured_server
+    from ..bench.report import heading, row, write_json
+    from ..bench.scaling import COLUMNS, KIND, MIDDLE, UTILISATION, measure_scaling
+
+    for name in ("seconds", "repeat"):
+        if (value := getattr(arguments, name)) < 1:
+            raise SettingError(f"--{name} is {value:g}, needs 1 at least")
+    binary = settings_from(arguments).server_binary
+    with measured_server(None, "no", binary) as url:
+        machine = describe_server(url)
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    print(f"chain {KIND}; processor time in microseconds per trajectory")
+    *records, model = measure_scaling(arguments.seconds, arguments.repeat, binary)
+    print(heading(COLUMNS))
+    for record in records:
+        print(row(COLUMNS, record))
+    print(f"\nfor trajectories of {MIDDLE} tokens, each process using {UTILISATION:.0%} of a core")
+    print(heading(PLANS))
+    for plan in model["plans"]:
+        print(row(PLANS, _named(plan)))
+    write_json(arguments.json, machine, [*records, model])
+    return 0
+
+
+def _named(plan: Mapping[str, Any]) -> dict[str, Any]:
+    return {**plan, "name": f"{plan['tokens_per_second']:.0e} tokens/s"}
