@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 ARGS :=
 
-.PHONY: help demo bench test chaos lint format clean
+.PHONY: help demo bench test chaos fuzz lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
 	@echo "make bench   speed beside ROLL's and verl's ways (ARGS=\"--json FILE\" passes flags)"
 	@echo "make test    all tests (ARGS=\"tests/unit -k chain\" passes arguments to pytest)"
 	@echo "make chaos   processes and servers are killed for STREAMADV_CHAOS_SECONDS (120), STREAMADV_CHAOS_SEED (1)"
+	@echo "make fuzz    STREAMADV_FUZZ_CASES (100000) damaged inputs drawn from STREAMADV_FUZZ_SEED (0)"
 	@echo "make lint    ruff and mypy; make format repairs what ruff can"
 	@echo "make clean   removes .venv and all caches"
 
@@ -24,6 +25,9 @@ test: $(VENV)/test.installed
 
 chaos: $(VENV)/test.installed
 	STREAMADV_CHAOS_SECONDS=$${STREAMADV_CHAOS_SECONDS:-120} $(VENV)/bin/python -m pytest tests/chaos $(ARGS)
+
+fuzz: $(VENV)/test.installed
+	STREAMADV_FUZZ_CASES=$${STREAMADV_FUZZ_CASES:-100000} $(VENV)/bin/python -m pytest tests/fuzz --timeout 1200 $(ARGS)
 
 lint: $(VENV)/dev.installed
 	$(VENV)/bin/ruff check .

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 
 from .errors import BatchLostError, EpochFencedError, WireError
 from .keys import RunKeys
@@ -26,6 +26,16 @@ from .wire import Reference, reference_problem
 CHUNK_TRAJECTORIES: Final = 128
 
 ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
+
+
+class Score(BaseModel):
+    """A reward that `producer.score` brought, as `lua/score.lua` keeps it."""
+
+    reward: FiniteFloat
+    rewards: dict[str, FiniteFloat] = {}
+
+
+_SCORES: Final = TypeAdapter(dict[str, Score])
 _GROUP_FIELDS: Final = (
     *("group_id", "size", "data_source", "opened_ms", "outcome", "epoch", "version"),
     *("members", "scores", "payloads"),
@@ -186,12 +196,12 @@ def _parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes,
     members: list[Reference] = []
     try:
         members = _REFERENCES.validate_json(fields[b"members"])
-        scores = json.loads(fields[b"scores"])
+        scores = _SCORES.validate_json(fields[b"scores"])
         if scores:
             members = [_with_score(member, scores.get(str(member.rollout_index))) for member in members]
         problem = _members_problem(group_id, members, payloads)
-    except (ValueError, RecursionError) as error:
-        problem = first_problem(error) if isinstance(error, ValueError) else "scores are nested too deeply"
+    except ValueError as error:
+        problem = first_problem(error)
     return LoggedGroup(
         shard=shard,
         entry=entry.decode(),
@@ -208,8 +218,8 @@ def _parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes,
     )
 
 
-def _with_score(member: Reference, score: Any) -> Reference:
-    return member if score is None else Reference.model_validate({**member.model_dump(), **score})
+def _with_score(member: Reference, score: Score | None) -> Reference:
+    return member if score is None else member.model_copy(update=score.model_dump(exclude_unset=True))
 
 
 def _members_problem(

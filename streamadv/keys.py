@@ -14,6 +14,7 @@ from typing import Final
 from redis.crc import key_slot
 
 from .errors import SettingError
+from .schema import brief
 
 RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
 CLUSTER_SLOTS: Final = 16384
@@ -26,7 +27,7 @@ RUNS_VOID: Final = "{streamadv:runs}:void"  # never exists, see `ShardKeys.void`
 def check_run_name(run: str) -> str:
     """`run` if it may name a run. Raises SettingError."""
     if not RUN_NAME.fullmatch(run):
-        raise SettingError(f"run is {run!r}: use letters, digits, '.', '_', '-' and '/', at most 100")
+        raise SettingError(f"run is {brief(run)}: use letters, digits, '.', '_', '-' and '/', at most 100")
     return run
 
 

@@ -16,7 +16,6 @@ from pydantic import (
     Field,
     FiniteFloat,
     StringConstraints,
-    ValidationError,
     model_validator,
 )
 
@@ -169,7 +168,7 @@ def run_settings(**values: Any) -> RunSettings:
     """RunSettings from flags or keywords. Raises SettingError on one line."""
     try:
         return RunSettings(**values)
-    except ValidationError as error:
+    except ValueError as error:  # pydantic's, or a lone surrogate in a key
         raise SettingError(f"run settings: {first_problem(error)}") from error
 
 

@@ -389,7 +389,7 @@ def parse_trajectory(data: Any, where: str = "trajectory") -> Trajectory:
         raise TrajectoryError(f"{where}: is {brief(data)}, needs an object with the fields of a trajectory")
     try:
         return Trajectory.model_validate(data)
-    except ValidationError as error:
+    except ValueError as error:  # pydantic's, or a lone surrogate in a key
         problem = first_problem(error)
         if isinstance(data, Mapping) and "rows" not in data:  # the columns stood at top level
             problem = problem.removeprefix("rows.0.").removeprefix("rows.0: ")

@@ -26,7 +26,13 @@ NOT_SETTINGS: Final = ("DATA", "GOLDEN")  # folders of the tests' files
 SECRETS: Final = ("PRODUCER_PASSWORD", "PIPELINE_PASSWORD", "OBSERVER_PASSWORD")
 
 RunName = Annotated[str, AfterValidator(check_run_name)]
-LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(str.lower)]
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
 
 
 class Settings(BaseSettings):

@@ -15,6 +15,7 @@ import redis.exceptions
 
 from . import tls
 from .errors import SettingError
+from .schema import brief, one_line
 
 CONNECT_TIMEOUT: Final = 5.0
 SENTINEL_PORT: Final = 26379
@@ -97,7 +98,7 @@ def _options_of(url: str) -> dict[str, Any]:
 
 def parse_url(url: str) -> Target:
     """The target of a URL. Raises SettingError on one line that shows no password."""
-    shown = hide_password(url)
+    shown = one_line(hide_password(url))
     scheme, _, rest = url.partition("://")
     if scheme not in SCHEMES:
         raise SettingError(
@@ -115,7 +116,7 @@ def parse_url(url: str) -> Target:
         options = _options_of(target.url)
         path = urlsplit(target.url).path
     except ValueError as error:
-        raise SettingError(f"redis URL {shown!r}: {error}") from None
+        raise SettingError(f"redis URL {shown!r}: {one_line(str(error))}") from None
     for name in RESERVED_OPTIONS:
         if name in options:
             raise SettingError(f"redis URL {shown!r}: {name} is set by streamadv, remove it")
@@ -123,7 +124,7 @@ def parse_url(url: str) -> Target:
         if "path" not in options:
             raise SettingError(f"redis URL {shown!r}: give the socket's path, unix:///path/to/redis.sock")
     elif path not in ("", "/") and not path[1:].isdigit():
-        raise SettingError(f"redis URL {shown!r}: the database must be a number, not {path[1:]!r}")
+        raise SettingError(f"redis URL {shown!r}: the database must be a number, not {brief(path[1:])}")
     if kind == "cluster":
         if options.get("db"):
             raise SettingError(f"redis URL {shown!r}: a cluster has database 0 only")
@@ -135,7 +136,7 @@ def parse_url(url: str) -> Target:
     try:  # makes the object only; an unknown option is found now and not at the first command
         redis.ConnectionPool.from_url(target.url, **target.shared_options).make_connection()
     except (TypeError, ValueError, redis.exceptions.RedisError) as error:
-        raise SettingError(f"redis URL {shown!r}: {error}") from None
+        raise SettingError(f"redis URL {shown!r}: {one_line(str(error))}") from None
     if plain == "rediss":
         tls.check_files(options)
     return target

@@ -298,9 +298,11 @@ def decode_column(name: str, spec: ColumnSpec, row_lengths: Sequence[int], raw: 
     """A read-only view of `raw` as the column `name`, all rows end to end. Raises WireError."""
     known = KNOWN_COLUMNS.get(name)
     if known is not None and (spec.dtype != known.str or spec.shape or spec.lengths is not None):
-        raise WireError(f"column {name} has dtype {spec.dtype}, needs {known.str}, one value per token")
+        raise WireError(
+            f"column {name} has dtype {brief(spec.dtype)}, needs {known.str!r}, one value per token"
+        )
     if known is None and spec.dtype not in EXTRA_DTYPES:
-        raise WireError(f"column {name} has dtype {spec.dtype!r}, not one of the allowed ones")
+        raise WireError(f"column {name} has dtype {brief(spec.dtype)}, not one of the allowed ones")
     if spec.lengths is not None and len(spec.lengths) != len(row_lengths):
         raise WireError(f"column {name} lists {len(spec.lengths)} rows, the header has {len(row_lengths)}")
     dtype = np.dtype(spec.dtype)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 
 from ..errors import SettingError
-from ..schema import first_problem
+from ..schema import brief, first_problem
 from . import estimators as _registered  # noqa: F401  registers the built-in estimators
 from .kl import KLPenalty
 from .off_policy import BoundMode, RatioLevel, Rejection, RejectionKind
@@ -142,7 +142,10 @@ class ChainConfig(_Section):
         if not isinstance(data, Mapping):
             return data
         known = get_estimator(str(data.get("estimator", "grpo"))).options
-        options = dict(data.get("options") or {})
+        given = data.get("options") or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"options is {brief(given)}, needs an object")
+        options = dict(given)
         rest = {}
         for name, value in data.items():
             if name in known and name not in cls.model_fields:
@@ -209,5 +212,5 @@ def parse_config(data: Any) -> ChainConfig:
         return data
     try:
         return ChainConfig.model_validate(data)
-    except ValidationError as error:
+    except ValueError as error:  # pydantic's, or a lone surrogate in a key
         raise SettingError(f"chain: {first_problem(error)}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ..errors import SettingError
+from ..schema import brief
 from .config import ChainConfig, parse_config
 from .registry import estimator_names
 
@@ -47,7 +48,7 @@ def preset(name: str) -> ChainConfig:
         return parse_config(PRESETS[name])
     if name in estimator_names():
         return parse_config({"estimator": name})
-    raise SettingError(f"preset {name!r} is unknown: choose one of {', '.join(preset_names())}")
+    raise SettingError(f"preset {brief(name)} is unknown: choose one of {', '.join(preset_names())}")
 
 
 def preset_names() -> list[str]:

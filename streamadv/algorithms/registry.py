@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from torch import Tensor
 
 from ..errors import SettingError
+from ..schema import brief
 from .packed import Level
 
 Scope = Literal["row", "group", "batch"]
@@ -78,7 +79,7 @@ def get_estimator(name: str) -> Estimator:
         return _REGISTRY[name]
     except KeyError:
         raise SettingError(
-            f"estimator {name!r} is unknown: choose one of {', '.join(estimator_names())}"
+            f"estimator {brief(name)} is unknown: choose one of {', '.join(estimator_names())}"
         ) from None
 
 

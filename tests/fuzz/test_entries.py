@@ -1,0 +1,138 @@
+"""Entries of streams: each is what it says, or there is one line that says why not."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import fakeredis
+from pydantic_core import from_json
+
+from streamadv.batches import parse_group
+from streamadv.chunks import parse_chunk
+from streamadv.connection import Connection
+from streamadv.errors import NoBatchError, WireError
+from streamadv.malformed import record_problem
+from streamadv.trainer_queue import TrainerQueue
+
+from ..support import compute_all, group_all, join, ledger, problems, producing, push_groups
+from .examples import stored
+from .mutations import (
+    HOSTILE,
+    TOKENS,
+    as_json,
+    cases,
+    chance_of,
+    damaged_bytes,
+    damaged_value,
+    one_line_error,
+    pick,
+)
+
+
+def damaged_entry(fields: dict[bytes, bytes], chance: random.Random) -> dict[bytes, bytes]:
+    """Fields damaged in bytes or, where they hold JSON, in structure; removed, renamed, replaced, added."""
+    fields = dict(fields)
+    for _ in range(chance.randint(1, 3)):
+        name = chance.choice(list(fields) or [b"junk"])
+        value = fields.get(name, b"")
+        match chance.randrange(7):
+            case 0:
+                fields.pop(name, None)
+            case 1 if fields:
+                fields[chance.choice([name + b"s", b"\xff", b""])] = fields.pop(name)
+            case 2:
+                fields[name] = chance.choice(TOKENS)
+            case 3:
+                fields[name] = str(chance.choice(HOSTILE)).encode(errors="surrogatepass")
+            case 4 if value[:1] in (b"{", b"["):
+                try:
+                    fields[name] = as_json(damaged_value(from_json(value), chance))
+                except ValueError:
+                    fields[name] = b"{"
+            case 5:
+                fields[chance.choice([b"junk", b"\x00", b"advantages", b"scores"])] = chance.randbytes(12)
+            case _:
+                fields[name] = damaged_bytes(value, chance)
+    return fields
+
+
+def test_records() -> None:
+    run, entries = stored()
+    for number in cases("records"):
+        fields = damaged_entry(
+            pick(entries["rollouts"], chance_of("records", number)), chance_of("r", number)
+        )
+        named: dict[str, Any] = {name.decode(errors="backslashreplace"): v for name, v in fields.items()}
+
+        def call(named: dict[str, Any] = named) -> None:
+            problem = record_problem(run, 0, named)
+            if problem is not None:
+                raise WireError(problem)
+
+        one_line_error(call, WireError, fields)
+
+
+def test_groups_log() -> None:
+    """A group that is accepted has members whose payloads are its own, in order, with a reward each."""
+    run, entries = stored()
+    for number in cases("groups log"):
+        chance = chance_of("groups log", number)
+        fields = damaged_entry(pick(entries["groups"], chance), chance)
+
+        def call(fields: dict[bytes, bytes] = fields) -> None:
+            group = parse_group(run.keys, 0, b"1-1", fields)
+            if group.problem is not None:
+                assert not group.members
+                raise WireError(group.problem)
+            assert [(member.key, member.size) for member in group.members] == list(group.payloads)
+            assert all(0 < member.num_tokens * 5 <= member.size for member in group.members)
+            assert all(member.reward is not None for member in group.members)
+
+        one_line_error(call, WireError, fields)
+
+
+def test_ready_log() -> None:
+    run, entries = stored()
+    for number in cases("ready log"):
+        chance = chance_of("ready log", number)
+        fields = damaged_entry(pick(entries["ready"], chance), chance)
+        one_line_error(lambda fields=fields: parse_chunk(run.keys.home, fields), WireError, fields)  # type: ignore[misc]
+
+
+def test_streams_of_a_run() -> None:
+    """Damaged copies of genuine entries in all streams at once: healthy groups are trained on, the ledger balances."""
+    _, entries = stored()
+    for number in cases("a run's streams"):
+        chance = chance_of("a run's streams", number)
+        connection = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+        with producing(connection, "r") as producer:
+            run = join(connection, "r")
+
+            def spoil(*streams: str, run: Any = run, chance: random.Random = chance) -> None:
+                for name in streams:
+                    for _ in range(chance.randint(0, 3)):
+                        fields: Any = damaged_entry(pick(entries[name], chance), chance)
+                        run.connection.scripts.xadd(getattr(run.keys.home, name), fields or {b"junk": b"1"})
+
+            spoil("rollouts", "groups", "work", "ready")
+            ids = push_groups(producer, 2, prefix="healthy")
+            spoil("rollouts", "groups")
+            producer.finish()
+        group_all(run)
+        spoil("groups", "ready")
+        queue = TrainerQueue(connection, "r", batch_groups=2, chain={"estimator": "reinforce"})
+        trained: set[str] = set()
+        for _ in range(20):
+            try:
+                batch = queue.next_batch(timeout=0)
+            except NoBatchError:
+                spoil("work", "ready")
+                compute_all(run)
+                continue
+            if batch is None:
+                break
+            trained |= {reference.group_id for reference in batch.references}
+        assert set(ids) <= trained, number
+        assert ledger(run)["queued"] == 0, number
+        assert problems(run, deep=False) == [], number
