@@ -23,12 +23,16 @@ from ..algorithms.step_returns import discounted_returns
 from ..algorithms.trainable import trainable
 from ..algorithms.whitening import whiten
 from ..columns import Array
-from . import peers
+from .others import peer_module
 from .workload import Workload
 
 Results = Sequence[Tensor]
 Way = Callable[[Workload], Results]
 Peer = Literal["padded", "verl", "roll"]
+
+verl, roll = peer_module("verl"), peer_module("roll")
+#: Peers that did not come with this installation.
+ABSENT: Final = {name for name, module in (("verl", verl), ("roll", roll)) if module is None}
 
 GAMMA: Final = 0.99
 LAM: Final = 0.95
@@ -60,7 +64,7 @@ class Case:
             ("verl", self.verl),
             ("roll", self.roll),
         ]
-        return [(name, way) for name, way in ways if way is not None]
+        return [(name, way) for name, way in ways if way is not None and name not in ABSENT]
 
 
 def cases() -> list[Case]:
@@ -78,7 +82,7 @@ def token_cases() -> list[Case]:
             (mask, rewards, value),
             _gae,
             padded=_classic("gae"),
-            verl=lambda w: peers.verl_gae(*_padded(w, rewards, value, mask), gamma=GAMMA, lam=LAM),
+            verl=lambda w: verl.gae(*_padded(w, rewards, value, mask), gamma=GAMMA, lam=LAM),
             roll=_roll_gae,
             one_turn=frozenset({"roll"}),
         ),
@@ -101,7 +105,7 @@ def token_cases() -> list[Case]:
             (mask, rewards),
             _reinforce,
             padded=_classic("reinforce"),
-            roll=lambda w: (peers.roll_reinforce(w.padded[rewards], gamma=GAMMA),),
+            roll=lambda w: (roll.reinforce(w.padded[rewards], gamma=GAMMA),),
             one_turn=frozenset({"roll"}),
         ),
         Case(
@@ -109,14 +113,14 @@ def token_cases() -> list[Case]:
             (rewards,),
             _reinforce_all_tokens,
             padded=_classic("reinforce", "roll"),
-            roll=lambda w: (peers.roll_reinforce(w.padded[rewards], gamma=GAMMA),),
+            roll=lambda w: (roll.reinforce(w.padded[rewards], gamma=GAMMA),),
         ),
         Case(
             "reinforce++",
             (mask, rewards),
             _reinforce_plus_plus,
             padded=_padded_reinforce_plus_plus,
-            verl=lambda w: peers.verl_reinforce_plus_plus(*_padded(w, rewards, mask), gamma=GAMMA),
+            verl=lambda w: verl.reinforce_plus_plus(*_padded(w, rewards, mask), gamma=GAMMA),
             one_turn=frozenset({"verl"}),
         ),
         Case("v-trace", (mask, rewards, value, "old_log_probs", "rollout_log_probs"), _vtrace),
@@ -124,22 +128,22 @@ def token_cases() -> list[Case]:
             "whitening",
             (mask, value),
             _whiten,
-            verl=lambda w: (peers.masked_whiten(*_padded(w, value, mask)),),
-            roll=lambda w: (peers.masked_whiten(*_padded(w, value, mask)),),
+            verl=lambda w: (verl.masked_whiten(*_padded(w, value, mask)),),
+            roll=lambda w: (roll.masked_whiten(*_padded(w, value, mask)),),
         ),
         Case(
             "kl k3",
             policy,
             lambda w: (column_kl(w.batch.columns[policy[0]], w.batch.columns[policy[1]], "k3"),),
-            verl=lambda w: (peers.k3(*_padded(w, *policy, mask), bound=20.0),),
-            roll=lambda w: (peers.k3(*_padded(w, *policy, mask), bound=None),),
+            verl=lambda w: (verl.k3(*_padded(w, *policy, mask)),),
+            roll=lambda w: (roll.k3(*_padded(w, *policy, mask)),),
         ),
         Case(
             "chain: kl, gae, whitened",
             (mask, value, *policy),
             _token_chain,
-            verl=_peer_chain(peers.verl_chain),
-            roll=_peer_chain(peers.roll_chain),
+            verl=_peer_chain(lambda: verl.chain),
+            roll=_peer_chain(lambda: roll.chain),
             one_turn=frozenset({"roll"}),
         ),
     ]
@@ -160,13 +164,13 @@ def _outcome_cases() -> list[Case]:
         case(
             "grpo",
             "grpo",
-            lambda w: peers.verl_grpo(*_grouped(w)),
-            lambda w: peers.roll_grpo(w.rewards, w.padded["response_mask"], w.groups),
+            lambda w: verl.grpo(*_grouped(w)),
+            lambda w: roll.grpo(w.rewards, w.padded["response_mask"], w.groups),
         ),
-        case("grpo vectorized", "grpo", lambda w: peers.verl_grpo_vectorized(*_grouped(w)), least_std=1e-3),
-        case("rloo", "rloo", lambda w: peers.verl_rloo(*_grouped(w))),
-        case("rloo vectorized", "rloo", lambda w: peers.verl_rloo_vectorized(*_grouped(w))),
-        case("opo", "opo", lambda w: peers.verl_opo(*_grouped(w))),
+        case("grpo vectorized", "grpo", lambda w: verl.grpo_vectorized(*_grouped(w)), least_std=1e-3),
+        case("rloo", "rloo", lambda w: verl.rloo(*_grouped(w))),
+        case("rloo vectorized", "rloo", lambda w: verl.rloo_vectorized(*_grouped(w))),
+        case("opo", "opo", lambda w: verl.opo(*_grouped(w))),
     ]
 
 
@@ -182,7 +186,7 @@ def _step_cases() -> list[Case]:
                 ),
             ),
             roll=lambda w: (
-                peers.roll_discounted_returns(w.steps.scores, w.steps.trajectory, w.steps.number, STEP_GAMMA),
+                roll.discounted_returns(w.steps.scores, w.steps.trajectory, w.steps.number, STEP_GAMMA),
             ),
             level="step",
         ),
@@ -218,8 +222,8 @@ def _estimate(workload: Workload, name: str, **options: float) -> Results:
 
 def _verl_gae_whitened(workload: Workload) -> Results:
     rewards, values, mask = _padded(workload, "token_level_rewards", "values", "response_mask")
-    advantages, returns = peers.verl_gae(rewards, values, mask, gamma=GAMMA, lam=LAM)
-    return peers.masked_whiten(advantages, mask), returns
+    advantages, returns = verl.gae(rewards, values, mask, gamma=GAMMA, lam=LAM)
+    return verl.masked_whiten(advantages, mask), returns
 
 
 def _classic(estimator: str, peer_quirks: PeerQuirks | None = None) -> Way:
@@ -243,7 +247,8 @@ def _padded_reinforce_plus_plus(workload: Workload) -> Results:
 
 
 def _roll_gae(workload: Workload) -> Results:
-    return peers.roll_gae(*_padded(workload, "token_level_rewards", "values"), gamma=GAMMA, lam=LAM)
+    found: Results = roll.gae(*_padded(workload, "token_level_rewards", "values"), gamma=GAMMA, lam=LAM)
+    return found
 
 
 def _reinforce(workload: Workload) -> Results:
@@ -284,9 +289,9 @@ def _token_chain(workload: Workload) -> Results:
     return found.advantages, found.returns
 
 
-def _peer_chain(chain: Callable[..., Results]) -> Way:
+def _peer_chain(chain: Callable[[], Callable[..., Results]]) -> Way:
     names = ("token_level_rewards", "values", "response_mask", "old_log_probs", "ref_log_probs")
-    return lambda workload: chain(*_padded(workload, *names), kl_coef=KL_COEF, gamma=GAMMA, lam=LAM)
+    return lambda workload: chain()(*_padded(workload, *names), kl_coef=KL_COEF, gamma=GAMMA, lam=LAM)
 
 
 def _outcome(estimator: str, **options: float) -> Way:
@@ -335,7 +340,7 @@ def _padded_gigpo(workload: Workload) -> Results:
 def _roll_gigpo(workload: Workload) -> Results:
     steps = workload.steps
     return (
-        peers.roll_gigpo(
+        roll.gigpo(
             steps.scores,
             steps.episode_scores,
             steps.trajectory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,13 +10,14 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ..columns import KNOWN_COLUMNS
 from .crew import Crew
 from .lines import Line
 
 PEERS: Final = Path(__file__).parents[2] / "benchmarks" / "peers"
+NO_PEERS: Final = "no peers: benchmarks/peers comes with the source, not with the package"
 INSTALL_S: Final = 300
 #: Trajectories TransferQueue puts and gets at once: the fastest of 1, 8, 64.
 PUT_TOGETHER: Final = 64
@@ -25,6 +27,19 @@ _EXEC: Final = (
     "os.environ.pop('PYTHONPATH', None)\n"  # that of this interpreter
     "os.execv(sys.argv[1], sys.argv[1:])\n"
 )
+
+
+def peer_module(name: str) -> Any:
+    """The module `name` of the checkout; None without one."""
+    script = PEERS / f"{name}.py"
+    if not script.exists():
+        return None
+    spec = importlib.util.spec_from_file_location(f"streamadv_peers_{name}", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def pipelinerl_crews(url: str, line: Line) -> dict[str, Crew]:
@@ -52,7 +67,7 @@ def transferqueue_crew(url: str, line: Line, python: Path) -> Crew:
 def transferqueue_python(say: Callable[[str], None]) -> Path | None:
     """The interpreter of an environment with TransferQueue, made at the first call; None, and why, if it cannot be."""
     if not (PEERS / "transferqueue.py").exists():
-        say("no peers: benchmarks/peers comes with the source, not with the package")
+        say(NO_PEERS)
         return None
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "streamadv" / "transferqueue"

@@ -63,7 +63,9 @@ def run_algorithms(arguments: argparse.Namespace) -> int:
     """Print the table; exit status 0. Raises DisagreementError if two ways give different numbers."""
     import torch
 
+    from ..bench.cases import ABSENT
     from ..bench.measure import describe_machine, measure_all, measure_large
+    from ..bench.others import NO_PEERS
 
     if arguments.repeat < 1:
         raise SettingError(f"--repeat is {arguments.repeat}, needs 1 at least")
@@ -77,6 +79,8 @@ def run_algorithms(arguments: argparse.Namespace) -> int:
         machine = describe_machine(arguments.device)
         print(", ".join(f"{name} {value}" for name, value in machine.items()))
         print(f"{arguments.sequences} sequences of up to {arguments.tokens} tokens; medians in ms")
+        if ABSENT:
+            print(NO_PEERS)
         print(f"{'':26}" + "".join(f"{name:>9}" for name in FIGURES), flush=True)
         records = []
         for found in measure_all(arguments.sequences, arguments.tokens, arguments.repeat, arguments.device):

@@ -129,3 +129,14 @@ def test_ways_that_disagree_are_not_measured(
 def test_sizes_that_cannot_be_cut_are_refused() -> None:
     with pytest.raises(SettingError, match="multiple of 8"):
         make_workload(7, 64)
+
+
+def test_without_the_checkout_the_columns_of_the_peers_are_empty(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_cases, "ABSENT", {"verl", "roll"})
+    assert cli.main(["bench", "algorithms", "--sequences", "8", "--tokens", "64", "--repeat", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("no peers: ") == 1
+    grpo = next(line for line in printed.splitlines() if line.startswith("grpo "))
+    assert grpo.split()[3:7] == ["-"] * 4
