@@ -134,7 +134,7 @@ def reject(
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """[N] bool: trainable tokens that none of `rejections` turns down; and metrics per rejection."""
-    ratio = log_ratio.to(torch.float64).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    ratio = log_ratio.detach().to(torch.float64).clamp(-SAFETY_BOUND, SAFETY_BOUND)
     kept = tokens.mask
     metrics: dict[str, Metric] = {}
     for rejection in dict.fromkeys(rejections):

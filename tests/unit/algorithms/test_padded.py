@@ -108,3 +108,11 @@ def test_verls_group_std_cancels_where_scores_share_an_offset() -> None:
     assert std[0].item() == pytest.approx(0.1, rel=1e-3)
     squares, total = scores.square().sum(), scores.sum()
     assert theirs[0] == ((squares - total.square() / 3) / 2).clamp(min=1e-6).sqrt()
+
+
+@pytest.mark.parametrize("kind", ["token_k1", "seq_sum_k2", "seq_mean_k3", "seq_max_k2"])
+def test_rejection_takes_log_probs_that_carry_gradients(kind: str) -> None:
+    log_ratio, mask = torch.randn(3, 4), torch.ones(3, 4)
+    plain, _ = padded.compute_rollout_rejection_mask(log_ratio, mask, kind, 1.5)
+    carrying, _ = padded.compute_rollout_rejection_mask(log_ratio.requires_grad_(), mask, kind, 1.5)
+    assert torch.equal(carrying, plain)
