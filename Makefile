@@ -2,12 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 ARGS :=
+BENCH := pipeline
 
 .PHONY: help demo bench test chaos fuzz lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
-	@echo "make bench   speed beside ROLL's and verl's ways (ARGS=\"--json FILE\" passes flags)"
+	@echo "make bench   speed of the pipeline beside what plain redis-py moves and beside its peers (BENCH=algorithms and"
+	@echo "             stages, backlog, latency, memory are others, ARGS=\"--json FILE\" passes flags)"
 	@echo "make test    all tests (ARGS=\"tests/unit -k chain\" passes arguments to pytest)"
 	@echo "make chaos   processes and servers are killed for STREAMADV_CHAOS_SECONDS (120), STREAMADV_CHAOS_SEED (1)"
 	@echo "make fuzz    STREAMADV_FUZZ_CASES (100000) damaged inputs drawn from STREAMADV_FUZZ_SEED (0)"
@@ -18,7 +20,7 @@ demo: $(VENV)/test.installed
 	$(VENV)/bin/streamadv demo $(ARGS)
 
 bench: $(VENV)/test.installed
-	$(VENV)/bin/streamadv bench algorithms $(ARGS)
+	$(VENV)/bin/streamadv bench $(BENCH) $(ARGS)
 
 test: $(VENV)/test.installed
 	$(VENV)/bin/python -m pytest $(ARGS)

@@ -25,8 +25,8 @@ from streamadv.demo import messages
 
 Record = list[dict[str, Any]]
 
-AHEAD = 16  # groups under way
-MAX_ENTRIES = 2 * AHEAD  # of a stream; theirs is a million, which no run of minutes reaches
+MAX_AHEAD = 16  # groups under way; fewer of long trajectories, so that it runs dry in a second or two
+MAX_ENTRIES = 2 * MAX_AHEAD  # of a stream; theirs is a million, which no run of minutes reaches
 REPORT_S = 0.25
 
 
@@ -79,11 +79,12 @@ def decode_arrays(data: bytes) -> Record:
 def act(client: Any, prefix: str, line: Line, encode: Any, decode: Any) -> None:
     pool = itertools.cycle(make_groups(line))
     pace = Pace()
+    ahead = max(4, min(MAX_AHEAD, (1 << 19) // (GROUP_SIZE * line.tokens)))
     done, last = 0, "0"
     messages.send("ready")
     for number in itertools.count():
         pace.wait_for_turn()
-        while number - done >= AHEAD:
+        while number - done >= ahead:
             for _, entries in client.xread({f"{prefix}processed": last}, count=64, block=1000):
                 last = entries[-1][0]
                 done += len(entries)
