@@ -154,7 +154,7 @@ def _add(
 
 
 def _add_windows(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="of a window (default: 2)")
+    parser.add_argument("--seconds", type=float, default=1.5, metavar="S", help="of a window (default: 1.5)")
     _add_repeat(parser, "windows")
 
 
