@@ -46,7 +46,7 @@ PRODUCER: Final = Role(
         "open": "zadd zcard zrem zscore",
         "groups": "xadd xlen",
         "ended": "hlen",
-        "ended ended_before": "hget hset rename",
+        "ended ended_before": "hget hset rename unlink",
         "ledger": "hincrby hmget",
         "trainer": "hmget",
         "rollouts scoring": "xadd",

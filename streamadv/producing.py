@@ -38,6 +38,8 @@ STAGE: Final = "producer"
 MAX_SLICE_RECORDS: Final = 128
 MAX_SLICE_BYTES: Final = 4 << 20
 HEARTBEAT_S: Final = 10.0
+#: First wait for admission: about what a batch takes of a trainer that keeps up.
+ADMISSION_WAIT_S: Final = 0.005
 #: A producer silent for longer is taken for dead (three missed heartbeats).
 PRODUCER_TIMEOUT_S: Final = 30.0
 #: What a heartbeat writes: when (ms) and how.
@@ -141,7 +143,7 @@ class ProducerLogic:
         if metadata and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
             raise TrajectoryError(f"metadata: more than {MAX_METADATA_BYTES} bytes: use an extra column")
         yield from self._reopen()
-        backoff = Backoff()
+        backoff = Backoff(base=ADMISSION_WAIT_S)
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
             chosen = group_id or new_group_id()  # a new id may land on a shard with room

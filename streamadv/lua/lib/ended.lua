@@ -11,6 +11,7 @@ end
 
 local function remember_ended(keys, id, letter, bitmap, dedupe_groups)
   if redis.call('HLEN', keys.ended) >= dedupe_groups then
+    redis.call('UNLINK', keys.ended_before)  -- RENAME would free a million fields before it returns
     redis.call('RENAME', keys.ended, keys.ended_before)
   end
   redis.call('HSET', keys.ended, id, letter .. bitmap)
