@@ -17,7 +17,7 @@ from typing import Final
 from .keys import key_patterns
 
 #: What every connection needs, on one node or (the second line) on a cluster; none of them reads or writes a key.
-CONNECTION: Final = "ping select info time multi exec discard"
+CONNECTION: Final = "ping select info time role multi exec discard"
 CLUSTER: Final = "asking cluster|slots command"
 
 _PIPELINE: Final = (

@@ -417,6 +417,8 @@ class TrainerQueue(IterableDataset[Batch]):
                     if self._rank == 0 and chunk.batch not in known:
                         raise WireError(f"batch {brief(chunk.batch)} is none of this run")
                 except WireError as error:
+                    if not self._has_same_servers(lineage):
+                        return  # a shard that forgot a moment ago that the batch was undone: to be recovered from
                     if self._rank == 0:
                         reject_logged(run, shard, keys.ready, entry.decode(), str(error), record=False)
                     continue

@@ -93,7 +93,7 @@ def add_redis_options(parser: argparse.ArgumentParser) -> None:
         "--redis",
         dest="redis_url",
         metavar="URL",
-        help="redis://, rediss://, unix://, redis+cluster:// or rediss+cluster:// (STREAMADV_REDIS_URL)",
+        help="redis://, rediss://, unix://, redis+cluster://, redis+sentinel:// or their rediss+ (STREAMADV_REDIS_URL)",
     )
     parser.add_argument(
         "--run", dest="run_name", metavar="NAME", help="name of the run (STREAMADV_RUN; default: default)"

@@ -4,7 +4,8 @@
 
 Faults: SIGKILL at random and at every named point, SIGTERM, SIGSTOP beyond the lease (for a trainer with another
 one taking over meanwhile), connections cut in a request, in a reply, or held up, and SIGKILL of the server, with
-`everysec` also losing the end of its file. Then everything is left alone, has to drain, and is checked.
+`everysec` also losing the end of its file; in a cluster and behind Sentinels a replica takes over that has not heard of
+the last moments. Then everything is left alone, has to drain, and is checked.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from streamadv.connection import Connection
 from streamadv.run import Run, open_run
 from streamadv.server import EmbeddedServer
 from streamadv.status import read_status
+from tests.clusters import Cluster, Node, Sentinels, until
 
 from .checks import Identity, problems, registered, total
 from .nursery import Nursery
@@ -40,6 +42,7 @@ from .trainer import FENCED, LOST, newest_checkpoint, read_deliveries
 from .victim import FETCH_PUBLISH, SAVE_COMMIT, script_names
 
 SERVERS: Final = ("memory", "always", "everysec")
+GROUPS: Final = ("cluster", "sentinel")
 PRODUCERS: Final = 2
 DRAIN_S: Final = 60.0
 TICK_S: Final = 0.05
@@ -99,6 +102,63 @@ class Report:
     @property
     def kills(self) -> int:
         return self.kills_at_points.total() + self.kills_at_random.total()
+
+
+class ServerGroup:
+    """A cluster, or a master behind Sentinels: a primary is killed, or hangs, and its replica takes over.
+
+    The replica has not heard of the last moments, up to two seconds.
+    """
+
+    def __init__(self, kind: str, chance: random.Random) -> None:
+        self.kind = kind
+        self.can_be_killed = True
+        self._chance = chance
+        self._group = Cluster() if kind == "cluster" else Sentinels()
+        self._group.__enter__()
+        self.url = self._group.url
+        self._gone: Node | None = None
+
+    def note_size(self) -> None:
+        """Nothing of it is on disk."""
+
+    def kill(self) -> bool:
+        """The replica takes over; whether anything was lost."""
+        primary, replica = self._choose()
+        lossy = self._chance.random() < 0.7
+        if lossy:
+            replica.cut()
+            time.sleep(self._chance.uniform(0, 2))
+            lossy = replica.behind(primary) > 0
+        hangs = self.kind == "cluster" and self._chance.random() < 0.3
+        primary.pause() if hangs else primary.kill()
+        if isinstance(self._group, Cluster):
+            self._group.take_over(replica)
+        else:
+            self._group.wait_until_promoted(replica)
+        until(lambda: replica.info("replication")["role"] == "master", "the replica has taken over")
+        replica.mend()
+        if hangs:
+            primary.go_on()
+        else:
+            self._gone = primary
+        return lossy or hangs
+
+    def _choose(self) -> tuple[Node, Node]:
+        if isinstance(self._group, Cluster):
+            self._group.wait_until_whole()
+            primary = self._chance.choice(self._group.primaries())
+            return primary, self._group.replica_of(primary)
+        until(lambda: self._group.replica().in_sync, "the replica is in sync")  # type: ignore[union-attr]
+        return self._group.master(), self._group.replica()
+
+    def start(self) -> None:
+        if self._gone is not None:
+            self._group.bring_back(self._gone)
+            self._gone = None
+
+    def close(self) -> None:
+        self._group.close()
 
 
 class Server:
@@ -185,7 +245,7 @@ class Chaos:
         self.server_back_at: float | None = None
         self.point_odds = 0.7
         self.settings: dict[str, Any] = {
-            "shards": self.chance.choice((1, 2)),
+            "shards": 3 if server == "cluster" else self.chance.choice((1, 2)),
             "max_trajectory_bytes": 1 << 16,
             "group_deadline_s": 6.0,
         }
@@ -236,8 +296,8 @@ class Chaos:
             if slot.paused_until and now >= slot.paused_until:
                 slot.paused_until = 0.0
                 _signal(slot.pid, signal.SIGCONT)
-        for pid, until in self.zombies:
-            if now >= until:
+        for pid, end in self.zombies:
+            if now >= end:
                 _signal(pid, signal.SIGCONT)
         if self.server_back_at is not None and now >= self.server_back_at:
             self.server.start()
@@ -299,7 +359,10 @@ class Chaos:
     def play(self) -> Report:
         with ExitStack() as stack:
             self.nursery = stack.enter_context(Nursery())
-            self.server = Server(self.report.server, self.folder, self.chance)
+            kind = self.report.server
+            self.server: Server | ServerGroup = (
+                ServerGroup(kind, self.chance) if kind in GROUPS else Server(kind, self.folder, self.chance)
+            )
             stack.callback(self.server.close)
             self.proxy: Proxy | None = None
             url, address = self.server.url, urlsplit(self.server.url)
@@ -428,7 +491,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def run_chaos(seed: int, seconds: float, server: str, folder: Path | None = None) -> Report:
-    """One chaos run. `server`: memory, always, everysec, or the URL of one (which is not killed)."""
+    """One chaos run. `server`: memory, always, everysec, cluster, sentinel, or the URL of one (which is not killed)."""
     with ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamadv-chaos-")))
@@ -442,7 +505,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=float(os.environ.get("STREAMADV_CHAOS_SECONDS", "30"))
     )
-    parser.add_argument("--server", default="memory", help=f"{', '.join(SERVERS)}, or a URL")
+    parser.add_argument("--server", default="memory", help=f"{', '.join((*SERVERS, *GROUPS))}, or a URL")
     parser.add_argument("--folder", type=Path, help="keep journals and logs here")
     arguments = parser.parse_args()
     report = run_chaos(arguments.seed, arguments.seconds, arguments.server, arguments.folder)

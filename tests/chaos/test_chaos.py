@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from .harness import SERVERS, run_chaos
+from .harness import GROUPS, SERVERS, run_chaos
 
 LONG = "STREAMADV_CHAOS_SECONDS" in os.environ
 SECONDS = float(os.environ.get("STREAMADV_CHAOS_SECONDS", "4"))
 SEED = int(os.environ.get("STREAMADV_CHAOS_SEED", "1"))
 URL = os.environ.get("STREAMADV_CHAOS_REDIS_URL")
-KINDS = (URL,) if URL else SERVERS if LONG else ("always",)
+KINDS = (URL,) if URL else (*SERVERS, *GROUPS) if LONG else ("always",)
 
 
 @pytest.mark.timeout(SECONDS + 240)

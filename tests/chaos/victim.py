@@ -26,9 +26,12 @@ from typing import Any, Final
 
 import redis
 import redis.client
+import redis.cluster
 
 from streamadv import scripts
 
+#: Of a cluster's client; redis-py before 7 has none, nor a cluster.
+TransactionStrategy: Any = getattr(redis.cluster, "TransactionStrategy", redis.client.Pipeline)
 Hook = Callable[[str], object]
 
 FETCH_PUBLISH: Final = "between:fetch-publish"
@@ -76,6 +79,17 @@ def hooked(reached: Hook, gate: Callable[[], object] = lambda: None) -> Iterator
         called = [name for command, _ in self.command_stack for name in _called(names, command)]
         return around(called, lambda: execute(self, *args, **options))
 
+    def on_cluster_command(self: Any, *args: Any, **options: Any) -> Any:
+        return around(_called(names, args), lambda: cluster_send(self, *args, **options))
+
+    def on_transaction(self: Any, *args: Any, **options: Any) -> Any:
+        called = [name for command in self._command_queue for name in _called(names, command.args)]
+        return around(called, lambda: transact(self, *args, **options))
+
+    cluster_send: Any = redis.cluster.RedisCluster.execute_command
+    transact: Any = TransactionStrategy.execute
+    redis.cluster.RedisCluster.execute_command = on_cluster_command  # type: ignore[method-assign]
+    TransactionStrategy.execute = on_transaction
     redis.Redis.execute_command = on_command  # type: ignore[method-assign]
     redis.client.Pipeline.execute = on_pipeline  # type: ignore[method-assign]
     try:
@@ -84,6 +98,8 @@ def hooked(reached: Hook, gate: Callable[[], object] = lambda: None) -> Iterator
     finally:
         redis.Redis.execute_command = send  # type: ignore[method-assign]
         redis.client.Pipeline.execute = execute  # type: ignore[method-assign]
+        redis.cluster.RedisCluster.execute_command = cluster_send  # type: ignore[method-assign]
+        TransactionStrategy.execute = transact
 
 
 def _called(names: dict[str, str], command: Sequence[Any]) -> list[str]:
