@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from ..errors import StreamadvError
 from .cases import Case, Peer, Results, Way, cases, token_cases
+from .machine import cpu_model
 from .workload import GROUP_SIZE, Workload, make_workload
 
 #: What is quicker is run several times in a row, so that a reading lasts this long.
@@ -193,7 +193,7 @@ def _synchronisations(way: Way, workload: Workload) -> int:
 def describe_machine(device: str) -> dict[str, Any]:
     """Processor, cores, threads in use, versions, and how busy the machine is."""
     known: dict[str, Any] = {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
@@ -202,12 +202,3 @@ def describe_machine(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
     }
     return known
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
