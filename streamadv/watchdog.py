@@ -86,6 +86,7 @@ class Watchdog:
     def progress(self) -> None:
         """A batch was delivered."""
         self._since = self._clock()
+        self._look_due = self._since + LOOK_S  # while batches come there is nothing to look for
         self._say_due = self._since + SAY_S
         self._outcomes = None
         metrics.no_progress(0.0)
