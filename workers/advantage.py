@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from streamadv.advantage import run_worker
+from streamadv.malloc import keep_freed_memory
 from streamadv.manifest import RunSettings
 from streamadv.settings import Settings
 
@@ -14,6 +15,7 @@ from .process import join_run, stop_on_signals
 def main(settings: Settings, wanted: RunSettings | None = None) -> int:
     """Run until SIGTERM or SIGINT."""
     torch.set_num_threads(settings.torch_threads)  # another thread count may change the last bit of a sum
+    keep_freed_memory()
     stop = stop_on_signals()
     run = join_run(settings, wanted, stop)
     run_worker(run, stop, device=settings.device)

@@ -257,7 +257,8 @@ def summary(values, mask):
 
 @kernel
 def place(rewards, start, end, mask, result):
-    """Add each reward at the last token that counts in start .. end, if there is one."""
+    """Each reward added at the last token that counts in start .. end, if there is one; 0 elsewhere."""
+    result[:] = 0
     place, total = -1, 0.0
     for k in range(len(rewards)):
         for t in range(end[k] - 1, start[k] - 1, -1):

@@ -62,9 +62,9 @@ def _place(tokens: Trainable, rewards: Tensor, start: Tensor, end: Tensor) -> Te
     """[N] float32: each of `rewards` [K] added at the last trainable token of start .. end, if it has one."""
     size = len(tokens.mask)
     if kernels.on_cpu(rewards):
-        found = torch.zeros(size)
-        kernels.place(*map(kernels.array, (rewards, start, end, tokens.mask, found)))
-        return found
+        found = np.empty(size, np.float32)
+        kernels.place(*map(kernels.array, (rewards, start, end, tokens.mask)), found)
+        return torch.from_numpy(found)
     placed = rewards.new_zeros(size)
     position = torch.arange(size, device=placed.device)
     last = torch.cummax(torch.where(tokens.mask, position, -1), 0).values  # at or before each token

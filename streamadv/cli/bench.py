@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import SettingError
+from ..malloc import keep_freed_memory
 from . import bench_scaling, bench_server
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def run_algorithms(arguments: argparse.Namespace) -> int:
         raise SettingError(f"--threads is {arguments.threads}, needs 1 at least")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device cuda: torch finds no CUDA device here, use --device cpu")
+    keep_freed_memory()  # as the advantage worker does; the peers have it too
     before = torch.get_num_threads()
     torch.set_num_threads(arguments.threads)
     try:
