@@ -144,6 +144,10 @@ class Member:
     position: int  # in the output hash
     columns: list[str]
 
+    @property
+    def identity(self) -> tuple[str, int]:
+        return self.reference.group_id, self.reference.rollout_index
+
 
 def assign(units: Sequence[Work], chunks: Mapping[int, Chunk], groups: Sequence[LoggedGroup]) -> list[Member]:
     """Every member of `groups`, the living ones of the batch, with its numbers, in batch order.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from .batches import BatchRecord, LoggedGroup, Pointer, check_fence, entry_order, find_groups
 from .malformed import reject_logged
@@ -88,12 +88,40 @@ def bury(run: Run, group: LoggedGroup, reason: str, detail: str, batch_id: str, 
     check_fence(run, run.call("bury", [*names, keys.applied], args))
 
 
-def buried(run: Run, record: BatchRecord) -> set[str]:
-    """Ids of the batch's groups that have become dead letters."""
-    found: set[str] = set()
+def leave_out(
+    run: Run, pointer: Pointer, rollout_index: int, reason: str, detail: str, batch_id: str, epoch: int
+) -> bool:
+    """Have commit count a member of a batch's group as dead. Repeating it changes nothing.
+
+    False when the batch, or the group, is not there (any more).
+    """
+    keys = run.keys.shard(pointer.shard)
+    names = [keys.void, keys.trainer, keys.groups, keys.dead, keys.dead_group(pointer.group_id), keys.applied]
+    args = [epoch, pointer.entry, pointer.group_id, rollout_index, batch_id, reason, detail]
+    return bool(check_fence(run, run.call("leave_out", names, args)))
+
+
+class Marks(NamedTuple):
+    """What of a batch is not trained on, as its shards know it."""
+
+    dead: set[str]  # ids of groups that have become dead letters
+    left_out: set[tuple[str, int]]  # (group_id, rollout_index) of members of the others
+
+
+def marks(run: Run, record: BatchRecord) -> Marks:
+    """What has become of the batch since it was named."""
+    found = Marks(set(), set())
     for shard in {pointer.shard for pointer in record.groups}:
-        text: Any = run.connection.scripts.hget(run.keys.shard(shard).applied, f"dead:{record.id}")
-        found.update(text.decode().split("\n") if text else ())
+        names = [f"dead:{record.id}", f"left_out:{record.id}"]
+        dead, left_out = cast(
+            list[bytes | None], run.connection.scripts.hmget(run.keys.shard(shard).applied, names)
+        )
+        found.dead.update(dead.decode().split("\n") if dead else ())
+        ids = {pointer.entry: pointer.group_id for pointer in record.in_shard(shard)} if left_out else {}
+        for line in (left_out or b"").decode().splitlines():
+            entry, _, index = line.partition(" ")
+            if entry in ids:
+                found.left_out.add((ids[entry], int(index)))
     return found
 
 
@@ -218,7 +246,7 @@ def _close(run: Run, shard: int, batch_id: str, epoch: int, results: Sequence[Re
 
 def missing(run: Run, record: BatchRecord) -> list[Pointer]:
     """Groups of a batch that the server has lost; dead letters are not."""
-    dead = buried(run, record)
+    dead = marks(run, record).dead
     living = [pointer for pointer in record.groups if pointer.group_id not in dead]
     found = find_groups(run, living)
     return [
@@ -251,7 +279,7 @@ def undo_unknown(run: Run, records: Iterable[BatchRecord], epoch: int) -> None:
     known = {record.id for record in records}
     for shard, keys in enumerate(run.keys.shards):
         applied: Any = run.connection.scripts.hkeys(keys.applied)
-        for batch_id in (name.decode(errors="replace").removeprefix("dead:") for name in applied):
+        for batch_id in (name.decode(errors="replace").rpartition(":")[2] for name in applied):
             if batch_id not in known:
                 _unapply(run, shard, batch_id, epoch)
 

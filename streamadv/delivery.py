@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -44,14 +44,18 @@ def deliver(
     device: torch.device,
     late: Mapping[str, LateColumn],
     ahead: Mapping[str, Payload],
+    left_out: Container[tuple[str, int]],
 ) -> Batch:
     """This rank's part of a batch; `ahead` holds payloads fetched before, by key.
 
+    left_out: (group_id, rollout_index) of trajectories whose rows are in no micro-batch, though the plan and the
+    counts of the batch, which the other ranks share, go by them.
     Raises UndecodableGroupError when a payload is gone or cannot be read.
     """
     positions, planned = _share([member.reference for member in members], record, rank, world_size)
-    own = _own(planned)
     kept = [members[position] for position in positions]
+    planned = [[ref for ref in refs if kept[ref.trajectory].identity not in left_out] for refs in planned]
+    own = _own(planned)
     mine = [kept[position] for position in own]
     payloads = _payloads(run, [member.reference for member in mine], ahead)
     outputs = _fetch_outputs(run, mine)
@@ -143,7 +147,7 @@ def _fetch_outputs(run: Run, mine: Sequence[Member]) -> list[dict[str, Array]]:
         pipe.hmget(member.output, [f"{member.position}:{name}" for name in member.columns])
     replies = iter(pipe.execute(raise_on_error=False) if asked else [])
     outputs = []
-    problems: dict[str, str] = {}
+    problems: dict[tuple[str, int], str] = {}
     for member in mine:
         arrays: dict[str, Array] = {}
         if member.columns:
@@ -155,7 +159,7 @@ def _fetch_outputs(run: Run, mine: Sequence[Member]) -> list[dict[str, Array]]:
                 dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name]
                 if raw is None or len(raw) != member.reference.num_tokens * dtype.itemsize:
                     text = f"output column {name} of rollout {member.reference.rollout_index}"
-                    problems[member.reference.group_id] = f"{text} has the wrong size or is missing"
+                    problems[member.identity] = f"{text} has the wrong size or is missing"
                     break
                 arrays[name] = np.frombuffer(raw, dtype)
         outputs.append(arrays)

@@ -26,10 +26,10 @@ class WireError(StreamadvError):
 
 
 class UndecodableGroupError(WireError):
-    """Payloads or results of groups cannot be read. `problems`: group id -> what is wrong with the first one."""
+    """Payloads or results of groups cannot be read. `problems`: (group_id, rollout_index) -> what is wrong."""
 
-    def __init__(self, problems: Mapping[str, str]) -> None:
-        super().__init__("; ".join(f"group {group_id}: {text}" for group_id, text in problems.items())[:1000])
+    def __init__(self, problems: Mapping[tuple[str, int], str]) -> None:
+        super().__init__("; ".join(f"group {name}: {text}" for (name, _), text in problems.items())[:1000])
         self.problems = problems
 
 

@@ -311,9 +311,9 @@ class Lineage:
                 self.records[k] = record
         return self.records.get(k)
 
-    def bury(self, record: BatchRecord, deaths: Mapping[str, Death]) -> set[str]:
-        """Groups of batch k that cannot be computed leave it as dead letters. Returns the ids of all such."""
-        dead = commits.buried(self.run, record)
+    def bury(self, record: BatchRecord, deaths: Mapping[str, Death]) -> commits.Marks:
+        """Groups of batch k that cannot be computed leave it as dead letters. Returns all that is not trained on."""
+        dead, left_out = commits.marks(self.run, record)
         if self._leads:
             doomed = [p for p in record.groups if p.group_id in deaths and p.group_id not in dead]
             for group in batches.find_groups(self.run, doomed):
@@ -321,7 +321,15 @@ class Lineage:
                     death = deaths[group.group_id]
                     commits.bury(self.run, group, death.reason, death.detail, record.id, self.epoch)
         self._dead[record.k] = dead | deaths.keys()
-        return self._dead[record.k]
+        return commits.Marks(self._dead[record.k], left_out)
+
+    def leave_out(self, record: BatchRecord, problems: Mapping[tuple[str, int], str]) -> bool:
+        """Members of batch k that this rank cannot read. False when the server has lost or committed the batch."""
+        pointers = {pointer.group_id: pointer for pointer in record.groups}
+        return all(
+            commits.leave_out(self.run, pointers[group_id], index, "undecodable", text, record.id, self.epoch)
+            for (group_id, index), text in problems.items()
+        )
 
     # The end of a run
 

@@ -111,7 +111,8 @@ class Batch:
     """Batch k as one rank sees it. Iterate over it for this rank's micro-batches.
 
     `num_tokens` (trainable ones), `num_rows` and `num_trajectories` are those of the whole batch on all ranks:
-    divide a summed loss by them (times the world size under DDP, which averages).
+    divide a summed loss by them (times the world size under DDP, which averages). With several ranks they count
+    also the trajectories that a rank could not read and has left out of its micro-batches.
     """
 
     version: int  # k: the version being trained; training on it makes k + 1

@@ -19,12 +19,12 @@ REPLY_BYTES: Final = 8 << 20
 def fetch_payloads(run: Run, members: Sequence[Reference], columns: Sequence[str] | None) -> list[Payload]:
     """Payloads of `members` with the named columns (None = all). Raises UndecodableGroupError."""
     payloads = []
-    problems: dict[str, str] = {}
+    problems: dict[tuple[str, int], str] = {}
     for member, fields in zip(members, fetch_fields(run, members, columns), strict=True):
         try:
             payloads.append(decode_member(member, fields, columns))
         except WireError as error:
-            problems.setdefault(member.group_id, str(error))
+            problems[member.group_id, member.rollout_index] = str(error)
     if problems:
         raise UndecodableGroupError(problems)
     return payloads

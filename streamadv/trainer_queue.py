@@ -369,11 +369,13 @@ class TrainerQueue(IterableDataset[Batch]):
     ) -> Batch | None:
         """This rank's part of the batch without the groups that turn out to be dead.
 
+        A rank among several leaves out the trajectories only: the others do not know, and keep to the plan.
+
         None when a chunk is not what its unit of work gives; it is forgotten. Or when a server is another one now.
         """
         deaths = {group_id: death for chunk in chunks for group_id, death in chunk.header.dead.items()}
         while True:
-            dead = lineage.bury(record, deaths)
+            dead, left_out = lineage.bury(record, deaths)
             groups = lineage.read_groups(record, dead)
             by_id = {group.group_id: group for group in groups}
             for unit, chunk in zip(units, chunks, strict=True):
@@ -394,16 +396,21 @@ class TrainerQueue(IterableDataset[Batch]):
                     device=self._device,
                     late=self._late,
                     ahead={} if self._ahead is None else self._ahead.result(),
+                    left_out=left_out,
                 )
             except UndecodableGroupError as error:
-                if self._world_size > 1:  # the other ranks do not know, and would go on with another plan
-                    raise
                 if not self._has_same_servers(lineage):
                     return None  # as in `_collect`: no fault of the data
                 logger.error("%s: %s", STAGE, error)
-                found = [pointer for pointer in record.groups if pointer.group_id in error.problems]
+                ids = {group_id for group_id, _ in error.problems}
+                found = [pointer for pointer in record.groups if pointer.group_id in ids]
                 batches.read_groups(lineage.run, found)  # lost with their payloads: BatchLostError
-                deaths |= {group_id: Death("undecodable", text) for group_id, text in error.problems.items()}
+                if self._world_size > 1:
+                    if not lineage.leave_out(record, error.problems):
+                        return None
+                    continue
+                for (group_id, _), text in error.problems.items():
+                    deaths.setdefault(group_id, Death("undecodable", text))
 
     def _read_chunks(self, lineage: Lineage) -> None:
         run, known = lineage.run, {record.id for record in lineage.records.values()}

@@ -4,15 +4,14 @@
 -- Returns  1, 0 when the log has no such entry (any more), -1 when fenced
 -- include clock
 -- include fence
+-- include dead_letter
 redis.call('DEL', KEYS[1])
 if fenced(KEYS[2], ARGV[1]) then return -1 end
 local found = redis.call('XRANGE', KEYS[3], ARGV[2], ARGV[2])
 if #found == 0 then return 0 end
 redis.call('XDEL', KEYS[3], ARGV[2])
-redis.call('HSET', KEYS[6], 'reason', ARGV[5], 'detail', ARGV[6], 'count', ARGV[7], 'bytes', ARGV[8])
-local fields = found[1][2]
-for i = 1, #fields, 2 do redis.call('HSET', KEYS[6], 'log:' .. fields[i], fields[i + 1]) end
-redis.call('ZADD', KEYS[5], string.format('%.17g', now_ms()), ARGV[3])
+local keys = {dead = KEYS[5], dead_group = KEYS[6]}
+write_dead_letter(keys, ARGV[3], found[1][2], ARGV[5], ARGV[6], ARGV[7], ARGV[8])
 local place = 'grouped'
 if ARGV[4] ~= '' then
   place = 'in_flight'

@@ -1,4 +1,4 @@
--- The last step of a commit in a shard: a batch's results and its mark are removed.
+-- The last step of a commit in a shard: a batch's results and its marks are removed.
 -- KEYS  void, trainer, ready, applied, ledger, output columns of each entry ('void' key without any) ...
 -- ARGV  epoch, batch id, then for each entry of the ready log: entry id, bytes of its output columns
 -- Returns  1, or -1 when fenced
@@ -12,5 +12,5 @@ for i = 3, #ARGV, 2 do
     end
   end
 end
-redis.call('HDEL', KEYS[4], ARGV[2], 'dead:' .. ARGV[2])
+redis.call('HDEL', KEYS[4], ARGV[2], 'dead:' .. ARGV[2], 'left_out:' .. ARGV[2])
 return 1

@@ -1,5 +1,5 @@
--- Commit groups of one shard: counted as trained, payloads deleted. Idempotent for each group, since only the call
--- that deletes the log entry counts it.
+-- Commit groups of one shard: counted as trained, but for what a rank has left out, payloads deleted. Idempotent for
+-- each group, since only the call that deletes the log entry counts it.
 -- KEYS  void, trainer, groups, ledger, applied, payload of each trajectory ...
 -- ARGV  epoch, batch id, then for each group: entry id, number trained, number of other terminal states, reason, count, ...,
 --       bytes, number of payloads
@@ -9,15 +9,18 @@ redis.call('DEL', KEYS[1])
 if fenced(KEYS[2], ARGV[1]) then return -1 end
 local groups, bytes, at, payload = 0, 0, 3, 6
 -- A server that came back without its last moments may know the groups, but not that they were named.
-local place = redis.call('HEXISTS', KEYS[5], ARGV[2]) == 1 and 'in_flight' or 'grouped'
+local known = redis.call('HMGET', KEYS[5], ARGV[2], 'left_out:' .. ARGV[2])
+local place, left_out = known[1] and 'in_flight' or 'grouped', {}
+for entry in string.gmatch(known[2] or '', '(%S+) %d+\n') do left_out[entry] = (left_out[entry] or 0) + 1 end
 while at <= #ARGV do
   local entry, trained, others = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
   local tail = at + 3 + 2 * others
   local payloads = tonumber(ARGV[tail + 1])
   if redis.call('XDEL', KEYS[3], entry) == 1 then
     groups, bytes = groups + 1, bytes + tonumber(ARGV[tail])
-    local count = trained
-    if trained > 0 then redis.call('HINCRBY', KEYS[4], 'trained', trained) end
+    local count, dead = trained, math.min(trained, left_out[entry] or 0)
+    if trained > dead then redis.call('HINCRBY', KEYS[4], 'trained', trained - dead) end
+    if dead > 0 then redis.call('HINCRBY', KEYS[4], 'dead:undecodable', dead) end
     for i = 0, others - 1 do
       local n = tonumber(ARGV[at + 4 + 2 * i])
       redis.call('HINCRBY', KEYS[4], 'dropped:' .. ARGV[at + 3 + 2 * i], n)

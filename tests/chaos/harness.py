@@ -64,7 +64,16 @@ SCRIPTS: Final = {
             "apply_batch",
             "trained",
         ),
-        *("commit_lineage", "commit", "close_batch", "forget_batch", "drop_groups", "bury", "end_run"),
+        *(
+            "commit_lineage",
+            "commit",
+            "close_batch",
+            "forget_batch",
+            "drop_groups",
+            "bury",
+            "leave_out",
+            "end_run",
+        ),
         *("rewind", "unapply_batch"),
     },
 }

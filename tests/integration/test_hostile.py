@@ -226,6 +226,33 @@ def test_a_spoilt_payload_is_a_dead_letter_with_a_reason(logged: Run, what: str,
     assert dead.detail
 
 
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_spoilt_payload_stops_none_of_several_ranks(logged: Run, what: str) -> None:
+    """The rank that has it leaves the trajectory out; the others train on the rest of its group."""
+    SPOILT[what](logged, payload_of(logged, "g0002"))
+    first = TrainerQueue(logged.connection, logged.name, rank=0, world_size=2, batch_groups=4)
+    second = TrainerQueue(
+        logged.connection, logged.name, rank=1, world_size=2, batch_groups=4, epoch=first.epoch
+    )
+    parts = [next_batch(queue, logged) for queue in (first, second)]
+    assert all(part is not None for part in parts)
+    trained = sorted(
+        (item.reference.group_id, item.reference.rollout_index)
+        for part in parts
+        if part is not None
+        for item in part.delivered
+    )
+    healthy = {(f"g{number:04d}", index) for number in range(4) for index in range(2)} - {("g0002", 0)}
+    assert trained == sorted(healthy)
+    assert first.next_batch(timeout=0) is None
+    assert second.next_batch(timeout=0) is None
+    assert (ledger(logged)["trained"], ledger(logged)["dead"]) == (7, {"undecodable": 1})
+    assert problems(logged, deep=False) == []
+    (dead,) = list_dead(logged)
+    assert (dead.group_id, dead.trajectories, dead.emptied) == ("g0002", 1, True)
+    assert dead.detail.startswith("rollout 0: ")
+
+
 def test_a_foreign_field_of_a_payload_is_left_alone(logged: Run) -> None:
     logged.connection.scripts.hset(
         payload_of(logged, "g0002"), mapping={b"\xff\xfe": b"x", "junk": b"y" * 1000}

@@ -1,17 +1,55 @@
-"""A training job that restarts with another number of ranks gets the same batches, planned anew."""
+"""Several ranks: a restart with another number of them, and what one of them cannot read."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import fakeredis
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from streamadv import commits
 from streamadv.connection import Connection
+from streamadv.dead_letters import list_dead, purge, requeue, show_dead
+from streamadv.errors import StreamadvError
 from streamadv.microbatch import Batch
+from streamadv.run import Run
 from streamadv.trainer_queue import TrainerQueue
-from tests.support import identities, join, ledger, next_batch, problems, producing, push_groups
+from tests.support import (
+    group_all,
+    identities,
+    join,
+    ledger,
+    next_batch,
+    problems,
+    producing,
+    push_groups,
+    trajectory,
+)
+
+Identity = tuple[str, int]
 
 
-def delivered(batch: Batch) -> list[tuple[str, int]]:
+def delivered(batch: Batch) -> list[Identity]:
     return identities([item.reference for item in batch.delivered])
+
+
+def start_job(
+    connection: Connection, run: str, world_size: int, state: dict[str, Any] | None = None, **options: Any
+) -> list[TrainerQueue]:
+    """The ranks of a job, as one process group would start them: rank 0 first."""
+    ranks: list[TrainerQueue] = []
+    for rank in range(world_size):
+        epoch = ranks[0].epoch if ranks else None
+        queue = TrainerQueue(
+            connection, run, rank=rank, world_size=world_size, epoch=epoch, **{"commit": "manual", **options}
+        )
+        if state is not None:
+            queue.load_state_dict(state)
+        ranks.append(queue)
+    return ranks
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2)])
@@ -21,25 +59,6 @@ def test_another_world_size_after_a_restart(redis_url: str, run: str, before: in
         push_groups(producer, 6, size=3)
         producer.finish()
     joined = join(connection, run)
-
-    def job(world_size: int, state: dict[str, object] | None) -> list[TrainerQueue]:
-        """The ranks of a job, as one process group would start them: rank 0 first."""
-        ranks: list[TrainerQueue] = []
-        for rank in range(world_size):
-            epoch = ranks[0].epoch if ranks else None
-            queue = TrainerQueue(
-                connection,
-                run,
-                rank=rank,
-                world_size=world_size,
-                batch_groups=2,
-                commit="manual",
-                epoch=epoch,
-            )
-            if state is not None:
-                queue.load_state_dict(state)
-            ranks.append(queue)
-        return ranks
 
     def step(ranks: list[TrainerQueue]) -> list[tuple[str, int]]:
         """One batch on every rank; what the ranks got together."""
@@ -52,11 +71,11 @@ def test_another_world_size_after_a_restart(redis_url: str, run: str, before: in
             queue.trained(part)
         return members
 
-    first = job(before, None)
+    first = start_job(connection, run, before, batch_groups=2)
     start = step(first)
     state = first[0].state_dict()
     lost = [step(first), step(first)]  # trained after the checkpoint, by weights that are gone
-    second = job(after, state)
+    second = start_job(connection, run, after, state, batch_groups=2)
     again = [step(second), step(second)]
     assert [sorted(part) for part in again] == [sorted(part) for part in lost]
     everything = start + again[0] + again[1]
@@ -64,3 +83,188 @@ def test_another_world_size_after_a_restart(redis_url: str, run: str, before: in
     second[0].commit(second[0].state_dict())
     assert ledger(joined)["trained"] == 18
     assert problems(joined) == []
+
+
+@pytest.fixture
+def logged(redis_url: str, run: str) -> Run:
+    """A run with four groups of four in the log, of different lengths."""
+    connection = Connection(redis_url)
+    with producing(connection, run) as producer:
+        for number in range(4):
+            producer.push([trajectory(f"g{number}", i, 4, tokens=5 + number + i) for i in range(4)])
+        producer.finish()
+    joined = join(connection, run)
+    group_all(joined)
+    return joined
+
+
+def payload_keys(run: Run) -> dict[Identity, str]:
+    found = {}
+    for _, fields in run.connection.scripts.xrange(run.keys.home.groups):
+        for index, line in enumerate(fields[b"payloads"].decode().split("\n")):
+            found[fields[b"group_id"].decode(), index] = line.rpartition(" ")[0]
+    return found
+
+
+def lose(run: Run, lost: Sequence[Identity]) -> None:
+    keys = payload_keys(run)
+    for identity in lost:
+        run.connection.scripts.delete(keys[identity])
+
+
+def all_next(ranks: Sequence[TrainerQueue], run: Run) -> list[Batch]:
+    parts = [next_batch(queue, run) for queue in ranks]
+    return [part for part in parts if part is not None]
+
+
+def in_step(parts: Sequence[Batch]) -> None:
+    """What ranks have to agree on, or one of them waits for ever in a collective call."""
+    assert len({len(part) for part in parts}) == 1
+    assert len({(part.num_tokens, part.num_rows, part.num_trajectories, part.id) for part in parts}) == 1
+    assert len({tuple(identities(part.references)) for part in parts}) == 1
+    assert len({frozenset(mb.columns) for part in parts for mb in part}) <= 1
+
+
+@pytest.mark.parametrize("lost", [[("g1", 2)], [("g0", 0), ("g0", 3), ("g3", 1)]], ids=["one", "three"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_a_rank_cannot_read_stops_nobody(logged: Run, world_size: int, lost: list[Identity]) -> None:
+    everything = sorted(payload_keys(logged))
+    lose(logged, lost)
+    ranks = start_job(logged.connection, logged.name, world_size, tokens_per_micro_batch=16, batch_groups=4)
+    parts = all_next(ranks, logged)
+    in_step(parts)
+    assert parts[0].num_trajectories == 16
+    assert sorted(identity for part in parts for identity in delivered(part)) == [
+        identity for identity in everything if identity not in lost
+    ]
+    rows = [(r.group_id, r.rollout_index) for part in parts for mb in part for r in mb.references]
+    assert sorted(rows) == [identity for identity in everything if identity not in lost]
+    assert ledger(logged)["in_flight"] == 16
+    assert problems(logged, deep=False) == []
+    ranks[0].trained(parts[0])
+    ranks[0].commit(ranks[0].state_dict())
+    counts = ledger(logged)
+    assert (counts["trained"], counts["dead"]) == (16 - len(lost), {"undecodable": len(lost)})
+    assert problems(logged) == []
+    assert {dead.group_id: dead.trajectories for dead in list_dead(logged)} == {
+        group_id: sum(each == group_id for each, _ in lost) for group_id, _ in lost
+    }
+    group_id, index = lost[0]
+    assert show_dead(logged, group_id).detail == f"rollout {index}: payload is gone, or is no hash"
+    with pytest.raises(StreamadvError, match="cannot be requeued"):
+        requeue(logged, group_id)
+    purge(logged, group_id)
+    assert ledger(logged)["dead"] == {"undecodable": len(lost)}
+    assert problems(logged) == []
+
+
+def test_a_rank_that_can_read_nothing_keeps_in_step(logged: Run) -> None:
+    def job() -> list[Batch]:
+        late = {"old_log_probs": lambda mb: mb.rollout_log_probs}
+        ranks = start_job(logged.connection, logged.name, 2, batch_groups=4, late=late)
+        return all_next(ranks, logged)
+
+    own = delivered(job()[1])
+    lose(logged, own)
+    parts = job()
+    in_step(parts)
+    assert [mb.num_rows for mb in parts[1]] == [0]
+    assert parts[1].delivered == []
+    assert len(parts[0].delivered) == 16 - len(own)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_was_left_out_once_stays_out(logged: Run, world_size: int) -> None:
+    """A restart plans again, and the rank that has the trajectory now might read it."""
+    key = payload_keys(logged)["g2", 1]
+    stored: Any = logged.connection.scripts.hgetall(key)
+    lose(logged, [("g2", 1)])
+    first = start_job(logged.connection, logged.name, 2, batch_groups=4)
+    all_next(first, logged)
+    logged.connection.scripts.hset(key, mapping=stored)
+    second = start_job(logged.connection, logged.name, world_size, batch_groups=4)
+    parts = all_next(second, logged)
+    assert ("g2", 1) not in [identity for part in parts for identity in delivered(part)]
+    second[0].trained(parts[0])
+    second[0].commit(second[0].state_dict())
+    assert (ledger(logged)["trained"], ledger(logged)["dead"]) == (15, {"undecodable": 1})
+    assert problems(logged) == []
+
+
+def test_one_rank_alone_buries_the_group_that_two_have_trained_a_part_of(logged: Run) -> None:
+    lose(logged, [("g2", 1)])
+    first = start_job(logged.connection, logged.name, 2, batch_groups=4)
+    all_next(first, logged)
+    lose(logged, [("g2", 3)])
+    (alone,) = start_job(logged.connection, logged.name, 1, batch_groups=4)
+    batch = next_batch(alone, logged)
+    assert batch is not None
+    assert "g2" not in {group_id for group_id, _ in delivered(batch)}
+    alone.trained(batch)
+    alone.commit(alone.state_dict())
+    assert (ledger(logged)["trained"], ledger(logged)["dead"]) == (12, {"undecodable": 4})
+    assert problems(logged, deep=False) == []
+    (dead,) = list_dead(logged)
+    assert (dead.group_id, dead.trajectories, dead.emptied) == ("g2", 4, False)
+
+
+def test_saying_it_again_changes_nothing(logged: Run) -> None:
+    """A reply may be lost; what stands there is the same rank's word, or another's of an earlier job."""
+    lose(logged, [("g2", 1)])
+    ranks = start_job(logged.connection, logged.name, 2, batch_groups=4)
+    parts = all_next(ranks, logged)
+    record = ranks[1]._start().records[0]
+    for _ in range(2):
+        assert commits.leave_out(logged, record.groups[2], 1, "undecodable", "gone", record.id, 1)
+    ranks[0].trained(parts[0])
+    ranks[0].commit(ranks[0].state_dict())
+    assert (ledger(logged)["trained"], ledger(logged)["dead"]) == (15, {"undecodable": 1})
+    assert [dead.trajectories for dead in list_dead(logged)] == [1]
+
+
+def test_nothing_is_counted_for_a_rank_that_comes_after_the_commit(logged: Run) -> None:
+    ranks = start_job(logged.connection, logged.name, 2, batch_groups=4)
+    (part,) = all_next(ranks[:1], logged)
+    record = ranks[1]._start().records[0]
+    ranks[0].trained(part)
+    ranks[0].commit(ranks[0].state_dict())
+    assert not commits.leave_out(logged, record.groups[0], 0, "undecodable", "gone", record.id, 1)
+    assert (ledger(logged)["trained"], ledger(logged)["dead"]) == (16, {})
+    assert list(list_dead(logged)) == []
+    assert problems(logged) == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_whatever_is_lost_between_restarts_what_is_trained_on_is_what_the_ledger_says(
+    data: st.DataObject,
+) -> None:
+    """Jobs of any size, one after another, each after another loss; the last one commits."""
+    connection = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    with producing(connection, "r") as producer:
+        for number, size in enumerate(sizes):
+            producer.push([trajectory(f"g{number}", i, size, tokens=4 + i) for i in range(size)])
+        producer.finish()
+    run = join(connection, "r")
+    group_all(run)
+    everything = sorted(payload_keys(run))
+    lost: set[Identity] = set()
+    for world_size in data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)):
+        fresh = data.draw(st.sets(st.sampled_from(everything), max_size=3))
+        lose(run, sorted(fresh & payload_keys(run).keys()))
+        lost |= fresh
+        ranks = start_job(connection, "r", world_size, batch_groups=3, chain="grpo")
+        parts = all_next(ranks, run)
+        if parts:
+            in_step(parts)
+    trained = [identity for part in parts for identity in delivered(part)]
+    assert len(trained) == len(set(trained))
+    assert not lost & set(trained)
+    if parts:
+        ranks[0].trained(parts[0])
+        ranks[0].commit(ranks[0].state_dict())
+    counts = ledger(run)
+    assert (counts["trained"], counts["in_flight"]) == (len(trained), 0)
+    assert counts["dead"].get("undecodable", 0) == len(everything) - len(trained)
+    assert problems(run, deep=False) == []
