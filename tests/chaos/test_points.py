@@ -15,7 +15,7 @@ from .scenario import World
 from .victim import points, script_names
 
 #: Scripts that need a death, garbage, or a server without its last moments, or only look.
-ELSEWHERE = {"attempt", "discard", "reject", "rewind", "status", "unapply_batch"}
+ELSEWHERE = {"attempt", "discard", "leave_out", "reject", "rewind", "status", "unapply_batch"}
 
 
 def play(url: str, run: str, dies: Callable[[str, int], bool]) -> World:
