@@ -11,17 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.algorithms import (
-    PackedBatch,
-    build_chain,
-    chain,
-    estimator_names,
-    get_estimator,
-    kernels,
-    run_chain,
-)
+from streamadv.algorithms import PackedBatch, build_chain, chain, estimator_names, kernels, run_chain
 from streamadv.algorithms.estimators.gae import gae_scan
 from streamadv.algorithms.off_policy import at_level
+from streamadv.algorithms.registry import get_estimator
 from streamadv.algorithms.runs import run_mean, run_returns
 from streamadv.algorithms.segments import moments
 from streamadv.algorithms.token_rewards import credited_rewards, row_rewards
