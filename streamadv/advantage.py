@@ -1,7 +1,7 @@
-"""The advantage stage: reads work of named batches, runs the chain, publishes the results.
+"""The advantage stage: reads units of work of named batches, runs the chain, publishes the results.
 
 Three threads overlap: a reader fetches references and the columns the chain needs, the main thread computes, a
-publisher hands off. Results are pure functions of the work entry, so a worker that was too slow just finds its
+publisher hands off. Results are pure functions of the unit of work, so a worker that was too slow just finds its
 entry acked by somebody else and drops what it has.
 """
 
@@ -28,8 +28,7 @@ from . import metrics
 from .algorithms.chain import Chain, ChainResult, build_chain, run_chain
 from .algorithms.packed import Level, PackedBatch, pack
 from .batch_statistics import running_of
-from .batches import ENTRY_ID, LoggedGroup, Work, find_record, read_groups, work_units
-from .chunks import batch_scope, counts_of
+from .batches import ENTRY_ID, LoggedGroup, Unit, find_record, read_groups, work_units
 from .columns import Array
 from .connection import RETRYABLE, Backoff, retried
 from .errors import BatchLostError, ChainError, SettingError, WireError
@@ -37,6 +36,7 @@ from .isolation import Death, isolate
 from .keys import ShardKeys
 from .malformed import reject_entry
 from .payloads import decode_member, fetch_fields
+from .results import batch_scope, counts_of
 from .run import Run
 from .schema import Status, first_problem
 from .scripts import run_transaction, script_call
@@ -54,10 +54,10 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Work with everything its computation needs."""
+    """A unit of work with everything its computation needs."""
 
     entry: Entry
-    work: Work
+    unit: Unit
     groups: list[LoggedGroup]
     columns: dict[str, list[dict[str, Array]]]  # group id -> columns of its members; {} when none are needed
     dead: dict[str, Death] = field(default_factory=dict)  # groups that could not be read or computed
@@ -68,7 +68,7 @@ class Computed:
     """Results of one unit of work, ready to be written."""
 
     entry: Entry
-    work: Work
+    unit: Unit
     header: str
     results: dict[str, bytes]  # one number per trajectory, row or step: travels in the ready log
     outputs: dict[Any, Any]  # '<member>:<column>' -> one number per token: a hash of its own
@@ -180,10 +180,10 @@ def prepare_or_discard(run: Run, entry: Entry) -> Prepared | None:
 
 
 def prepare(run: Run, entry: Entry) -> Prepared:
-    """Fetch what a work entry needs: references, and of the columns only those its chain reads."""
-    work = _work_of(run, entry)
-    groups = read_groups(run, work.groups)
-    chain = worker_chain(work)
+    """Fetch what a unit of work needs: references, and of the columns only those its chain reads."""
+    unit = _unit_of(run, entry)
+    groups = read_groups(run, unit.groups)
+    chain = worker_chain(unit)
     columns: dict[str, list[dict[str, Array]]] = {}
     dead: dict[str, Death] = {}
     if chain.needs:
@@ -199,12 +199,12 @@ def prepare(run: Run, entry: Entry) -> Prepared:
             except WireError as error:
                 dead[group.group_id] = Death("undecodable", str(error))
         read_groups(
-            run, [p for p in work.groups if p.group_id in dead]
+            run, [p for p in unit.groups if p.group_id in dead]
         )  # committed meanwhile: nothing is wrong
-    return Prepared(entry, work, groups, columns, dead)
+    return Prepared(entry, unit, groups, columns, dead)
 
 
-def _work_of(run: Run, entry: Entry) -> Work:
+def _unit_of(run: Run, entry: Entry) -> Unit:
     """The unit of work of an entry. Raises WireError unless it is one of the batch whose id it bears.
 
     A record that the home slot has lost is no reason to doubt the work: the trainer remembers it.
@@ -212,24 +212,24 @@ def _work_of(run: Run, entry: Entry) -> Work:
     if "work" not in entry.fields:
         raise WireError("work is missing")
     try:
-        work = Work.model_validate_json(entry.fields["work"])
+        unit = Unit.model_validate_json(entry.fields["work"])
     except ValidationError as error:
         raise WireError(f"work: {first_problem(error)}") from error
-    if {work.shard, *(pointer.shard for pointer in work.groups)} - set(range(len(run.keys.salts))):
+    if {unit.shard, *(pointer.shard for pointer in unit.groups)} - set(range(len(run.keys.salts))):
         raise WireError("work: names a shard that the run does not have")
-    if not all(ENTRY_ID.fullmatch(pointer.entry) for pointer in work.groups):
+    if not all(ENTRY_ID.fullmatch(pointer.entry) for pointer in unit.groups):
         raise WireError("work: names an entry of the groups log by something else than its id")
-    record = find_record(run, work.k)
+    record = find_record(run, unit.k)
     if record is not None and (
-        record.id != work.batch or work not in work_units(record, batch_scope(record))
+        record.id != unit.batch or unit not in work_units(record, batch_scope(record))
     ):
-        raise WireError(f"work: is none of batch {work.k}")
-    return work
+        raise WireError(f"work: is none of batch {unit.k}")
+    return unit
 
 
-def worker_chain(work: Work) -> Chain:
+def worker_chain(unit: Unit) -> Chain:
     """The part of the chain that runs here: up to the first step needing a late column."""
-    return build_chain(work.chain).cut(set(work.late))[0]
+    return build_chain(unit.chain).cut(set(unit.late))[0]
 
 
 def compute_safely(run: Run, prepared: Prepared, device: torch.device) -> Computed:
@@ -241,7 +241,7 @@ def compute_safely(run: Run, prepared: Prepared, device: torch.device) -> Comput
             raise
         except Exception as error:  # some group's data: found out below
             logger.warning(
-                "%s: batch %s to be computed group by group: %s", STAGE, prepared.work.batch, error
+                "%s: batch %s to be computed group by group: %s", STAGE, prepared.unit.batch, error
             )
 
     def compute_alone(group: LoggedGroup) -> object:
@@ -251,26 +251,26 @@ def compute_safely(run: Run, prepared: Prepared, device: torch.device) -> Comput
     dead = isolate(run, living, compute_alone)
     if len(dead) == len(living) > 1:
         raise ChainError(
-            f"batch {prepared.work.batch}: every group fails, as with {next(iter(dead.values())).detail}"
+            f"batch {prepared.unit.batch}: every group fails, as with {next(iter(dead.values())).detail}"
         )
     return compute(replace(prepared, dead=prepared.dead | dead), device)
 
 
 def compute(prepared: Prepared, device: torch.device) -> Computed:
     """Run the worker's part of the chain. Pure: the same entry gives the same bits on any worker."""
-    work = prepared.work
-    chain = worker_chain(work)
+    unit = prepared.unit
+    chain = worker_chain(unit)
     groups = [group for group in prepared.groups if group.group_id not in prepared.dead]
-    mine = [group for group in groups if group.shard == work.shard]
-    header: dict[str, Any] = {"chunk": work.chunk, "level": chain.level, "dead": prepared.dead}
+    mine = [group for group in groups if group.shard == unit.shard]
+    header: dict[str, Any] = {"unit": unit.number, "level": chain.level, "dead": prepared.dead}
     header["groups"] = [counts_of(group) for group in mine]
     if not groups:
         header |= {"columns": [], "metrics": {}, "weights": {}}
-        return Computed(prepared.entry, work, json.dumps(header), {}, {})
+        return Computed(prepared.entry, unit, json.dumps(header), {}, {})
     columns = [each for group in groups for each in prepared.columns.get(group.group_id, ())]
     batch = pack([member for group in groups for member in group.members], columns or None, device)
-    result = run_chain(chain, batch, work.kl_coefficient, running_of(work))
-    own = torch.tensor([group.shard == work.shard for group in groups], dtype=torch.bool, device=device)
+    result = run_chain(chain, batch, unit.kl_coefficient, running_of(unit))
+    own = torch.tensor([group.shard == unit.shard for group in groups], dtype=torch.bool, device=device)
     selection = Selection(batch, own[batch.trajectory_group])
     results, outputs = split_result(result, selection)
     header |= {
@@ -281,7 +281,7 @@ def compute(prepared: Prepared, device: torch.device) -> Computed:
     weights = result.columns.get("rollout_is_weights")
     return Computed(
         prepared.entry,
-        work,
+        unit,
         json.dumps(header),
         results,
         outputs,
@@ -356,7 +356,7 @@ def publish(run: Run, computed: Computed) -> bool:
 
 def _publish_args(computed: Computed, inline: Mapping[Any, Any]) -> list[Any]:
     size = sum(len(value) for value in computed.outputs.values())
-    args: list[Any] = [STAGE, computed.entry.id, computed.work.batch, computed.header, size, len(inline)]
+    args: list[Any] = [STAGE, computed.entry.id, computed.unit.batch, computed.header, size, len(inline)]
     return args + [part for pair in (*inline.items(), *computed.results.items()) for part in pair]
 
 
@@ -403,7 +403,7 @@ def _observe(computed: Computed) -> None:
         rewards = [member.reward for member in group.members if member.reward is not None]
         if len(rewards) > 1:
             stds.append(float(np.std(rewards, ddof=1)))
-    metrics.chunk_computed(
+    metrics.unit_computed(
         rewards=[member.reward for member in members if member.reward is not None],
         advantages=[] if computed.advantages is None else computed.advantages,
         response_tokens=[sum(member.row_trainable) for member in members],

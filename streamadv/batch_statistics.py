@@ -15,7 +15,7 @@ from .algorithms.config import ChainConfig
 from .algorithms.kl import adapted_coefficient
 from .algorithms.packed import pack
 from .algorithms.running import RunningMoments
-from .batches import BatchRecord, LoggedGroup, Work
+from .batches import BatchRecord, LoggedGroup, Unit
 
 
 def running_with(
@@ -30,7 +30,7 @@ def running_with(
     return asdict(RunningMoments(**(before or {})).updated(rewards))
 
 
-def running_of(stamped: BatchRecord | Work) -> RunningMoments | None:
+def running_of(stamped: BatchRecord | Unit) -> RunningMoments | None:
     """The moments stamped into a record or a unit of work."""
     return None if stamped.running is None else RunningMoments(**stamped.running)
 

@@ -23,7 +23,7 @@ from .schema import brief, first_problem
 from .wire import Reference, reference_problem
 
 #: Trajectories in one unit of work, for chains that need no more than a group.
-CHUNK_TRAJECTORIES: Final = 128
+UNIT_TRAJECTORIES: Final = 128
 
 ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
@@ -112,14 +112,14 @@ class BatchRecord(BaseModel):
         return [pointer for pointer in self.groups if pointer.shard == shard]
 
 
-class Work(BaseModel):
-    """One entry of a work stream: compute the chain over `groups`, publish those of `shard`."""
+class Unit(BaseModel):
+    """A unit of work, an entry of a work stream: compute the chain over `groups`, publish those of `shard`."""
 
     model_config = ConfigDict(frozen=True)
 
     batch: str
     k: int
-    chunk: int
+    number: int  # in the batch
     shard: int
     groups: list[Pointer]
     chain: dict[str, Any]
@@ -128,25 +128,25 @@ class Work(BaseModel):
     running: dict[str, float] | None = None
 
 
-def work_units(record: BatchRecord, batch_scope: bool) -> list[Work]:
-    """The units of work of a batch, numbered: chunks of groups, or one per shard over the whole batch."""
+def work_units(record: BatchRecord, batch_scope: bool) -> list[Unit]:
+    """The units of work of a batch, numbered: some groups each, or one per shard over the whole batch."""
     units: list[tuple[int, list[Pointer]]] = []
     for shard in sorted({pointer.shard for pointer in record.groups}):
         if batch_scope:
             units.append((shard, record.groups))
             continue
-        chunk: list[Pointer] = []
+        part: list[Pointer] = []
         for pointer in record.in_shard(shard):
-            if chunk and sum(p.trajectories for p in chunk) + pointer.trajectories > CHUNK_TRAJECTORIES:
-                units.append((shard, chunk))
-                chunk = []
-            chunk.append(pointer)
-        units.append((shard, chunk))
+            if part and sum(p.trajectories for p in part) + pointer.trajectories > UNIT_TRAJECTORIES:
+                units.append((shard, part))
+                part = []
+            part.append(pointer)
+        units.append((shard, part))
     return [
-        Work(
+        Unit(
             batch=record.id,
             k=record.k,
-            chunk=number,
+            number=number,
             shard=shard,
             groups=groups,
             chain=record.chain,

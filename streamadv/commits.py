@@ -157,20 +157,20 @@ def commit(
     record: BatchRecord,
     epoch: int,
     known: Mapping[Pointer, Leaving] | None = None,
-    results: Sequence[Result] | None = None,
+    ready: Sequence[ReadyEntry] | None = None,
 ) -> None:
     """Count a batch as trained and delete what is stored of it. Repeating it changes nothing.
 
-    known: what need not be read from the log again. results: `read_results`, if done already.
+    known: what need not be read from the log again. ready: `read_ready`, if done already.
     The lineage must say already that it is committed (`commit_lineage.lua`).
     """
-    results = read_results(run) if results is None else results
+    ready = read_ready(run) if ready is None else ready
     by_shard: dict[int, list[Pointer]] = defaultdict(list)
     for pointer in record.groups:
         by_shard[pointer.shard].append(pointer)
     for shard, pointers in by_shard.items():
         _commit_groups(run, shard, record, pointers, epoch, known or {})
-        _close(run, shard, record.id, epoch, results)
+        _close(run, shard, record.id, epoch, ready)
     _forget(run, record, epoch)
 
 
@@ -207,8 +207,8 @@ def _commit_groups(
         check_fence(run, run.call("commit", [*fixed, *payloads], args))
 
 
-class Result(NamedTuple):
-    """An entry of a shard's ready log: a result of this batch, and where its output columns are."""
+class ReadyEntry(NamedTuple):
+    """An entry of a shard's ready log: of which batch it is, and where its output columns are."""
 
     shard: int
     batch: str
@@ -217,7 +217,7 @@ class Result(NamedTuple):
     output_bytes: int
 
 
-def read_results(run: Run) -> list[Result]:
+def read_ready(run: Run) -> list[ReadyEntry]:
     """The ready logs of all shards: read once for all the batches that one commit ends."""
     found = []
     for shard, keys in enumerate(run.keys.shards):
@@ -226,20 +226,20 @@ def read_results(run: Run) -> list[Result]:
             batch = fields.get(b"batch", b"").decode(errors="replace")
             output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
             if output.startswith(keys.output("").encode()) and size.isdigit():
-                found.append(Result(shard, batch, entry, output.decode(), int(size)))
-            else:  # none, or it is no result: the rank that reads it removes it
-                found.append(Result(shard, batch, entry, keys.void, 0))
+                found.append(ReadyEntry(shard, batch, entry, output.decode(), int(size)))
+            else:  # none, or it holds no results: the rank that reads it removes it
+                found.append(ReadyEntry(shard, batch, entry, keys.void, 0))
     return found
 
 
-def _close(run: Run, shard: int, batch_id: str, epoch: int, results: Sequence[Result]) -> None:
+def _close(run: Run, shard: int, batch_id: str, epoch: int, ready: Sequence[ReadyEntry]) -> None:
     keys = run.keys.shard(shard)
     outputs: list[str] = []
     args: list[Any] = [epoch, batch_id]
-    for result in results:
-        if (result.shard, result.batch) == (shard, batch_id):
-            outputs.append(result.output)
-            args += [result.entry, result.output_bytes]
+    for each in ready:
+        if (each.shard, each.batch) == (shard, batch_id):
+            outputs.append(each.output)
+            args += [each.entry, each.output_bytes]
     names = [keys.void, keys.trainer, keys.ready, keys.applied, keys.ledger, *outputs]
     check_fence(run, run.call("close_batch", names, args))
 
@@ -288,7 +288,7 @@ def _unapply(run: Run, shard: int, batch_id: str, epoch: int) -> None:
     keys = run.keys.shard(shard)
     names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups]
     check_fence(run, run.call("unapply_batch", names, [epoch, batch_id]))
-    _close(run, shard, batch_id, epoch, read_results(run))
+    _close(run, shard, batch_id, epoch, read_ready(run))
 
 
 def _entry_before(entry: str) -> str:

@@ -16,7 +16,6 @@ from .algorithms.chain import build_chain, run_chain
 from .algorithms.metrics import merge_metrics
 from .algorithms.packed import PackedBatch, expand, pack
 from .batches import BatchRecord, LoggedGroup
-from .chunks import Chunk, Member
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from .commits import terminal_states
 from .connection import RETRYABLE
@@ -25,6 +24,7 @@ from .microbatch import Batch, Delivered, MicroBatch
 from .naming import staleness
 from .payloads import fetch_payloads
 from .plan import RowRef, plan
+from .results import Member, Result
 from .run import Run
 from .wire import Payload, Reference
 
@@ -37,7 +37,7 @@ def deliver(
     record: BatchRecord,
     groups: Sequence[LoggedGroup],
     members: Sequence[Member],
-    chunks: Sequence[Chunk],
+    results: Sequence[Result],
     *,
     rank: int,
     world_size: int,
@@ -60,7 +60,7 @@ def deliver(
     payloads = _payloads(run, [member.reference for member in mine], ahead)
     outputs = _fetch_outputs(run, mine)
     metrics: list[tuple[Mapping[str, float], Mapping[str, float]]] = [
-        (chunk.header.metrics, chunk.header.weights) for chunk in chunks
+        (each.header.metrics, each.header.weights) for each in results
     ]
     place = {position: index for index, position in enumerate(own)}
     rows = [[RowRef(place[ref.trajectory], ref.row) for ref in refs] for refs in planned]

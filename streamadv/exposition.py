@@ -32,7 +32,7 @@ StatusReader = Callable[[], Mapping[str, Any]]
 
 
 class ArrayHistogram(Collector):
-    """A histogram fed with arrays: one search for a whole chunk (the client's own takes 1.4 µs a value).
+    """A histogram fed with arrays: one search for a whole array (the client's own takes 1.4 µs a value).
 
     With a negative bound it has buckets only, no `_sum` and `_count` (the OpenMetrics rule: a sum that can
     fall is no counter); the count is `_bucket{le="+Inf"}`.

@@ -18,10 +18,10 @@ from . import batches, commits, metrics, naming
 from .algorithms.config import ChainConfig
 from .batch_statistics import KLCoefficients, running_with
 from .batches import BatchRecord, LoggedGroup, Pointer, check_fence
-from .chunks import batch_scope
 from .isolation import Death
 from .malformed import reject_item
 from .producing import PRODUCER_STATE, PRODUCER_TIMEOUT_S
+from .results import batch_scope
 from .run import Run
 
 #: Pages of the groups log looked at for one batch: bounds what one naming may drop.
@@ -409,11 +409,11 @@ class Lineage:
 
     def _finish_commits(self) -> None:
         committed = [k for k in self.records if k < self.committed]
-        results = commits.read_results(self.run) if committed and self._leads else []
+        ready = commits.read_ready(self.run) if committed and self._leads else []
         for k in committed:
             leaving = self._leaving.pop(k, {})
             if self._leads:
-                commits.commit(self.run, self.records[k], self.epoch, leaving, results)
+                commits.commit(self.run, self.records[k], self.epoch, leaving, ready)
             now = self._clock()
             for pointer in self.records[k].groups:
                 if pointer.group_id in self.trained:

@@ -1,7 +1,7 @@
 """Metrics of a process: what the stages report here is served at `/metrics` for Prometheus.
 
 docs/observability.md explains each. Labels take values from small fixed sets, never an id. Instruments are
-made once, below; chunks and batches are reported whole, as arrays. Any thread may call. torch is not imported.
+made once, below; units of work and batches are reported whole, as arrays. Any thread may call. torch is not imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from . import __version__
 from .exposition import ArrayHistogram, LedgerCollector, StatusReader, serve_metrics
 
-#: Numbers of a chunk or batch: an array, a list or one number. None stands for unknown and is left out.
+#: Numbers of a unit of work or batch: an array, a list or one number. None stands for unknown and is left out.
 Values = NDArray[Any] | Sequence[float | None] | Sequence[int | None] | float | None
 Event = Literal["delivered", "acked", "reclaimed", "duplicate"]
 
@@ -128,16 +128,21 @@ TURNS_TAKEN: Final = _histogram("streamadv_turns", "Turns of a trajectory.", TUR
 TRUNCATED: Final = _counter("streamadv_truncated", "Trajectories cut off at a limit.")
 NONFINITE: Final = _counter("streamadv_nonfinite", "NaN or infinity where a number belongs.", "quantity")
 REWARD_CLIPPED: Final = _gauge(
-    "streamadv_reward_clipped_ratio", "Share of the rewards that was clipped, last chunk.", "stage", "level"
+    "streamadv_reward_clipped_ratio",
+    "Share of the rewards that was clipped, last unit of work.",
+    "stage",
+    "level",
 )
 ADVANTAGE_CLIPPED: Final = _gauge(
     "streamadv_advantage_clipped_ratio",
-    "Share of trainable tokens with a clipped advantage, last chunk.",
+    "Share of trainable tokens with a clipped advantage, last unit of work.",
     "stage",
 )
 KL_COEFFICIENT: Final = _gauge("streamadv_kl_coefficient", "Coefficient of the KL penalty.", "stage")
 KL_PENALTY: Final = _gauge(
-    "streamadv_kl_penalty", "KL to the reference policy as the chain estimates it, last chunk.", "stage"
+    "streamadv_kl_penalty",
+    "KL to the reference policy as the chain estimates it, last unit of work.",
+    "stage",
 )
 
 # Staleness and off-policy correction.
@@ -158,20 +163,22 @@ KL_K3: Final = _gauge(
 )
 IS_WEIGHT: Final = _histogram("streamadv_is_weight", "Importance weights after truncation.", WEIGHTS)
 IS_ESS: Final = _gauge(
-    "streamadv_is_ess_ratio", "mean(w)^2 / mean(w^2) of importance weights, last chunk.", "stage"
+    "streamadv_is_ess_ratio", "mean(w)^2 / mean(w^2) of importance weights, last unit of work.", "stage"
 )
-IS_CLIPPED: Final = _gauge("streamadv_is_clipped_ratio", "Share of weights truncated, last chunk.", "stage")
+IS_CLIPPED: Final = _gauge(
+    "streamadv_is_clipped_ratio", "Share of weights truncated, last unit of work.", "stage"
+)
 
 # The trainer queue.
 NO_PROGRESS: Final = _gauge(
     "streamadv_no_progress_seconds", "Seconds that the trainer has waited for the batch it is waiting for."
 )
 BATCH_VERSION: Final = _gauge("streamadv_batch_version", "Version that the last batch delivered trains.")
-TRAINED_BATCHES: Final = _counter("streamadv_trained_batches", "Batches delivered to the trainer.")
-TRAINED_TRAJECTORIES: Final = _counter(
-    "streamadv_trained_trajectories", "Trajectories delivered to the trainer."
+DELIVERED_BATCHES: Final = _counter("streamadv_delivered_batches", "Batches delivered to the trainer.")
+DELIVERED_TRAJECTORIES: Final = _counter(
+    "streamadv_delivered_trajectories", "Trajectories delivered to the trainer."
 )
-TRAINED_TOKENS: Final = _counter("streamadv_trained_tokens", "Trainable tokens delivered to the trainer.")
+DELIVERED_TOKENS: Final = _counter("streamadv_delivered_tokens", "Trainable tokens delivered to the trainer.")
 TRAINER_WAIT: Final = _counter("streamadv_trainer_wait_seconds", "Time the trainer waited for batches.")
 E2E: Final = _histogram(
     "streamadv_e2e_seconds", "From the end of a group to its delivery to the trainer.", LONG_SECONDS
@@ -264,7 +271,7 @@ def backpressure(seconds: float) -> None:
     BACKPRESSURE.inc(seconds)
 
 
-def chunk_computed(
+def unit_computed(
     rewards: Values,
     advantages: Values,
     response_tokens: Values,
@@ -276,7 +283,7 @@ def chunk_computed(
     is_weights: Values = None,
     stage: str = "advantage",
 ) -> None:
-    """A chunk of groups has been computed, by an advantage worker or (`stage`) the trainer.
+    """A unit of work has been computed, by an advantage worker or (`stage`) the trainer.
 
     rewards, response_tokens, turns, truncated (0 or 1): of each trajectory. advantages: at the estimator's
     level, trainable tokens only. group_reward_std, group_completion_s (seconds from opening to end): of each
@@ -328,9 +335,9 @@ def batch_delivered(
     POLICY_LAG.observe(_known(staleness))
     POLICY_LAG_IN_FLIGHT.observe(_known(in_flight_lag))
     POLICY_LAG_IN_QUEUE.observe(_known(in_queue_lag))
-    TRAINED_BATCHES.inc()
-    TRAINED_TOKENS.inc(num_tokens)
-    TRAINED_TRAJECTORIES.inc(num_trajectories)
+    DELIVERED_BATCHES.inc()
+    DELIVERED_TOKENS.inc(num_tokens)
+    DELIVERED_TRAJECTORIES.inc(num_trajectories)
     TRAINER_WAIT.inc(wait_s)
     E2E.observe(_known(e2e_s))
     _succeeded("trainer")

@@ -25,8 +25,7 @@ from . import batches, metrics
 from .advantage import Device, choose_device
 from .algorithms.chain import Chain, build_chain
 from .algorithms.config import ChainConfig
-from .batches import BatchRecord, Work
-from .chunks import Chunk, assign, batch_scope, misfit, parse_chunk
+from .batches import BatchRecord, Unit
 from .connection import RETRYABLE, Backoff, Connection, T, patiently, retried
 from .delivery import LateColumn, deliver
 from .errors import BatchLostError, NoBatchError, SettingError, UndecodableGroupError, WireError
@@ -36,6 +35,7 @@ from .malformed import reject_logged
 from .manifest import RunSettings
 from .microbatch import Batch
 from .read_ahead import ReadAhead
+from .results import Result, assign, batch_scope, misfit, parse_result
 from .run import open_run
 from .schema import brief
 from .watchdog import Limits, Watchdog
@@ -135,8 +135,8 @@ class TrainerQueue(IterableDataset[Batch]):
         self._next = 0  # k of the batch to be delivered next
         self._current: Batch | None = None
         self._ready_cursors: dict[int, str] = {}  # last entry read of each shard's ready log
-        self._chunks: dict[
-            str, dict[int, list[Chunk]]
+        self._results: dict[
+            str, dict[int, list[Result]]
         ] = {}  # more than one for a unit: copies, or foreign ones
 
     # Iteration
@@ -296,7 +296,7 @@ class TrainerQueue(IterableDataset[Batch]):
                 _share_epoch(lineage.epoch, self._rank)
             self._shared_epoch = None
             self._next = lineage.version
-            self._ready_cursors, self._chunks = {}, {}
+            self._ready_cursors, self._results = {}, {}
             self._lineage = lineage
             self._watchdog = Watchdog(run, self._limits) if leads else None
         return self._lineage
@@ -333,12 +333,12 @@ class TrainerQueue(IterableDataset[Batch]):
             return None
         self._read_ahead(lineage, record)
         units = batches.work_units(record, batch_scope(record))
-        self._read_chunks(lineage)
-        chunks = self._chunks.get(record.id, {})
-        if any(not chunks.get(unit.chunk) for unit in units):
+        self._read_results(lineage)
+        results = self._results.get(record.id, {})
+        if any(not results.get(unit.number) for unit in units):
             return None
         try:
-            batch = self._deliver(lineage, record, units, [chunks[unit.chunk][0] for unit in units])
+            batch = self._deliver(lineage, record, units, [results[unit.number][0] for unit in units])
         except BatchLostError:
             if self._has_same_servers(lineage):
                 raise
@@ -346,7 +346,7 @@ class TrainerQueue(IterableDataset[Batch]):
         if batch is None:
             return None
         batch.metrics.update(_passed_over(lineage, batch))
-        del self._chunks[record.id]
+        del self._results[record.id]
         self._stop_reading()
         self._next += 1
         return batch
@@ -365,32 +365,32 @@ class TrainerQueue(IterableDataset[Batch]):
         self._ahead = None
 
     def _deliver(
-        self, lineage: Lineage, record: BatchRecord, units: Sequence[Work], chunks: Sequence[Chunk]
+        self, lineage: Lineage, record: BatchRecord, units: Sequence[Unit], results: Sequence[Result]
     ) -> Batch | None:
         """This rank's part of the batch without the groups that turn out to be dead.
 
         A rank among several leaves out the trajectories only: the others do not know, and keep to the plan.
 
-        None when a chunk is not what its unit of work gives; it is forgotten. Or when a server is another one now.
+        None when results are not what their unit of work gives (they are forgotten), or a server is another one now.
         """
-        deaths = {group_id: death for chunk in chunks for group_id, death in chunk.header.dead.items()}
+        deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
         while True:
             dead, left_out = lineage.bury(record, deaths)
             groups = lineage.read_groups(record, dead)
             by_id = {group.group_id: group for group in groups}
-            for unit, chunk in zip(units, chunks, strict=True):
-                problem = misfit(chunk, unit, by_id)
+            for unit, result in zip(units, results, strict=True):
+                problem = misfit(result, unit, by_id)
                 if problem is not None:
                     logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem)
-                    self._chunks[record.id][unit.chunk].remove(chunk)
+                    self._results[record.id][unit.number].remove(result)
                     return None
             try:
                 return deliver(
                     lineage.run,
                     record,
                     groups,
-                    assign(units, {chunk.header.chunk: chunk for chunk in chunks}, groups),
-                    chunks,
+                    assign(units, {result.header.unit: result for result in results}, groups),
+                    results,
                     rank=self._rank,
                     world_size=self._world_size,
                     device=self._device,
@@ -412,7 +412,7 @@ class TrainerQueue(IterableDataset[Batch]):
                 for (group_id, _), text in error.problems.items():
                     deaths.setdefault(group_id, Death("undecodable", text))
 
-    def _read_chunks(self, lineage: Lineage) -> None:
+    def _read_results(self, lineage: Lineage) -> None:
         run, known = lineage.run, {record.id for record in lineage.records.values()}
         for shard, keys in enumerate(run.keys.shards):
             after = self._ready_cursors.get(shard, "0-0")
@@ -420,16 +420,16 @@ class TrainerQueue(IterableDataset[Batch]):
             for entry, fields in entries:
                 self._ready_cursors[shard] = entry.decode()
                 try:
-                    chunk = parse_chunk(keys, fields)
-                    if self._rank == 0 and chunk.batch not in known:
-                        raise WireError(f"batch {brief(chunk.batch)} is none of this run")
+                    result = parse_result(keys, fields)
+                    if self._rank == 0 and result.batch not in known:
+                        raise WireError(f"batch {brief(result.batch)} is none of this run")
                 except WireError as error:
                     if not self._has_same_servers(lineage):
                         return  # a shard that forgot a moment ago that the batch was undone: to be recovered from
                     if self._rank == 0:
                         reject_logged(run, shard, keys.ready, entry.decode(), str(error), record=False)
                     continue
-                self._chunks.setdefault(chunk.batch, {}).setdefault(chunk.header.chunk, []).append(chunk)
+                self._results.setdefault(result.batch, {}).setdefault(result.header.unit, []).append(result)
 
     def _wait(self, lineage: Lineage, block_ms: int, max_groups: int | None) -> None:
         """Until a result or the groups for another batch are there, or the block is over."""

@@ -43,7 +43,7 @@ FLOW: Final = [
     panel(
         "Queue depth",
         "short",
-        "Entries in each stream. rollouts: trajectories the grouper has not taken; work: chunks the advantage "
+        "Entries in each stream. rollouts: trajectories the grouper has not taken; work: units of work the advantage "
         "workers have not finished; scoring: with a scorer. Growing without end: that stage is too slow.",
         (total("stream_length_entries", by="stream"), "{{stream}}"),
     ),
@@ -107,10 +107,10 @@ FLOW: Final = [
         (rate("trainer_wait_seconds_total"), "trainer, for a batch"),
     ),
     panel(
-        "Tokens trained",
+        "Tokens delivered",
         "short",
         "Trainable tokens delivered to the trainer, a second.",
-        (rate("trained_tokens_total"), "tokens a second"),
+        (rate("delivered_tokens_total"), "tokens a second"),
     ),
     panel(
         "Group to trainer",

@@ -1,7 +1,7 @@
 """The chain: reward shaping, KL, estimator, whitening and clipping, composed from a configuration.
 
 Each step says which columns it needs and how much of the batch it must see. The pipeline runs the chain on
-chunks of groups or on whole batches accordingly, and cuts it where a column is made by the trainer.
+some of its groups or on whole batches accordingly, and cuts it where a column is made by the trainer.
 """
 
 from __future__ import annotations

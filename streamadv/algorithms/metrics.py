@@ -1,4 +1,4 @@
-"""Metrics of a chain: 0-d tensors while it runs, fetched in one transfer, merged across chunks afterwards."""
+"""Metrics of a chain: 0-d tensors while it runs, fetched in one transfer, merged across parts of a batch afterwards."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def fetch(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str, fl
 def merge_metrics(
     parts: Iterable[tuple[Mapping[str, float], Mapping[str, float]]],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(metrics, weights) of a whole from those of its chunks, as if computed from all at once.
+    """(metrics, weights) of a whole from those of its parts, as if computed from all at once.
 
     Means are weighted, maxima and minima are the extremes. Standard deviations are merged with the means they
     were taken around (Chan, Golub, LeVeque 1979), and an effective sample size follows from them.

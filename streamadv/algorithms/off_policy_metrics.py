@@ -72,7 +72,7 @@ def weight_metrics(
     """Distribution of importance weights [N] before bounding, spread over rows if `by_row`.
 
     Standard deviation and effective sample size are taken of weights held in 1/threshold .. threshold, of mean
-    rollout_is_clamped_mean, which verl does not report: merging the chunks of a batch needs it.
+    rollout_is_clamped_mean, which verl does not report: merging the parts of a batch needs it.
     """
     rows = _rows(tokens, all_rows)
     if by_row:

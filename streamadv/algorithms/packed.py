@@ -79,7 +79,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Rows of a batch, or of a chunk of its groups, with everything an algorithm may ask for.
+    """Rows of a batch, or of some of its groups, with everything an algorithm may ask for.
 
     Scalars that decide numbers are float64; columns are float32 as they came, rounded once at the end.
     """

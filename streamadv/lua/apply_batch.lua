@@ -2,7 +2,7 @@
 -- each batch id. Groups the log no longer has (dead letters, or the server has lost them) are not counted.
 -- KEYS  void, trainer, applied, ledger, work, groups
 -- ARGV  epoch, batch id, number of groups of the batch in this shard, then for each of them: entry id, trajectories;
---       then work entries JSON ...
+--       then units of work JSON ...
 -- Returns  1, 0 when it was applied before, -1 when fenced
 -- include fence
 redis.call('DEL', KEYS[1])

@@ -1,4 +1,4 @@
--- An advantage worker's hand-off: results of one work entry become visible to the trainer. Output columns are
+-- An advantage worker's hand-off: results of one unit of work become visible to the trainer. Output columns are
 -- written by a HSET in the same MULTI, before this script; over maxmemory that is refused, and they come inline.
 -- KEYS  void, work, ready, applied, ledger, output columns ('void' key without any)
 -- ARGV  consumer group, entry id, batch id, header JSON, bytes of the output columns, number of inline fields of

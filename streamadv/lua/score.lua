@@ -25,7 +25,7 @@ if usable then
   redis.call('HINCRBY', keys.group, 'unscored', -1)
   if reward == '' then
     redis.call('HSET', keys.group, index, 'x')
-    redis.call('HINCRBY', keys.group, 'terminal', 1)
+    redis.call('HINCRBY', keys.group, 'unusable', 1)
     redis.call('HINCRBY', keys.ledger, 'open', -1)
     redis.call('HINCRBY', keys.ledger, 'dropped:unscorable', 1)
     redis.call('RPUSH', keys.garbage, key .. ' ' .. bytes)

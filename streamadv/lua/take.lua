@@ -79,7 +79,7 @@ for at = 7, #ARGV, 10 do
         redis.call('HINCRBY', keys.ledger, 'open', 1)
       else
         redis.call('HSET', keys.group, index, 'x')
-        redis.call('HINCRBY', keys.group, 'terminal', 1)
+        redis.call('HINCRBY', keys.group, 'unusable', 1)
         drop(at, kind)
       end
       outcome, data_source = try_complete(keys, id, policy)

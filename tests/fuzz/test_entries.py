@@ -9,10 +9,10 @@ import fakeredis
 from pydantic_core import from_json
 
 from streamadv.batches import parse_group
-from streamadv.chunks import parse_chunk
 from streamadv.connection import Connection
 from streamadv.errors import NoBatchError, WireError
 from streamadv.malformed import record_problem
+from streamadv.results import parse_result
 from streamadv.trainer_queue import TrainerQueue
 
 from ..support import compute_all, group_all, join, ledger, problems, producing, push_groups
@@ -97,7 +97,7 @@ def test_ready_log() -> None:
     for number in cases("ready log"):
         chance = chance_of("ready log", number)
         fields = damaged_entry(pick(entries["ready"], chance), chance)
-        one_line_error(lambda fields=fields: parse_chunk(run.keys.home, fields), WireError, fields)  # type: ignore[misc]
+        one_line_error(lambda fields=fields: parse_result(run.keys.home, fields), WireError, fields)  # type: ignore[misc]
 
 
 def test_streams_of_a_run() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamadv import batches, commits, naming
 from streamadv.algorithms import build_chain
-from streamadv.batches import CHUNK_TRAJECTORIES, BatchRecord, LoggedGroup, Pointer
+from streamadv.batches import UNIT_TRAJECTORIES, BatchRecord, LoggedGroup, Pointer
 from streamadv.connection import Connection
 from streamadv.errors import BatchLostError, EpochFencedError
 from streamadv.naming import NamingRules
@@ -95,7 +95,7 @@ def test_every_group_is_in_one_unit_of_its_shard(found: list[tuple[int, int]], b
         k=3, id="3-x", epoch=1, groups=groups, chain=CHAIN, late=["values"], kl_coefficient=0.5
     )
     units = batches.work_units(record, batch_scope)
-    assert [unit.chunk for unit in units] == list(range(len(units)))
+    assert [unit.number for unit in units] == list(range(len(units)))
     published = [p for unit in units for p in unit.groups if p.shard == unit.shard]
     assert sorted(published) == sorted(groups)
     assert {(unit.k, unit.batch, tuple(unit.late), unit.kl_coefficient) for unit in units} == {
@@ -105,10 +105,10 @@ def test_every_group_is_in_one_unit_of_its_shard(found: list[tuple[int, int]], b
         assert all(unit.groups == groups for unit in units)
         return
     for unit in units:
-        assert len(unit.groups) == 1 or sum(p.trajectories for p in unit.groups) <= CHUNK_TRAJECTORIES
+        assert len(unit.groups) == 1 or sum(p.trajectories for p in unit.groups) <= UNIT_TRAJECTORIES
     for one, two in itertools.pairwise(units):
         if one.shard == two.shard:
-            assert sum(p.trajectories for p in one.groups) + two.groups[0].trajectories > CHUNK_TRAJECTORIES
+            assert sum(p.trajectories for p in one.groups) + two.groups[0].trajectories > UNIT_TRAJECTORIES
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_the_ledger_holds_in_the_middle_of_a_commit(named: tuple[Run, BatchRecor
     for shard in range(2):
         commits._commit_groups(run, shard, record, record.in_shard(shard), 1, {})
         assert problems(run) == []
-        commits._close(run, shard, record.id, 1, commits.read_results(run))
+        commits._close(run, shard, record.id, 1, commits.read_ready(run))
         assert problems(run) == []
     assert ledger(run)["trained"] == 12
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.batches import LoggedGroup, Pointer, Work
-from streamadv.chunks import assign, counts_of, parse_chunk
+from streamadv.batches import LoggedGroup, Pointer, Unit
 from streamadv.connection import Connection
 from streamadv.dead_letters import list_dead
 from streamadv.errors import NoBatchError
 from streamadv.keys import ShardKeys
+from streamadv.results import assign, counts_of, parse_result
 from streamadv.trainer_queue import TrainerQueue
 from streamadv.wire import Reference, StepSpan
 
@@ -49,15 +49,15 @@ def test_every_number_goes_back_to_its_owner(found: Any, level: str, split: int)
     ]
     pointers = [Pointer(0, g.entry, g.group_id, len(g.members)) for g in groups]
     parts = [pointers[start : start + split] for start in range(0, len(pointers), split)]
-    units = [Work(batch="b", k=0, chunk=n, shard=0, groups=part, chain={}) for n, part in enumerate(parts)]
-    chunks = {}
+    units = [Unit(batch="b", k=0, number=n, shard=0, groups=part, chain={}) for n, part in enumerate(parts)]
+    results = {}
     for unit in units:
         own = [m for g in groups if g.group_id in {p.group_id for p in unit.groups} for m in g.members]
         rows = [f"{m.group_id}{m.rollout_index}" for m in own for _ in m.row_lengths]
         steps = [f"{m.group_id}{m.rollout_index}" for m in own for _ in m.steps]
         code = {f"{m.group_id}{m.rollout_index}": float(n) for n, m in enumerate(own)}
         header = {
-            "chunk": unit.chunk,
+            "unit": unit.number,
             "level": level,
             "columns": [],
             "metrics": {},
@@ -66,7 +66,7 @@ def test_every_number_goes_back_to_its_owner(found: Any, level: str, split: int)
             "groups": [counts_of(g) for g in groups if g.group_id in {p.group_id for p in unit.groups}],
         }
         numbers = np.array([code[each] for each in (rows if level == "row" else steps)], np.float32)
-        chunks[unit.chunk] = parse_chunk(
+        results[unit.number] = parse_result(
             ShardKeys("r:0:0"),
             {
                 **{
@@ -80,7 +80,7 @@ def test_every_number_goes_back_to_its_owner(found: Any, level: str, split: int)
                 b"advantages": numbers.tobytes(),
             },
         )
-    for each in assign(units, chunks, groups):
+    for each in assign(units, results, groups):
         (own_number,) = set(each.numbers["rewards"].tolist())
         assert set(each.numbers["step_rewards"].tolist()) <= {own_number}
         assert set(each.numbers["advantages"].tolist()) <= {own_number}

@@ -96,8 +96,8 @@ def fetch(port: int, path: str = "/metrics", accept: str = "text/plain") -> str:
     return text
 
 
-def compute_chunk(**changes: Any) -> None:
-    chunk: dict[str, Any] = {
+def compute_unit(**changes: Any) -> None:
+    unit: dict[str, Any] = {
         "rewards": [],
         "advantages": [],
         "response_tokens": [],
@@ -107,7 +107,7 @@ def compute_chunk(**changes: Any) -> None:
         "group_completion_s": [],
         "metrics": {},
     }
-    metrics.chunk_computed(**chunk | changes)
+    metrics.unit_computed(**unit | changes)
 
 
 def report_everything() -> None:
@@ -121,7 +121,7 @@ def report_everything() -> None:
     metrics.group_ended("complete", "math")
     metrics.producer_pushed(["pushed"])
     metrics.backpressure(0.5)
-    compute_chunk(
+    compute_unit(
         rewards=[1.0],
         advantages=[0.5],
         metrics=dict.fromkeys(metrics.TRAINING_GAUGES, 0.1),
@@ -291,7 +291,7 @@ def test_mean_reward_can_be_had_from_the_counters(delta: Delta) -> None:
         )
 
     deltas()
-    compute_chunk(rewards=np.array([1.0, -0.5, 0.0, 2.0]))
+    compute_unit(rewards=np.array([1.0, -0.5, 0.0, 2.0]))
     positive, negative, count = deltas()
     assert (positive - negative) / count == pytest.approx(2.5 / 4)
 
@@ -300,12 +300,12 @@ def test_values_fall_into_the_bucket_that_ends_with_them(delta: Delta) -> None:
     bounds = ("-0.5", "-0.25", "0.0", "0.25")
     for le in bounds:
         delta("advantage_bucket", le=le)
-    compute_chunk(advantages=np.array([[0.0, 0.125], [-0.25, 0.0]], dtype=np.float32))
+    compute_unit(advantages=np.array([[0.0, 0.125], [-0.25, 0.0]], dtype=np.float32))
     assert [delta("advantage_bucket", le=le) for le in bounds] == [0, 1, 3, 4]
 
 
 def test_signed_histograms_have_no_sum() -> None:
-    compute_chunk(rewards=[-1.0])
+    compute_unit(rewards=[-1.0])
     assert value("reward_sum") is None
     assert value("reward_count") is None
 
@@ -314,13 +314,13 @@ def test_non_finite_values_are_counted_and_left_out(delta: Delta) -> None:
     delta("nonfinite_total", quantity="reward")
     delta("nonfinite_total", quantity="advantage")
     delta("reward_bucket", le="+Inf")
-    compute_chunk(rewards=[1.0, float("nan")], advantages=np.array([np.inf, -np.inf, 0.0]))
+    compute_unit(rewards=[1.0, float("nan")], advantages=np.array([np.inf, -np.inf, 0.0]))
     assert delta("nonfinite_total", quantity="reward") == 1
     assert delta("nonfinite_total", quantity="advantage") == 2
     assert delta("reward_bucket", le="+Inf") == 1
 
 
-def test_a_chunk_reports_lengths_turns_and_truncation(delta: Delta) -> None:
+def test_a_unit_reports_lengths_turns_and_truncation(delta: Delta) -> None:
     expected = {
         "response_tokens_sum": 128,
         "turns_sum": 7,
@@ -330,7 +330,7 @@ def test_a_chunk_reports_lengths_turns_and_truncation(delta: Delta) -> None:
     }
     for name in expected:
         delta(name)
-    compute_chunk(
+    compute_unit(
         response_tokens=np.array([100, 28]),
         turns=[3, 4],
         truncated=[True, False],
@@ -341,7 +341,7 @@ def test_a_chunk_reports_lengths_turns_and_truncation(delta: Delta) -> None:
 
 
 def test_chain_metrics_show_under_their_stage() -> None:
-    compute_chunk(metrics={"critic/kl": 0.25, "critic/reward_clip_frac": 0.125, "critic/unheard_of": 1.0})
+    compute_unit(metrics={"critic/kl": 0.25, "critic/reward_clip_frac": 0.125, "critic/unheard_of": 1.0})
     metrics.training_metrics({"critic/kl": 0.5, "rollout_corr/k3_kl": 0.01})
     assert value("kl_penalty", stage="advantage") == 0.25
     assert value("kl_penalty", stage="trainer") == 0.5
@@ -351,7 +351,7 @@ def test_chain_metrics_show_under_their_stage() -> None:
 
 @pytest.mark.parametrize(("weights", "ess"), [([2.0, 2.0], 1.0), ([1.0, 0.0, 0.0, 0.0], 0.25), ([0.0], 0.0)])
 def test_effective_sample_size(weights: list[float], ess: float) -> None:
-    compute_chunk(is_weights=weights)
+    compute_unit(is_weights=weights)
     assert value("is_ess_ratio", stage="advantage") == pytest.approx(ess)
 
 
@@ -361,9 +361,9 @@ def test_a_batch_reports_staleness_and_throughput(delta: Delta) -> None:
         "policy_lag_versions_sum": 3,
         "policy_lag_in_flight_versions_sum": 1,
         "policy_lag_in_queue_versions_sum": 2,
-        "trained_batches_total": 1,
-        "trained_tokens_total": 1000,
-        "trained_trajectories_total": 4,
+        "delivered_batches_total": 1,
+        "delivered_tokens_total": 1000,
+        "delivered_trajectories_total": 4,
         "trainer_wait_seconds_total": 0.5,
         "e2e_seconds_sum": 3.0,
     }

@@ -2,7 +2,7 @@
 --   'p'   pushed, still in the rollouts stream or with a scorer
 --   'x'   ended without a usable trajectory (failed, cancelled, unscorable ...); already counted as dropped
 --   'u ...' usable: 'u <reward or -> <bytes> <payload key> <role> <reference JSON>'
--- The hash counts them as usable (with a reward), unscored (usable, no reward yet) and terminal ('x').
+-- The hash counts them as usable (with a reward), unscored (usable, no reward yet) and unusable ('x').
 --   keys    group, open, groups, ended, ended_before, ledger, garbage
 --   policy  partial_min_usable ('' = drop), zero_variance ('1' = filter), difficulty_low, difficulty_high
 --           ('' = off), dedupe_groups
@@ -27,7 +27,7 @@ end
 
 -- 'none', 'open', or 'broken': what stands there is not what the scripts wrote.
 local function group_state(keys)
-  local n = redis.pcall('HMGET', keys.group, 'size', 'places', 'reserved', 'opened_ms', 'usable', 'unscored', 'terminal')
+  local n = redis.pcall('HMGET', keys.group, 'size', 'places', 'reserved', 'opened_ms', 'usable', 'unscored', 'unusable')
   if n.err then return 'broken' end
   if not (n[1] or n[2] or n[3]) then return 'none' end
   for i = 1, 7 do
@@ -112,11 +112,11 @@ end
 -- End the group if enough usable members are there, or nothing more can come. Returns what end_group
 -- returns, or nil.
 local function try_complete(keys, id, policy)
-  local n = redis.call('HMGET', keys.group, 'size', 'places', 'usable', 'terminal')
+  local n = redis.call('HMGET', keys.group, 'size', 'places', 'usable', 'unusable')
   local size, places = tonumber(n[1]), tonumber(n[2])
-  local usable, terminal = tonumber(n[3] or '') or 0, tonumber(n[4] or '') or 0
+  local usable, unusable = tonumber(n[3] or '') or 0, tonumber(n[4] or '') or 0
   if usable >= size then return end_group(keys, id, 'complete', 'c', policy) end
-  if usable + terminal >= places then
+  if usable + unusable >= places then
     return end_group(keys, id, short_outcome(usable, policy, 'incomplete'), 'c', policy)
   end
   return nil

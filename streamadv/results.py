@@ -1,4 +1,4 @@
-"""Units of work and their results: the entries of the ready log, checked, and each trajectory's part of them."""
+"""Results of units of work: the entries of the ready log, checked, and each trajectory's part of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from .algorithms.chain import build_chain
 from .algorithms.packed import Level
-from .batches import BatchRecord, LoggedGroup, Work
+from .batches import BatchRecord, LoggedGroup, Unit
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from .errors import WireError
 from .isolation import Death
@@ -19,7 +19,7 @@ from .keys import ShardKeys
 from .schema import brief, first_problem, one_line
 from .wire import Reference
 
-_CHUNK_FIELDS: Final = (b"batch", b"header", b"output", b"output_bytes")
+_RESULT_FIELDS: Final = (b"batch", b"header", b"output", b"output_bytes")
 _RESULTS: Final[dict[str, np.dtype[Any]]] = {
     "rewards": np.dtype("<f8"),
     "step_rewards": np.dtype("<f8"),
@@ -45,7 +45,7 @@ def batch_scope(record: BatchRecord) -> bool:
 
 
 class GroupCounts(NamedTuple):
-    """How much of a chunk's results is a group's: they follow each other in this order."""
+    """How much of a unit's results is a group's: they follow each other in this order."""
 
     group_id: str
     trajectories: Count
@@ -53,12 +53,12 @@ class GroupCounts(NamedTuple):
     steps: Count
 
 
-class ChunkHeader(BaseModel):
+class ResultHeader(BaseModel):
     """What an entry of the ready log says of its results. Written by `advantage.compute`."""
 
     model_config = ConfigDict(frozen=True)
 
-    chunk: int  # number of the unit of work
+    unit: int  # number of the unit of work
     level: Level
     groups: list[GroupCounts]
     columns: list[OutputName]  # of the output hash
@@ -68,22 +68,22 @@ class ChunkHeader(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Result:
     """One entry of the ready log: the results of one unit of work."""
 
     batch: str
-    header: ChunkHeader
+    header: ResultHeader
     output: str
-    results: dict[str, Array]
+    numbers: dict[str, Array]
 
 
-def parse_chunk(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Chunk:
+def parse_result(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Result:
     """An entry of a shard's ready log. Raises WireError when it is none."""
-    missing = [name for name in _CHUNK_FIELDS if name not in fields]
+    missing = [name for name in _RESULT_FIELDS if name not in fields]
     if missing:
         raise WireError(f"field {missing[0].decode()} is missing")
     try:
-        header = ChunkHeader.model_validate_json(fields[b"header"])
+        header = ResultHeader.model_validate_json(fields[b"header"])
         batch, output = fields[b"batch"].decode(), fields[b"output"].decode()
     except ValueError as error:
         raise WireError(f"header: {first_problem(error)}") from error
@@ -97,7 +97,7 @@ def parse_chunk(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Chunk:
             counts[kind] += count
     results = {}
     for name, raw in fields.items():
-        if name in _CHUNK_FIELDS:
+        if name in _RESULT_FIELDS:
             continue
         text = name.decode(errors="replace")
         if text not in _RESULTS:
@@ -108,15 +108,15 @@ def parse_chunk(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Chunk:
         results[text] = np.frombuffer(raw, dtype)
     if header.groups and not {"rewards", "step_rewards"} <= results.keys():
         raise WireError("rewards or step_rewards are missing")
-    return Chunk(batch, header, output, results)
+    return Result(batch, header, output, results)
 
 
-def misfit(chunk: Chunk, unit: Work, groups: Mapping[str, LoggedGroup]) -> str | None:
-    """Why a chunk is not the result of `unit`, given the batch's living groups by id; None if it is."""
-    counts = {each.group_id: each[1:] for each in chunk.header.groups}
+def misfit(result: Result, unit: Unit, groups: Mapping[str, LoggedGroup]) -> str | None:
+    """Why these are not the results of `unit`, given the batch's living groups by id; None if it is."""
+    counts = {each.group_id: each[1:] for each in result.header.groups}
     for pointer in unit.groups:
         group = groups.get(pointer.group_id)
-        if group is None or pointer.shard != unit.shard or pointer.group_id in chunk.header.dead:
+        if group is None or pointer.shard != unit.shard or pointer.group_id in result.header.dead:
             continue
         if counts.get(pointer.group_id) != counts_of(group)[1:]:
             return f"group {pointer.group_id} has other counts than in the log"
@@ -135,7 +135,7 @@ def _kind(result: str, level: Level) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A trajectory of the batch with its part of a chunk's results."""
+    """A trajectory of the batch with its part of a unit's results."""
 
     reference: Reference
     level: Level
@@ -149,7 +149,9 @@ class Member:
         return self.reference.group_id, self.reference.rollout_index
 
 
-def assign(units: Sequence[Work], chunks: Mapping[int, Chunk], groups: Sequence[LoggedGroup]) -> list[Member]:
+def assign(
+    units: Sequence[Unit], results: Mapping[int, Result], groups: Sequence[LoggedGroup]
+) -> list[Member]:
     """Every member of `groups`, the living ones of the batch, with its numbers, in batch order.
 
     A group that was computed and has become a dead letter since keeps its place among the results.
@@ -157,23 +159,23 @@ def assign(units: Sequence[Work], chunks: Mapping[int, Chunk], groups: Sequence[
     by_id = {group.group_id: group for group in groups}
     members: dict[tuple[str, int], Member] = {}
     for unit in units:
-        chunk = chunks[unit.chunk]
-        level, columns = chunk.header.level, chunk.header.columns
+        result = results[unit.number]
+        level, columns = result.header.level, result.header.columns
         first: dict[str, int] = {"trajectory": 0, "row": 0, "step": 0, "token": 0}
-        for group_id, trajectories, rows, steps in chunk.header.groups:
+        for group_id, trajectories, rows, steps in result.header.groups:
             at = dict(first)
             for position, reference in enumerate(by_id[group_id].members if group_id in by_id else ()):
                 own = {"trajectory": 1, "row": len(reference.row_lengths), "step": len(reference.steps)}
-                kinds = {name: _kind(name, level) for name in chunk.results}
+                kinds = {name: _kind(name, level) for name in result.numbers}
                 numbers = {
-                    name: chunk.results[name][at[kind] : at[kind] + own.get(kind, 0)]
+                    name: result.numbers[name][at[kind] : at[kind] + own.get(kind, 0)]
                     for name, kind in kinds.items()
                 }
                 for kind, count in own.items():
                     at[kind] += count
                 place = first["trajectory"] + position
                 identity = (reference.group_id, reference.rollout_index)
-                members[identity] = Member(reference, level, numbers, chunk.output, place, columns)
+                members[identity] = Member(reference, level, numbers, result.output, place, columns)
             for kind, count in zip(("trajectory", "row", "step"), (trajectories, rows, steps), strict=True):
                 first[kind] += count
     return [members[g.group_id, m.rollout_index] for g in groups for m in g.members]
