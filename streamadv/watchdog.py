@@ -63,11 +63,8 @@ def reasons_of(status: Mapping[str, Any]) -> list[str]:
     kept = sum(outcomes.get(name, 0) for name in metrics.KEPT)
     if filtered and not kept:
         reasons.append(f"all {filtered} groups so far were filtered away ({_listed(outcomes, FILTERED)})")
-    if status["ready"] and status["trainer"]["batches"]:
-        named, version = status["trainer"]["batches"], status["trainer"]["version"]
-        uncommitted = version - status["trainer"]["committed"]
-        if named > uncommitted:
-            reasons.append(f"{named - uncommitted} batches are named and wait for results or for the trainer")
+    if status["ready"] and (waiting := _untrained(status)) > 0:
+        reasons.append(f"{waiting} batches are named and wait for results or for the trainer")
     return reasons
 
 
@@ -99,7 +96,7 @@ class Watchdog:
         self._look_due = now + LOOK_S
         metrics.no_progress(now - self._since)
         status = read_status(self._run)
-        self._check_filters(status["groups"]["outcomes"])
+        self._check_filters(status)
         self._check_budget(status)
         if now >= self._say_due:
             self._say_due = now + SAY_S
@@ -110,8 +107,10 @@ class Watchdog:
         """What to add to an error: why there is no batch."""
         return "; ".join(reasons_of(read_status(self._run))) or "producers are at work"
 
-    def _check_filters(self, outcomes: dict[str, int]) -> None:
-        if self._outcomes is None:
+    def _check_filters(self, status: Mapping[str, Any]) -> None:
+        outcomes = status["groups"]["outcomes"]
+        # A named batch waits for a worker, not for groups.
+        if self._outcomes is None or _untrained(status) > 0:
             self._outcomes = outcomes
         before, size = self._outcomes, self._limits.batch_groups
         filtered = sum(outcomes.get(name, 0) - before.get(name, 0) for name in FILTERED)
@@ -135,9 +134,8 @@ class Watchdog:
 
     def _check_budget(self, status: Mapping[str, Any]) -> None:
         """Producers wait for bytes that only a commit frees, and the trainer waits for producers."""
-        trainer, ledger = status["trainer"], status["ledger"]
-        uncommitted = (trainer["version"] or 0) - trainer["committed"]
-        waiting = ledger["queued"] or status["groups"]["open"] or trainer["batches"] > uncommitted
+        ledger, uncommitted = status["ledger"], _uncommitted(status)
+        waiting = ledger["queued"] or status["groups"]["open"] or _untrained(status) > 0
         if uncommitted <= 0 or waiting or not ledger["in_flight"]:
             return
         manifest = self._run.manifest
@@ -155,6 +153,16 @@ class Watchdog:
             return self._run.connection.scripts.info("memory")
         except ResponseError:  # not permitted, or not known to this server
             return {}
+
+
+def _untrained(status: Mapping[str, Any]) -> int:
+    """Batches that are named and not yet trained on."""
+    return int(status["trainer"]["batches"]) - _uncommitted(status)
+
+
+def _uncommitted(status: Mapping[str, Any]) -> int:
+    """Batches that are trained on and not yet committed."""
+    return (status["trainer"]["version"] or 0) - int(status["trainer"]["committed"])
 
 
 def _listed(outcomes: Mapping[str, int], names: tuple[str, ...]) -> str:

@@ -7,12 +7,20 @@ import logging
 import pytest
 
 from streamadv.connection import Connection
-from streamadv.errors import StarvedError, UncommittedBudgetError
+from streamadv.errors import NoBatchError, StarvedError, UncommittedBudgetError
 from streamadv.producer import Producer
 from streamadv.status import read_status
 from streamadv.trainer_queue import TrainerQueue
 from streamadv.watchdog import LOOK_S, SAY_S, Limits, Watchdog, reasons_of
-from tests.support import group_all, join, next_batch, producing, push_groups, push_one, trajectory
+from tests.support import (
+    group_all,
+    join,
+    next_batch,
+    producing,
+    push_groups,
+    push_one,
+    trajectory,
+)
 
 
 class Clock:
@@ -85,6 +93,25 @@ def test_a_batch_in_between_forgives(fake: Connection) -> None:
         push_groups(producer, 5, prefix="more", reward=1.0)
         group_all(join(fake, "r"))
         watchdog.look()
+
+
+def test_a_named_batch_that_waits_for_a_worker_is_not_starvation(fake: Connection) -> None:
+    clock = Clock()
+    with producing(fake, "r", {"zero_variance_filter": True}) as producer:
+        run = join(fake, "r")
+        watchdog = Watchdog(run, Limits(1, 0.05, 3), clock)
+        push_groups(producer, 1, prefix="kept")
+        group_all(run)
+        queue = TrainerQueue(fake, "r", batch_groups=1)
+        with pytest.raises(NoBatchError):
+            queue.next_batch(timeout=0)
+        watchdog.look()
+        for prefix in ("same", "more"):
+            clock.now += LOOK_S
+            push_groups(producer, 4, prefix=prefix, reward=1.0)
+            group_all(run)
+            watchdog.look()
+        queue.close()
 
 
 def test_few_kept_groups_are_warned_of(fake: Connection, caplog: pytest.LogCaptureFixture) -> None:
