@@ -21,7 +21,7 @@ import redis
 
 from streamadv.bench.lines import GROUP_SIZE, Line, make_groups
 from streamadv.bench.pace import Pace
-from streamadv.demo import messages
+from streamadv.processes import messages
 
 Record = list[dict[str, Any]]
 

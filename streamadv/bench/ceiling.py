@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import redis
 
-from ..demo import messages
+from ..processes import messages
 from .lines import GROUP_SIZE, KINDS, Line, make_groups
 from .pace import Pace
 

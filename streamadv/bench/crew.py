@@ -17,8 +17,8 @@ from typing import Any, Final, Self
 import redis
 
 from ..credentials import environment_with
-from ..demo.children import Child, Message
 from ..errors import ProcessEndedError
+from ..processes.children import Child, Message
 from .pace import GO, WAIT
 
 STALL_S: Final = 60.0

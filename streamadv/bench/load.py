@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from ..demo import messages
+from ..processes import messages
 from ..producer import Producer
 from .lines import GROUP_SIZE, KINDS, Line, make_groups
 from .pace import Pace

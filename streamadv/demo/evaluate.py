@@ -14,7 +14,8 @@ from typing import Final
 
 import torch
 
-from . import messages, weights
+from ..processes import messages
+from . import weights
 from .environment import Lakes, draw_map
 from .play import play
 from .policy import Policy

@@ -19,7 +19,8 @@ import torch
 import streamadv as sa
 from streamadv import metrics
 
-from . import messages, weights
+from ..processes import messages
+from . import weights
 from .environment import PROMPT_LENGTH, Episode, Lakes, draw_map
 from .play import play
 from .policy import Policy

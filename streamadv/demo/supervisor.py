@@ -15,10 +15,10 @@ from ..connection import Connection
 from ..credentials import environment_with
 from ..errors import ProcessEndedError
 from ..manifest import run_settings
+from ..processes.children import Child, Message
 from ..run import open_run
 from ..server import EmbeddedServer
 from ..status import read_status
-from .children import Child, Message
 from .progress import Kill, Progress
 from .settings import ADVANTAGE_WORKERS, EVALUATE_EVERY, ROLLOUT_PROCESSES, DemoSettings
 

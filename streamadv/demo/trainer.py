@@ -16,7 +16,8 @@ import torch
 import streamadv as sa
 from streamadv import metrics
 
-from . import messages, weights
+from ..processes import messages
+from . import weights
 from .learning import new_optimizer, update
 from .policy import Policy, seeded_policy
 from .settings import BATCH_GROUPS, DemoSettings

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .children import Child
+from ..processes.children import Child
 from .progress import Progress
 from .settings import EVALUATION_EPISODES, GOAL
 

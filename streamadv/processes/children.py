@@ -1,4 +1,4 @@
-"""The demo's processes: started, heard, killed and started again, and all gone when the supervisor is."""
+"""Child processes: started, heard, killed and started again, and all gone when their supervisor is."""
 
 from __future__ import annotations
 

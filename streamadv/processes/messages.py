@@ -1,4 +1,4 @@
-"""What the demo's own processes tell the supervisor: one JSON object per line on stdout."""
+"""What child processes tell their supervisor: one JSON object per line on stdout."""
 
 from __future__ import annotations
 

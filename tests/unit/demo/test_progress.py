@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from streamadv.demo import messages
 from streamadv.demo.picture import draw
 from streamadv.demo.progress import Kill, Progress
 from streamadv.demo.settings import DemoSettings
@@ -101,12 +100,6 @@ def test_throughput_is_measured_over_a_window(progress: Progress) -> None:
     for second in range(4, 20):
         progress.read(status(pushed=100 * second), float(second))
     assert progress.trajectories_per_second == pytest.approx(100.0)
-
-
-def test_messages_survive_foreign_lines() -> None:
-    for text in ("hello", "3", "[1]", '{"no": "kind"}', ""):
-        assert messages.parse(text) is None
-    assert messages.parse('{"kind": "ready"}') == {"kind": "ready"}
 
 
 def rendered(renderable: Any, width: int = 120) -> str:

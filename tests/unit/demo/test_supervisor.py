@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,12 +11,12 @@ from typing import Any
 import pytest
 
 from streamadv.demo import supervisor
-from streamadv.demo.children import Child, Message
 from streamadv.demo.progress import Progress
 from streamadv.demo.settings import DemoSettings
 from streamadv.errors import ProcessEndedError
+from streamadv.processes.children import Child, Message
+from tests.children import child
 
-SEND = "import json, signal, sys\ndef send(kind, **f): print(json.dumps(dict(f, kind=kind)), flush=True)\n"
 UPDATE = "reward=.5, kl=0, entropy=1, clip_fraction=0, trajectories=8, staleness_sum=8, staleness_max=2"
 TRAINER = f"send('published', version=0)\nfor v in range(1, 11): send('update', version=v, {UPDATE})\n"
 STAND_INS = {
@@ -45,12 +42,6 @@ class Listener:
     def say(self, text: str) -> None:
         self.said.append(text)
         self._react(text)
-
-
-def child(name: str, code: str, directory: Path, inbox: SimpleQueue[Message]) -> Child:
-    environment = dict(os.environ)
-    log = directory / f"{name}.log"
-    return Child(name, ["-c", SEND + code], environment=environment, log=log, inbox=inbox)
 
 
 def status() -> dict[str, Any]:
@@ -159,52 +150,3 @@ def test_ctrl_c_ends_every_process(crews: Callable[..., list[dict[str, Child]]])
     with pytest.raises(KeyboardInterrupt):
         conduct(Listener(interrupt))
     assert all(not process.running for process in made[0].values())
-
-
-def test_being_told_to_end_twice_is_being_told_once(tmp_path: Path) -> None:
-    counts = "told = []\nsignal.signal(signal.SIGTERM, lambda *_: told.append(1))\nsend('ready')\n"
-    inbox: SimpleQueue[Message] = SimpleQueue()
-    patient = child(
-        "patient", counts + "sys.stdin.readline()\nsend('told', times=len(told))\n", tmp_path, inbox
-    )
-    patient.start()
-    assert inbox.get(timeout=20)[1]["kind"] == "ready"
-    patient.terminate()
-    patient.terminate()
-    patient.ask("go on")
-    assert inbox.get(timeout=20)[1] == {"kind": "told", "times": 1}
-    patient.stop()
-
-
-def test_messages_and_other_output_are_told_apart(tmp_path: Path) -> None:
-    inbox: SimpleQueue[Message] = SimpleQueue()
-    talker = child("talker", "print('hello')\nsend('ready')\nsys.exit(2)", tmp_path, inbox)
-    talker.start()
-    assert inbox.get(timeout=20) == ("talker", {"kind": "ready"})
-    talker.stop()
-    assert not talker.running
-    assert talker.log_tail() == "hello"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="children end with a killed supervisor on Linux only")
-def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
-    stubborn = SEND + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsend('ready')\nsignal.pause()"
-    log = str(tmp_path / "log")
-    code = (
-        "import os, pathlib, queue, signal\n"
-        "from streamadv.demo.children import Child\n"
-        f"inbox, command, log = queue.SimpleQueue(), ['-c', {stubborn!r}], pathlib.Path({log!r})\n"
-        "child = Child('child', command, environment=dict(os.environ), log=log, inbox=inbox)\n"
-        "child.start()\n"
-        "inbox.get(timeout=20)\n"
-        "print(child.pid, flush=True)\n"
-        "signal.pause()\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        watch = os.pidfd_open(pid)
-        parent.kill()
-    ended, _, _ = select.select([watch], [], [], 20)
-    os.close(watch)
-    assert ended
