@@ -69,7 +69,9 @@ class _MasterConnection(redis.sentinel.SentinelManagedConnection):
         super().connect_to(address)  # type: ignore[no-untyped-call]
         self.send_command("ROLE")  # type: ignore[no-untyped-call]
         with suppress(redis.exceptions.NoPermissionError):
-            if not _is_master(self.read_response()):
+            # Asked again: redis-py 5 tries one address for a while, and a former master starts as a master.
+            now = self.connection_pool.get_master_address()
+            if not _is_master(self.read_response()) or now != address:
                 self.disconnect()  # type: ignore[no-untyped-call]  # else the next try takes it for connected
                 raise redis.exceptions.ConnectionError(NOT_MASTER.format(*address))
 
@@ -85,7 +87,8 @@ class _AsyncMasterConnection(redis.asyncio.sentinel.SentinelManagedConnection):
         await super().connect_to(address)  # type: ignore[no-untyped-call]
         await self.send_command("ROLE")
         with suppress(redis.exceptions.NoPermissionError):
-            if not _is_master(await self.read_response()):
+            now = await self.connection_pool.get_master_address()
+            if not _is_master(await self.read_response()) or now != address:
                 await self.disconnect()
                 raise redis.exceptions.ConnectionError(NOT_MASTER.format(*address))
 

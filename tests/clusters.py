@@ -30,7 +30,10 @@ PATIENCE_S: Final = 30.0
 #: A node silent for longer is taken for dead by the others. Tests that promote by hand set it high.
 NODE_TIMEOUT_MS: Final = 4_000
 FORMING_TIMEOUT_MS: Final = 500  # sets how often they talk
-DOWN_AFTER_MS: Final = 300
+DOWN_AFTER_MS: Final = (
+    300  # while a test wants a failover, CALM_MS while not: a busy machine is silent as well
+)
+CALM_MS: Final = 60_000
 MASTER: Final = "mymaster"
 
 
@@ -237,10 +240,9 @@ class Cluster:
 class Sentinels:
     """A master with a replica, and Sentinels that make the replica the master when it goes away."""
 
-    def __init__(self, sentinels: int = 3, down_after_ms: int = DOWN_AFTER_MS) -> None:
+    def __init__(self, sentinels: int = 3) -> None:
         self.nodes = [Node(), Node()]
         self._count = sentinels
-        self._down_after_ms = down_after_ms
         self._stack = ExitStack()
         self.ports: list[int] = []
         self.url = ""
@@ -276,7 +278,7 @@ class Sentinels:
         file.write_text(
             f"port {port}\nbind 127.0.0.1\ndir {file.parent}\n"
             f"sentinel monitor {MASTER} 127.0.0.1 {self.nodes[0].port} {quorum}\n"
-            f"sentinel down-after-milliseconds {MASTER} {self._down_after_ms}\n"
+            f"sentinel down-after-milliseconds {MASTER} {CALM_MS}\n"
             f"sentinel failover-timeout {MASTER} 3000\n"
         )
         command = [str(find_server_binary()), str(file), "--sentinel"]
@@ -313,8 +315,19 @@ class Sentinels:
         for port in self.ports:
             self._ask(port, "SENTINEL REMOVE", MASTER)
             self._ask(port, "SENTINEL MONITOR", MASTER, "127.0.0.1", master.port, self._count // 2 + 1)
-            self._ask(port, "SENTINEL SET", MASTER, "down-after-milliseconds", self._down_after_ms)
+        self._set_down_after(CALM_MS)
         self.wait_until_promoted(master)
+
+    def _set_down_after(self, milliseconds: int) -> None:
+        for port in self.ports:
+            self._ask(port, "SENTINEL SET", MASTER, "down-after-milliseconds", milliseconds)
+
+    def replace(self, master: Node, replica: Node) -> None:
+        """SIGKILL the master; the Sentinels promote its replica."""
+        self._set_down_after(DOWN_AFTER_MS)
+        master.kill()
+        self.wait_until_promoted(replica)
+        self._set_down_after(CALM_MS)
 
     def wait_until_promoted(self, node: Node) -> None:
         address = [b"127.0.0.1", str(node.port).encode()]

@@ -140,11 +140,11 @@ class ServerGroup:
             time.sleep(self._chance.uniform(0, 2))
             lossy = replica.behind(primary) > 0
         hangs = self.kind == "cluster" and self._chance.random() < 0.3
-        primary.pause() if hangs else primary.kill()
         if isinstance(self._group, Cluster):
+            primary.pause() if hangs else primary.kill()
             self._group.take_over(replica)
         else:
-            self._group.wait_until_promoted(replica)
+            self._group.replace(primary, replica)
         until(lambda: replica.info("replication")["role"] == "master", "the replica has taken over")
         replica.mend()
         if hangs:
