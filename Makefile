@@ -4,7 +4,7 @@ VENV := .venv
 ARGS :=
 BENCH := pipeline
 
-.PHONY: help demo bench test chaos fuzz lint format clean
+.PHONY: help demo bench test chaos compat fuzz lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test    all tests (ARGS=\"tests/unit -k chain\" passes arguments to pytest)"
 	@echo "make chaos   processes and servers are killed for STREAMADV_CHAOS_SECONDS (120), STREAMADV_CHAOS_SEED (1)"
 	@echo "make fuzz    STREAMADV_FUZZ_CASES (100000) damaged inputs drawn from STREAMADV_FUZZ_SEED (0)"
+	@echo "make compat  tests with the oldest and the newest redis-py on every server binary found"
 	@echo "make lint    ruff and mypy; make format repairs what ruff can"
 	@echo "make clean   removes .venv and all caches"
 
@@ -30,6 +31,9 @@ chaos: $(VENV)/test.installed
 
 fuzz: $(VENV)/test.installed
 	STREAMADV_FUZZ_CASES=$${STREAMADV_FUZZ_CASES:-100000} $(VENV)/bin/python -m pytest tests/fuzz --timeout 1200 $(ARGS)
+
+compat: $(VENV)/test.installed
+	tests/compat.sh $(VENV)/bin/python
 
 lint: $(VENV)/dev.installed
 	$(VENV)/bin/ruff check .

@@ -310,14 +310,6 @@ class Sentinels:
         master = self.master()
         return next(node for node in self.nodes if node is not master)
 
-    def watch(self, master: Node) -> None:
-        """Tell the Sentinels who the master is."""
-        for port in self.ports:
-            self._ask(port, "SENTINEL REMOVE", MASTER)
-            self._ask(port, "SENTINEL MONITOR", MASTER, "127.0.0.1", master.port, self._count // 2 + 1)
-        self._set_down_after(CALM_MS)
-        self.wait_until_promoted(master)
-
     def _set_down_after(self, milliseconds: int) -> None:
         for port in self.ports:
             self._ask(port, "SENTINEL SET", MASTER, "down-after-milliseconds", milliseconds)

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# What the pipeline does with the oldest and the newest redis-py, on every server binary there is.
+#     tests/compat.sh PYTHON          (make compat; another Python: make compat PYTHON=python3.13 VENV=.venv313)
+# A redis-py that cannot be installed is said and left out. Clusters need redis-py 7: those tests are skipped below it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python="$1"
+
+tests=(
+  tests/unit/test_connection.py tests/unit/test_scripts.py tests/unit/test_streams.py tests/integration/test_connection.py
+  tests/integration/test_pipeline.py tests/integration/test_producer.py tests/integration/test_server_restart.py
+  tests/integration/test_sentinel.py tests/integration/test_cluster.py tests/integration/test_versions.py
+)
+scratch="$(mktemp -d)"
+trap 'rm -rf "$scratch"' EXIT
+mapfile -t servers < <("$python" -c '
+import shutil
+from streamadv.server import _packaged_binaries
+found = [shutil.which("redis-server"), shutil.which("valkey-server"), *map(str, _packaged_binaries())]
+print("\n".join(path for path in found if path))')
+
+"$python" --version
+for client in "redis==5.1.*" "redis>=8,<9"; do
+  folder="$scratch/${client//[^0-9]/}"
+  if ! "$python" -m pip install --quiet --no-deps --target "$folder" "$client" async-timeout; then
+    echo "left out: $client cannot be installed"
+    continue
+  fi
+  for server in "${servers[@]}"; do
+    echo "== $client on $("$server" --version)"
+    PYTHONPATH="$folder:$PWD" STREAMADV_SERVER_BINARY="$server" "$python" -m pytest -q -p no:cacheprovider "${tests[@]}"
+  done
+done

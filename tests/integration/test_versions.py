@@ -1,0 +1,88 @@
+"""Processes of different releases in one run: what may differ, and what is refused before anything is touched."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from streamadv import producing
+from streamadv.connection import Connection
+from streamadv.errors import SettingError
+from streamadv.keys import manifest_key
+from streamadv.producer import Producer
+from streamadv.run import open_run
+from streamadv.scorer import Scorer
+from streamadv.trainer_queue import TrainerQueue
+from streamadv.wire import SCHEMA_VERSION, Header, Reference
+from tests.support import join, ledger, next_batch, problems, push_groups
+
+
+class NewerReference(Reference):
+    """Of a release that knows one field more."""
+
+    novelty: int = 0
+
+
+class NewerHeader(Header):
+    novelty: int = 0
+
+
+def test_a_field_that_a_newer_release_adds_passes_through_an_older_one(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a schema version fields are only ever added, and left alone by who does not know them."""
+    encode, refer = producing.encode_payload, producing.make_reference
+
+    def encode_newer(item: Any) -> dict[Any, Any]:
+        fields = encode(item)
+        header = NewerHeader.model_validate_json(fields[b"header"]).model_copy(update={"novelty": 1})
+        return {**fields, b"header": header.model_dump_json(exclude_defaults=True).encode()}
+
+    def refer_newer(*args: Any) -> Any:
+        return NewerReference(**refer(*args).model_dump(), novelty=1)
+
+    joined = join(redis_url, run)
+    with Producer(redis_url, run) as older:
+        push_groups(older, 2, prefix="old")
+        monkeypatch.setattr(producing, "encode_payload", encode_newer)
+        monkeypatch.setattr(producing, "make_reference", refer_newer)
+        with Producer(redis_url, run) as newer:
+            push_groups(newer, 2, prefix="new")
+            newer.finish()
+        older.finish()
+    queue = TrainerQueue(redis_url, run, batch_groups=4)
+    batch = next_batch(queue, joined)
+    assert batch is not None
+    assert {reference.group_id for reference in batch.references} == {
+        "new0000",
+        "new0001",
+        "old0000",
+        "old0001",
+    }
+    assert next_batch(queue, joined) is None
+    queue.close()
+    assert ledger(joined)["trained"] == 8
+    assert problems(joined) == []
+
+
+def test_every_role_refuses_a_run_of_another_schema_version(redis_url: str, run: str) -> None:
+    """It stays as it is, for processes of that release."""
+    with Connection(redis_url) as connection:
+        with Producer(connection, run) as producer:
+            push_groups(producer, 1)
+        connection.scripts.hset(manifest_key(run), "schema_version", json.dumps(SCHEMA_VERSION + 1))
+        before = {key: connection.scripts.dump(key) for key in connection.scripts.keys("*")}
+        roles = (
+            lambda: Producer(connection, run).open(),
+            lambda: open_run(connection, run),  # groupers, advantage workers, status
+            lambda: Scorer(connection, run, "judge"),
+            lambda: TrainerQueue(connection, run).next_batch(timeout=0),
+        )
+        for role in roles:
+            with pytest.raises(
+                SettingError, match=f"schema version {SCHEMA_VERSION + 1}.* reads {SCHEMA_VERSION}"
+            ):
+                role()
+        assert {key: connection.scripts.dump(key) for key in connection.scripts.keys("*")} == before
