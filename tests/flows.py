@@ -144,7 +144,7 @@ class Flow:
                 group = pusher.begin_group(SIZE, group_id=f"b{number:05d}")
                 items = [self._item(group.group_id, index, number) for index in range(SIZE)]
                 for item in items:
-                    pusher.push([item])
+                    group.push([item])
                 self.pushed += [(item.group_id, item.rollout_index) for item in items]
             pusher.finish()
 
@@ -156,7 +156,7 @@ class Flow:
                         break
                     group = await pusher.begin_group(SIZE, group_id=f"a{number:05d}")
                     items = [self._item(group.group_id, index, number) for index in range(SIZE)]
-                    await pusher.push(items)
+                    await group.push(items)
                     self.pushed += [(item.group_id, item.rollout_index) for item in items]
                 await pusher.finish()
 
