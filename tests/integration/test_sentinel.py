@@ -56,8 +56,8 @@ async def test_a_connection_to_a_former_master_is_given_up(sentinels: Sentinels)
                     await other.scripts.get("key")
             finally:
                 master.ask("REPLICAOF", "NO", "ONE")
-            assert connection.push.get("key") == b"1"
-            assert await other.push.get("key") == b"1"
+            assert connection.push.set("key", b"4")
+            assert await other.push.get("key") == b"4"
     until(lambda: replica.in_sync, "the replica follows again")
 
 
