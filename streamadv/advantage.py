@@ -8,37 +8,32 @@ entry acked by somebody else and drops what it has.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import queue
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
-import torch
 from pydantic import ValidationError
 from redis.exceptions import OutOfMemoryError
-from torch import Tensor
 
 from . import metrics
-from .algorithms.chain import Chain, ChainResult, build_chain, run_chain
-from .algorithms.packed import Level, PackedBatch, pack
-from .batch_statistics import running_of
-from .batches import ENTRY_ID, LoggedGroup, Unit, find_record, read_groups, work_units
+from .batches import ENTRY_ID, Unit, find_record, read_groups, work_units
 from .columns import Array
+from .computing import Computed, Device, Prepared, choose_device, compute_safely, worker_chain
 from .connection import RETRYABLE, Backoff, retried
-from .errors import BatchLostError, ChainError, SettingError, WireError
-from .isolation import Death, isolate
+from .errors import BatchLostError, WireError
+from .isolation import Death
 from .keys import ShardKeys
 from .malformed import reject_entry
 from .payloads import decode_member, fetch_fields
-from .results import batch_scope, counts_of
+from .problems import first_problem
+from .results import batch_scope
 from .run import Run
-from .schema import Status, first_problem
+from .schema import Status
 from .scripts import run_transaction, script_call
 from .streams import ADVANTAGE, Consumer, Entry
 
@@ -48,34 +43,6 @@ STAGE: Final = ADVANTAGE
 LEASE_S: Final = 15.0
 #: Units of work read ahead of the one being computed.
 PREFETCH: Final = 2
-
-Device = Literal["auto", "cpu", "cuda"]
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A unit of work with everything its computation needs."""
-
-    entry: Entry
-    unit: Unit
-    groups: list[LoggedGroup]
-    columns: dict[str, list[dict[str, Array]]]  # group id -> columns of its members; {} when none are needed
-    dead: dict[str, Death] = field(default_factory=dict)  # groups that could not be read or computed
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """Results of one unit of work, ready to be written."""
-
-    entry: Entry
-    unit: Unit
-    header: str
-    results: dict[str, bytes]  # one number per trajectory, row or step: travels in the ready log
-    outputs: dict[Any, Any]  # '<member>:<column>' -> one number per token: a hash of its own
-    groups: Sequence[LoggedGroup] = field(default=(), compare=False)  # those of the results, for the metrics
-    advantages: Array | None = field(default=None, compare=False)  # likewise; trainable tokens only
-    is_weights: Array | None = field(default=None, compare=False)  # likewise
-    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 def run_worker(
@@ -127,17 +94,6 @@ def run_worker(
     if failures:
         raise failures[0]
     consumer.give_back()
-
-
-def choose_device(device: Device) -> torch.device:
-    """`auto` is cuda when there is one. Raises SettingError when cuda is asked for and missing."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise SettingError(f"device is {device!r}, needs 'auto', 'cpu' or 'cuda'")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SettingError("device is 'cuda', this machine has none: use 'auto' or 'cpu'")
-    return torch.device(device)
 
 
 def _read(
@@ -227,119 +183,6 @@ def _unit_of(run: Run, entry: Entry) -> Unit:
     return unit
 
 
-def worker_chain(unit: Unit) -> Chain:
-    """The part of the chain that runs here: up to the first step needing a late column."""
-    return build_chain(unit.chain).cut(set(unit.late))[0]
-
-
-def compute_safely(run: Run, prepared: Prepared, device: torch.device) -> Computed:
-    """`compute`, leaving out groups whose data break it (`isolation.py`). Raises ChainError if all do."""
-    if not prepared.entry.reclaimed:
-        try:
-            return compute(prepared, device)
-        except SettingError:
-            raise
-        except Exception as error:  # some group's data: found out below
-            logger.warning(
-                "%s: batch %s to be computed group by group: %s", STAGE, prepared.unit.batch, error
-            )
-
-    def compute_alone(group: LoggedGroup) -> object:
-        return compute(replace(prepared, groups=[group]), device)
-
-    living = [group for group in prepared.groups if group.group_id not in prepared.dead]
-    dead = isolate(run, living, compute_alone)
-    if len(dead) == len(living) > 1:
-        raise ChainError(
-            f"batch {prepared.unit.batch}: every group fails, as with {next(iter(dead.values())).detail}"
-        )
-    return compute(replace(prepared, dead=prepared.dead | dead), device)
-
-
-def compute(prepared: Prepared, device: torch.device) -> Computed:
-    """Run the worker's part of the chain. Pure: the same entry gives the same bits on any worker."""
-    unit = prepared.unit
-    chain = worker_chain(unit)
-    groups = [group for group in prepared.groups if group.group_id not in prepared.dead]
-    mine = [group for group in groups if group.shard == unit.shard]
-    header: dict[str, Any] = {"unit": unit.number, "level": chain.level, "dead": prepared.dead}
-    header["groups"] = [counts_of(group) for group in mine]
-    if not groups:
-        header |= {"columns": [], "metrics": {}, "weights": {}}
-        return Computed(prepared.entry, unit, json.dumps(header), {}, {})
-    columns = [each for group in groups for each in prepared.columns.get(group.group_id, ())]
-    batch = pack([member for group in groups for member in group.members], columns or None, device)
-    result = run_chain(chain, batch, unit.kl_coefficient, running_of(unit))
-    own = torch.tensor([group.shard == unit.shard for group in groups], dtype=torch.bool, device=device)
-    selection = Selection(batch, own[batch.trajectory_group])
-    results, outputs = split_result(result, selection)
-    header |= {
-        "columns": sorted({name.partition(":")[2] for name in outputs}),
-        "metrics": dict(result.metrics),
-        "weights": dict(result.weights),
-    }
-    weights = result.columns.get("rollout_is_weights")
-    return Computed(
-        prepared.entry,
-        unit,
-        json.dumps(header),
-        results,
-        outputs,
-        mine,
-        None if result.advantages is None else selection.trained(result.level, result.advantages),
-        None if weights is None else selection.trained("token", weights),
-        result.metrics,
-    )
-
-
-class Selection:
-    """Which trajectories of a packed batch, and so which rows, steps and tokens, to write out."""
-
-    def __init__(self, batch: PackedBatch, trajectories: Tensor) -> None:
-        self.batch = batch
-        self.trajectories = trajectories  # [M] bool
-        self.by_level = {
-            "row": trajectories[batch.row_trajectory],
-            "step": trajectories[batch.steps.trajectory],
-        }
-
-    def trained(self, level: Level, values: Tensor) -> Array:
-        """The chosen values of a level as an array; of tokens, the trainable ones."""
-        if level == "token":
-            chosen = self.by_level["row"][self.batch.token_row] & self.batch.column("response_mask").bool()
-        else:
-            chosen = self.by_level[level]
-        return values[chosen].cpu().numpy()
-
-
-def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, bytes], dict[Any, Any]]:
-    """Numbers per trajectory, row or step as one array each; numbers per token by member and column."""
-    results = {
-        "rewards": _bytes(result.rewards[selection.trajectories]),
-        "step_rewards": _bytes(result.step_rewards[selection.by_level["step"]]),
-    }
-    tokens = dict(result.columns)
-    for name, values in (("advantages", result.advantages), ("returns", result.returns)):
-        if values is None:
-            continue
-        if result.level == "token":
-            tokens[name] = values
-        else:
-            results[name] = _bytes(values[selection.by_level[result.level]])
-    outputs: dict[Any, Any] = {}
-    if tokens:
-        batch = selection.batch
-        bounds = batch.cu_seqlens[batch.row_offsets].tolist()
-        for name, values in tokens.items():
-            array = values.cpu().numpy()
-            number = 0
-            for position, chosen in enumerate(selection.trajectories.tolist()):
-                if chosen:
-                    outputs[f"{number}:{name}"] = array[bounds[position] : bounds[position + 1]].tobytes()
-                    number += 1
-    return results, outputs
-
-
 def publish(run: Run, computed: Computed) -> bool:
     """Hand results off; False when somebody else had finished the entry or the batch is gone."""
     keys: ShardKeys = run.keys.shard(computed.entry.shard)
@@ -389,10 +232,6 @@ def _put(target: queue.Queue[Any], item: Any, stop: threading.Event) -> None:
             return
         except queue.Full:
             continue
-
-
-def _bytes(values: Tensor) -> bytes:
-    return values.cpu().numpy().tobytes()
 
 
 def _observe(computed: Computed) -> None:

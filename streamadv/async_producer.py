@@ -13,7 +13,8 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from .connection import RETRYABLE, AsyncConnection, Backoff, retried
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
-from .producing import HEARTBEAT_S, STAGE, ProducerLogic
+from .presence import HEARTBEAT_S
+from .producing import STAGE, ProducerLogic
 from .schema import Trajectory
 from .scripts import run_script_async, run_transaction_async, server_ids_async
 from .tickets import PushResult, Ticket, prepare

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter, Validation
 from .errors import BatchLostError, EpochFencedError, WireError
 from .keys import RunKeys
 from .malformed import reject_item
+from .problems import brief, first_problem
 from .run import Run
-from .schema import brief, first_problem
 from .wire import Reference, reference_problem
 
 #: Trajectories in one unit of work, for chains that need no more than a group.

@@ -15,7 +15,8 @@ from typing import IO, Any, Final
 from pydantic_core import from_json, to_json
 
 from .errors import TrajectoryError
-from .schema import Trajectory, one_line, parse_trajectory
+from .problems import one_line
+from .schema import Trajectory, parse_trajectory
 
 #: 4 MiB of columns (the default limit of a trajectory) are some 25 MB as JSON lists.
 MAX_LINE_BYTES: Final = 64 << 20

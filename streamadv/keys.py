@@ -14,7 +14,7 @@ from typing import Final
 from redis.crc import key_slot
 
 from .errors import SettingError
-from .schema import brief
+from .problems import brief
 
 RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
 CLUSTER_SLOTS: Final = 16384

@@ -19,8 +19,7 @@ from .algorithms.config import ChainConfig
 from .batch_statistics import KLCoefficients, running_with
 from .batches import BatchRecord, LoggedGroup, Pointer, check_fence
 from .isolation import Death
-from .malformed import reject_item
-from .producing import PRODUCER_STATE, PRODUCER_TIMEOUT_S
+from .presence import is_over
 from .results import batch_scope
 from .run import Run
 
@@ -94,7 +93,7 @@ class Lineage:
         self.server_ids = run.server_ids()
         self._settings = settings
         self._start = start
-        self._leads = leads
+        self.leads = leads
         self._clock = clock
         #: Groups in the weights -> when they were committed, None = not yet.
         self.trained = dict(start.trained)
@@ -136,6 +135,10 @@ class Lineage:
         #: Last entry of each shard's groups log that was read (into `_waiting`). From the start: a shard that lost its
         #: last moments alone has groups again that the home slot's cursors have passed.
         self.seen = dict.fromkeys(self._cursors, "0-0")
+
+    def has_same_servers(self) -> bool:
+        """Whether every shard is still on the server it was on when this began."""
+        return self.run.server_ids() == self.server_ids
 
     def remember(self) -> Start:
         """What to go on from when the server comes back without its last moments."""
@@ -193,7 +196,7 @@ class Lineage:
 
     def look_ahead(self, ended: bool, max_groups: int | None = None) -> bool:
         """Name every batch that may be named now and make the shards know it. True if one is new to them."""
-        if not self._leads:
+        if not self.leads:
             return False
         found = False
         for k in range(self.version, self.version + self._settings.prefetch + 1):
@@ -249,7 +252,7 @@ class Lineage:
     @property
     def waits_for_groups(self) -> bool:
         """Whether another batch may be named as soon as there are groups for it."""
-        return self._leads and self.version + self._settings.prefetch not in self.records
+        return self.leads and self.version + self._settings.prefetch not in self.records
 
     def _read_on(self, limit: int) -> None:
         """Have up to `limit` groups of each shard at hand, in the order of the log."""
@@ -305,7 +308,7 @@ class Lineage:
 
     def find(self, k: int) -> BatchRecord | None:
         """The record of batch k, if it has been named."""
-        if not self._leads:  # rank 0 may have named it again
+        if not self.leads:  # rank 0 may have named it again
             record = batches.find_record(self.run, k)
             if record is not None:
                 self.records[k] = record
@@ -314,7 +317,7 @@ class Lineage:
     def bury(self, record: BatchRecord, deaths: Mapping[str, Death]) -> commits.Marks:
         """Groups of batch k that cannot be computed leave it as dead letters. Returns all that is not trained on."""
         dead, left_out = commits.marks(self.run, record)
-        if self._leads:
+        if self.leads:
             doomed = [p for p in record.groups if p.group_id in deaths and p.group_id not in dead]
             for group in batches.find_groups(self.run, doomed):
                 if group is not None:
@@ -334,35 +337,15 @@ class Lineage:
     # The end of a run
 
     def has_ended(self, k: int) -> bool:
-        """Whether no batch k can come: a producer has finished, no other is alive, no group is open."""
-        scripts, home = self.run.connection.scripts, self.run.keys.home
-        if not self._leads:
-            end = scripts.hget(home.lineage, "end")
-            return end is not None and int(end) == k
-        producers: Any = scripts.hgetall(home.producers)
-        states = []
-        for name, value in producers.items():
-            if PRODUCER_STATE.fullmatch(value.decode(errors="replace")):
-                states.append(value.decode().split(" "))
-            else:
-                reject_item(
-                    self.run, home, home.producers, name, "no state of a producer", value, removal="HDEL"
-                )
-        if not any(state == "finished" for _, state in states):
-            return False
-        now: Any = scripts.time()
-        if any(state == "open" and now[0] - int(seen) / 1000 < PRODUCER_TIMEOUT_S for seen, state in states):
-            return False
-        return not any(
-            scripts.zcard(keys.open)
-            or scripts.xlen(keys.rollouts)
-            or int(scripts.hget(keys.ledger, "scoring") or 0)
-            for keys in self.run.keys.shards
-        )
+        """Whether no batch k can come: rank 0 finds out, the others are told."""
+        if self.leads:
+            return is_over(self.run)
+        end = self.run.connection.scripts.hget(self.run.keys.home.lineage, "end")
+        return end is not None and int(end) == k
 
     def tell_end(self, k: int) -> None:
         """Let the other ranks end before batch k as well."""
-        if self._leads:
+        if self.leads:
             home = self.run.keys.home
             check_fence(self.run, self.run.call("end_run", [home.void, home.lineage], [self.epoch, k]))
 
@@ -373,7 +356,7 @@ class Lineage:
         version = record.k + 1
         if version > self.version:
             self.kl.trained(record.k, kl, record.trajectories)
-        if self._leads:
+        if self.leads:
             home = self.run.keys.home
             coefficients = self.kl.to_json()
             args = [self.epoch, version, len(record.groups), json.dumps(coefficients) if coefficients else ""]
@@ -401,7 +384,7 @@ class Lineage:
         self._finish_commits()
 
     def _write_committed(self, version: int) -> None:
-        if self._leads:
+        if self.leads:
             home = self.run.keys.home
             args = [self.epoch, version]
             check_fence(self.run, self.run.call("commit_lineage", [home.void, home.lineage], args))
@@ -409,10 +392,10 @@ class Lineage:
 
     def _finish_commits(self) -> None:
         committed = [k for k in self.records if k < self.committed]
-        ready = commits.read_ready(self.run) if committed and self._leads else []
+        ready = commits.read_ready(self.run) if committed and self.leads else []
         for k in committed:
             leaving = self._leaving.pop(k, {})
-            if self._leads:
+            if self.leads:
                 commits.commit(self.run, self.records[k], self.epoch, leaving, ready)
             now = self._clock()
             for pointer in self.records[k].groups:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from .keys import ShardKeys
+from .problems import brief, one_line
 from .run import Run
-from .schema import MAX_GROUP_SIZE, Role, brief, one_line
+from .schema import MAX_GROUP_SIZE, Role
 from .streams import Entry
 
 logger = logging.getLogger(__name__)

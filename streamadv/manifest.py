@@ -29,7 +29,8 @@ from .keys import (
     manifest_key,
     void_key,
 )
-from .schema import MAX_GROUP_SIZE, first_problem
+from .problems import first_problem
+from .schema import MAX_GROUP_SIZE
 from .scripts import ScriptCall, script_call
 from .wire import SCHEMA_VERSION
 

@@ -18,7 +18,8 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 from .connection import RETRYABLE, AsyncConnection, Backoff, Connection, retried
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
 from .manifest import RunSettings
-from .producing import HEARTBEAT_S, STAGE, ProducerLogic
+from .presence import HEARTBEAT_S
+from .producing import STAGE, ProducerLogic
 from .resend import RESEND_WINDOW_S
 from .schema import Trajectory
 from .scripts import run_script, run_transaction, server_ids

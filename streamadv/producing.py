@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,33 +21,21 @@ from . import metrics
 from .admission import broken_group_error, busy_error, byte_budget, push_codes
 from .connection import RETRYABLE, Backoff, retried
 from .errors import Busy, GroupEndedError, SettingError, TrajectoryError
-from .exchange import Memory, Pause, Steps, Transaction
+from .exchange import Memory, Pause, Steps
 from .keys import ShardKeys
 from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
+from .records import Record, encode_record, push_request, slices
 from .resend import RESEND_WINDOW_S, ResendWindow
 from .schema import MAX_GROUP_SIZE, Trajectory
 from .scripts import script_call
 from .tickets import PushResult, Ticket, new_group_id
-from .wire import encode_payload, make_reference, payload_bytes
 
 logger = logging.getLogger(__name__)
 
 STAGE: Final = "producer"
-#: Largest slice of a group sent in one MULTI.
-MAX_SLICE_RECORDS: Final = 128
-MAX_SLICE_BYTES: Final = 4 << 20
-HEARTBEAT_S: Final = 10.0
 #: First wait for admission: about what a batch takes of a trainer that keeps up.
 ADMISSION_WAIT_S: Final = 0.005
-#: A producer silent for longer is taken for dead (three missed heartbeats).
-PRODUCER_TIMEOUT_S: Final = 30.0
-#: What a heartbeat writes: when (ms) and how.
-PRODUCER_STATE: Final = re.compile(r"[0-9]{1,15} (open|finished)")
 MAX_METADATA_BYTES: Final = 1 << 16
-
-
-#: A trajectory with the fields of its payload and their size.
-Record = tuple[Trajectory, tuple[dict[Any, Any], int]]
 
 
 class ProducerLogic:
@@ -195,7 +182,7 @@ class ProducerLogic:
         yield from self._register_extras(trajectories)
         places = places or size + manifest.redundancy
         self._check_reserve(places)
-        records = [(trajectory, self._encode(trajectory)) for trajectory in trajectories]
+        records = [encode_record(trajectory, self.joined.max_trajectory_bytes) for trajectory in trajectories]
         spec = self._admission(size, places, first.data_source, None)
 
         def send() -> Steps[PushResult]:
@@ -286,42 +273,22 @@ class ProducerLogic:
     def _push_records(self, spec: list[Any], records: Sequence[Record], epoch: int) -> Steps[PushResult]:
         codes: list[str] = []
         group_id = records[0][0].group_id
-        for start, stop in _slices([size for _, (_, size) in records]):
-            codes += yield from self._push_slice(
-                self._keys(group_id), group_id, spec, records[start:stop], epoch
-            )
+        for start, stop in slices([size for _, (_, size) in records]):
+            codes += yield from self._push_slice(self._keys(group_id), spec, records[start:stop], epoch)
         return PushResult(codes)
 
     def _push_slice(
         self,
         keys: ShardKeys,
-        group_id: str,
         spec: list[Any],
         records: Sequence[Record],
         epoch: int,
     ) -> Steps[list[str]]:
         manifest = self.joined
-        scorer = keys.scoring(manifest.scorers[0]) if manifest.scorers else keys.void
         backoff = Backoff()
         while True:
-            # Fresh keys for every send: under the old ones a send whose reply was lost may live already.
-            payload_keys = [
-                keys.payload(secrets.token_hex(12)) if size else keys.void for _, (_, size) in records
-            ]
-            args: list[Any] = [group_id, *spec, "1" if manifest.scorers else "0"]
-            for key, (trajectory, (_, size)) in zip(payload_keys, records, strict=True):
-                args += [trajectory.rollout_index, _kind(trajectory), _reward(trajectory), size]
-                reference = make_reference(trajectory, key, size, epoch) if size else None
-                text = reference.model_dump_json(exclude_defaults=True) if reference else ""
-                args += [key, trajectory.role, text]
-            call = script_call(
-                "push", [*keys.admission(group_id), keys.rollouts, scorer, *payload_keys], args
-            )
-            payloads = [
-                (key, fields) for key, (_, (fields, size)) in zip(payload_keys, records, strict=True) if size
-            ]
             try:
-                reply = yield Transaction(payloads, call)
+                reply = yield push_request(manifest, keys, spec, records, epoch)
             except RETRYABLE as error:
                 retried(STAGE, error, backoff)
                 yield Pause(backoff.delay())
@@ -329,25 +296,13 @@ class ProducerLogic:
             except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
                 yield from self._wait_for_room(backoff)
                 continue
-            return push_codes(reply, group_id, records[0][0].group_size)
+            first = records[0][0]
+            return push_codes(reply, first.group_id, first.group_size)
 
     def _wait_for_room(self, backoff: Backoff) -> Steps[None]:
         delay = backoff.delay()
         metrics.backpressure(delay)
         yield Pause(delay)
-
-    def _encode(self, trajectory: Trajectory) -> tuple[dict[Any, Any], int]:
-        if _kind(trajectory) != "usable":
-            return {}, 0
-        fields = encode_payload(trajectory)
-        size = payload_bytes(fields)
-        limit = self.joined.max_trajectory_bytes
-        if size > limit:
-            raise TrajectoryError(
-                f"trajectory {trajectory.group_id}/{trajectory.rollout_index} has {size} bytes, "
-                f"max_trajectory_bytes is {limit}: drop columns or raise it for the run"
-            )
-        return fields, size
 
     def _register_extras(self, trajectories: Iterable[Trajectory]) -> Steps[None]:
         """An extra column's dtype and shape are fixed by its first push."""
@@ -404,24 +359,3 @@ class ProducerLogic:
             self.max_bytes,
             shards,
         ]
-
-
-def _kind(trajectory: Trajectory) -> str:
-    if not trajectory.status.usable:
-        return str(trajectory.status)
-    return "unscorable" if trajectory.scored and trajectory.reward is None else "usable"
-
-
-def _reward(trajectory: Trajectory) -> str:
-    return "" if trajectory.reward is None else repr(trajectory.reward)
-
-
-def _slices(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges of at most MAX_SLICE_RECORDS records and MAX_SLICE_BYTES bytes (one record may exceed it)."""
-    ranges, start, total = [], 0, 0
-    for position, size in enumerate(sizes):
-        if position > start and (total + size > MAX_SLICE_BYTES or position - start >= MAX_SLICE_RECORDS):
-            ranges.append((start, position))
-            start, total = position, 0
-        total += size
-    return [*ranges, (start, len(sizes))]

@@ -16,7 +16,7 @@ from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from .errors import WireError
 from .isolation import Death
 from .keys import ShardKeys
-from .schema import brief, first_problem, one_line
+from .problems import brief, first_problem, one_line
 from .wire import Reference
 
 _RESULT_FIELDS: Final = (b"batch", b"header", b"output", b"output_bytes")
@@ -54,7 +54,7 @@ class GroupCounts(NamedTuple):
 
 
 class ResultHeader(BaseModel):
-    """What an entry of the ready log says of its results. Written by `advantage.compute`."""
+    """What an entry of the ready log says of its results. Written by `computing.compute`."""
 
     model_config = ConfigDict(frozen=True)
 

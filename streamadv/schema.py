@@ -23,7 +23,6 @@ from pydantic import (
     PlainSerializer,
     StrictBool,
     StringConstraints,
-    ValidationError,
     WithJsonSchema,
     computed_field,
     model_validator,
@@ -43,27 +42,13 @@ from .columns import (
     known_array,
 )
 from .errors import TrajectoryError
+from .problems import brief, first_problem
 
 MAX_ROWS: Final = 4096
 MAX_STEPS: Final = 65536
 MAX_GROUP_SIZE: Final = 4096
 MAX_METADATA_DEPTH: Final = 32
-MAX_MESSAGE_CHARS: Final = 400
 TOKEN_COLUMNS: Final = (*KNOWN_COLUMNS, *OUTPUT_COLUMNS)
-
-#: pydantic puts the branch of a union into the path of an error, though it is no field.
-_BRANCHES: Final = ("constrained-", "tuple[", "function-")
-
-#: The wording of pydantic's error types, filled with the value and the error's context.
-_NEEDS: Final = {
-    "missing": "is missing, needs a value",
-    "extra_forbidden": "is {value}, needs to be left out: there is no such field",
-    "greater_than_equal": "is {value}, needs at least {ge}",
-    "greater_than": "is {value}, needs more than {gt}",
-    "less_than_equal": "is {value}, needs at most {le}",
-    "less_than": "is {value}, needs less than {lt}",
-    "string_pattern_mismatch": "is {value}, needs to match {pattern}",
-}
 
 
 def _no_text(value: Any) -> Any:
@@ -394,36 +379,6 @@ def parse_trajectory(data: Any, where: str = "trajectory") -> Trajectory:
         if isinstance(data, Mapping) and "rows" not in data:  # the columns stood at top level
             problem = problem.removeprefix("rows.0.").removeprefix("rows.0: ")
         raise TrajectoryError(f"{where}: {problem}") from error
-
-
-def first_problem(error: ValueError) -> str:
-    """The first problem of a validation error on one line: `field.path: what is wrong`."""
-    if not isinstance(error, ValidationError):
-        return one_line(str(error))
-    problem = error.errors(include_url=False, include_input=True)[0]
-    message = problem["msg"].removeprefix("Value error, ")
-    path = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(_BRANCHES))
-    value = problem.get("input")
-    if problem["type"] in _NEEDS:
-        message = _NEEDS[problem["type"]].format(value=brief(value), **problem.get("ctx", {}))
-    elif problem["type"] != "value_error" and isinstance(value, str | int | float | None):
-        message = f"{message} (got {brief(value)})"
-    return one_line(f"{path}: {message}" if path else message)
-
-
-def one_line(text: str) -> str:
-    """`text` fit for an error message: control characters escaped, cut to a bounded length."""
-    text = text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "..."
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
-def brief(value: Any) -> str:
-    """A value for an error message; Python refuses to print very long integers at all."""
-    if isinstance(value, str | bytes):
-        return repr(value[:60]) + ("..." if len(value) > 60 else "")
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"
-    return repr(value) if isinstance(value, int | float | None) else f"a {type(value).__name__}"
 
 
 def trajectory_json_schema() -> dict[str, Any]:

@@ -21,8 +21,8 @@ from .errors import SettingError, UndecodableGroupError, WireError
 from .malformed import record_problem, reject_entry
 from .manifest import RunSettings
 from .payloads import fetch_payloads
+from .problems import first_problem
 from .run import open_run
-from .schema import first_problem
 from .streams import Consumer, Entry
 from .wire import Payload, Reference
 

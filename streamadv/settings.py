@@ -18,7 +18,7 @@ from . import tls
 from .credentials import PREFIX, complete_url, secret_from
 from .errors import SettingError
 from .keys import check_run_name
-from .schema import first_problem
+from .problems import first_problem
 from .urls import hide_password
 
 NOT_SETTINGS: Final = ("DATA", "GOLDEN")  # folders of the tests' files

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from . import batches, naming
 from .keys import ShardKeys
-from .producing import PRODUCER_STATE, PRODUCER_TIMEOUT_S
+from .presence import PRODUCER_STATE, PRODUCER_TIMEOUT_S
 from .run import Run
 from .streams import ADVANTAGE, GROUPER
 

@@ -11,41 +11,38 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from redis.exceptions import ResponseError
 from torch.utils.data import IterableDataset, get_worker_info
 
-from . import batches, metrics
-from .advantage import Device, choose_device
-from .algorithms.chain import Chain, build_chain
+from . import batches
+from .algorithms.chain import build_chain
 from .algorithms.config import ChainConfig
+from .batch_report import observe, passed_over
 from .batches import BatchRecord, Unit
+from .computing import Device, choose_device
 from .connection import RETRYABLE, Backoff, Connection, T, patiently, retried
 from .delivery import LateColumn, deliver
-from .errors import BatchLostError, NoBatchError, SettingError, UndecodableGroupError, WireError
+from .errors import BatchLostError, NoBatchError, SettingError, UndecodableGroupError
 from .isolation import Death
 from .lineage import Lineage, NamingSettings, Start, returning_since
-from .malformed import reject_logged
 from .manifest import RunSettings
 from .microbatch import Batch
 from .read_ahead import ReadAhead
-from .results import Result, assign, batch_scope, misfit, parse_result
+from .ready import ReadyLogs
+from .results import Result, assign, batch_scope, misfit
 from .run import open_run
-from .schema import brief
+from .suppliers import pushed_columns
 from .watchdog import Limits, Watchdog
 
 logger = logging.getLogger(__name__)
 
 STAGE = "trainer"
 BLOCK_MS = 500
-#: Columns only the weights being trained can fill: they need a supplier, or producers that push them.
-LATE_COLUMNS = frozenset({"old_log_probs", "values"})
 
 
 class TrainerQueue(IterableDataset[Batch]):
@@ -111,7 +108,7 @@ class TrainerQueue(IterableDataset[Batch]):
             drop_after=2 * max_staleness if drop_after is None and max_staleness is not None else drop_after,
             keep_rolled_back=keep_rolled_back,
             rolled_back_above=None,
-            needs=_check_suppliers(built, self._late, pushed),
+            needs=pushed_columns(built, self._late, pushed),
             chain=built.config.model_dump(mode="json"),
             late=tuple(sorted(self._late)),
             tokens_per_micro_batch=tokens_per_micro_batch,
@@ -134,10 +131,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._begin = Start(job=self._job)
         self._next = 0  # k of the batch to be delivered next
         self._current: Batch | None = None
-        self._ready_cursors: dict[int, str] = {}  # last entry read of each shard's ready log
-        self._results: dict[
-            str, dict[int, list[Result]]
-        ] = {}  # more than one for a unit: copies, or foreign ones
+        self._ready = ReadyLogs()
 
     # Iteration
 
@@ -184,7 +178,7 @@ class TrainerQueue(IterableDataset[Batch]):
                     if self._watchdog is not None:
                         self._watchdog.progress()
                     if self._rank == 0:
-                        _observe(batch, time.monotonic() - started)
+                        observe(batch, time.monotonic() - started)
                     return batch
                 if ended and lineage.scanned and lineage.find(self._next) is None:
                     lineage.tell_end(self._next)
@@ -197,7 +191,7 @@ class TrainerQueue(IterableDataset[Batch]):
                 if self._watchdog is not None:
                     self._watchdog.look()
                 block_ms = BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1)
-                self._wait(lineage, block_ms, max_groups)
+                self._ready.wait(lineage, block_ms, max_groups, self._stop)
             except RETRYABLE as error:
                 retried(STAGE, error, backoff)
                 backoff.wait()
@@ -296,14 +290,14 @@ class TrainerQueue(IterableDataset[Batch]):
                 _share_epoch(lineage.epoch, self._rank)
             self._shared_epoch = None
             self._next = lineage.version
-            self._ready_cursors, self._results = {}, {}
+            self._ready = ReadyLogs()
             self._lineage = lineage
             self._watchdog = Watchdog(run, self._limits) if leads else None
         return self._lineage
 
     def _recover(self, lineage: Lineage) -> Lineage:
         """After a restart or failover of the server: repeat what it may have lost of this job."""
-        if self._has_same_servers(lineage):
+        if lineage.has_same_servers():
             return lineage
         logger.warning("%s: the server is not the one it was: repeating what it may have lost", STAGE)
         current = self._current
@@ -311,10 +305,6 @@ class TrainerQueue(IterableDataset[Batch]):
             lineage.note_trained(lineage.records[current.version])  # the loop asks for the next one
         self._begin, self._lineage = lineage.remember(), None
         return self._start()
-
-    @staticmethod
-    def _has_same_servers(lineage: Lineage) -> bool:
-        return lineage.run.server_ids() == lineage.server_ids
 
     def _finish_current(self, lineage: Lineage) -> None:
         batch = self._current
@@ -333,20 +323,21 @@ class TrainerQueue(IterableDataset[Batch]):
             return None
         self._read_ahead(lineage, record)
         units = batches.work_units(record, batch_scope(record))
-        self._read_results(lineage)
-        results = self._results.get(record.id, {})
-        if any(not results.get(unit.number) for unit in units):
+        self._ready.read(lineage)
+        results = self._ready.results_of(record, units)
+        if results is None:
             return None
         try:
-            batch = self._deliver(lineage, record, units, [results[unit.number][0] for unit in units])
+            batch = self._deliver(lineage, record, units, results)
         except BatchLostError:
-            if self._has_same_servers(lineage):
+            if lineage.has_same_servers():
                 raise
             return None  # lost a moment ago, with the last moments of a server: to be recovered from
         if batch is None:
             return None
-        batch.metrics.update(_passed_over(lineage, batch))
-        del self._results[record.id]
+        batch.metrics.update(passed_over(lineage.passed_over, batch))
+        lineage.passed_over.clear()
+        self._ready.forget(record)
         self._stop_reading()
         self._next += 1
         return batch
@@ -382,7 +373,7 @@ class TrainerQueue(IterableDataset[Batch]):
                 problem = misfit(result, unit, by_id)
                 if problem is not None:
                     logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem)
-                    self._results[record.id][unit.number].remove(result)
+                    self._ready.refuse(record, unit)
                     return None
             try:
                 return deliver(
@@ -399,7 +390,7 @@ class TrainerQueue(IterableDataset[Batch]):
                     left_out=left_out,
                 )
             except UndecodableGroupError as error:
-                if not self._has_same_servers(lineage):
+                if not lineage.has_same_servers():
                     return None  # as in `_collect`: no fault of the data
                 logger.error("%s: %s", STAGE, error)
                 ids = {group_id for group_id, _ in error.problems}
@@ -411,99 +402,6 @@ class TrainerQueue(IterableDataset[Batch]):
                     continue
                 for (group_id, _), text in error.problems.items():
                     deaths.setdefault(group_id, Death("undecodable", text))
-
-    def _read_results(self, lineage: Lineage) -> None:
-        run, known = lineage.run, {record.id for record in lineage.records.values()}
-        for shard, keys in enumerate(run.keys.shards):
-            after = self._ready_cursors.get(shard, "0-0")
-            entries: Any = run.connection.scripts.xrange(keys.ready, f"({after}", "+")
-            for entry, fields in entries:
-                self._ready_cursors[shard] = entry.decode()
-                try:
-                    result = parse_result(keys, fields)
-                    if self._rank == 0 and result.batch not in known:
-                        raise WireError(f"batch {brief(result.batch)} is none of this run")
-                except WireError as error:
-                    if not self._has_same_servers(lineage):
-                        return  # a shard that forgot a moment ago that the batch was undone: to be recovered from
-                    if self._rank == 0:
-                        reject_logged(run, shard, keys.ready, entry.decode(), str(error), record=False)
-                    continue
-                self._results.setdefault(result.batch, {}).setdefault(result.header.unit, []).append(result)
-
-    def _wait(self, lineage: Lineage, block_ms: int, max_groups: int | None) -> None:
-        """Until a result or the groups for another batch are there, or the block is over."""
-        shards = lineage.run.keys.shards
-        share = max(1, block_ms // len(shards))
-        started = time.monotonic()
-        blocking = lineage.run.connection.blocking(share)
-        for shard, keys in enumerate(shards):
-            until = time.monotonic() + share / 1000
-            while (left_ms := round((until - time.monotonic()) * 1000)) > 0:
-                streams: dict[Any, Any] = {keys.ready: self._ready_cursors.get(shard, "0-0")}
-                if lineage.waits_for_groups:
-                    streams[keys.groups] = lineage.seen[shard]
-                reply: Any = None
-                try:
-                    reply = blocking.xread(streams, count=1, block=left_ms)
-                except ResponseError as error:
-                    if not str(error).startswith("UNBLOCKED"):  # a primary was demoted while this waited
-                        raise
-                if not reply:
-                    break
-                if keys.ready.encode() in dict(reply) or lineage.could_name(max_groups):
-                    return
-        if time.monotonic() - started < block_ms / 2000:
-            self._stop.wait(share / 1000)  # a server that does not block must not be asked in a loop
-
-
-def _passed_over(lineage: Lineage, batch: Batch) -> dict[str, float]:
-    """What was dropped at naming since the batch before, by reason and source, and how its length compares."""
-    tokens: dict[str, list[int]] = defaultdict(list)
-    groups: Counter[str] = Counter()
-    for reason, group in lineage.passed_over:
-        name = f"dropped/{reason}/{group.data_source or 'unknown'}"
-        groups[name] += 1
-        tokens[name] += [sum(member.row_trainable) for member in group.members]
-    lineage.passed_over.clear()
-    found = {f"{name}/groups": float(count) for name, count in groups.items()}
-    found |= {f"{name}/response_length/mean": sum(n) / len(n) for name, n in tokens.items() if n}
-    if batch.num_trajectories:
-        found["response_length/mean"] = batch.num_tokens / batch.num_trajectories
-    return found
-
-
-def _observe(batch: Batch, wait_s: float) -> None:
-    """Staleness is split into versions that passed while the rollout ran, and while it was queued."""
-    in_flight = [None if r.versions is None else r.versions[1] - r.versions[0] for r in batch.references]
-    metrics.training_metrics(batch.metrics)
-    metrics.batch_delivered(
-        version=batch.version,
-        staleness=batch.staleness,
-        in_flight_lag=in_flight,
-        in_queue_lag=[
-            None if lag is None or total is None else max(0, total - lag)
-            for total, lag in zip(batch.staleness, in_flight, strict=True)
-        ],
-        num_tokens=batch.num_tokens,
-        num_trajectories=batch.num_trajectories,
-        wait_s=wait_s,
-        e2e_s=[time.time() - logged for logged in batch.logged_s],
-    )
-
-
-def _check_suppliers(chain: Chain, late: Mapping[str, LateColumn], pushed: Sequence[str]) -> frozenset[str]:
-    """Columns that producers have to push. Raises SettingError when a needed column has no supplier."""
-    made: set[str] = set()
-    for step in chain.steps:
-        for name in step.needs:
-            if name in LATE_COLUMNS and name not in late and name not in pushed and name not in made:
-                raise SettingError(
-                    f"chain step {step.name} needs column {name}, nobody supplies it: "
-                    f"pass late={{{name!r}: function}}, or pushed=[{name!r}] if producers push it"
-                )
-        made |= set(step.makes)
-    return frozenset(name for name in chain.needs if name not in late)
 
 
 def _share_epoch(epoch: int | None, rank: int) -> int:

@@ -15,7 +15,7 @@ import redis.exceptions
 
 from . import tls
 from .errors import SettingError
-from .schema import brief, one_line
+from .problems import brief, one_line
 
 CONNECT_TIMEOUT: Final = 5.0
 SENTINEL_PORT: Final = 26379

@@ -28,6 +28,7 @@ from .columns import (
     check_values,
 )
 from .errors import TrajectoryError, WireError
+from .problems import brief, first_problem, one_line
 from .schema import (
     MAX_ROWS,
     MAX_STEPS,
@@ -40,9 +41,6 @@ from .schema import (
     Status,
     Step,
     Trajectory,
-    brief,
-    first_problem,
-    one_line,
 )
 
 SCHEMA_VERSION: Final = 1

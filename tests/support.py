@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from streamadv import advantage, grouping
+from streamadv import advantage, computing, grouping
 from streamadv.connection import Connection
 from streamadv.errors import NoBatchError
 from streamadv.inventory import deep_problems
@@ -27,7 +27,7 @@ from streamadv.streams import ADVANTAGE, GROUPER, Consumer
 from streamadv.tickets import PushResult
 from streamadv.trainer_queue import TrainerQueue
 
-CPU = advantage.choose_device("cpu")
+CPU = computing.choose_device("cpu")
 
 
 def trajectory(
@@ -127,7 +127,7 @@ def compute_all(run: Run, consumer: Consumer | None = None) -> int:
         for entry in entries:
             prepared = advantage.prepare_or_discard(run, entry)
             if prepared is not None:
-                published += advantage.publish(run, advantage.compute_safely(run, prepared, CPU))
+                published += advantage.publish(run, computing.compute_safely(run, prepared, CPU))
         consumer.done(entries)
     return published
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from ..columns import Array
 from ..errors import TrajectoryError
-from ..schema import Trajectory, brief, one_line, parse_trajectory
+from ..problems import brief, one_line
+from ..schema import Trajectory, parse_trajectory
 from .records import Record, field_name, group_name, index, ranks, read_records, required
 
 Tokenizer = Callable[[str], Sequence[int]]

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import TrajectoryError
 from ..interchange import open_for_reading, parse_json
-from ..schema import brief
+from ..problems import brief
 
 #: A recorded file is read whole, because group sizes are counted over all its records.
 MAX_FILE_BYTES: Final = 1 << 30

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..errors import TrajectoryError
-from ..schema import Trajectory, brief
+from ..problems import brief
+from ..schema import Trajectory
 from .chat import Tokenizer, chat_trajectory
 from .records import Record, group_name, index, ranks, read_records, required
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 
 from ..errors import SettingError
-from ..schema import brief, first_problem
+from ..problems import brief, first_problem
 from . import estimators as _registered  # noqa: F401  registers the built-in estimators
 from .kl import KLPenalty
 from .off_policy import BoundMode, RatioLevel, Rejection, RejectionKind

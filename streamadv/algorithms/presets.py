@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ..errors import SettingError
-from ..schema import brief
+from ..problems import brief
 from .config import ChainConfig, parse_config
 from .registry import estimator_names
 

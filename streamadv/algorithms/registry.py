@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from torch import Tensor
 
 from ..errors import SettingError
-from ..schema import brief
+from ..problems import brief
 from .packed import Level
 
 Scope = Literal["row", "group", "batch"]

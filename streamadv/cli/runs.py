@@ -12,7 +12,7 @@ from redis.exceptions import NoPermissionError
 from ..errors import SettingError
 from ..inventory import delete_run
 from ..keys import RUNS
-from ..producing import PRODUCER_TIMEOUT_S
+from ..presence import PRODUCER_TIMEOUT_S
 from ..run import find_run
 from ..status import read_status
 from . import add_redis_options, connect, settings_from

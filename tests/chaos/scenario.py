@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from streamadv import advantage, grouping, lineage
+from streamadv import advantage, computing, grouping, presence
 from streamadv.connection import Connection
 from streamadv.dead_letters import list_dead, purge, requeue
 from streamadv.errors import GroupEndedError, NoBatchError, StreamadvError, TrajectoryError
@@ -77,7 +77,7 @@ class World:
     def play(self) -> None:
         """Step everybody in turn, starting again whoever died, until the trainer has seen the end of the run."""
         with hooked(self.hook, self.gate), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lineage, "PRODUCER_TIMEOUT_S", -1.0)  # a dead producer is known to be dead at once
+            patch.setattr(presence, "PRODUCER_TIMEOUT_S", -1.0)  # a dead producer is known to be dead at once
             actors = [(make, make(self)) for make in ACTORS]
             for _ in range(MAX_ROUNDS):
                 for place, (make, actor) in enumerate(actors):
@@ -244,11 +244,11 @@ def grouper(world: World) -> Life:
 def worker(world: World) -> Life:
     run = open_run(world.connection, world.run_name, SETTINGS)
     consumer: Consumer = consumer_of(run, ADVANTAGE, lease_s=0.0)
-    cpu = advantage.choose_device("cpu")
+    cpu = computing.choose_device("cpu")
     while True:
         for entry in consumer.read(1):
             prepared = advantage.prepare(run, entry)
-            advantage.publish(run, advantage.compute_safely(run, prepared, cpu))
+            advantage.publish(run, computing.compute_safely(run, prepared, cpu))
             consumer.done([entry])
         yield
 

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from streamadv import advantage, grouping
+from streamadv import advantage, computing, grouping
 from streamadv.connection import Connection
 from streamadv.errors import EpochFencedError, GroupEndedError, NoBatchError, TrajectoryError
 from streamadv.microbatch import Batch
@@ -128,7 +128,7 @@ class Lifecycle(RuleBasedStateMachine):
         for entry in entries if fate != "crashed" else []:
             prepared = advantage.prepare_or_discard(self.run, entry)
             if prepared is not None:
-                computed = advantage.compute_safely(self.run, prepared, CPU)
+                computed = computing.compute_safely(self.run, prepared, CPU)
                 for _ in range(2 if fate == "finished twice" else 1):
                     advantage.publish(self.run, computed)
 

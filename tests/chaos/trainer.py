@@ -12,7 +12,7 @@ import random
 from pathlib import Path
 from typing import Any, Final
 
-from streamadv import lineage
+from streamadv import presence
 from streamadv.errors import BatchLostError, EpochFencedError
 from streamadv.trainer_queue import TrainerQueue
 
@@ -43,7 +43,7 @@ def read_deliveries(folder: Path) -> list[tuple[int, int, list[Identity]]]:
 
 def run_trainer(setup: Setup, reached: Hook) -> int:
     """Train until the run has ended."""
-    vars(lineage)["PRODUCER_TIMEOUT_S"] = setup.producer_timeout_s
+    vars(presence)["PRODUCER_TIMEOUT_S"] = setup.producer_timeout_s
     try:
         return _train(setup, reached)
     except EpochFencedError:

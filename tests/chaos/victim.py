@@ -28,7 +28,7 @@ import redis
 import redis.client
 import redis.cluster
 
-from streamadv import scripts
+from streamadv import computing, scripts
 
 #: Of a cluster's client; redis-py before 7 has none, nor a cluster.
 TransactionStrategy: Any = getattr(redis.cluster, "TransactionStrategy", redis.client.Pipeline)
@@ -112,20 +112,19 @@ def _called(names: dict[str, str], command: Sequence[Any]) -> list[str]:
 
 @contextmanager
 def _after_compute(reached: Hook) -> Iterator[None]:
-    from streamadv import advantage
 
-    compute = advantage.compute
+    compute = computing.compute
 
     def on_compute(*args: Any) -> Any:
         result = compute(*args)
         reached(FETCH_PUBLISH)
         return result
 
-    advantage.compute = on_compute  # type: ignore[assignment]
+    computing.compute = on_compute  # type: ignore[assignment]
     try:
         yield
     finally:
-        advantage.compute = compute
+        computing.compute = compute
 
 
 def killer(at: str, note: Path | None = None) -> Hook:

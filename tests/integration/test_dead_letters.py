@@ -7,10 +7,11 @@ import json
 
 import pytest
 
-from streamadv import advantage
-from streamadv.advantage import compute_safely, prepare
+from streamadv import computing
+from streamadv.advantage import prepare
 from streamadv.algorithms.registry import estimator
 from streamadv.cli import main
+from streamadv.computing import compute_safely
 from streamadv.connection import Connection
 from streamadv.dead_letters import list_dead, purge, requeue, show_dead
 from streamadv.errors import ChainError, StreamadvError
@@ -183,7 +184,7 @@ def named(redis_url: str, run: str) -> Run:
     joined = join(connection, run)
     group_all(joined)
     queue = TrainerQueue(connection, run, batch_groups=3, chain="grpo")
-    queue._settings = advantage.replace(queue._settings, chain={"estimator": "brittle"})
+    queue._settings = dataclasses.replace(queue._settings, chain={"estimator": "brittle"})
     with pytest.raises(StreamadvError, match="no new group"):
         queue.next_batch(timeout=0)
     return joined
@@ -223,7 +224,7 @@ def test_a_fault_of_the_code_buries_nothing(named: Run, monkeypatch: pytest.Monk
     ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
     prepared = prepare(named, entry)
     one = dataclasses.replace(prepared, groups=prepared.groups[:1])
-    monkeypatch.setattr(advantage, "compute", raise_type_error)
+    monkeypatch.setattr(computing, "compute", raise_type_error)
     with pytest.raises(ChainError, match="TypeError: wrong arguments"):
         compute_safely(named, one, CPU)
 

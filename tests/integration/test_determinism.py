@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamadv import advantage
+from streamadv import advantage, computing
 from streamadv.connection import Connection
 from streamadv.manifest import RunSettings
 from streamadv.producer import Producer
@@ -68,7 +68,7 @@ def advantages(
         draw.shuffle(entries)
         assert entries
         for _, entry in entries:
-            assert advantage.publish(run, advantage.compute(advantage.prepare(run, entry), CPU))
+            assert advantage.publish(run, computing.compute(advantage.prepare(run, entry), CPU))
         batch = queue.next_batch(timeout=0)
         assert problems(run) == []
     assert batch is not None

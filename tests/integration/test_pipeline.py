@@ -10,7 +10,7 @@ import pytest
 import redis
 import torch
 
-from streamadv import advantage
+from streamadv import advantage, computing
 from streamadv.advantage import run_worker
 from streamadv.connection import Connection
 from streamadv.grouping import run_grouper
@@ -158,7 +158,7 @@ def test_a_worker_whose_publisher_fails_ends_with_the_error(
 ) -> None:
     """Also with its queues full."""
     computed = threading.Semaphore(0)
-    compute = advantage.compute
+    compute = computing.compute
 
     def count(*args: Any) -> Any:
         computed.release()
@@ -169,7 +169,7 @@ def test_a_worker_whose_publisher_fails_ends_with_the_error(
             assert computed.acquire(timeout=30)
         raise ZeroDivisionError("publisher")
 
-    monkeypatch.setattr(advantage, "compute", count)
+    monkeypatch.setattr(computing, "compute", count)
     monkeypatch.setattr(advantage, "publish", fail)
     with producing(redis_url, run) as producer:
         push_groups(producer, 6, 130)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from streamadv import advantage
-from streamadv.advantage import choose_device
+from streamadv import advantage, computing
+from streamadv.computing import choose_device
 from streamadv.connection import Connection
 from streamadv.errors import NoBatchError, SettingError
 from streamadv.run import Run
@@ -38,7 +38,7 @@ def outputs(run: Run) -> list[bytes]:
 
 def test_the_same_work_gives_the_same_bits(named: Run) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
-    one, two = (advantage.compute(advantage.prepare(named, entry), CPU) for _ in range(2))
+    one, two = (computing.compute(advantage.prepare(named, entry), CPU) for _ in range(2))
     assert one == two
     assert one.results["rewards"]
 
@@ -46,7 +46,7 @@ def test_the_same_work_gives_the_same_bits(named: Run) -> None:
 def test_a_second_result_is_thrown_away(named: Run) -> None:
     """A worker thought dead comes back: its output leaves no key and no byte behind."""
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
-    result = advantage.compute(advantage.prepare(named, entry), CPU)
+    result = computing.compute(advantage.prepare(named, entry), CPU)
     assert advantage.publish(named, result)
     kept = outputs(named)
     assert not advantage.publish(named, result)
@@ -57,7 +57,7 @@ def test_a_second_result_is_thrown_away(named: Run) -> None:
 
 def test_a_result_after_the_commit_is_thrown_away(named: Run) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
-    result = advantage.compute(advantage.prepare(named, entry), CPU)
+    result = computing.compute(advantage.prepare(named, entry), CPU)
     keys = named.keys.home
     named.connection.scripts.hdel(keys.applied, result.unit.batch)
     assert not advantage.publish(named, result)
@@ -75,7 +75,7 @@ def test_work_whose_groups_are_gone_is_finished(named: Run) -> None:
 def test_only_the_columns_of_the_chain_are_fetched(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
     prepared = advantage.prepare(named, entry)
-    chain = advantage.worker_chain(prepared.unit)
+    chain = computing.worker_chain(prepared.unit)
     fetched = {name for members in prepared.columns.values() for columns in members for name in columns}
     assert fetched == set(chain.needs)
     assert fetched <= {"response_mask"}
@@ -107,7 +107,7 @@ def test_a_broken_payload_costs_its_group_only(fake: Connection) -> None:
         if group.group_id == "g0001"
     )
     fake.scripts.hset(victim, "response_mask", b"\x07")
-    assert advantage.publish(run, advantage.compute_safely(run, advantage.prepare(run, entry), CPU))
+    assert advantage.publish(run, computing.compute_safely(run, advantage.prepare(run, entry), CPU))
     batch = queue.next_batch(timeout=0)
     assert batch is not None
     assert {reference.group_id for reference in batch.references} == {"g0000", "g0002"}

@@ -13,7 +13,7 @@ from streamadv.admission import byte_budget
 from streamadv.connection import Connection
 from streamadv.errors import Busy, GroupEndedError, SettingError, TrajectoryError
 from streamadv.producer import Producer
-from streamadv.producing import MAX_SLICE_BYTES
+from streamadv.records import MAX_SLICE_BYTES
 from streamadv.run import Run
 from streamadv.scripts import ScriptCall, script_call
 from streamadv.tickets import Ticket, new_group_id, prepare

@@ -1,0 +1,87 @@
+"""The ready logs of a run as one rank follows them: results of units of work, waited for and read once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from .batches import BatchRecord, Unit
+from .errors import WireError
+from .lineage import Lineage
+from .malformed import reject_logged
+from .problems import brief
+from .results import Result, parse_result
+
+
+class ReadyLogs:
+    """What has been read of them. Begun anew with every lineage."""
+
+    def __init__(self) -> None:
+        self._cursors: dict[int, str] = {}  # last entry read of each shard
+        #: By batch and number of the unit; more than one for a unit: copies, or foreign ones.
+        self._results: dict[str, dict[int, list[Result]]] = defaultdict(lambda: defaultdict(list))
+
+    def read(self, lineage: Lineage) -> None:
+        """All that is new. Rank 0 removes what is no result of a batch of the run."""
+        run, known = lineage.run, {record.id for record in lineage.records.values()}
+        for shard, keys in enumerate(run.keys.shards):
+            after = self._cursors.get(shard, "0-0")
+            entries: Any = run.connection.scripts.xrange(keys.ready, f"({after}", "+")
+            for entry, fields in entries:
+                self._cursors[shard] = entry.decode()
+                try:
+                    result = parse_result(keys, fields)
+                    if lineage.leads and result.batch not in known:
+                        raise WireError(f"batch {brief(result.batch)} is none of this run")
+                except WireError as error:
+                    if not lineage.has_same_servers():
+                        return  # a shard that forgot a moment ago that the batch was undone: to be recovered from
+                    if lineage.leads:
+                        reject_logged(run, shard, keys.ready, entry.decode(), str(error), record=False)
+                    continue
+                self._results[result.batch][result.header.unit].append(result)
+
+    def results_of(self, record: BatchRecord, units: Sequence[Unit]) -> list[Result] | None:
+        """One result for each unit of a batch, or None while some are not there."""
+        found = self._results[record.id]
+        if not all(found[unit.number] for unit in units):
+            return None
+        return [found[unit.number][0] for unit in units]
+
+    def refuse(self, record: BatchRecord, unit: Unit) -> None:
+        """Forget what `results_of` has given for a unit: another one is to come."""
+        del self._results[record.id][unit.number][0]
+
+    def forget(self, record: BatchRecord) -> None:
+        """The batch is delivered."""
+        del self._results[record.id]
+
+    def wait(self, lineage: Lineage, block_ms: int, max_groups: int | None, stop: threading.Event) -> None:
+        """Until a result or the groups for another batch are there, or the block is over."""
+        shards = lineage.run.keys.shards
+        share = max(1, block_ms // len(shards))
+        started = time.monotonic()
+        blocking = lineage.run.connection.blocking(share)
+        for shard, keys in enumerate(shards):
+            until = time.monotonic() + share / 1000
+            while (left_ms := round((until - time.monotonic()) * 1000)) > 0:
+                streams: dict[Any, Any] = {keys.ready: self._cursors.get(shard, "0-0")}
+                if lineage.waits_for_groups:
+                    streams[keys.groups] = lineage.seen[shard]
+                reply: Any = None
+                try:
+                    reply = blocking.xread(streams, count=1, block=left_ms)
+                except ResponseError as error:
+                    if not str(error).startswith("UNBLOCKED"):  # a primary was demoted while this waited
+                        raise
+                if not reply:
+                    break
+                if keys.ready.encode() in dict(reply) or lineage.could_name(max_groups):
+                    return
+        if time.monotonic() - started < block_ms / 2000:
+            stop.wait(share / 1000)  # a server that does not block must not be asked in a loop
