@@ -14,7 +14,7 @@ from .checks import problems, total
 from .scenario import World
 from .victim import points, script_names
 
-#: Scripts that need a death, garbage, or a server without its last moments, or only look.
+#: Scripts that need a death, garbage, a second rank, or a server without its last moments, or only look.
 ELSEWHERE = {"attempt", "discard", "leave_out", "reject", "rewind", "status", "unapply_batch"}
 
 
