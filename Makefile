@@ -8,8 +8,8 @@ BENCH := pipeline
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
-	@echo "make bench   speed of the pipeline beside what plain redis-py moves and beside its peers (BENCH=algorithms and"
-	@echo "             stages, backlog, latency, memory are others, ARGS=\"--json FILE\" passes flags)"
+	@echo "make bench   speed of the pipeline beside what plain redis-py moves and beside its peers (others: BENCH=algorithms,"
+	@echo "             stages, backlog, latency, memory, scaling; ARGS=\"--json FILE\" passes flags)"
 	@echo "make test    all tests (ARGS=\"tests/unit -k chain\" passes arguments to pytest)"
 	@echo "make chaos   processes and servers are killed for STREAMADV_CHAOS_SECONDS (120), STREAMADV_CHAOS_SEED (1)"
 	@echo "make fuzz    STREAMADV_FUZZ_CASES (100000) damaged inputs drawn from STREAMADV_FUZZ_SEED (0)"

@@ -170,7 +170,9 @@ def _pack(lines: Sequence[_Line], chain: Chain) -> PackedBatch:
         rows = [row.columns for row in line.trajectory.rows]
         for name in names:
             if name not in rows[0]:
-                raise TrajectoryError(f"{line.where}: column {name} is missing, the chain needs it")
+                raise TrajectoryError(
+                    f"{line.where}: column {name} is missing, the chain needs it: write it, or choose another preset"
+                )
         columns.append({name: np.concatenate([row[name] for row in rows]) for name in names})
     return pack(lines, columns)
 

@@ -52,15 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.json:
                 print(json.dumps({**status, "waiting": reasons_of(status)}), flush=True)
             else:
-                print("\n".join(lines_of(status, found.manifest)), flush=True)
+                print("\n".join(lines_of(status, found.manifest, deep=arguments.deep)), flush=True)
             if not arguments.watch:
                 return FAILED if arguments.check and not status["balanced"] else 0
             time.sleep(WATCH_SECONDS)
             found.refresh()
 
 
-def lines_of(status: dict[str, Any], manifest: Manifest) -> list[str]:
-    """The status for people."""
+def lines_of(status: dict[str, Any], manifest: Manifest, deep: bool = False) -> list[str]:
+    """The status for people. deep: everything stored was walked over."""
     ledger, trainer, groups = status["ledger"], status["trainer"], status["groups"]
     places = ", ".join(f"{name} {count}" for name, count in status["places"].items() if count)
     version = "none yet" if trainer["version"] is None else trainer["version"]
@@ -101,5 +101,5 @@ def lines_of(status: dict[str, Any], manifest: Manifest) -> list[str]:
         )
     lines += [f"  WAITING {reason}" for reason in reasons_of(status)]
     if status["balanced"]:
-        lines.append("  ledger balanced")
+        lines.append("  ledger balanced" + (", nothing stored is missing or orphaned" if deep else ""))
     return lines + [f"  PROBLEM {problem}" for problem in status["problems"]]

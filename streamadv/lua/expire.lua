@@ -19,6 +19,7 @@ if not deadline then return {} end
 local state = group_state(keys)
 if state == 'none' then  -- a group is opened and ended in one step each
   redis.call('ZREM', keys.open, id)
+  redis.call('DEL', keys.group)  -- foreign fields, if anything
   if (tonumber(redis.call('HGET', keys.ledger, 'groups_open') or '') or 0) > redis.call('ZCARD', keys.open) then
     redis.call('HINCRBY', keys.ledger, 'groups_open', -1)
   end

@@ -348,6 +348,7 @@ def test_garbage_in_hashes_sets_and_lists(logged: Run, capsys: pytest.CaptureFix
             scripts.hset(key, value, value)
     scripts.hset(keys.batches, "7", b'{"k": 7}')
     scripts.zadd(keys.open, {"nobody": 0, b"\xff": 1, "later": 1e18})
+    scripts.hset(keys.group("nobody"), "junk", "1")
     scripts.rpush(keys.garbage, b"junk", b"\xff 12", f"{keys.ledger} 5", b"x -1")
     scripts.zadd(keys.dead, {b"\xff": 1, "nothing": 2, "odd": 3})
     scripts.hset(keys.dead_group("odd"), mapping={"reason": "x", "detail": "y", "count": "z", "bytes": "-"})
@@ -361,6 +362,7 @@ def test_garbage_in_hashes_sets_and_lists(logged: Run, capsys: pytest.CaptureFix
     assert ledger(logged)["trained"] == 8
     assert scripts.zcard(keys.open) == scripts.llen(keys.garbage) == scripts.hlen(keys.batches) == 0
     assert scripts.exists(keys.ledger)
+    assert not scripts.exists(keys.group("nobody"))
     assert problems(logged, deep=False) == []
     where = ["--redis", logged.connection.url, "--run", logged.name]
     for command in (

@@ -1,6 +1,6 @@
--- Tombstones of ended groups: id -> letter and bitmap. 'c' = completed, 'e' = expired; then one digit
--- per place: '0' nobody has pushed it, '1' it has ended, '2' its record is still on its way to the group. Two generations: when the young one is full it replaces the old one, so at least
--- the last dedupe_groups groups are remembered.
+-- Tombstones of ended groups: id -> letter and bitmap. 'c' = completed, 'e' = expired; then one digit per place:
+-- '0' nobody has pushed it, '1' it has ended, '2' its record is still on its way to the group. Two generations: when
+-- the young one is full it replaces the old one, so at least the last dedupe_groups groups are remembered.
 local function find_ended(keys, id)
   local text = redis.call('HGET', keys.ended, id)
   if text then return text, keys.ended end
