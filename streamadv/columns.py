@@ -89,10 +89,10 @@ def check_values(name: str, array: Array) -> None:
     """Raise ValueError if a known column holds NaN, infinity or, for `response_mask`, other than 0 and 1."""
     if array.dtype.kind == "f":
         finite = np.isfinite(array)
-        if not finite.all():
+        if np.count_nonzero(finite) < array.size:
             first = int(np.flatnonzero(~finite)[0])
             raise ValueError(f"is {array[first]} at token {first}, needs finite numbers")
-    elif name == "response_mask" and array.size and int(array.max()) > 1:
+    elif name == "response_mask" and array.size and np.maximum.reduce(array) > 1:
         first = int(np.flatnonzero(array > 1)[0])
         raise ValueError(f"is {array[first]} at token {first}, needs 0 or 1")
 

@@ -65,6 +65,8 @@ def fetch_fields(
                 continue
             if isinstance(reply, Exception):
                 raise reply
-            fields = reply if names is None else dict(zip(names, reply, strict=True))
-            yield {name: value for name, value in fields.items() if value is not None}
+            if names is None:
+                yield reply
+            else:
+                yield {name: value for name, value in zip(names, reply, strict=True) if value is not None}
         start = stop

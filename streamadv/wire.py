@@ -57,7 +57,7 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 def _stored_column(name: str) -> str:
     """Names that rows and outputs use themselves would take their place."""
-    if COLUMN_NAME.fullmatch(name) and (name in KNOWN_COLUMNS or name not in Row.model_fields):
+    if name in KNOWN_COLUMNS or (COLUMN_NAME.fullmatch(name) and name not in Row.model_fields):
         return name
     raise ValueError(f"{brief(name)} is no name of a stored column")
 
@@ -263,12 +263,13 @@ def decode_payload(
     except ValidationError as error:
         raise WireError(f"payload header: {first_problem(error)}") from error
     names = header.columns if only is None else [name for name in only if name in header.columns]
+    lengths = [row.length for row in header.rows]
     columns = {}
     for name in names:
         raw = fields.get(name.encode())
         if raw is None:
             raise WireError(f"column {name} is named in the header but missing")
-        columns[name] = decode_column(name, header.columns[name], [row.length for row in header.rows], raw)
+        columns[name] = decode_column(name, header.columns[name], lengths, raw)
     problem = None if reference is None else _contradiction(reference, header, columns)
     if problem is not None:
         raise WireError(problem)
@@ -295,11 +296,9 @@ def _contradiction(reference: Reference, header: Header, columns: Mapping[str, A
 def decode_column(name: str, spec: ColumnSpec, row_lengths: Sequence[int], raw: bytes) -> Array:
     """A read-only view of `raw` as the column `name`, all rows end to end. Raises WireError."""
     known = KNOWN_COLUMNS.get(name)
-    if known is not None and (spec.dtype != known.str or spec.shape or spec.lengths is not None):
-        raise WireError(
-            f"column {name} has dtype {brief(spec.dtype)}, needs {known.str!r}, one value per token"
-        )
-    if known is None and spec.dtype not in EXTRA_DTYPES:
+    if known is not None:
+        return _decode_known(name, known, spec, sum(row_lengths), raw)
+    if spec.dtype not in EXTRA_DTYPES:
         raise WireError(f"column {name} has dtype {brief(spec.dtype)}, not one of the allowed ones")
     if spec.lengths is not None and len(spec.lengths) != len(row_lengths):
         raise WireError(f"column {name} lists {len(spec.lengths)} rows, the header has {len(row_lengths)}")
@@ -308,12 +307,21 @@ def decode_column(name: str, spec: ColumnSpec, row_lengths: Sequence[int], raw: 
     needed = entries * math.prod(spec.shape) * dtype.itemsize
     if len(raw) != needed:
         raise WireError(f"column {name} has {len(raw)} bytes, its header says {needed}")
-    array = np.frombuffer(raw, dtype).reshape(entries, *spec.shape)
-    if known is not None:
-        try:
-            check_values(name, array)
-        except ValueError as error:
-            raise WireError(f"column {name} {error}") from error
+    return np.frombuffer(raw, dtype).reshape(entries, *spec.shape)
+
+
+def _decode_known(name: str, dtype: np.dtype[Any], spec: ColumnSpec, tokens: int, raw: bytes) -> Array:
+    if spec.dtype != _KNOWN_SPECS[name].dtype or spec.shape or spec.lengths is not None:
+        raise WireError(
+            f"column {name} has dtype {brief(spec.dtype)}, needs {dtype.str!r}, one value per token"
+        )
+    if len(raw) != tokens * dtype.itemsize:
+        raise WireError(f"column {name} has {len(raw)} bytes, its header says {tokens * dtype.itemsize}")
+    array = np.frombuffer(raw, dtype)
+    try:
+        check_values(name, array)
+    except ValueError as error:
+        raise WireError(f"column {name} {error}") from error
     return array
 
 
