@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .algorithms.chain import Chain, ChainResult, build_chain, run_chain
+from .algorithms.chain import Chain, ChainResult, cut_chain, run_chain
 from .algorithms.packed import Level, PackedBatch, pack
 from .batch_statistics import running_of
 from .batches import LoggedGroup, Unit
@@ -70,7 +70,7 @@ def choose_device(device: Device) -> torch.device:
 
 def worker_chain(unit: Unit) -> Chain:
     """The part of the chain that runs here: up to the first step needing a late column."""
-    return build_chain(unit.chain).cut(set(unit.late))[0]
+    return cut_chain(unit.chain, unit.late)[0]
 
 
 def compute_safely(run: Run, prepared: Prepared, device: torch.device) -> Computed:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .algorithms.chain import build_chain, run_chain
+from .algorithms.chain import cut_chain, run_chain
 from .algorithms.metrics import merge_metrics
 from .algorithms.packed import PackedBatch, expand, pack
 from .batches import BatchRecord, LoggedGroup
@@ -24,8 +24,9 @@ from .microbatch import Batch, Delivered, MicroBatch
 from .naming import staleness
 from .payloads import fetch_payloads
 from .plan import RowRef, plan
-from .results import Member, Result
+from .results import Member, Result, numbers_of
 from .run import Run
+from .schema import TOKEN_COLUMNS
 from .wire import Payload, Reference
 
 #: Makes a late column: the micro-batch's columns in, [N] float32 out.
@@ -68,7 +69,7 @@ def deliver(
     found = _advantages(batch, mine)
     if kept and not mine:
         batch = batch.with_columns(**_no_tokens(run, kept, device))
-    chain = build_chain(record.chain).cut(set(record.late))[1]
+    chain = cut_chain(record.chain, record.late)[1]
     if late:
         batch = batch.with_columns(**_late_columns(batch, mine, payloads, rows, late, device))
     if chain.steps:
@@ -86,12 +87,14 @@ def deliver(
     if "advantages" in found:
         found.setdefault("returns", found["advantages"].clone())
     batch = batch.with_columns(**found)
-    delivered = [
-        Delivered(member.reference, payload, arrays, staleness(member.reference, record.k))
-        for member, payload, arrays in zip(
-            mine, payloads, _split(batch, [*found, *_changed(batch, payloads)]), strict=True
-        )
-    ]
+    written = [*found, *_changed(batch, payloads)]
+
+    def delivered() -> list[Delivered]:
+        return [
+            Delivered(member.reference, payload, arrays, staleness(member.reference, record.k))
+            for member, payload, arrays in zip(mine, payloads, _split(batch, written), strict=True)
+        ]
+
     trained = [member.reference for member in kept]
     logged = {group.group_id: group.logged_ms / 1000 for group in groups}
     return Batch(
@@ -105,7 +108,7 @@ def deliver(
         staleness=[staleness(reference, record.k) for reference in trained],
         logged_s=[logged[reference.group_id] for reference in trained],
         metrics=merge_metrics(metrics)[0],
-        delivered=delivered,
+        make_delivered=delivered,
     )
 
 
@@ -144,7 +147,7 @@ def _fetch_outputs(run: Run, mine: Sequence[Member]) -> list[dict[str, Array]]:
     pipe = run.connection.scripts.pipeline(transaction=False)
     asked = [member for member in mine if member.columns]
     for member in asked:
-        pipe.hmget(member.output, [f"{member.position}:{name}" for name in member.columns])
+        pipe.hmget(member.result.output, [f"{member.position}:{name}" for name in member.columns])
     replies = iter(pipe.execute(raise_on_error=False) if asked else [])
     outputs = []
     problems: dict[tuple[str, int], str] = {}
@@ -175,18 +178,15 @@ def _packed(
     device: torch.device,
 ) -> PackedBatch:
     """Own members end to end, with every per-token column of one dimension and the rewards as shaped so far."""
-    columns = []
-    for payload, arrays in zip(payloads, outputs, strict=True):
-        known = {name: array for name, array in payload.columns.items() if name in KNOWN_COLUMNS}
-        columns.append({**known, **arrays})
-    common = set.intersection(*(set(mapping) for mapping in columns)) if columns else set()
-    chosen = [{name: mapping[name] for name in sorted(common)} for mapping in columns]
-    batch = pack([member.reference for member in mine], chosen, device)
+    columns = [
+        {**payload.columns, **arrays} if arrays else payload.columns
+        for payload, arrays in zip(payloads, outputs, strict=True)
+    ]
+    common = set(TOKEN_COLUMNS).intersection(*columns) if columns else ()
+    batch = pack([member.reference for member in mine], columns, device, names=sorted(common))
     if mine:
-        rewards = np.concatenate([member.numbers["rewards"] for member in mine])
-        steps = np.concatenate([member.numbers["step_rewards"] for member in mine])
-        batch = replace(batch, rewards=torch.tensor(rewards, device=device))
-        batch = batch.with_step_rewards(torch.tensor(steps, device=device))
+        batch = replace(batch, rewards=torch.tensor(numbers_of(mine, "rewards"), device=device))
+        batch = batch.with_step_rewards(torch.tensor(numbers_of(mine, "step_rewards"), device=device))
     return batch
 
 
@@ -194,7 +194,9 @@ def _no_tokens(run: Run, others: Sequence[Member], device: torch.device) -> dict
     """Every column a rank without trajectories would have, empty: its loop runs as on the other ranks."""
     run.refresh()  # knows the extra columns
     columns = {}
-    for name in sorted(set.intersection(*({*m.reference.columns, *m.columns, *m.numbers} for m in others))):
+    for name in sorted(
+        set.intersection(*({*m.reference.columns, *m.columns, *m.result.numbers} for m in others))
+    ):
         dtype, shape, per_token = json.loads(run.manifest.columns.get(name, "[null, [], true]"))
         known = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS.get(name) or (dtype and np.dtype(dtype))
         if known is not None and per_token:
@@ -208,9 +210,9 @@ def _advantages(batch: PackedBatch, mine: Sequence[Member]) -> dict[str, Tensor]
     """The workers' advantages and returns, one number per token."""
     found = {}
     for name in ("advantages", "returns"):
-        if mine and all(name in member.numbers for member in mine):
-            values = np.concatenate([member.numbers[name] for member in mine])
-            found[name] = expand(batch, mine[0].level, torch.tensor(values, device=batch.device))
+        if mine and all(name in member.result.numbers for member in mine):
+            values = torch.tensor(numbers_of(mine, name), device=batch.device)
+            found[name] = expand(batch, mine[0].result.header.level, values)
         elif mine and all(name in member.columns for member in mine):
             found[name] = batch.columns[name]
     return found

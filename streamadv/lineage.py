@@ -259,7 +259,10 @@ class Lineage:
         held = {(p.shard, p.entry) for record in self.records.values() for p in record.groups}
         for shard in self._cursors:
             missing = limit - sum(group.shard == shard for group in self._waiting)
-            while missing > 0 and (page := batches.read_log(self.run, shard, self.seen[shard], missing)):
+            while missing > 0:
+                page = batches.read_log(self.run, shard, self.seen[shard], missing)
+                if not page:
+                    break
                 self.seen[shard] = page[-1].entry
                 fresh = [
                     g for g in page if (shard, g.entry) not in held
@@ -267,6 +270,8 @@ class Lineage:
                 earlier = [pointer for record in self.records.values() for pointer in record.groups]
                 earlier += [group.pointer for group in self._waiting]
                 self._waiting += commits.mark_copies(self.run, fresh, earlier)
+                if len(page) < missing:
+                    break  # that was the end of the log
                 missing -= len(fresh)
         self._waiting.sort(key=lambda group: group.position)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -125,7 +125,12 @@ class Batch:
     staleness: list[int | None]  # likewise
     logged_s: list[float] = field(repr=False)  # likewise: when its group was complete (server's clock)
     metrics: dict[str, float]
-    delivered: list[Delivered] = field(repr=False)  # this rank's trajectories
+    make_delivered: Callable[[], list[Delivered]] = field(repr=False)
+
+    @cached_property
+    def delivered(self) -> list[Delivered]:
+        """This rank's trajectories: made when first asked for, a training loop needs the micro-batches only."""
+        return self.make_delivered()
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)

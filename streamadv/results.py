@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from .algorithms.chain import build_chain
+from .algorithms.chain import cut_chain
 from .algorithms.packed import Level
 from .batches import BatchRecord, LoggedGroup, Unit
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
@@ -41,7 +41,7 @@ OutputName = Annotated[str, AfterValidator(_known_output)]
 
 def batch_scope(record: BatchRecord) -> bool:
     """Whether the workers' part of the batch's chain has to see the whole batch."""
-    return build_chain(record.chain).cut(set(record.late))[0].scope == "batch"
+    return cut_chain(record.chain, record.late)[0].scope == "batch"
 
 
 class GroupCounts(NamedTuple):
@@ -133,20 +133,46 @@ def _kind(result: str, level: Level) -> str:
     return {"rewards": "trajectory", "step_rewards": "step"}.get(result, level)
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A trajectory of the batch with its part of a unit's results."""
+class Member(NamedTuple):
+    """A trajectory of the batch, and where its part of a unit's results begins."""
 
     reference: Reference
-    level: Level
-    numbers: dict[str, Array]  # per trajectory, row or step
-    output: str
-    position: int  # in the output hash
-    columns: list[str]
+    result: Result
+    position: int  # among the trajectories of the result, also in the output hash
+    first_row: int
+    first_step: int
 
     @property
     def identity(self) -> tuple[str, int]:
         return self.reference.group_id, self.reference.rollout_index
+
+    @property
+    def columns(self) -> list[str]:
+        """Of the output hash."""
+        return self.result.header.columns
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Where its numbers of this name stand in the result's."""
+        kind = _kind(name, self.result.header.level)
+        if kind == "trajectory":
+            return self.position, self.position + 1
+        if kind == "row":
+            return self.first_row, self.first_row + len(self.reference.row_lengths)
+        return self.first_step, self.first_step + len(self.reference.steps)
+
+
+def numbers_of(members: Sequence[Member], name: str) -> Array:
+    """The numbers of this name of all members, in their order; those that lie side by side are taken at once."""
+    parts: list[Array] = []
+    result, start, stop = members[0].result, 0, 0
+    for member in members:
+        begin, end = member.span(name)
+        if member.result is not result or begin != stop:
+            parts.append(result.numbers[name][start:stop])
+            result, start = member.result, begin
+        stop = end
+    parts.append(result.numbers[name][start:stop])
+    return np.concatenate(parts)
 
 
 def assign(
@@ -157,25 +183,17 @@ def assign(
     A group that was computed and has become a dead letter since keeps its place among the results.
     """
     by_id = {group.group_id: group for group in groups}
-    members: dict[tuple[str, int], Member] = {}
+    members: dict[str, list[Member]] = {}
     for unit in units:
         result = results[unit.number]
-        level, columns = result.header.level, result.header.columns
-        first: dict[str, int] = {"trajectory": 0, "row": 0, "step": 0, "token": 0}
+        position, first_row, first_step = 0, 0, 0
         for group_id, trajectories, rows, steps in result.header.groups:
-            at = dict(first)
-            for position, reference in enumerate(by_id[group_id].members if group_id in by_id else ()):
-                own = {"trajectory": 1, "row": len(reference.row_lengths), "step": len(reference.steps)}
-                kinds = {name: _kind(name, level) for name in result.numbers}
-                numbers = {
-                    name: result.numbers[name][at[kind] : at[kind] + own.get(kind, 0)]
-                    for name, kind in kinds.items()
-                }
-                for kind, count in own.items():
-                    at[kind] += count
-                place = first["trajectory"] + position
-                identity = (reference.group_id, reference.rollout_index)
-                members[identity] = Member(reference, level, numbers, result.output, place, columns)
-            for kind, count in zip(("trajectory", "row", "step"), (trajectories, rows, steps), strict=True):
-                first[kind] += count
-    return [members[g.group_id, m.rollout_index] for g in groups for m in g.members]
+            if group_id in by_id:
+                found = members[group_id] = []
+                row, step = first_row, first_step
+                for number, reference in enumerate(by_id[group_id].members):
+                    found.append(Member(reference, result, position + number, row, step))
+                    row += len(reference.row_lengths)
+                    step += len(reference.steps)
+            position, first_row, first_step = position + trajectories, first_row + rows, first_step + steps
+    return [member for group in groups for member in members[group.group_id]]

@@ -167,7 +167,7 @@ class TrainerQueue(IterableDataset[Batch]):
             try:
                 lineage = self._recover(self._start())
                 self._finish_current(lineage)
-                ended = lineage.has_ended(self._next)
+                ended = lineage.find(self._next) is None and lineage.has_ended(self._next)
                 if lineage.look_ahead(ended, max_groups):
                     progress = time.monotonic()
                 if (batch := self._collect(lineage)) is not None:

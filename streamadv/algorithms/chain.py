@@ -6,8 +6,10 @@ some of its groups or on whole batches accordingly, and cuts it where a column i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import json
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -105,6 +107,16 @@ def build_chain(source: ChainConfig | str | Mapping[str, Any]) -> Chain:
         steps = [steps[0], *correction, *steps[1:]]
         correction = []
     return Chain(config, (*steps, *estimating_steps(config), *correction))
+
+
+def cut_chain(config: Mapping[str, Any], late: Iterable[str]) -> tuple[Chain, Chain]:
+    """`build_chain(config).cut(late)`, remembered: every batch of a run has the same."""
+    return _cut_chain(json.dumps(config), frozenset(late))
+
+
+@lru_cache(maxsize=16)
+def _cut_chain(config_json: str, late: frozenset[str]) -> tuple[Chain, Chain]:
+    return build_chain(json.loads(config_json)).cut(late)
 
 
 def run_chain(

@@ -156,12 +156,14 @@ def pack(
     members: Sequence[Packable],
     columns: Sequence[Mapping[str, Array]] | None = None,
     device: torch.device | str = "cpu",
+    names: Sequence[str] | None = None,
 ) -> PackedBatch:
     """Lay `members` end to end; `columns[i][name]` is member i's 1-D array, its rows concatenated.
 
-    Each column is copied once. Baseline members have no trainable tokens: they are never delivered.
-    Raises TrajectoryError if members are not in ascending (group_id, rollout_index) order, have no reward,
-    or a column is missing, of another length than the rows, or another mask than row_trainable says.
+    names: of the columns to take (None = all). Each column is copied once. Baseline members have no trainable
+    tokens: they are never delivered. Raises TrajectoryError if members are not in ascending (group_id, rollout_index)
+    order, have no reward, or a column is missing, of another length than the rows, or another mask than
+    row_trainable says.
     """
     _check_order(members)
     row_lengths = [length for member in members for length in member.row_lengths]
@@ -186,7 +188,7 @@ def pack(
         steps=_steps(members, cu_seqlens, first_row, tensor),
         num_tokens=int(cu_seqlens[-1]),
         num_groups=groups[-1] + 1 if groups else 0,
-        columns=_columns(members, columns, device) if columns is not None else {},
+        columns=_columns(members, columns, names, device) if columns is not None else {},
         components={name: tensor(values, np.float64) for name, values in _components(members).items()},
         scores=tensor([member.reward for member in members], np.float64),
         truncated=tensor([getattr(member, "status", None) == "truncated" for member in members], np.bool_),
@@ -281,23 +283,36 @@ def _steps(members: Sequence[Packable], cu_seqlens: Array, first_row: Array, ten
 
 
 def _columns(
-    members: Sequence[Packable], columns: Sequence[Mapping[str, Array]], device: torch.device | str
+    members: Sequence[Packable],
+    columns: Sequence[Mapping[str, Array]],
+    names: Sequence[str] | None,
+    device: torch.device | str,
 ) -> dict[str, Tensor]:
     if len(columns) != len(members):
         raise TrajectoryError(f"columns of {len(columns)} members for {len(members)}: one mapping each")
-    names = dict.fromkeys(name for mapping in columns for name in mapping)
-    for member, mapping in zip(members, columns, strict=True):
-        length = sum(member.row_lengths)
-        for name in names:
-            where = f"member {(member.group_id, member.rollout_index)}"
-            if name not in mapping:
-                raise TrajectoryError(f"{where} has no column {name}, others have: supply it for all")
-            if mapping[name].shape != (length,):
-                raise TrajectoryError(f"{where}: {name} has shape {mapping[name].shape}, needs ({length},)")
-    packed = {name: np.concatenate([mapping[name] for mapping in columns]) for name in names}
+    if names is None:
+        names = list(dict.fromkeys(name for mapping in columns for name in mapping))
+    shapes = [(sum(member.row_lengths),) for member in members]
+    packed: dict[str, Array] = {}
+    for name in names:
+        arrays: list[Array] = []
+        for member, mapping, shape in zip(members, columns, shapes, strict=True):
+            array = mapping.get(name)
+            if array is None:
+                raise TrajectoryError(
+                    f"{_where(member)} has no column {name}, others have: supply it for all"
+                )
+            if array.shape != shape:
+                raise TrajectoryError(f"{_where(member)}: {name} has shape {array.shape}, needs {shape}")
+            arrays.append(array)
+        packed[name] = np.concatenate(arrays)
     if "response_mask" in packed:
         _check_mask(members, packed["response_mask"])
     return {name: torch.from_numpy(array).to(device) for name, array in packed.items()}
+
+
+def _where(member: Packable) -> str:
+    return f"member {(member.group_id, member.rollout_index)}"
 
 
 def _check_mask(members: Sequence[Packable], mask: Array) -> None:
@@ -310,9 +325,8 @@ def _check_mask(members: Sequence[Packable], mask: Array) -> None:
         for row, (length, announced) in enumerate(zip(member.row_lengths, member.row_trainable, strict=True)):
             found = int(np.count_nonzero(mask[start : start + length]))
             if found > announced:
-                where = f"member {(member.group_id, member.rollout_index)} row {row}"
                 raise TrajectoryError(
-                    f"{where}: response_mask has {found} ones, row_trainable says {announced}"
+                    f"{_where(member)} row {row}: response_mask has {found} ones, row_trainable says {announced}"
                 )
             if member.is_baseline:
                 mask[start : start + length] = 0

@@ -15,7 +15,7 @@ from streamadv.connection import Connection
 from streamadv.dead_letters import list_dead
 from streamadv.errors import NoBatchError
 from streamadv.keys import ShardKeys
-from streamadv.results import assign, counts_of, parse_result
+from streamadv.results import assign, counts_of, numbers_of, parse_result
 from streamadv.trainer_queue import TrainerQueue
 from streamadv.wire import Reference, StepSpan
 
@@ -80,12 +80,17 @@ def test_every_number_goes_back_to_its_owner(found: Any, level: str, split: int)
                 b"advantages": numbers.tobytes(),
             },
         )
-    for each in assign(units, results, groups):
-        (own_number,) = set(each.numbers["rewards"].tolist())
-        assert set(each.numbers["step_rewards"].tolist()) <= {own_number}
-        assert set(each.numbers["advantages"].tolist()) <= {own_number}
+    members = assign(units, results, groups)
+    for each in members:
+        (own_number,) = set(numbers_of([each], "rewards").tolist())
+        assert set(numbers_of([each], "step_rewards").tolist()) <= {own_number}
+        assert set(numbers_of([each], "advantages").tolist()) <= {own_number}
         wanted = each.reference.row_lengths if level == "row" else each.reference.steps
-        assert len(each.numbers["advantages"]) == len(wanted)
+        assert len(numbers_of([each], "advantages")) == len(wanted)
+    for chosen in (members, members[::-1], members[::2]):
+        for name in ("rewards", "step_rewards", "advantages"):
+            one_by_one = [number for each in chosen for number in numbers_of([each], name)]
+            assert numbers_of(chosen, name).tolist() == one_by_one
 
 
 def test_a_group_whose_output_has_the_wrong_size_is_dead(fake: Connection) -> None:
