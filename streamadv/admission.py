@@ -44,12 +44,14 @@ def busy_error(reply: Sequence[bytes], timeout: float | None) -> Busy:
 
 
 def broken_group_error(group_id: str) -> GroupEndedError:
+    """To raise for an open group whose hash no script of the run has left so."""
     return GroupEndedError(
         f"group {group_id} is not what was opened, somebody wrote into it: begin another one"
     )
 
 
 def push_codes(reply: list[Any], group_id: str, size: int) -> list[str]:
+    """What the push script says of each record. Raises Busy, TrajectoryError (group_size), GroupEndedError."""
     state = reply[0].decode()
     if state == "busy":
         raise busy_error(reply, None)

@@ -135,10 +135,12 @@ class _Common:
 
     @property
     def is_cluster(self) -> bool:
+        """Whether the server last reached is a cluster's; False before."""
         return self._target is not None and self._target.cluster
 
     @property
     def safe_url(self) -> str:
+        """The URL without its password, for messages."""
         return hide_password(self.url)
 
     def __repr__(self) -> str:
@@ -258,6 +260,7 @@ class Connection(_Common):
                 cast(redis.cluster.RedisCluster, client).nodes_manager.initialize()
 
     def close(self) -> None:
+        """Close every client; the next use opens them again."""
         with self._lock:
             if self._target is not None:
                 for client in self._clients.values():

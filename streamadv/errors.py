@@ -50,7 +50,7 @@ class ServerUnreachableError(StreamadvError):
 
 
 class ProcessEndedError(StreamadvError):
-    """A process of the demo keeps ending, or has stopped moving."""
+    """A child process (of the demo, of a benchmark) keeps ending, or has stopped moving."""
 
 
 class Busy(StreamadvError):

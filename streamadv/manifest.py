@@ -81,6 +81,7 @@ class RunSettings(BaseModel):
 
     @property
     def given(self) -> dict[str, Any]:
+        """What was set, as it goes into the manifest; `shards` apart, which is resolved first."""
         return self.model_dump(mode="json", exclude_none=True, exclude={"shards"})
 
 

@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 
 
 class Sized(Protocol):
+    """What a plan needs to know of a trajectory: the token counts of its rows."""
+
     @property
     def row_lengths(self) -> Sequence[int]: ...
 

@@ -26,6 +26,8 @@ _INCLUDE = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
 
 
 class Script(NamedTuple):
+    """A Lua script with what it includes, and the SHA-1 by which a server knows it."""
+
     name: str
     text: str
     sha: str
@@ -59,6 +61,7 @@ def load(name: str) -> Script:
 
 
 def script_call(name: str, keys: Sequence[str], args: Sequence[Any] = ()) -> ScriptCall:
+    """A call of `lua/NAME.lua`; keys and arguments in the order its first lines give."""
     return ScriptCall(load(name), keys, args)
 
 

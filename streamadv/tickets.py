@@ -28,6 +28,7 @@ class Ticket:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
+        """One line of JSON, for `from_json` in whichever process plays the rollout."""
         return json.dumps(asdict(self))
 
     @classmethod

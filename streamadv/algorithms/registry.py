@@ -28,6 +28,8 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
+    """A registered estimator: what it computes with, how much of a batch it must see, what it can be told."""
+
     name: str
     scope: Scope
     level: Level
