@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from streamadv import producing
+from streamadv import records
 from streamadv.connection import Connection
 from streamadv.errors import SettingError
 from streamadv.keys import manifest_key
@@ -33,7 +33,7 @@ def test_a_field_that_a_newer_release_adds_passes_through_an_older_one(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within a schema version fields are only ever added, and left alone by who does not know them."""
-    encode, refer = producing.encode_payload, producing.make_reference
+    encode, refer = records.encode_payload, records.make_reference
 
     def encode_newer(item: Any) -> dict[Any, Any]:
         fields = encode(item)
@@ -46,8 +46,8 @@ def test_a_field_that_a_newer_release_adds_passes_through_an_older_one(
     joined = join(redis_url, run)
     with Producer(redis_url, run) as older:
         push_groups(older, 2, prefix="old")
-        monkeypatch.setattr(producing, "encode_payload", encode_newer)
-        monkeypatch.setattr(producing, "make_reference", refer_newer)
+        monkeypatch.setattr(records, "encode_payload", encode_newer)
+        monkeypatch.setattr(records, "make_reference", refer_newer)
         with Producer(redis_url, run) as newer:
             push_groups(newer, 2, prefix="new")
             newer.finish()
