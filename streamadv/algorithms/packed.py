@@ -293,7 +293,8 @@ def _columns(
     if names is None:
         names = list(dict.fromkeys(name for mapping in columns for name in mapping))
     shapes = [(sum(member.row_lengths),) for member in members]
-    packed: dict[str, Array] = {}
+    device = torch.device(device)
+    packed: dict[str, Tensor] = {}
     for name in names:
         arrays: list[Array] = []
         for member, mapping, shape in zip(members, columns, shapes, strict=True):
@@ -305,10 +306,20 @@ def _columns(
             if array.shape != shape:
                 raise TrajectoryError(f"{_where(member)}: {name} has shape {array.shape}, needs {shape}")
             arrays.append(array)
-        packed[name] = np.concatenate(arrays)
+        packed[name] = _end_to_end(arrays, pinned=device.type == "cuda")
     if "response_mask" in packed:
-        _check_mask(members, packed["response_mask"])
-    return {name: torch.from_numpy(array).to(device) for name, array in packed.items()}
+        _check_mask(members, packed["response_mask"].numpy())
+    return {name: column.to(device, non_blocking=True) for name, column in packed.items()}
+
+
+def _end_to_end(arrays: Sequence[Array], pinned: bool) -> Tensor:
+    """[N] on the host; from pinned memory the device copies while the host goes on."""
+    if not pinned:
+        return torch.from_numpy(np.concatenate(arrays))
+    dtype = torch.from_numpy(np.empty(0, np.result_type(*arrays))).dtype
+    column = torch.empty(sum(map(len, arrays)), dtype=dtype, pin_memory=True)
+    np.concatenate(arrays, out=column.numpy())
+    return column
 
 
 def _where(member: Packable) -> str:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from streamadv.algorithms import PackedBatch, build_chain, chain, estimator_names, kernels, run_chain
 from streamadv.algorithms.estimators.gae import gae_scan
 from streamadv.algorithms.off_policy import at_level
+from streamadv.algorithms.packed import pack
 from streamadv.algorithms.registry import get_estimator
 from streamadv.algorithms.runs import run_mean, run_returns
 from streamadv.algorithms.segments import moments
@@ -170,3 +171,34 @@ def test_a_chain_on_nothing_trainable_has_no_metrics_of_tokens() -> None:
     batch = batch_of([member("g", 0, 1.0, [[0, 0]], old_log_probs=[1, 2], rollout_log_probs=[3, 4])])
     result = run_chain(build_chain({"estimator": "grpo", "correction": CORRECTION}), batch)
     assert not [name for name in result.metrics if name.startswith("rollout_corr/")]
+
+
+def test_columns_for_a_device_are_packed_in_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without one: only what is asked of the allocator, and that the same values are laid down."""
+    pairs, empty, pinned = random_pairs(5, 3), torch.empty, []
+
+    def ordinary(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        column = empty(*size, **options)
+        if pin_memory:
+            pinned.append(column)
+        return column
+
+    monkeypatch.setattr(torch, "empty", ordinary)
+    monkeypatch.setattr(torch.Tensor, "to", lambda column, *_, **__: column)
+    infos, columns = [info for info, _ in pairs], [columns for _, columns in pairs]
+    packed = pack(infos, columns, "cuda").columns
+    assert {id(column) for column in pinned} == {id(column) for column in packed.values()}
+    torch.testing.assert_close(packed, pack(infos, columns).columns, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_chains_give_the_same_numbers_on_the_device() -> None:
+    pairs = random_pairs(6, 5)
+    infos, columns = [info for info, _ in pairs], [columns for _, columns in pairs]
+    here, there = pack(infos, columns), pack(infos, columns, "cuda")
+    for name, settings_ in CHAINS.items():
+        want, got = (run_chain(build_chain(settings_), batch) for batch in (here, there))
+        assert want.advantages is not None, name
+        torch.testing.assert_close(got.advantages, want.advantages.cuda(), rtol=1e-5, atol=1e-5)
+        assert want.metrics == pytest.approx(dict(got.metrics), rel=1e-5, abs=1e-5), name
