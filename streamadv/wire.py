@@ -114,7 +114,7 @@ class Header(BaseModel):
     data_source: ShortText | None = None
     role: Role = Role.TRAIN
     metadata: Metadata = Field(default_factory=dict)
-    steps: list[StepSpan] = Field(default_factory=list, max_length=MAX_STEPS)
+    steps: tuple[StepSpan, ...] = Field(default=(), max_length=MAX_STEPS)
     rows: list[RowHeader] = Field(default_factory=list, max_length=MAX_ROWS)
     columns: dict[StoredColumn, ColumnSpec] = Field(default_factory=dict, max_length=2 * MAX_COLUMNS)
 
@@ -135,10 +135,11 @@ class Reference(BaseModel):
     versions: tuple[Count, Count] | None = None
     epoch: int = 0  # of the trainer when the group was begun
     data_source: str | None = None
-    row_lengths: list[Length] = Field(max_length=MAX_ROWS)
-    row_trainable: list[Length] = Field(max_length=MAX_ROWS)
-    steps: list[StepSpan] = Field(default_factory=list, max_length=MAX_STEPS)
-    columns: list[str] = Field(default_factory=list, max_length=2 * MAX_COLUMNS)
+    # Tuples: a trainer holds thousands of references, and its garbage collector walks through lists again and again.
+    row_lengths: tuple[Length, ...] = Field(max_length=MAX_ROWS)
+    row_trainable: tuple[Length, ...] = Field(max_length=MAX_ROWS)
+    steps: tuple[StepSpan, ...] = Field(default=(), max_length=MAX_STEPS)
+    columns: tuple[str, ...] = Field(default=(), max_length=2 * MAX_COLUMNS)
 
     @property
     def is_baseline(self) -> bool:
@@ -212,15 +213,15 @@ def make_reference(trajectory: Trajectory, key: str, size: int, epoch: int) -> R
         versions=trajectory.version_span,
         epoch=epoch,
         data_source=trajectory.data_source,
-        row_lengths=[len(row) for row in trajectory.rows],
-        row_trainable=[int(np.count_nonzero(row.response_mask)) for row in trajectory.rows],
+        row_lengths=tuple(len(row) for row in trajectory.rows),
+        row_trainable=tuple(int(np.count_nonzero(row.response_mask)) for row in trajectory.rows),
         steps=_step_spans(trajectory),
-        columns=sorted(_column_names(trajectory.rows[0])) if trajectory.rows else [],
+        columns=tuple(sorted(_column_names(trajectory.rows[0]))) if trajectory.rows else (),
     )
 
 
-def _step_spans(trajectory: Trajectory) -> list[StepSpan]:
-    return [StepSpan(s.row, s.start, s.end, s.reward, s.state_key) for s in trajectory.steps]
+def _step_spans(trajectory: Trajectory) -> tuple[StepSpan, ...]:
+    return tuple(StepSpan(s.row, s.start, s.end, s.reward, s.state_key) for s in trajectory.steps)
 
 
 def _column_names(row: Row) -> list[str]:
@@ -280,11 +281,11 @@ def _contradiction(reference: Reference, header: Header, columns: Mapping[str, A
     """Where a payload contradicts its reference, or None; `response_mask` is compared if it was read."""
     if (header.group_id, header.rollout_index) != (reference.group_id, reference.rollout_index):
         return f"payload header is of {one_line(header.group_id)}/{header.rollout_index}"
-    if [row.length for row in header.rows] != reference.row_lengths:
+    if tuple(row.length for row in header.rows) != reference.row_lengths:
         return "payload header has other row lengths than the reference"
     if header.steps != reference.steps:
         return "payload header has other steps than the reference"
-    if sorted(header.columns) != reference.columns:
+    if tuple(sorted(header.columns)) != reference.columns:
         return "payload header has other columns than the reference"
     mask = columns.get("response_mask")
     ones, announced = 0 if mask is None else int(np.count_nonzero(mask)), sum(reference.row_trainable)

@@ -116,8 +116,8 @@ def test_a_reference_carries_the_scalars(item: Trajectory) -> None:
     assert back == sent
     assert back.reward == item.reward
     assert back.size == payload_bytes(received(item))
-    assert back.row_lengths == [len(row) for row in item.rows]
-    assert back.row_trainable == [int(row.response_mask.sum()) for row in item.rows]
+    assert back.row_lengths == tuple(len(row) for row in item.rows)
+    assert back.row_trainable == tuple(int(row.response_mask.sum()) for row in item.rows)
     assert back.versions == item.version_span
     assert set(back.columns) == {*item.rows[0].columns, *item.rows[0].extras}
     assert back.is_baseline == (item.role == "baseline")
