@@ -245,9 +245,13 @@ class Lineage:
 
     def could_name(self, max_groups: int | None = None) -> bool:
         """Read on in the groups logs: whether there are enough groups for another batch."""
-        limit = max_groups or self._settings.batch_groups
-        self._read_on(limit)
-        return len(self._waiting) >= min(self._settings.min_groups, limit)
+        self._read_on(max_groups or self._settings.batch_groups)
+        return self.share_behind_next(max_groups) < 0
+
+    def share_behind_next(self, max_groups: int | None = None) -> float:
+        """How much of another batch, 0 to 1, is missing when one more group is there; below 0: none is needed."""
+        needed = min(self._settings.min_groups, max_groups or self._settings.batch_groups)
+        return (needed - len(self._waiting) - 1) / needed
 
     @property
     def waits_for_groups(self) -> bool:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from redis.exceptions import ResponseError
 
@@ -16,6 +16,10 @@ from .lineage import Lineage
 from .malformed import reject_logged
 from .problems import brief
 from .results import Result, parse_result
+
+#: The groups log is left alone for so long while a whole batch is missing, less and less as it fills: not each group
+#: that comes is worth three round trips. Results and the last group are never waited for.
+REST_S: Final = 0.05
 
 
 class ReadyLogs:
@@ -66,12 +70,16 @@ class ReadyLogs:
         shards = lineage.run.keys.shards
         share = max(1, block_ms // len(shards))
         started = time.monotonic()
+        rest_until = started + REST_S * lineage.share_behind_next(max_groups)
         blocking = lineage.run.connection.blocking(share)
         for shard, keys in enumerate(shards):
             until = time.monotonic() + share / 1000
             while (left_ms := round((until - time.monotonic()) * 1000)) > 0:
                 streams: dict[Any, Any] = {keys.ready: self._cursors.get(shard, "0-0")}
-                if lineage.waits_for_groups:
+                rest_ms = round((rest_until - time.monotonic()) * 1000) if lineage.waits_for_groups else 0
+                if rest_ms > 0:
+                    left_ms = min(left_ms, rest_ms)
+                elif lineage.waits_for_groups:
                     streams[keys.groups] = lineage.seen[shard]
                 reply: Any = None
                 try:
@@ -80,8 +88,11 @@ class ReadyLogs:
                     if not str(error).startswith("UNBLOCKED"):  # a primary was demoted while this waited
                         raise
                 if not reply:
+                    if rest_ms > 0:
+                        continue
                     break
                 if keys.ready.encode() in dict(reply) or lineage.could_name(max_groups):
                     return
+                rest_until = time.monotonic() + REST_S * lineage.share_behind_next(max_groups)
         if time.monotonic() - started < block_ms / 2000:
             stop.wait(share / 1000)  # a server that does not block must not be asked in a loop
