@@ -6,6 +6,7 @@ what a producer costs. Redis itself reads large values without a copy.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ except ImportError:  # the extra `fast` is not installed
 
 #: Bytes from which a value is a chunk of its own: below, one more system call costs more than the copy.
 LARGE: Final = 60_000
+#: Instead of a command with its arguments, `Packer` takes this and the chunks of `pack_transaction`.
+TRANSACTION: Final = "MULTI"
 
 
 class Packer:
@@ -25,6 +28,8 @@ class Packer:
 
     def pack(self, *args: Any) -> list[bytes | memoryview]:
         """Raises redis' DataError for what is no str, bytes, buffer or number."""
+        if args[0] == TRANSACTION and len(args) > 1:
+            return args[1]  # type: ignore[no-any-return]
         name = args[0] if isinstance(args[0], bytes) else args[0].encode()
         args = (*name.split(), *args[1:])  # 'XINFO GROUPS' is two words to Redis
         if pack_command is not None and name != b"HSET":
@@ -41,6 +46,40 @@ class Packer:
             else:
                 pieces += [value, b"\r\n"]
         return [*chunks, b"".join(pieces)]
+
+
+def pack_transaction(
+    payloads: Iterable[tuple[str, Mapping[Any, Any]]], call: Sequence[Any]
+) -> list[bytes | memoryview]:
+    """The chunks of a MULTI that writes hashes (values: bytes or arrays), then makes `call`."""
+    packer = Packer()
+    chunks: list[bytes | memoryview] = []
+    pieces: list[Any] = [b"*1\r\n$5\r\nMULTI\r\n"]
+    gathered = 0
+    for key, fields in payloads:
+        name = key.encode()
+        pieces.append(b"*%d\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n" % (2 + 2 * len(fields), len(name), name))
+        for field, value in fields.items():
+            name = field if isinstance(field, bytes) else field.encode()
+            size = len(value) if isinstance(value, bytes) else value.nbytes
+            pieces.append(b"$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size))
+            if size >= LARGE:
+                chunks += [b"".join(pieces), as_buffer(value)]
+                pieces, gathered = [b"\r\n"], 0
+                continue
+            pieces += [value, b"\r\n"]
+            gathered += size
+            if gathered >= LARGE:
+                chunks.append(b"".join(pieces))
+                pieces, gathered = [], 0
+    return [*chunks, b"".join([*pieces, *packer.pack(*call), b"*1\r\n$4\r\nEXEC\r\n"])]
+
+
+def as_buffer(value: Any) -> bytes | memoryview:
+    """The bytes of a value that is bytes or an array in memory order, uncopied."""
+    if isinstance(value, bytes):
+        return value
+    return memoryview(value).cast("B") if value.nbytes else b""
 
 
 def _encoded(arg: Any) -> bytes | memoryview:

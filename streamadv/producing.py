@@ -135,7 +135,7 @@ class ProducerLogic:
         while True:
             chosen = group_id or new_group_id()  # a new id may land on a shard with room
             keys = self._keys(chosen)
-            args = [chosen, *self._admission(size, places, data_source, deadline_s)]
+            args = self._admission(chosen, size, places, data_source, deadline_s)
             try:
                 reply = yield script_call("begin", keys.admission(chosen), args)
             except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
@@ -183,7 +183,7 @@ class ProducerLogic:
         places = places or size + manifest.redundancy
         self._check_reserve(places)
         records = [encode_record(trajectory, self.joined.max_trajectory_bytes) for trajectory in trajectories]
-        spec = self._admission(size, places, first.data_source, None)
+        spec = self._admission(first.group_id, size, places, first.data_source, None)
 
         def send() -> Steps[PushResult]:
             return (yield from self._push_records(spec, records, epoch or 0))
@@ -193,8 +193,8 @@ class ProducerLogic:
     def end_places(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that rollouts ended without a trajectory: `kind` failed, aborted or cancelled; -1 = lowest free."""
         keys = self._keys(ticket.group_id)
-        spec = self._admission(ticket.group_size, ticket.places, ticket.data_source, None)
-        args: list[Any] = [ticket.group_id, *spec, "0"]
+        spec = self._admission(ticket.group_id, ticket.group_size, ticket.places, ticket.data_source, None)
+        args: list[Any] = [*spec, "0"]
         for index in indices:
             # The nonce makes a repeated call for "the lowest free place" take no second one.
             args += [index, kind, "", 0, secrets.token_hex(8), "train", ""]
@@ -267,14 +267,14 @@ class ProducerLogic:
                 if not admitted:
                     raise
                 yield from self._wait_for_room(backoff)
-        self._resend.remember(shard, server_id, sum(size for _, (_, size) in records), send)
+        self._resend.remember(shard, server_id, sum(record.size for record in records), send)
         return result
 
     def _push_records(self, spec: list[Any], records: Sequence[Record], epoch: int) -> Steps[PushResult]:
         codes: list[str] = []
-        group_id = records[0][0].group_id
-        for start, stop in slices([size for _, (_, size) in records]):
-            codes += yield from self._push_slice(self._keys(group_id), spec, records[start:stop], epoch)
+        keys = self._keys(spec[0])
+        for start, stop in slices([record.size for record in records]):
+            codes += yield from self._push_slice(keys, spec, records[start:stop], epoch)
         return PushResult(codes)
 
     def _push_slice(
@@ -296,8 +296,7 @@ class ProducerLogic:
             except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
                 yield from self._wait_for_room(backoff)
                 continue
-            first = records[0][0]
-            return push_codes(reply, first.group_id, first.group_size)
+            return push_codes(reply, *spec[:2])
 
     def _wait_for_room(self, backoff: Backoff) -> Steps[None]:
         delay = backoff.delay()
@@ -345,17 +344,18 @@ class ProducerLogic:
         return keys.shard(keys.shard_of(group_id))
 
     def _admission(
-        self, size: int, places: int, data_source: str | None, deadline_s: float | None
+        self, group_id: str, size: int, places: int, data_source: str | None, deadline_s: float | None
     ) -> list[Any]:
+        """The first arguments of the scripts that may open a group."""
         manifest = self.joined
         deadline_ms = round((deadline_s or manifest.group_deadline_s) * 1000)
-        shards = len(manifest.keys.salts)
         return [
+            group_id,
             size,
             places,
             data_source or "",
             deadline_ms,
             manifest.max_trajectory_bytes,
             self.max_bytes,
-            shards,
+            len(manifest.keys.salts),
         ]

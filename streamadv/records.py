@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .errors import TrajectoryError
 from .exchange import Transaction
@@ -12,19 +12,31 @@ from .keys import ShardKeys
 from .manifest import Manifest
 from .schema import Trajectory
 from .scripts import script_call
-from .wire import encode_payload, make_reference, payload_bytes
+from .wire import encode_payload, encode_reference, payload_bytes, sent_reference
 
 #: Largest slice of a group sent in one MULTI.
 MAX_SLICE_RECORDS: Final = 128
 MAX_SLICE_BYTES: Final = 4 << 20
-#: A trajectory with the fields of its payload and their size.
-Record = tuple[Trajectory, tuple[dict[Any, Any], int]]
+
+
+class Record(NamedTuple):
+    """A terminal record of a place, encoded. Kept for a while, so nothing that the garbage collector walks."""
+
+    rollout_index: int
+    kind: str
+    reward: str
+    role: str
+    size: int  # of the payload; 0 without one
+    reference: bytes  # but for key and epoch
+    fields: dict[Any, Any]
 
 
 def encode_record(trajectory: Trajectory, limit: int) -> Record:
     """A trajectory with its payload, empty unless it is usable. Raises TrajectoryError above `limit` bytes."""
-    if _kind(trajectory) != "usable":
-        return trajectory, ({}, 0)
+    kind = _kind(trajectory)
+    known = (trajectory.rollout_index, kind, _reward(trajectory), str(trajectory.role))
+    if kind != "usable":
+        return Record(*known, 0, b"", {})
     fields = encode_payload(trajectory)
     size = payload_bytes(fields)
     if size > limit:
@@ -32,25 +44,26 @@ def encode_record(trajectory: Trajectory, limit: int) -> Record:
             f"trajectory {trajectory.group_id}/{trajectory.rollout_index} has {size} bytes, "
             f"max_trajectory_bytes is {limit}: drop columns or raise it for the run"
         )
-    return trajectory, (fields, size)
+    return Record(*known, size, encode_reference(trajectory, size), fields)
 
 
 def push_request(
     manifest: Manifest, keys: ShardKeys, spec: Sequence[Any], records: Sequence[Record], epoch: int
 ) -> Transaction:
-    """One send of records of a group; `spec`: arguments of its admission."""
-    group_id = records[0][0].group_id
+    """One send of records of a group; `spec`: arguments of its admission, the group's id first."""
     scorer = keys.scoring(manifest.scorers[0]) if manifest.scorers else keys.void
-    # Fresh keys for every send: under the old ones a send whose reply was lost may live already.
-    payload_keys = [keys.payload(secrets.token_hex(12)) if size else keys.void for _, (_, size) in records]
-    args: list[Any] = [group_id, *spec, "1" if manifest.scorers else "0"]
-    for key, (trajectory, (_, size)) in zip(payload_keys, records, strict=True):
-        args += [trajectory.rollout_index, _kind(trajectory), _reward(trajectory), size]
-        reference = make_reference(trajectory, key, size, epoch) if size else None
-        text = reference.model_dump_json(exclude_defaults=True) if reference else ""
-        args += [key, trajectory.role, text]
-    call = script_call("push", [*keys.admission(group_id), keys.rollouts, scorer, *payload_keys], args)
-    payloads = [(key, fields) for key, (_, (fields, size)) in zip(payload_keys, records, strict=True) if size]
+    args: list[Any] = [*spec, "1" if manifest.scorers else "0"]
+    payload_keys, payloads = [], []
+    for record in records:
+        key, reference = keys.void, b""
+        if record.size:
+            # A fresh key for every send: under the old one a send whose reply was lost may live already.
+            key = keys.payload(secrets.token_hex(12))
+            reference = sent_reference(record.reference, key, epoch)
+            payloads.append((key, record.fields))
+        payload_keys.append(key)
+        args += [record.rollout_index, record.kind, record.reward, record.size, key, record.role, reference]
+    call = script_call("push", [*keys.admission(spec[0]), keys.rollouts, scorer, *payload_keys], args)
     return Transaction(payloads, call)
 
 

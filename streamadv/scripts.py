@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import NoScriptError
 
+from .clients import Client, Payloads
 from .connection import RETRYABLE, AsyncConnection, Connection
-
-#: Keys of hashes and their fields.
-Payloads = Sequence[tuple[str, dict[Any, Any]]]
+from .packing import as_buffer
 
 _INCLUDE = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
+#: Left out of what travels; the lines stay, as a script's errors name them.
+_INDENT_OR_COMMENT = re.compile(r"^[ \t]+(?:--.*)?|^--.*", re.MULTILINE)
 
 
 class Script(NamedTuple):
@@ -53,10 +54,11 @@ class ScriptCall(NamedTuple):
 
 @cache
 def load(name: str) -> Script:
-    """The script `lua/<name>.lua` with its includes."""
+    """The script `lua/<name>.lua` with its includes, less indentation and comment lines."""
     folder = resources.files("streamadv") / "lua"
     text = (folder / f"{name}.lua").read_text()
     text = _INCLUDE.sub(lambda match: (folder / "lib" / f"{match[1]}.lua").read_text(), text)
+    text = _INDENT_OR_COMMENT.sub("", text)
     return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
@@ -83,8 +85,11 @@ async def run_script_async(client: Any, call: ScriptCall) -> Any:
 
 def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall) -> Any:
     """MULTI: write the hashes, then run `call`, whose reply is returned. Never sent twice."""
+    client = connection.push
     try:
-        pipe = connection.push.pipeline(transaction=True)
+        if isinstance(client, Client):
+            return client.transact(payloads, ("EVAL", *call.by_text))
+        pipe = client.pipeline(transaction=True)
         return _fill(pipe, payloads, call).execute()[-1]
     except RETRYABLE:
         connection.note_failed_push()
@@ -103,7 +108,7 @@ async def run_transaction_async(connection: AsyncConnection, payloads: Payloads,
 
 def _fill(pipe: Any, payloads: Payloads, call: ScriptCall) -> Any:
     for key, fields in payloads:
-        pipe.hset(key, mapping=fields)
+        pipe.hset(key, mapping={name: as_buffer(value) for name, value in fields.items()})
     pipe.execute_command("EVAL", *call.by_text)  # as a plain command: a cluster's pipeline has no `eval`
     return pipe
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic_core import to_json
 
 from .columns import (
     COLUMN_NAME,
@@ -88,6 +89,7 @@ class ColumnSpec(BaseModel):
 
 
 _KNOWN_SPECS: Final = {name: ColumnSpec(dtype=dtype.str) for name, dtype in KNOWN_COLUMNS.items()}
+_KNOWN_HEADERS: Final = {name: {"dtype": dtype.str} for name, dtype in KNOWN_COLUMNS.items()}
 
 
 class RowHeader(BaseModel):
@@ -164,60 +166,79 @@ class Payload:
 
 
 def encode_payload(trajectory: Trajectory) -> dict[Any, Any]:
-    """The fields of the payload hash. Raises TrajectoryError when header or metadata are too large."""
-    header = Header(
-        group_id=trajectory.group_id,
-        group_size=trajectory.group_size,
-        rollout_index=trajectory.rollout_index,
-        status=trajectory.status,
-        reward=trajectory.reward,
-        rewards=trajectory.rewards,
-        model_version=trajectory.model_version,
-        data_source=trajectory.data_source,
-        role=trajectory.role,
-        metadata=trajectory.metadata,
-        steps=_step_spans(trajectory),
-        rows=[RowHeader(length=len(row), agent=row.agent, reward=row.reward) for row in trajectory.rows],
-        columns=_column_specs(trajectory),
-    )
-    text = header.model_dump_json(exclude_defaults=True).encode()
+    """The fields of the payload hash, columns as arrays. Raises TrajectoryError when the header is too large."""
+    columns = _column_specs(trajectory)
+    header = _scalars(trajectory)
+    header["group_size"] = trajectory.group_size
+    if trajectory.model_version is not None:
+        header["model_version"] = trajectory.model_version
+    if trajectory.metadata:
+        header["metadata"] = trajectory.metadata
+    header["rows"] = [_row_header(row) for row in trajectory.rows]
+    header["columns"] = columns
+    text = to_json(header)
     if len(text) > MAX_HEADER_BYTES:
         raise TrajectoryError(
             f"metadata: header of {trajectory.group_id}/{trajectory.rollout_index} has {len(text)} bytes, "
             f"at most {MAX_HEADER_BYTES} are allowed: move large data into an extra column"
         )
     fields: dict[Any, Any] = {HEADER: text}
-    for name in header.columns:
+    for name in columns:
         arrays = [_row_array(row, name) for row in trajectory.rows]
-        array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        fields[name] = array.data.cast("B") if array.size else b""
+        fields[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     return fields
 
 
 def payload_bytes(fields: Mapping[Any, Any]) -> int:
     """Bytes of all field values; names and Redis' own overhead are not counted."""
-    return sum(len(value) for value in fields.values())
+    return sum(len(value) if isinstance(value, bytes) else value.nbytes for value in fields.values())
 
 
-def make_reference(trajectory: Trajectory, key: str, size: int, epoch: int) -> Reference:
-    """The reference of a trajectory whose payload is stored under the nonce `key`."""
-    return Reference(
-        group_id=trajectory.group_id,
-        rollout_index=trajectory.rollout_index,
-        key=key,
-        size=size,
-        status=trajectory.status,
-        reward=trajectory.reward,
-        rewards=trajectory.rewards,
-        role=trajectory.role,
-        versions=trajectory.version_span,
-        epoch=epoch,
-        data_source=trajectory.data_source,
-        row_lengths=tuple(len(row) for row in trajectory.rows),
-        row_trainable=tuple(int(np.count_nonzero(row.response_mask)) for row in trajectory.rows),
-        steps=_step_spans(trajectory),
-        columns=tuple(sorted(_column_names(trajectory.rows[0]))) if trajectory.rows else (),
-    )
+def encode_reference(trajectory: Trajectory, size: int) -> bytes:
+    """The JSON of a reference but for what each send gives it, see `sent_reference`; `size` of the payload."""
+    reference = _scalars(trajectory)
+    versions = trajectory.version_span
+    if versions is not None:
+        reference["versions"] = versions
+    reference["size"] = size
+    reference["row_lengths"] = [len(row) for row in trajectory.rows]
+    reference["row_trainable"] = [int(np.count_nonzero(row.response_mask)) for row in trajectory.rows]
+    reference["columns"] = sorted(_column_names(trajectory.rows[0])) if trajectory.rows else []
+    return to_json(reference)
+
+
+def sent_reference(reference: bytes, key: str, epoch: int) -> bytes:
+    """An encoded reference with the key of its payload, which is a new one for every send, and the group's epoch."""
+    return b'%b,"key":%b,"epoch":%d}' % (reference[:-1], to_json(key), epoch)
+
+
+def _scalars(trajectory: Trajectory) -> dict[str, Any]:
+    """What header and reference both say. Valid since `trajectory` is: no model checks it a second time."""
+    scalars: dict[str, Any] = {
+        "group_id": trajectory.group_id,
+        "rollout_index": trajectory.rollout_index,
+        "status": trajectory.status,
+    }
+    if trajectory.reward is not None:
+        scalars["reward"] = trajectory.reward
+    if trajectory.rewards:
+        scalars["rewards"] = trajectory.rewards
+    if trajectory.role is not Role.TRAIN:
+        scalars["role"] = trajectory.role
+    if trajectory.data_source is not None:
+        scalars["data_source"] = trajectory.data_source
+    if trajectory.steps:
+        scalars["steps"] = _step_spans(trajectory)
+    return scalars
+
+
+def _row_header(row: Row) -> dict[str, Any]:
+    header: dict[str, Any] = {"length": len(row)}
+    if row.agent is not None:
+        header["agent"] = row.agent
+    if row.reward is not None:
+        header["reward"] = row.reward
+    return header
 
 
 def _step_spans(trajectory: Trajectory) -> tuple[StepSpan, ...]:
@@ -362,18 +383,19 @@ def _row_array(row: Row, name: str) -> Array:
     return array
 
 
-def _column_specs(trajectory: Trajectory) -> dict[str, ColumnSpec]:
+def _column_specs(trajectory: Trajectory) -> dict[str, dict[str, Any]]:
     if not trajectory.rows:
         return {}
     first = trajectory.rows[0]
-    specs = {name: _KNOWN_SPECS[name] for name in _column_names(first) if name in KNOWN_COLUMNS}
+    specs = {name: _KNOWN_HEADERS[name] for name in first.columns if name in KNOWN_COLUMNS}
     for name, column in first.extras.items():
         columns = [row.extras[name] for row in trajectory.rows]
         kinds = {(c.data.dtype.str, c.data.shape[1:], c.per_token) for c in columns}
         if len(kinds) > 1:
             raise TrajectoryError(f"extra column {name} differs between rows in dtype, shape or per_token")
         lengths = None if column.per_token else [len(c.data) for c in columns]
-        specs[name] = ColumnSpec(dtype=column.data.dtype.str, shape=column.data.shape[1:], lengths=lengths)
+        spec = ColumnSpec(dtype=column.data.dtype.str, shape=column.data.shape[1:], lengths=lengths)
+        specs[name] = spec.model_dump(exclude_defaults=True)
     missing = [name for name in REQUIRED_COLUMNS if name not in specs]
     if missing:
         raise TrajectoryError(f"{missing[0]}: every row needs it")

@@ -15,17 +15,13 @@ from streamadv.producer import Producer
 from streamadv.run import open_run
 from streamadv.scorer import Scorer
 from streamadv.trainer_queue import TrainerQueue
-from streamadv.wire import SCHEMA_VERSION, Header, Reference
+from streamadv.wire import SCHEMA_VERSION, Header
 from tests.support import join, ledger, next_batch, problems, push_groups
 
 
-class NewerReference(Reference):
+class NewerHeader(Header):
     """Of a release that knows one field more."""
 
-    novelty: int = 0
-
-
-class NewerHeader(Header):
     novelty: int = 0
 
 
@@ -33,21 +29,21 @@ def test_a_field_that_a_newer_release_adds_passes_through_an_older_one(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within a schema version fields are only ever added, and left alone by who does not know them."""
-    encode, refer = records.encode_payload, records.make_reference
+    encode, refer = records.encode_payload, records.encode_reference
 
     def encode_newer(item: Any) -> dict[Any, Any]:
         fields = encode(item)
         header = NewerHeader.model_validate_json(fields[b"header"]).model_copy(update={"novelty": 1})
         return {**fields, b"header": header.model_dump_json(exclude_defaults=True).encode()}
 
-    def refer_newer(*args: Any) -> Any:
-        return NewerReference(**refer(*args).model_dump(), novelty=1)
+    def refer_newer(*args: Any) -> bytes:
+        return json.dumps({**json.loads(refer(*args)), "novelty": 1}).encode()
 
     joined = join(redis_url, run)
     with Producer(redis_url, run) as older:
         push_groups(older, 2, prefix="old")
         monkeypatch.setattr(records, "encode_payload", encode_newer)
-        monkeypatch.setattr(records, "make_reference", refer_newer)
+        monkeypatch.setattr(records, "encode_reference", refer_newer)
         with Producer(redis_url, run) as newer:
             push_groups(newer, 2, prefix="new")
             newer.finish()

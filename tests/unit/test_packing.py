@@ -9,11 +9,11 @@ import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
-from redis.exceptions import DataError
+from redis.exceptions import DataError, OutOfMemoryError, ResponseError
 
 from streamadv import packing
 from streamadv.connection import Connection
-from streamadv.packing import LARGE, Packer
+from streamadv.packing import LARGE, Packer, pack_transaction
 
 Argument = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
@@ -56,6 +56,48 @@ def test_a_large_value_is_sent_from_where_it_lies() -> None:
 def test_what_has_no_bytes_is_refused(command: str, arg: Any) -> None:
     with pytest.raises(DataError):
         Packer().pack(command, "key", arg)
+
+
+Value = st.one_of(
+    st.binary(max_size=8),
+    st.sampled_from([(0,), (3,), (2, 0), (2, 3), (LARGE // 3,), (LARGE,)]).map(np.ones),
+)
+Fields = st.dictionaries(
+    st.one_of(st.text("aä", max_size=3), st.just(b"header")), Value, min_size=1, max_size=5
+)
+
+
+@given(payloads=st.lists(st.tuples(st.sampled_from(["key", "ä-{x}"]), Fields), max_size=4))
+def test_a_transaction_is_its_commands_one_after_the_other(payloads: list[Any]) -> None:
+    call = ("EVAL", "return 1", 1, "key", 0.5, b"\0")
+    writes = []
+    for key, fields in payloads:
+        parts = [part for pair in fields.items() for part in pair]
+        writes.append(
+            ("HSET", key, *(bytes(part) if isinstance(part, np.ndarray) else part for part in parts))
+        )
+    commands = [("MULTI",), *writes, call, ("EXEC",)]
+    assert b"".join(pack_transaction(payloads, call)) == b"".join(map(plain, commands))
+
+
+def test_a_transaction_answers_with_its_call_or_raises_its_first_error(redis_url: str) -> None:
+    with Connection(redis_url) as connection:
+        client: Any = connection.push
+        payloads = [("hash", {"a": np.arange(3, dtype="<i4"), b"b": b"1"})]
+        assert client.transact(payloads, ("HGET", "hash", "a")) == np.arange(3, dtype="<i4").tobytes()
+        with pytest.raises(ResponseError, match="unknown command 'NONE'"):  # nothing was done
+            client.transact([("other", {"a": b""})], ("NONE",))
+        assert client.exists("other") == 0
+        client.set("text", "x")
+        with pytest.raises(ResponseError, match="WRONGTYPE"):
+            client.transact([("text", {"a": b""})], ("GET", "text"))
+        assert client.get("text") == b"x"  # every reply has been read
+        client.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(OutOfMemoryError):
+                client.transact(payloads, ("EVAL", "return 1", 0))
+        finally:
+            client.config_set("maxmemory", 0)
 
 
 def test_a_server_reads_them(redis_url: str) -> None:

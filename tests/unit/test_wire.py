@@ -19,9 +19,10 @@ from streamadv.wire import (
     Reference,
     decode_payload,
     encode_payload,
-    make_reference,
+    encode_reference,
     payload_bytes,
     payload_trajectory,
+    sent_reference,
 )
 
 from ..support import trajectory
@@ -111,17 +112,18 @@ def test_everything_pushed_comes_back(item: Trajectory) -> None:
 @settings(max_examples=60, deadline=None)
 @given(item=trajectories())
 def test_a_reference_carries_the_scalars(item: Trajectory) -> None:
-    sent = make_reference(item, "nonce", payload_bytes(encode_payload(item)), epoch=7)
-    back = Reference.model_validate_json(sent.model_dump_json(exclude_defaults=True))
-    assert back == sent
-    assert back.reward == item.reward
+    text = sent_reference(encode_reference(item, payload_bytes(encode_payload(item))), 'nonce "1"', 7)
+    back = Reference.model_validate_json(text)
+    assert (back.key, back.epoch) == ('nonce "1"', 7)
+    for name in ("group_id", "rollout_index", "status", "reward", "rewards", "role", "data_source"):
+        assert getattr(back, name) == getattr(item, name)
     assert back.size == payload_bytes(received(item))
     assert back.row_lengths == tuple(len(row) for row in item.rows)
     assert back.row_trainable == tuple(int(row.response_mask.sum()) for row in item.rows)
     assert back.versions == item.version_span
     assert set(back.columns) == {*item.rows[0].columns, *item.rows[0].extras}
     assert back.is_baseline == (item.role == "baseline")
-    assert [span.state_key for span in back.steps] == ["s 1"]
+    assert [span._asdict() for span in back.steps] == [step.model_dump() for step in item.steps]
 
 
 def test_only_the_columns_asked_for_are_decoded() -> None:
@@ -262,4 +264,4 @@ def test_rows_that_differ_in_an_extra_are_refused() -> None:
 def test_outputs_of_an_earlier_run_are_not_pushed() -> None:
     item = trajectory(advantages=np.ones(5), returns=np.ones(5))
     assert not {b"advantages", b"returns"} & received(item).keys()
-    assert "advantages" not in make_reference(item, "k", 1, 0).columns
+    assert b"advantages" not in encode_reference(item, 1)
