@@ -20,7 +20,7 @@ if ARGV[4] == 'pushed' then
 elseif ARGV[4] ~= '' then
   local length = 0
   for i = 5, #KEYS do length = length + redis.call('XLEN', KEYS[i]) end
-  leave(keys, ARGV[4], length)
+  leave(keys, ARGV[4], 1, length)
 end
 note_malformed(keys, ARGV[5], ARGV[3], ARGV[4] == '' and 0 or 1, ARGV[6], ARGV[7])
 return 1

@@ -33,6 +33,7 @@ if usable then
     redis.call('HSET', keys.group, index, 'u ' .. reward .. ' ' .. bytes .. ' ' .. key .. ' ' .. role .. ' ' .. reference)
     redis.call('HINCRBY', keys.group, 'usable', 1)
   end
-  try_complete(keys, id, policy)
+  local _, counts = group_state(keys)
+  if counts and is_complete(counts) then complete(keys, id, counts, policy) end
 end
 return 'scored'

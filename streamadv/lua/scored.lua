@@ -16,7 +16,7 @@ local passed = 0
 for at = 3, #ARGV, 9 do
   if redis.call('XACK', KEYS[2], ARGV[1], ARGV[at]) == 1 then
     redis.call('XDEL', KEYS[2], ARGV[at])
-    if ARGV[2] == '1' then leave(keys, 'scoring', in_scoring()) end
+    if ARGV[2] == '1' then leave(keys, 'scoring', 1, in_scoring()) end
     redis.call('XADD', KEYS[3], '*', 'group_id', ARGV[at + 1], 'index', ARGV[at + 2], 'kind', ARGV[at + 3],
       'reward', ARGV[at + 4], 'bytes', ARGV[at + 5], 'key', ARGV[at + 6], 'role', ARGV[at + 7],
       'reference', ARGV[at + 8])

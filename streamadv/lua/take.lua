@@ -23,70 +23,119 @@ local function drop(at, reason)
   if ARGV[at + 6] ~= '0' then redis.call('RPUSH', keys.garbage, ARGV[at + 7] .. ' ' .. ARGV[at + 6]) end
 end
 
--- Why the record is none that this run waits for, or nil.
-local function record_problem(at, open)
-  local id, index = ARGV[at + 2], tonumber(ARGV[at + 3])
-  if ARGV[at + 4] == 'usable' and redis.call('EXISTS', ARGV[at + 7]) == 0 then
-    return 'payload of ' .. id .. '/' .. index .. ' is not there'
-  end
-  local awaited = true
-  if open then
-    awaited = redis.call('HGET', keys.group, index) == 'p'
-  else
-    local text, key = find_ended(keys, id)
-    if text then
-      awaited = string.sub(text, index + 2, index + 2) == '2'
-      if awaited then
-        redis.call('HSET', key, id, string.sub(text, 1, index + 1) .. '1' .. string.sub(text, index + 3))
-      end
-    end
-  end
-  return not awaited and 'place ' .. index .. ' of group ' .. id .. ' waits for no record' or nil
+local function refuse(at, problem)
+  note_malformed(keys, 'rollouts', ARGV[at], 1, problem, ARGV[at + 9])
 end
 
-local taken = {}
-for at = 7, #ARGV, 10 do
-  local entry, id, index, kind = ARGV[at], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]
-  if redis.call('XACK', KEYS[2], ARGV[1], entry) == 1 then
-    redis.call('XDEL', KEYS[2], entry)
-    leave(keys, 'rollouts', redis.call('XLEN', KEYS[2]))
-    keys.group = KEYS[tonumber(ARGV[at + 1])]
-    local outcome, data_source
-    local state = group_state(keys)
-    if state == 'broken' then outcome, data_source = end_broken(keys, id, policy) end
-    local problem = record_problem(at, state == 'open')
-    if problem then
-      note_malformed(keys, 'rollouts', entry, 1, problem, ARGV[at + 9])
-    elseif state ~= 'open' then
-      local reason = kind
-      if kind == 'usable' then
-        local text = find_ended(keys, id)
-        reason = text and string.sub(text, 1, 1) == 'c' and 'surplus' or 'late'
-      end
-      drop(at, reason)
+local function no_payload(at)
+  return 'payload of ' .. ARGV[at + 2] .. '/' .. ARGV[at + 3] .. ' is not there'
+end
+
+local function not_awaited(at)
+  return 'place ' .. ARGV[at + 3] .. ' of group ' .. ARGV[at + 2] .. ' waits for no record'
+end
+
+-- A record whose group is not open.
+local function take_late(at)
+  local id, index, kind = ARGV[at + 2], tonumber(ARGV[at + 3]), ARGV[at + 4]
+  if kind == 'usable' and redis.call('EXISTS', ARGV[at + 7]) == 0 then return refuse(at, no_payload(at)) end
+  local text, key = find_ended(keys, id)
+  if text then
+    if string.sub(text, index + 2, index + 2) ~= '2' then return refuse(at, not_awaited(at)) end
+    redis.call('HSET', key, id, string.sub(text, 1, index + 1) .. '1' .. string.sub(text, index + 3))
+  end
+  drop(at, kind ~= 'usable' and kind or (text and string.sub(text, 1, 1) == 'c' and 'surplus' or 'late'))
+end
+
+-- Records of an open group, from records[first] up to the one that completes it. Returns which one was the last,
+-- and the outcome and data source of a group that has ended.
+local function take_open(records, first, counts)
+  local indices, payloads = {}, {}
+  for i = first, #records do
+    indices[#indices + 1] = ARGV[records[i] + 3]
+    if ARGV[records[i] + 4] == 'usable' then payloads[#payloads + 1] = ARGV[records[i] + 7] end
+  end
+  local places = redis.call('HMGET', keys.group, unpack(indices))
+  local all_there = #payloads == 0 or redis.call('EXISTS', unpack(payloads)) == #payloads
+  local waits, members, rewarded, unscored = {}, {}, {}, 0
+  for i, index in ipairs(indices) do waits[index] = places[i] == 'p' end
+  local usable, unusable, last = counts.usable, counts.unusable, first - 1
+  repeat
+    last = last + 1
+    local at = records[last]
+    local index, kind, reward = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
+    if kind == 'usable' and not all_there and redis.call('EXISTS', ARGV[at + 7]) == 0 then
+      refuse(at, no_payload(at))
+    elseif not waits[index] then
+      refuse(at, not_awaited(at))
     else
-      local reward = ARGV[at + 5]
+      waits[index] = false
       if kind == 'usable' and reward == '' then
         reward = redis.call('HGET', keys.group, 'score_value:' .. index) or '-'
         if reward == 'x' then kind = 'unscorable' end
       else
-        redis.call('HDEL', keys.group, 'score:' .. index)  -- the reward that came with the push stands
+        rewarded[#rewarded + 1] = 'score:' .. index  -- the reward that came with the push stands
       end
-      if kind == 'usable' then
-        redis.call('HSET', keys.group, index, 'u ' .. reward .. ' ' .. ARGV[at + 6] .. ' ' .. ARGV[at + 7] .. ' '
-          .. ARGV[at + 8] .. ' ' .. ARGV[at + 9])
-        redis.call('HINCRBY', keys.group, reward == '-' and 'unscored' or 'usable', 1)
-        redis.call('HINCRBY', keys.ledger, 'open', 1)
-      else
-        redis.call('HSET', keys.group, index, 'x')
-        redis.call('HINCRBY', keys.group, 'unusable', 1)
+      members[#members + 1] = index
+      if kind ~= 'usable' then
+        members[#members + 1] = 'x'
+        counts.unusable = counts.unusable + 1
         drop(at, kind)
+      else
+        members[#members + 1] = 'u ' .. reward .. ' ' .. ARGV[at + 6] .. ' ' .. ARGV[at + 7] .. ' ' .. ARGV[at + 8] .. ' '
+          .. ARGV[at + 9]
+        if reward == '-' then unscored = unscored + 1 else counts.usable = counts.usable + 1 end
       end
-      outcome, data_source = try_complete(keys, id, policy)
     end
-    taken[#taken + 1] = entry
-    taken[#taken + 1] = outcome or ''
-    taken[#taken + 1] = data_source or ''
+  until last == #records or (#members > 0 and is_complete(counts))
+  usable, unusable = counts.usable - usable, counts.unusable - unusable
+  if #members > 0 then redis.call('HSET', keys.group, unpack(members)) end
+  if #rewarded > 0 then redis.call('HDEL', keys.group, unpack(rewarded)) end
+  if usable > 0 then redis.call('HINCRBY', keys.group, 'usable', usable) end
+  if unscored > 0 then redis.call('HINCRBY', keys.group, 'unscored', unscored) end
+  if unusable > 0 then redis.call('HINCRBY', keys.group, 'unusable', unusable) end
+  if usable + unscored > 0 then redis.call('HINCRBY', keys.ledger, 'open', usable + unscored) end
+  if #members > 0 and is_complete(counts) then return last, complete(keys, ARGV[records[last] + 2], counts, policy) end
+  return last
+end
+
+-- What is taken, and for each group (by the position of its hash) where its records begin in ARGV.
+local acked, positions, records_of = {}, {}, {}
+for at = 7, #ARGV, 10 do
+  if redis.call('XACK', KEYS[2], ARGV[1], ARGV[at]) == 1 then
+    acked[#acked + 1] = ARGV[at]
+    local position = tonumber(ARGV[at + 1])
+    if not records_of[position] then
+      records_of[position] = {}
+      positions[#positions + 1] = position
+    end
+    table.insert(records_of[position], at)
+  end
+end
+if #acked == 0 then return {} end
+redis.call('XDEL', KEYS[2], unpack(acked))
+leave(keys, 'rollouts', #acked, redis.call('XLEN', KEYS[2]))
+
+local taken = {}
+for _, position in ipairs(positions) do
+  local records, first = records_of[position], 1
+  keys.group = KEYS[position]
+  while first <= #records do
+    local last, outcome, data_source = first, nil, nil
+    local state, counts = group_state(keys)
+    if state == 'open' then
+      last, outcome, data_source = take_open(records, first, counts)
+    else
+      if state == 'broken' then outcome, data_source = end_broken(keys, ARGV[records[first] + 2], policy) end
+      take_late(records[first])
+    end
+    for i = first, last do
+      local ended = i == last and outcome
+      taken[#taken + 1] = ARGV[records[i]]
+      taken[#taken + 1] = ended or ''
+      taken[#taken + 1] = ended and data_source or ''
+    end
+    first = last + 1
   end
 end
 return taken

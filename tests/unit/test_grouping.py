@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -234,6 +235,42 @@ def test_a_take_that_is_repeated_changes_nothing(fake: Connection) -> None:
         assert grouping.take(run, entries) == []
         assert ledger(run) == before
     assert problems(run) == []
+
+
+def test_records_taken_together_or_one_by_one_come_to_the_same(redis_url: str, run: str) -> None:
+    """Copies, lost payloads, scores that came first, more members than a group needs, a hash somebody wrote into."""
+    connection, found = Connection(redis_url), []
+    for name, count in ((f"{run}-alone", 1), (f"{run}-together", 128)):
+        with producing(connection, name, {"redundancy": 2, "partial_min_usable": 1}) as producer:
+            joined, scripts = join(connection, name), connection.scripts
+            keys = joined.keys.home
+            producer.push([unscored("scored", index, 2) for index in range(4)])
+            producer.score("scored", 1, None)
+            producer.score("scored", 2, 0.25)
+            producer.score("scored", 3, 0.5)
+            producer.push([ended("short", index, 2, "failed") for index in range(3)])
+            producer.push([trajectory("short", 3, 2)])
+            for index, group_id in itertools.product(range(4), ("broken", "lost")):
+                producer.push([trajectory(group_id, index, 2)])
+            producer.push([trajectory("waiting", 0, 2)])
+            scripts.hset(keys.group("broken"), "size", "x")
+            records: Any = scripts.xrange(keys.rollouts)
+            lost = next(fields for _, fields in records if fields[b"group_id"] == b"lost")
+            scripts.unlink(lost[b"key"].decode())
+            for _, fields in records[::2]:
+                scripts.xadd(keys.rollouts, fields)
+            outcomes = group_all(joined, count=count)
+            assert all("live_bytes" in each for each in problems(joined))  # of the payload somebody deleted
+        members = {group_id: identities(group.members) for group_id, group in logged(joined).items()}
+        found.append((sorted(outcomes), ledger(joined), members))
+    assert found[0] == found[1]
+    outcomes, _, members = found[0]
+    assert outcomes == ["complete", "complete", "malformed", "partial"]
+    assert members == {
+        "scored": [("scored", 2), ("scored", 3)],
+        "short": [("short", 3)],
+        "lost": [("lost", 1), ("lost", 2)],
+    }
 
 
 def test_garbage_is_swept_once(fake: Connection) -> None:

@@ -20,7 +20,7 @@ local function end_broken(keys, id, policy)
   for index = 0, highest do bitmap[#bitmap + 1] = there[index] or '0' end
   redis.call('DEL', keys.group)
   if redis.call('ZREM', keys.open, id) == 1 then redis.call('HINCRBY', keys.ledger, 'groups_open', -1) end
-  if reserved then redis.call('HINCRBY', keys.ledger, 'reserved_bytes', '-' .. reserved) end
+  if reserved then redis.call('HINCRBY', keys.ledger, 'reserved_bytes', string.format('%d', -tonumber(reserved))) end
   if held > 0 then redis.call('HINCRBY', keys.ledger, 'open', -held) end
   redis.call('HINCRBY', keys.ledger, 'outcome:malformed', 1)
   note_malformed(keys, 'group:' .. id, 'hash', held, 'size, places or counters are not what was written', '')

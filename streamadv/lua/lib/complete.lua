@@ -25,7 +25,7 @@ local function filter_reason(rewards, policy)
   return nil
 end
 
--- 'none', 'open', or 'broken': what stands there is not what the scripts wrote.
+-- 'none', 'open' or 'broken' (what stands there is not what the scripts wrote), and the counts of an open group.
 local function group_state(keys)
   local n = redis.pcall('HMGET', keys.group, 'size', 'places', 'reserved', 'opened_ms', 'usable', 'unscored', 'unusable')
   if n.err then return 'broken' end
@@ -33,7 +33,9 @@ local function group_state(keys)
   for i = 1, 7 do
     if not string.match(n[i] or (i > 4 and '0' or ''), '^%-?%d+$') or #(n[i] or '') > 15 then return 'broken' end
   end
-  return tonumber(n[1]) > 0 and tonumber(n[2]) <= 8192 and 'open' or 'broken'
+  local counts = {size = tonumber(n[1]), places = tonumber(n[2]), usable = tonumber(n[5] or '') or 0,
+    unusable = tonumber(n[7] or '') or 0}
+  return counts.size > 0 and counts.places <= 8192 and 'open' or 'broken', counts
 end
 
 -- End the group for `outcome`: 'complete' and 'partial' go on to the groups log unless filtered, anything else
@@ -109,15 +111,13 @@ local function short_outcome(usable, policy, otherwise)
   return otherwise
 end
 
--- End the group if enough usable members are there, or nothing more can come. Returns what end_group
--- returns, or nil.
-local function try_complete(keys, id, policy)
-  local n = redis.call('HMGET', keys.group, 'size', 'places', 'usable', 'unusable')
-  local size, places = tonumber(n[1]), tonumber(n[2])
-  local usable, unusable = tonumber(n[3] or '') or 0, tonumber(n[4] or '') or 0
-  if usable >= size then return end_group(keys, id, 'complete', 'c', policy) end
-  if usable + unusable >= places then
-    return end_group(keys, id, short_outcome(usable, policy, 'incomplete'), 'c', policy)
-  end
-  return nil
+-- Whether a group of these counts ends: enough usable members are there, or nothing more can come.
+local function is_complete(counts)
+  return counts.usable >= counts.size or counts.usable + counts.unusable >= counts.places
+end
+
+-- End a group that is complete. Returns what end_group returns.
+local function complete(keys, id, counts, policy)
+  local outcome = counts.usable >= counts.size and 'complete' or short_outcome(counts.usable, policy, 'incomplete')
+  return end_group(keys, id, outcome, 'c', policy)
 end

@@ -2,13 +2,13 @@
 --   keys  ledger, malformed
 local MALFORMED_KEPT = 1000
 
--- A record has left its stream, in which `length` are left. One that the push script never counted arrives only now.
-local function leave(keys, counter, length)
-  if (tonumber(redis.call('HGET', keys.ledger, counter) or '') or 0) > length then
-    redis.call('HINCRBY', keys.ledger, counter, -1)
-  else
-    redis.call('HINCRBY', keys.ledger, 'pushed', 1)
-  end
+-- `count` records have left their stream, in which `length` are left. Those that the push script never counted
+-- arrive only now.
+local function leave(keys, counter, count, length)
+  local counted = tonumber(redis.call('HGET', keys.ledger, counter) or '') or 0
+  local uncounted = math.min(count, math.max(0, length + count - counted))
+  if count > uncounted then redis.call('HINCRBY', keys.ledger, counter, uncounted - count) end
+  if uncounted > 0 then redis.call('HINCRBY', keys.ledger, 'pushed', uncounted) end
 end
 
 local function note_malformed(keys, place, item, count, detail, text)
