@@ -100,18 +100,48 @@ def moments(values, weight, offsets, size, mean, std, centred):
 
 
 @kernel
+def four_steps(a, b, c, d, factor, ahead):
+    """x of four neighbours, the first to come last: each waits for `ahead` alone, not for the one after it."""
+    c += factor * d
+    b += factor * c
+    a += factor * b
+    square = factor * factor
+    return a + square * square * ahead, b + square * factor * ahead, c + square * ahead, d + factor * ahead
+
+
+@kernel
+def four_counted(counted, t):
+    """How many of the four tokens before `t` count; where there are not four, 1: no case of all or none."""
+    return counted[t - 1] + counted[t - 2] + counted[t - 3] + counted[t - 4] if t >= 4 else 1
+
+
+@kernel
 def scan(values, coefficient, mask, offsets, result):
     """x_t = values_t + coefficient * x_{t+1} over each row's tokens that count; 0 at the others."""
     for row in range(len(offsets) - 1):
         start, end = offsets[row], offsets[row + 1]
         value, counted, x = values[start:end], mask[start:end], result[start:end]
         ahead = 0.0
-        for t in range(end - start - 1, -1, -1):
-            if counted[t]:
-                ahead = value[t] + coefficient * ahead
-                x[t] = ahead
+        t = end - start
+        while t > 0:
+            found = four_counted(counted, t)
+            if found == 4:
+                t -= 4
+                a, b, c, d = four_steps(
+                    value[t], value[t + 1], value[t + 2], value[t + 3], coefficient, ahead
+                )
+                x[t], x[t + 1], x[t + 2], x[t + 3] = a, b, c, d
+                ahead = a
+            elif found == 0:
+                t -= 4
+                x[t] = x[t + 1] = x[t + 2] = x[t + 3] = 0
             else:
-                x[t] = 0
+                t -= 1
+                if counted[t]:
+                    ahead = value[t] + coefficient * ahead
+                    x[t] = ahead
+                else:
+                    x[t] = 0
 
 
 @kernel
@@ -139,16 +169,37 @@ def gae(rewards, values, mask, offsets, gamma, lam, advantages, returns):
         reward, value, counted = rewards[start:end], values[start:end], mask[start:end]
         advantage, target = advantages[start:end], returns[start:end]
         ahead = following = 0.0
-        for t in range(end - start - 1, -1, -1):
-            if counted[t]:
-                own = np.float64(value[t])
-                ahead = (reward[t] + gamma * following - own) + decay * ahead
-                following = own
-                advantage[t] = ahead
-                target[t] = ahead + own
+        t = end - start
+        while t > 0:
+            found = four_counted(counted, t)
+            if found == 4:
+                t -= 4
+                a, b, c, d = value[t], value[t + 1], value[t + 2], value[t + 3]
+                deltas = (
+                    reward[t] + gamma * b - a,
+                    reward[t + 1] + gamma * c - b,
+                    reward[t + 2] + gamma * d - c,
+                    reward[t + 3] + gamma * following - d,
+                )
+                p, q, r, s = four_steps(*deltas, decay, ahead)
+                advantage[t], advantage[t + 1], advantage[t + 2], advantage[t + 3] = p, q, r, s
+                target[t], target[t + 1], target[t + 2], target[t + 3] = p + a, q + b, r + c, s + d
+                ahead, following = p, np.float64(a)
+            elif found == 0:
+                t -= 4
+                advantage[t] = advantage[t + 1] = advantage[t + 2] = advantage[t + 3] = 0
+                target[t] = target[t + 1] = target[t + 2] = target[t + 3] = 0
             else:
-                advantage[t] = 0
-                target[t] = 0
+                t -= 1
+                if counted[t]:
+                    own = np.float64(value[t])
+                    ahead = (reward[t] + gamma * following - own) + decay * ahead
+                    following = own
+                    advantage[t] = ahead
+                    target[t] = ahead + own
+                else:
+                    advantage[t] = 0
+                    target[t] = 0
 
 
 @kernel
@@ -340,11 +391,11 @@ def row_rewards(rewards, mask, sums):
     for row in range(len(rewards)):
         reward = rewards[row]
         total = 0.0
-        for first in range(0, len(reward), 64):
-            block = reward[first : first + 64]
-            given = False
+        for first in range(0, len(reward), 128):
+            block = reward[first : first + 128]
+            given = np.int32(0)  # as wide as the rewards: more of them at once
             for t in range(len(block)):
-                given |= block[t] != 0
+                given += np.int32(block[t] != 0)
             if given:  # most rewards are 0
                 a = b = c = d = 0.0  # side by side: one sum would wait for each addition
                 end = len(block) - len(block) % 4

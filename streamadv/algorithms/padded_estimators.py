@@ -7,6 +7,8 @@ streamadv differs (docs/estimators.md); the deviations are named in each docstri
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,8 @@ from .trainable import all_tokens, padded_offsets, spread_rows, trainable
 from .whitening import whiten
 
 Pair = tuple[Tensor, Tensor]
+#: Outcome estimators that ask how many trainable tokens a row has.
+COUNTING: Final = frozenset({"opo", "reinforce_plus_plus_baseline"})
 
 
 def compute_gae_advantage_return(
@@ -301,7 +305,7 @@ def _outcome(
 ) -> Pair:
     """An outcome estimator over row sums of the rewards, spread over trainable tokens."""
     scores = row_rewards(token_level_rewards, response_mask)
-    batch, order = as_batch(response_mask, rewards=scores, index=index)
+    batch, order = as_batch(response_mask, rewards=scores, index=index, counted=name in COUNTING)
     rows = get_estimator(name).function(batch, **options).advantages
     rows = torch.empty_like(rows).index_copy_(0, order, rows)
     advantages = spread_rows(rows, response_mask.reshape(-1), padded_offsets(response_mask))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from ..columns import Array
 from ..errors import TrajectoryError
 from .packed import PackedBatch, Steps
-from .trainable import as_bool, token_counts
+from .trainable import as_bool, padded_offsets, token_counts
 
 Labels = Sequence[object] | Array | Tensor  # one per row; equal labels = the same group
 PeerQuirks = Literal["roll", "verl"]
@@ -21,7 +23,7 @@ PeerQuirks = Literal["roll", "verl"]
 def label_codes(labels: Labels) -> Tensor:
     """[B] int64: equal labels, equal number, counted from 0 in order of appearance."""
     items = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else list(labels)
-    numbers = {label: number for number, label in enumerate(dict.fromkeys(items))}
+    numbers = defaultdict[object, int](itertools.count().__next__)
     return torch.from_numpy(np.fromiter(map(numbers.__getitem__, items), np.int64, len(items)))
 
 
@@ -39,11 +41,13 @@ def as_batch(
     columns: Mapping[str, Tensor] | None = None,
     rewards: Tensor | None = None,
     index: Labels | None = None,
+    counted: bool = False,
 ) -> tuple[PackedBatch, Tensor]:
     """Rows of `mask` [B, T] as a packed batch of B one-row trajectories, padding included as masked tokens.
 
     mask holds 0 and 1. columns: [B, T] each, None = not even response_mask; rewards [B]; index: group labels
-    [B], None = every row alone. Returns the batch and the row order [B] it stands in, for `to_padded`.
+    [B], None = every row alone; counted False leaves row_trainable at -1, which saves reading the mask once
+    more. Returns the batch and the row order [B] it stands in, for `to_padded`.
     Raises TrajectoryError if shapes disagree.
     """
     rows, width = mask.shape
@@ -53,25 +57,28 @@ def as_batch(
             raise TrajectoryError(
                 f"{name} has shape {tuple(column.shape)}, response_mask {tuple(mask.shape)}: give both alike"
             )
-    order = torch.arange(rows, device=device)
-    group, groups = order, rows
+    place = torch.arange(rows, device=device)
+    order, group, groups = place, place, rows
     if index is not None:
         if len(index) != rows:
             raise TrajectoryError(f"index has {len(index)} labels, response_mask {rows} rows: one each")
-        codes = label_codes(index).to(device)
+        codes = label_codes(index)
+        groups = int(codes.max()) + 1 if rows else 0
+        codes = codes.to(device)
         order = torch.argsort(codes, stable=True)
-        group, groups = codes[order], int(codes.max()) + 1 if rows else 0
+        group = codes[order]
 
     def laid_out(tensor: Tensor) -> Tensor:
         return (tensor if index is None else tensor.index_select(0, order)).reshape(-1)
 
     tokens = {} if columns is None else {"response_mask": as_bool(mask).view(torch.uint8), **columns}
     none = torch.zeros(0, dtype=torch.int64, device=device)
+    unknown = torch.full((rows,), -1, device=device)
     reward = torch.zeros(rows, device=device) if rewards is None else rewards
     batch = PackedBatch(
-        cu_seqlens=torch.arange(rows + 1, device=device) * width,
-        row_trajectory=torch.arange(rows, device=device),
-        row_trainable=token_counts(mask)[order],
+        cu_seqlens=padded_offsets(mask),
+        row_trajectory=place,
+        row_trainable=token_counts(mask)[order] if counted else unknown,
         trajectory_group=group,
         rewards=reward[order].to(torch.float64),
         baseline=torch.zeros(rows, dtype=torch.bool, device=device),

@@ -81,10 +81,10 @@ def moments(values: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Mo
     weight = torch.ones_like(values) if weight is None else weight.to(torch.float64)
     if not kernels.on_cpu(values):
         return _moments_on_device(values, offsets, weight)
-    size, mean, std = torch.empty(3, len(offsets) - 1, dtype=torch.float64)
-    found = Moments(size, mean, std, torch.empty_like(values))
-    kernels.moments(*map(kernels.array, (values, weight, offsets, *found)))
-    return found
+    size, mean, std = np.empty((3, len(offsets) - 1))
+    found = size, mean, std, np.empty(len(values))
+    kernels.moments(*map(kernels.array, (values, weight, offsets)), *found)
+    return Moments(*map(torch.from_numpy, found))
 
 
 def _moments_on_device(values: Tensor, offsets: Tensor, weight: Tensor) -> Moments:

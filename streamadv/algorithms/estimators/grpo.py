@@ -6,7 +6,7 @@ import torch
 
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..segments import moments, spread
+from ..segments import moments
 from .singleton import Singleton, settle_singletons
 
 
@@ -26,11 +26,10 @@ def grpo(
     and so does a group of one; singleton "raw" keeps its reward, as verl does (ROLL: NaN). Baseline members
     stay outside mean and std.
     """
-    offsets = batch.group_offsets
-    stats = moments(batch.rewards, offsets, ~batch.baseline)
+    stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
     advantages = stats.centred
     if norm_by_std:
-        divisor = spread(stats.std, offsets, len(advantages)).clamp(min=least_std) + epsilon
+        divisor = stats.std.clamp(min=least_std)[batch.trajectory_group] + epsilon
         advantages = torch.where(advantages != 0, advantages / divisor, 0.0)
     divisor_alone = 1 + epsilon if norm_by_std else 1.0
     advantages = settle_singletons(batch, stats.size, advantages, batch.rewards / divisor_alone, singleton)

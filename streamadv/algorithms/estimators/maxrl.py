@@ -6,7 +6,7 @@ import torch
 
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..segments import moments, spread
+from ..segments import moments
 from .singleton import Singleton, settle_singletons
 
 
@@ -22,9 +22,8 @@ def maxrl(
 
     negative_means divides by negative means too, which turns the signs round (SkyRL).
     """
-    offsets = batch.group_offsets
-    stats = moments(batch.rewards, offsets, ~batch.baseline)
-    mean = spread(stats.mean, offsets, len(batch.rewards))
+    stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
+    mean = stats.mean[batch.trajectory_group]
     defined = (mean + epsilon != 0) if negative_means else mean > 0
     advantages = torch.where(defined & (stats.centred != 0), stats.centred / (mean + epsilon), 0.0)
     advantages = settle_singletons(batch, stats.size, advantages, batch.rewards, singleton)

@@ -6,7 +6,7 @@ import torch
 
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..segments import moments, segment_max, segment_min, spread
+from ..segments import moments, segment_max, segment_min
 
 
 @estimator("grpo_passk", scope="group")
@@ -16,17 +16,16 @@ def grpo_passk(batch: PackedBatch, *, norm_by_std: bool = True, epsilon: float =
     norm_by_std divides by std(r_g) + epsilon, ddof 1. Ties for the best and groups of one give 0 (verl
     raises for a group of one).
     """
-    offsets, trained = batch.group_offsets, ~batch.baseline
-    size = len(batch.rewards)
+    offsets, group, trained = batch.group_offsets, batch.trajectory_group, ~batch.baseline
     counted = torch.where(trained, batch.rewards, -torch.inf)
-    best = counted == spread(segment_max(counted, offsets), offsets, size)
-    place = torch.arange(size, device=batch.device).double()
-    first = spread(segment_min(torch.where(best, place, torch.inf), offsets), offsets, size) == place
+    best = counted == segment_max(counted, offsets)[group]
+    place = torch.arange(len(counted), device=batch.device).double()
+    first = segment_min(torch.where(best, place, torch.inf), offsets)[group] == place
     others = torch.where(first, -torch.inf, counted)
-    lead = batch.rewards - spread(segment_max(others, offsets), offsets, size)
+    lead = batch.rewards - segment_max(others, offsets)[group]
     stats = moments(batch.rewards, offsets, trained)
     if norm_by_std:
-        lead = lead / (spread(stats.std, offsets, size) + epsilon)
-    alone = spread(stats.size, offsets, size) < 2
+        lead = lead / (stats.std[group] + epsilon)
+    alone = stats.size[group] < 2
     advantages = torch.where(first & trained & ~alone, lead, 0.0)
     return Estimate("row", advantages[batch.row_trajectory])

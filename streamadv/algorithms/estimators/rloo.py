@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..segments import moments, spread
+from ..segments import moments
 from .singleton import Singleton, settle_singletons
 
 
@@ -14,9 +14,8 @@ def rloo(batch: PackedBatch, *, singleton: Singleton = "zero") -> Estimate:
 
     A group of one gives 0; singleton "raw" keeps its reward, as verl's rloo does (its vectorized form: 0).
     """
-    offsets = batch.group_offsets
-    stats = moments(batch.rewards, offsets, ~batch.baseline)
-    size = spread(stats.size, offsets, len(batch.rewards))
+    stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
+    size = stats.size[batch.trajectory_group]
     advantages = stats.centred * size / (size - 1).clamp(min=1)
     advantages = settle_singletons(batch, stats.size, advantages, batch.rewards, singleton)
     return Estimate("row", advantages[batch.row_trajectory])

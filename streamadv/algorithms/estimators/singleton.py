@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..packed import PackedBatch
-from ..segments import spread
 
 Singleton = Literal["zero", "raw"]  # its advantage: 0 (no signal), or its reward (verl)
 
@@ -17,5 +16,5 @@ def settle_singletons(
     batch: PackedBatch, size: Tensor, advantages: Tensor, raw: Tensor, singleton: Singleton
 ) -> Tensor:
     """[M]: `advantages`, in groups of fewer than two counted members ([G] `size`) 0 or `raw`."""
-    alone = spread(size, batch.group_offsets, len(advantages)) < 2
+    alone = size[batch.trajectory_group] < 2
     return torch.where(alone, raw if singleton == "raw" else 0.0, advantages)
