@@ -57,6 +57,9 @@ def known_array(name: str, value: Any) -> Array:
     dtype, or holds NaN or infinity.
     """
     dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name]
+    if type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1 and value.size:
+        check_values(name, value)
+        return np.ascontiguousarray(value)
     array = _numeric(value)
     if array.ndim != 1:
         raise ValueError(f"has {array.ndim} dimensions, needs 1: one value per token")

@@ -19,6 +19,8 @@ except ImportError:  # the extra `fast` is not installed
 
 #: Bytes from which a value is a chunk of its own: below, one more system call costs more than the copy.
 LARGE: Final = 60_000
+#: Bytes of smaller values sent in one piece: what the C library takes from memory that it has already.
+GATHERED: Final = 2 * LARGE
 #: Instead of a command with its arguments, `Packer` takes this and the chunks of `pack_transaction`.
 TRANSACTION: Final = "MULTI"
 
@@ -67,11 +69,11 @@ def pack_transaction(
                 chunks += [b"".join(pieces), as_buffer(value)]
                 pieces, gathered = [b"\r\n"], 0
                 continue
-            pieces += [value, b"\r\n"]
-            gathered += size
-            if gathered >= LARGE:
+            if gathered + size > GATHERED:
                 chunks.append(b"".join(pieces))
                 pieces, gathered = [], 0
+            pieces += [value, b"\r\n"]
+            gathered += size
     return [*chunks, b"".join([*pieces, *packer.pack(*call), b"*1\r\n$4\r\nEXEC\r\n"])]
 
 

@@ -44,7 +44,7 @@ def encode_record(trajectory: Trajectory, limit: int) -> Record:
             f"trajectory {trajectory.group_id}/{trajectory.rollout_index} has {size} bytes, "
             f"max_trajectory_bytes is {limit}: drop columns or raise it for the run"
         )
-    return Record(*known, size, encode_reference(trajectory, size), fields)
+    return Record(*known, size, encode_reference(trajectory, fields, size), fields)
 
 
 def push_request(

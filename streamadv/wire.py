@@ -183,9 +183,11 @@ def encode_payload(trajectory: Trajectory) -> dict[Any, Any]:
             f"at most {MAX_HEADER_BYTES} are allowed: move large data into an extra column"
         )
     fields: dict[Any, Any] = {HEADER: text}
+    rows = [
+        {**row.columns, **{name: extra.data for name, extra in row.extras.items()}} for row in trajectory.rows
+    ]
     for name in columns:
-        arrays = [_row_array(row, name) for row in trajectory.rows]
-        fields[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        fields[name] = rows[0][name] if len(rows) == 1 else np.concatenate([row[name] for row in rows])
     return fields
 
 
@@ -194,8 +196,8 @@ def payload_bytes(fields: Mapping[Any, Any]) -> int:
     return sum(len(value) if isinstance(value, bytes) else value.nbytes for value in fields.values())
 
 
-def encode_reference(trajectory: Trajectory, size: int) -> bytes:
-    """The JSON of a reference but for what each send gives it, see `sent_reference`; `size` of the payload."""
+def encode_reference(trajectory: Trajectory, fields: Mapping[Any, Any], size: int) -> bytes:
+    """The JSON of a reference to a payload of `fields`, but for what each send gives it: see `sent_reference`."""
     reference = _scalars(trajectory)
     versions = trajectory.version_span
     if versions is not None:
@@ -203,7 +205,7 @@ def encode_reference(trajectory: Trajectory, size: int) -> bytes:
     reference["size"] = size
     reference["row_lengths"] = [len(row) for row in trajectory.rows]
     reference["row_trainable"] = [int(np.count_nonzero(row.response_mask)) for row in trajectory.rows]
-    reference["columns"] = sorted(_column_names(trajectory.rows[0])) if trajectory.rows else []
+    reference["columns"] = sorted(fields.keys() - {HEADER})
     return to_json(reference)
 
 
@@ -243,11 +245,6 @@ def _row_header(row: Row) -> dict[str, Any]:
 
 def _step_spans(trajectory: Trajectory) -> tuple[StepSpan, ...]:
     return tuple(StepSpan(s.row, s.start, s.end, s.reward, s.state_key) for s in trajectory.steps)
-
-
-def _column_names(row: Row) -> list[str]:
-    """Columns that are stored: what an earlier run computed, as in a file written by `consume`, is not."""
-    return [*(name for name in row.columns if name in KNOWN_COLUMNS), *row.extras]
 
 
 def reference_problem(reference: Reference) -> str | None:
@@ -378,15 +375,11 @@ def _slice(header: Header, name: str, array: Array, position: int) -> Any:
     return Column(data=part, per_token=spec.lengths is None)
 
 
-def _row_array(row: Row, name: str) -> Array:
-    array: Array = row.extras[name].data if name in row.extras else getattr(row, name)
-    return array
-
-
 def _column_specs(trajectory: Trajectory) -> dict[str, dict[str, Any]]:
     if not trajectory.rows:
         return {}
     first = trajectory.rows[0]
+    # What an earlier run computed, as in a file written by `consume`, is not stored.
     specs = {name: _KNOWN_HEADERS[name] for name in first.columns if name in KNOWN_COLUMNS}
     for name, column in first.extras.items():
         columns = [row.extras[name] for row in trajectory.rows]

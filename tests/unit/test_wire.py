@@ -112,7 +112,8 @@ def test_everything_pushed_comes_back(item: Trajectory) -> None:
 @settings(max_examples=60, deadline=None)
 @given(item=trajectories())
 def test_a_reference_carries_the_scalars(item: Trajectory) -> None:
-    text = sent_reference(encode_reference(item, payload_bytes(encode_payload(item))), 'nonce "1"', 7)
+    fields = encode_payload(item)
+    text = sent_reference(encode_reference(item, fields, payload_bytes(fields)), 'nonce "1"', 7)
     back = Reference.model_validate_json(text)
     assert (back.key, back.epoch) == ('nonce "1"', 7)
     for name in ("group_id", "rollout_index", "status", "reward", "rewards", "role", "data_source"):
@@ -264,4 +265,4 @@ def test_rows_that_differ_in_an_extra_are_refused() -> None:
 def test_outputs_of_an_earlier_run_are_not_pushed() -> None:
     item = trajectory(advantages=np.ones(5), returns=np.ones(5))
     assert not {b"advantages", b"returns"} & received(item).keys()
-    assert b"advantages" not in encode_reference(item, 1)
+    assert b"advantages" not in encode_reference(item, encode_payload(item), 1)
