@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,14 @@ from .wire import Payload, Reference
 LateColumn = Callable[[MicroBatch], Tensor]
 
 
+class Fetched(NamedTuple):
+    """Payloads read before they are due, by key, and columns that lie end to end for the members of these keys."""
+
+    payloads: dict[str, Payload]
+    keys: Sequence[str] = ()
+    columns: Mapping[str, Tensor] = {}
+
+
 def deliver(
     run: Run,
     record: BatchRecord,
@@ -44,10 +52,10 @@ def deliver(
     world_size: int,
     device: torch.device,
     late: Mapping[str, LateColumn],
-    ahead: Mapping[str, Payload],
+    ahead: Fetched,
     left_out: Container[tuple[str, int]],
 ) -> Batch:
-    """This rank's part of a batch; `ahead` holds payloads fetched before, by key.
+    """This rank's part of a batch.
 
     left_out: (group_id, rollout_index) of trajectories whose rows are in no micro-batch, though the plan and the
     counts of the batch, which the other ranks share, go by them.
@@ -58,14 +66,16 @@ def deliver(
     planned = [[ref for ref in refs if kept[ref.trajectory].identity not in left_out] for refs in planned]
     own = _own(planned)
     mine = [kept[position] for position in own]
-    payloads = _payloads(run, [member.reference for member in mine], ahead)
+    keys = [member.reference.key for member in mine]
+    payloads = _payloads(run, [member.reference for member in mine], ahead.payloads)
     outputs = _fetch_outputs(run, mine)
     metrics: list[tuple[Mapping[str, float], Mapping[str, float]]] = [
         (each.header.metrics, each.header.weights) for each in results
     ]
     place = {position: index for index, position in enumerate(own)}
     rows = [[RowRef(place[ref.trajectory], ref.row) for ref in refs] for refs in planned]
-    batch = _packed(mine, payloads, outputs, device)
+    there = ahead.columns if keys == ahead.keys else {}
+    batch = _packed(mine, payloads, outputs, there, device)
     found = _advantages(batch, mine)
     if kept and not mine:
         batch = batch.with_columns(**_no_tokens(run, kept, device))
@@ -175,15 +185,24 @@ def _packed(
     mine: Sequence[Member],
     payloads: Sequence[Payload],
     outputs: Sequence[Mapping[str, Array]],
+    there: Mapping[str, Tensor],
     device: torch.device,
 ) -> PackedBatch:
-    """Own members end to end, with every per-token column of one dimension and the rewards as shaped so far."""
+    """Own members end to end, with every per-token column of one dimension and the rewards as shaped so far.
+
+    there: pushed columns that are end to end already; the workers' results take the place of those of their name.
+    """
     columns = [
         {**payload.columns, **arrays} if arrays else payload.columns
         for payload, arrays in zip(payloads, outputs, strict=True)
     ]
     common = set(TOKEN_COLUMNS).intersection(*columns) if columns else ()
-    batch = pack([member.reference for member in mine], columns, device, names=sorted(common))
+    there = {name: there[name] for name in there if not any(name in arrays for arrays in outputs)}
+    missing = sorted(set(common).difference(there))
+    batch = pack([member.reference for member in mine], columns, device, names=missing)
+    if there:
+        placed = {name: column.to(device, non_blocking=True) for name, column in there.items()}
+        batch = replace(batch, columns=dict(sorted({**batch.columns, **placed}.items())))
     if mine:
         batch = replace(batch, rewards=torch.tensor(numbers_of(mine, "rewards"), device=device))
         batch = batch.with_step_rewards(torch.tensor(numbers_of(mine, "step_rewards"), device=device))

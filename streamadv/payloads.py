@@ -7,6 +7,7 @@ from typing import Final
 
 import redis.exceptions
 
+from .columns import Array
 from .connection import RETRYABLE
 from .errors import UndecodableGroupError, WireError
 from .run import Run
@@ -16,13 +17,21 @@ from .wire import HEADER, Payload, Reference, decode_payload
 REPLY_BYTES: Final = 8 << 20
 
 
-def fetch_payloads(run: Run, members: Sequence[Reference], columns: Sequence[str] | None) -> list[Payload]:
-    """Payloads of `members` with the named columns (None = all). Raises UndecodableGroupError."""
+def fetch_payloads(
+    run: Run,
+    members: Sequence[Reference],
+    columns: Sequence[str] | None,
+    places: Sequence[Mapping[str, Array]] | None = None,
+) -> list[Payload]:
+    """Payloads of `members` with the named columns (None = all). Raises UndecodableGroupError.
+
+    places: of each member, see `decode_payload`.
+    """
     payloads = []
     problems: dict[tuple[str, int], str] = {}
-    for member, fields in zip(members, fetch_fields(run, members, columns), strict=True):
+    for index, (member, fields) in enumerate(zip(members, fetch_fields(run, members, columns), strict=True)):
         try:
-            payloads.append(decode_member(member, fields, columns))
+            payloads.append(decode_member(member, fields, columns, places[index] if places else None))
         except WireError as error:
             problems[member.group_id, member.rollout_index] = str(error)
     if problems:
@@ -30,12 +39,17 @@ def fetch_payloads(run: Run, members: Sequence[Reference], columns: Sequence[str
     return payloads
 
 
-def decode_member(member: Reference, fields: Mapping[bytes, bytes], columns: Sequence[str] | None) -> Payload:
+def decode_member(
+    member: Reference,
+    fields: Mapping[bytes, bytes],
+    columns: Sequence[str] | None,
+    places: Mapping[str, Array] | None = None,
+) -> Payload:
     """The payload of a member from its stored fields. Raises WireError."""
     try:
         if not fields:
             raise WireError("payload is gone, or is no hash")
-        return decode_payload(fields, columns, member)
+        return decode_payload(fields, columns, member, places)
     except WireError as error:
         raise WireError(f"rollout {member.rollout_index}: {error}") from error
 

@@ -10,16 +10,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Final
 
+import torch
 from redis.exceptions import RedisError
+from torch import Tensor
 
+from .algorithms.packed import empty_column
 from .batches import BatchRecord, LoggedGroup
-from .delivery import references_of_rank
-from .errors import StreamadvError
+from .columns import KNOWN_COLUMNS, Array, check_values
+from .delivery import Fetched, references_of_rank
+from .errors import StreamadvError, WireError
 from .payloads import fetch_payloads
 from .run import Run
-from .wire import Payload
+from .wire import Reference
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +37,20 @@ class ReadAhead:
     """Fetches the payloads of one batch, from now on."""
 
     def __init__(
-        self, run: Run, record: BatchRecord, groups: Sequence[LoggedGroup], rank: int, world_size: int
+        self,
+        run: Run,
+        record: BatchRecord,
+        groups: Sequence[LoggedGroup],
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
     ) -> None:
         self.batch = record.id
         self._run = run
+        self._device = device
         self._stopped = threading.Event()
-        self._found: dict[str, Payload] = {}
+        self._found = Fetched({})
         self._error: BaseException | None = None
         self._thread = threading.Thread(
             target=self._fetch,
@@ -47,8 +60,8 @@ class ReadAhead:
         )
         self._thread.start()
 
-    def result(self) -> Mapping[str, Payload]:
-        """By payload key what could be fetched, after waiting for the rest of it."""
+    def result(self) -> Fetched:
+        """What could be fetched, after waiting for the rest of it."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -59,17 +72,42 @@ class ReadAhead:
         self._stopped.set()
 
     def _fetch(self, groups: Sequence[LoggedGroup], record: BatchRecord, rank: int, world_size: int) -> None:
-        size = 0
         try:
             wanted = references_of_rank(groups, record, rank, world_size)
-            for start in range(0, len(wanted), SLICE):
-                part = wanted[start : start + SLICE]
-                size += sum(member.size for member in part)
-                if self._stopped.is_set() or size > MAX_BYTES:
+            sizes = accumulate(member.size for member in wanted)
+            wanted = wanted[: sum(size <= MAX_BYTES for size in sizes)]
+            columns = _columns_of(wanted, self._device)
+            arrays = {name: column.numpy() for name, column in columns.items()}
+            bounds = [0, *accumulate(member.num_tokens for member in wanted)]
+            for first in range(0, len(wanted), SLICE):
+                if self._stopped.is_set():
                     return
-                payloads = fetch_payloads(self._run, part, None)
-                self._found.update(zip((member.key for member in part), payloads, strict=True))
+                part = wanted[first : first + SLICE]
+                spans = list(pairwise(bounds[first : first + SLICE + 1]))
+                places = [{name: a[start:stop] for name, a in arrays.items()} for start, stop in spans]
+                payloads = fetch_payloads(self._run, part, None, places)
+                _check({name: array[spans[0][0] : spans[-1][1]] for name, array in arrays.items()})
+                self._found.payloads.update(zip((member.key for member in part), payloads, strict=True))
+            self._found = Fetched(self._found.payloads, [member.key for member in wanted], columns)
         except (StreamadvError, RedisError) as error:
             logger.debug("not read ahead: %s", error)
         except BaseException as error:  # raised where the batch is asked for
             self._error = error
+
+
+def _check(columns: Mapping[str, Array]) -> None:
+    """Raises WireError: whose values they are is found out when they are due."""
+    for name, array in columns.items():
+        try:
+            check_values(name, array)
+        except ValueError as error:
+            raise WireError(f"column {name} {error}") from error
+
+
+def _columns_of(members: Sequence[Reference], device: torch.device) -> dict[str, Tensor]:
+    """Space for the known columns that all of these members have; none where a reference announces too much."""
+    tokens = sum(member.num_tokens for member in members)
+    common = set(KNOWN_COLUMNS).intersection(*(member.columns for member in members)) if members else ()
+    if tokens * sum(KNOWN_COLUMNS[name].itemsize for name in common) > sum(member.size for member in members):
+        return {}
+    return {name: empty_column(tokens, KNOWN_COLUMNS[name], device) for name in sorted(common)}

@@ -26,7 +26,7 @@ from .batch_report import observe, passed_over
 from .batches import BatchRecord, Unit
 from .computing import Device, choose_device
 from .connection import RETRYABLE, Backoff, Connection, T, patiently, retried
-from .delivery import LateColumn, deliver
+from .delivery import Fetched, LateColumn, deliver
 from .errors import BatchLostError, NoBatchError, SettingError, UndecodableGroupError
 from .isolation import Death
 from .lineage import Lineage, NamingSettings, Start, returning_since
@@ -348,7 +348,14 @@ class TrainerQueue(IterableDataset[Batch]):
             self._stop_reading()
             with suppress(BatchLostError, *RETRYABLE):
                 groups = lineage.read_groups(record, ())
-                self._ahead = ReadAhead(lineage.run, record, groups, self._rank, self._world_size)
+                self._ahead = ReadAhead(
+                    lineage.run,
+                    record,
+                    groups,
+                    rank=self._rank,
+                    world_size=self._world_size,
+                    device=self._device,
+                )
 
     def _stop_reading(self) -> None:
         if self._ahead is not None:
@@ -386,7 +393,7 @@ class TrainerQueue(IterableDataset[Batch]):
                     world_size=self._world_size,
                     device=self._device,
                     late=self._late,
-                    ahead={} if self._ahead is None else self._ahead.result(),
+                    ahead=Fetched({}) if self._ahead is None else self._ahead.result(),
                     left_out=left_out,
                 )
             except UndecodableGroupError as error:

@@ -265,12 +265,16 @@ def reference_problem(reference: Reference) -> str | None:
 
 
 def decode_payload(
-    fields: Mapping[bytes, bytes], only: Sequence[str] | None = None, reference: Reference | None = None
+    fields: Mapping[bytes, bytes],
+    only: Sequence[str] | None = None,
+    reference: Reference | None = None,
+    places: Mapping[str, Array] | None = None,
 ) -> Payload:
     """Header and columns (all, or those named in `only`) from the fields of a payload hash.
 
-    Nothing is copied; every size is checked against the header before an array is made. Raises WireError, also
-    when the payload contradicts its reference.
+    Nothing is copied, but what has a place in `places`, arrays of known columns whose values the caller checks
+    afterwards. Every size is checked against the header before an array is made. Raises WireError, also when the
+    payload contradicts its reference.
     """
     text = fields.get(HEADER)
     if text is None:
@@ -288,7 +292,12 @@ def decode_payload(
         raw = fields.get(name.encode())
         if raw is None:
             raise WireError(f"column {name} is named in the header but missing")
-        columns[name] = decode_column(name, header.columns[name], lengths, raw)
+        if places is not None and name in places:
+            _check_known(name, header.columns[name], places[name].nbytes, raw)
+            columns[name] = places[name]
+            columns[name].data.cast("B")[:] = raw
+        else:
+            columns[name] = decode_column(name, header.columns[name], lengths, raw)
     problem = None if reference is None else _contradiction(reference, header, columns)
     if problem is not None:
         raise WireError(problem)
@@ -306,9 +315,13 @@ def _contradiction(reference: Reference, header: Header, columns: Mapping[str, A
     if tuple(sorted(header.columns)) != reference.columns:
         return "payload header has other columns than the reference"
     mask = columns.get("response_mask")
-    ones, announced = 0 if mask is None else int(np.count_nonzero(mask)), sum(reference.row_trainable)
-    if mask is not None and ones != announced:
-        return f"column response_mask has {ones} ones, the reference {announced}"
+    if mask is not None:
+        stop = 0
+        for length, announced in zip(reference.row_lengths, reference.row_trainable, strict=True):
+            start, stop = stop, stop + length
+            ones = int(np.count_nonzero(mask[start:stop]))
+            if ones != announced:
+                return f"column response_mask has {ones} ones in a row, the reference {announced}"
     return None
 
 
@@ -330,18 +343,22 @@ def decode_column(name: str, spec: ColumnSpec, row_lengths: Sequence[int], raw: 
 
 
 def _decode_known(name: str, dtype: np.dtype[Any], spec: ColumnSpec, tokens: int, raw: bytes) -> Array:
-    if spec.dtype != _KNOWN_SPECS[name].dtype or spec.shape or spec.lengths is not None:
-        raise WireError(
-            f"column {name} has dtype {brief(spec.dtype)}, needs {dtype.str!r}, one value per token"
-        )
-    if len(raw) != tokens * dtype.itemsize:
-        raise WireError(f"column {name} has {len(raw)} bytes, its header says {tokens * dtype.itemsize}")
+    _check_known(name, spec, tokens * dtype.itemsize, raw)
     array = np.frombuffer(raw, dtype)
     try:
         check_values(name, array)
     except ValueError as error:
         raise WireError(f"column {name} {error}") from error
     return array
+
+
+def _check_known(name: str, spec: ColumnSpec, needed: int, raw: bytes) -> None:
+    if spec.dtype != _KNOWN_SPECS[name].dtype or spec.shape or spec.lengths is not None:
+        raise WireError(
+            f"column {name} has dtype {brief(spec.dtype)}, needs {_KNOWN_SPECS[name].dtype!r}, one value per token"
+        )
+    if len(raw) != needed:
+        raise WireError(f"column {name} has {len(raw)} bytes, its header says {needed}")
 
 
 def payload_trajectory(

@@ -306,18 +306,22 @@ def _columns(
             if array.shape != shape:
                 raise TrajectoryError(f"{_where(member)}: {name} has shape {array.shape}, needs {shape}")
             arrays.append(array)
-        packed[name] = _end_to_end(arrays, pinned=device.type == "cuda")
+        packed[name] = _end_to_end(arrays, device)
     if "response_mask" in packed:
         _check_mask(members, packed["response_mask"].numpy())
     return {name: column.to(device, non_blocking=True) for name, column in packed.items()}
 
 
-def _end_to_end(arrays: Sequence[Array], pinned: bool) -> Tensor:
-    """[N] on the host; from pinned memory the device copies while the host goes on."""
-    if not pinned:
+def empty_column(length: int, dtype: np.dtype[Any], device: torch.device) -> Tensor:
+    """[length] on the host, to be filled; from pinned memory a CUDA device copies while the host goes on."""
+    known = torch.from_numpy(np.empty(0, dtype)).dtype
+    return torch.empty(length, dtype=known, pin_memory=device.type == "cuda")
+
+
+def _end_to_end(arrays: Sequence[Array], device: torch.device) -> Tensor:
+    if device.type != "cuda":
         return torch.from_numpy(np.concatenate(arrays))
-    dtype = torch.from_numpy(np.empty(0, np.result_type(*arrays))).dtype
-    column = torch.empty(sum(map(len, arrays)), dtype=dtype, pin_memory=True)
+    column = empty_column(sum(map(len, arrays)), np.result_type(*arrays), device)
     np.concatenate(arrays, out=column.numpy())
     return column
 

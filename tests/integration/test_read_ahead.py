@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from streamadv import read_ahead
@@ -36,7 +38,7 @@ def first_batch(joined: Run) -> tuple[TrainerQueue, Batch]:
 def read_through(queue: TrainerQueue) -> int:
     """Wait for what is being read ahead; payloads found."""
     assert queue._ahead is not None
-    return len(queue._ahead.result())
+    return len(queue._ahead.result().payloads)
 
 
 def payload_keys(joined: Run, group_id: str) -> list[str]:
@@ -71,14 +73,17 @@ def test_what_was_read_ahead_is_not_delivered(joined: Run) -> None:
     assert problems(joined) == []
 
 
+@pytest.mark.parametrize("wrong", ["size", "values"])
 def test_what_cannot_be_read_ahead_is_a_dead_letter_when_it_is_due(
-    joined: Run, monkeypatch: pytest.MonkeyPatch
+    wrong: str, joined: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_ahead, "SLICE", 2)
     queue, _ = first_batch(joined)
     read_through(queue)
     first, *_ = payload_keys(joined, "g0005")
-    joined.connection.scripts.hset(first, "response_mask", b"short")
+    mask: Any = joined.connection.scripts.hget(first, "response_mask")
+    damaged = mask[:-1] if wrong == "size" else mask.replace(b"\1", b"\2")
+    joined.connection.scripts.hset(first, "response_mask", damaged)
     compute_all(joined)
     assert queue.next_batch(timeout=0) is not None
     assert read_through(queue) == 2, "the group before it"
