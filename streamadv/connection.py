@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, cast
 
@@ -33,6 +34,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+
+class NotNowError(redis.exceptions.ResponseError):
+    """The server does not write for now, and says in its first word why: see `not_now`."""
+
+
 RETRYABLE: Final[tuple[type[Exception], ...]] = (
     redis.exceptions.ConnectionError,  # also BusyLoadingError: the server is reading its data
     redis.exceptions.TimeoutError,
@@ -41,8 +47,12 @@ RETRYABLE: Final[tuple[type[Exception], ...]] = (
     redis.exceptions.TryAgainError,
     redis.exceptions.AskError,  # also MOVED: not executed, the next attempt goes to the right node
     redis.exceptions.RedisClusterException,  # no node of the cluster answers, or none has the slot
+    NotNowError,
 )
 """What passes by itself: wait (`Backoff`) and do the whole thing again; a push under a new nonce."""
+
+# Too few replicas (min-replicas-to-write), snapshots that fail. redis-py may put in front which command it was.
+_NOT_NOW: Final = re.compile(r"(?:^|: )(NOREPLICAS|MISCONF) ")
 
 _PING_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, redis.exceptions.ResponseError)
 
@@ -96,7 +106,8 @@ def reason_of(error: Exception) -> str:
     for kinds, reason in _REASONS:
         if isinstance(error, kinds):
             return reason
-    return "connection"
+    refused = _NOT_NOW.search(str(error)) if isinstance(error, NotNowError) else None
+    return refused[1].lower() if refused else "connection"
 
 
 # Kinds before what they are kinds of.
@@ -112,6 +123,17 @@ _REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
     (redis.exceptions.RedisClusterException, "clusterdown"),
     (redis.exceptions.TimeoutError, "timeout"),
 )
+
+
+@contextmanager
+def not_now() -> Iterator[None]:
+    """Raises NotNowError for what redis-py has no class for although it passes by itself."""
+    try:
+        yield
+    except redis.exceptions.ResponseError as error:
+        if _NOT_NOW.search(str(error)):
+            raise NotNowError(str(error)) from None
+        raise
 
 
 def patiently(call: Callable[[], T], who: str, *, sleep: Callable[[float], object] = time.sleep) -> T:

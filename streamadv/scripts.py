@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from redis.exceptions import NoScriptError
 
 from .clients import Client, Payloads
-from .connection import RETRYABLE, AsyncConnection, Connection
+from .connection import RETRYABLE, AsyncConnection, Connection, not_now
 from .packing import as_buffer
 
 _INCLUDE = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
@@ -69,28 +69,31 @@ def script_call(name: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Scr
 
 def run_script(client: Any, call: ScriptCall) -> Any:
     """Execute `call`, sending the text once to a server that does not know the hash."""
-    try:
-        return client.evalsha(*call.by_hash)
-    except NoScriptError:
-        return client.eval(*call.by_text)
+    with not_now():
+        try:
+            return client.evalsha(*call.by_hash)
+        except NoScriptError:
+            return client.eval(*call.by_text)
 
 
 async def run_script_async(client: Any, call: ScriptCall) -> Any:
     """`run_script` for an asyncio client."""
-    try:
-        return await client.evalsha(*call.by_hash)
-    except NoScriptError:
-        return await client.eval(*call.by_text)
+    with not_now():
+        try:
+            return await client.evalsha(*call.by_hash)
+        except NoScriptError:
+            return await client.eval(*call.by_text)
 
 
 def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall) -> Any:
     """MULTI: write the hashes, then run `call`, whose reply is returned. Never sent twice."""
     client = connection.push
     try:
-        if isinstance(client, Client):
-            return client.transact(payloads, ("EVAL", *call.by_text))
-        pipe = client.pipeline(transaction=True)
-        return _fill(pipe, payloads, call).execute()[-1]
+        with not_now():
+            if isinstance(client, Client):
+                return client.transact(payloads, ("EVAL", *call.by_text))
+            pipe = client.pipeline(transaction=True)
+            return _fill(pipe, payloads, call).execute()[-1]
     except RETRYABLE:
         connection.note_failed_push()
         raise
@@ -99,8 +102,9 @@ def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall
 async def run_transaction_async(connection: AsyncConnection, payloads: Payloads, call: ScriptCall) -> Any:
     """`run_transaction` for asyncio."""
     try:
-        async with connection.push.pipeline(transaction=True) as pipe:
-            return (await _fill(pipe, payloads, call).execute())[-1]
+        with not_now():
+            async with connection.push.pipeline(transaction=True) as pipe:
+                return (await _fill(pipe, payloads, call).execute())[-1]
     except RETRYABLE:
         await connection.note_failed_push()
         raise

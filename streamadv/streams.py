@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from redis.exceptions import ResponseError
 
 from . import metrics
-from .connection import RETRYABLE, Backoff, retried
+from .connection import RETRYABLE, Backoff, not_now, retried
 from .keys import ShardKeys
 from .run import Run
 
@@ -115,7 +115,7 @@ class Consumer:
         for shard, stream in enumerate(self.streams):
             ids: list[Any] = [entry for owner, entry in held if owner == shard]
             if ids:
-                with suppress(*RETRYABLE):  # the lease ends anyway
+                with suppress(*RETRYABLE), not_now():  # the lease ends anyway
                     self.run.connection.scripts.xclaim(
                         stream, self.stage, self.name, 0, ids, idle=self.lease_ms + 1, justid=True
                     )
@@ -128,7 +128,8 @@ class Consumer:
     def _guarded(self, shard: int, count: int, block_ms: int | None) -> list[Entry]:
         try:
             try:
-                entries = self._read(shard, count, block_ms)
+                with not_now():
+                    entries = self._read(shard, count, block_ms)
             except ResponseError as error:
                 if isinstance(error, RETRYABLE) or not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                     raise

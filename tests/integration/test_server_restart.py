@@ -1,4 +1,4 @@
-"""A server that comes back without its last moments: producers send again, the trainer repeats its commits."""
+"""A server that comes back without its last moments, or does not write for a while: nothing is lost or done twice."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from streamadv import metrics
 from streamadv.connection import Connection
 from streamadv.manifest import RunSettings
 from streamadv.producer import Producer
 from streamadv.server import EmbeddedServer
 from streamadv.trainer_queue import TrainerQueue
+from tests.clusters import until
+from tests.flows import Flow
 from tests.support import group_all, join, ledger, next_batch, problems, push_groups, trajectory
 
 
@@ -110,3 +113,23 @@ def test_a_trainer_goes_on_from_an_earlier_state_of_the_server(
         assert ledger(joined)["trained"] == 8
         assert problems(joined) == []
         queue.close()
+
+
+def test_writes_that_are_refused_for_a_while_are_waited_for(forgetful: EmbeddedServer, run: str) -> None:
+    """As with too few replicas; the trainer meets it where it has something to write at that moment."""
+    flow = Flow(forgetful.url, run, shards=1)
+    with Connection(forgetful.url) as connection, flow.going():
+        flow.progress()
+        connection.scripts.config_set("min-replicas-to-write", 1)
+        until(lambda: {"producer", "judge", "grouper", "advantage"} <= refused_stages(), "all are refused")
+        assert flow.errors == []
+        connection.scripts.config_set("min-replicas-to-write", 0)
+        flow.progress()
+    flow.check()
+
+
+def refused_stages() -> set[str]:
+    """Stages that have been told NOREPLICAS."""
+    samples = [sample for family in metrics.REGISTRY.collect() for sample in family.samples]
+    counts = [s for s in samples if s.name == "streamadv_connection_errors_total" and s.value]
+    return {s.labels["stage"] for s in counts if s.labels["reason"] == "noreplicas"}

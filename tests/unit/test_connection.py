@@ -10,7 +10,7 @@ import redis.exceptions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamadv.connection import RETRYABLE, AsyncConnection, Backoff, Connection, reason_of
+from streamadv.connection import RETRYABLE, AsyncConnection, Backoff, Connection, NotNowError, reason_of
 from streamadv.errors import SettingError
 from streamadv.metrics import RETRY_REASONS
 from streamadv.urls import hide_password, parse_url
@@ -138,6 +138,7 @@ def test_the_backoff_survives_a_long_outage() -> None:
         redis.exceptions.TryAgainError("TRYAGAIN"),
         redis.exceptions.MovedError("1 127.0.0.1:7000"),
         redis.exceptions.RedisClusterException("no node answers"),
+        NotNowError("NOREPLICAS Not enough good replicas to write."),
     ],
 )
 def test_what_passes_by_itself_is_retryable(error: Exception) -> None:
@@ -151,6 +152,7 @@ def test_a_failure_is_counted_under_its_reason() -> None:
     assert reason_of(redis.exceptions.MasterDownError("x")) == "masterdown"
     assert reason_of(redis.exceptions.BusyLoadingError("x")) == "loading"
     assert reason_of(redis.exceptions.ConnectionError("x")) == "connection"
+    assert reason_of(NotNowError("Command # 1 of pipeline caused error: MISCONF snapshots fail")) == "misconf"
 
 
 @pytest.mark.parametrize(
