@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SettingError, TrajectoryError
-from . import kernels
+from . import kernels, reward_kernels
 from .config import ChainConfig, DistillConfig, KLConfig, RewardConfig
 from .kl import column_kl
 from .metrics import Metric, fraction, mean, summary
@@ -332,7 +332,7 @@ def charged(rewards: Tensor, kl: Tensor, coefficient: float, tokens: Trainable) 
         return (rewards - coefficient * tokens.only(kl)).to(torch.float32), tokens.row_sum(kl)
     shaped, sums = np.empty(len(kl), np.float32), np.empty(len(tokens.offsets) - 1)
     reward, amount, mask, offsets = map(kernels.array, (rewards, kl, tokens.mask, tokens.offsets))
-    kernels.charge(reward, amount, float(coefficient), mask, offsets, shaped, sums)
+    reward_kernels.charge(reward, amount, float(coefficient), mask, offsets, shaped, sums)
     return torch.from_numpy(shaped), torch.from_numpy(sums)
 
 

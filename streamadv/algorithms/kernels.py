@@ -307,52 +307,6 @@ def summary(values, mask):
 
 
 @kernel
-def place(rewards, start, end, mask, result):
-    """Each reward added at the last token that counts in start .. end, if there is one; 0 elsewhere."""
-    result[:] = 0
-    place, total = -1, 0.0
-    for k in range(len(rewards)):
-        for t in range(end[k] - 1, start[k] - 1, -1):
-            if mask[t]:
-                total = rewards[k] + (total if t == place else result[t])  # rounded once for neighbours
-                place = t
-                result[t] = total
-                break
-
-
-@kernel
-def credit(rewards, mask, offsets, result):
-    """Rewards at tokens that do not count are added to the one that counts before them; NaN there is no reward."""
-    for row in range(len(offsets) - 1):
-        pending = 0.0
-        for t in range(offsets[row + 1] - 1, offsets[row] - 1, -1):
-            if mask[t]:
-                result[t] = rewards[t] + pending
-                pending = 0.0
-            else:
-                result[t] = 0
-                if abs(rewards[t]) > 0:
-                    pending += rewards[t]
-
-
-@kernel
-def charge(values, amounts, factor, mask, offsets, result, sums):
-    """result = values - factor * amounts at tokens that count, values elsewhere; sums [R] of the amounts there."""
-    for row in range(len(offsets) - 1):
-        start, end = offsets[row], offsets[row + 1]
-        value, amount = values[start:end], amounts[start:end]
-        counted, less = mask[start:end], result[start:end]
-        total = 0.0
-        for t in range(len(counted)):
-            if counted[t]:
-                total += amount[t]
-                less[t] = value[t] - factor * amount[t]
-            else:
-                less[t] = value[t]
-        sums[row] = total
-
-
-@kernel
 def is_astray(values, mask):
     """Whether a token that does not count has a value other than 0."""
     astray = False
@@ -383,33 +337,3 @@ def nonzero(values, result):
     """result [N] bool: where `values` differ from 0."""
     for t in range(len(values)):
         result[t] = values[t] != 0
-
-
-@kernel
-def row_rewards(rewards, mask, sums):
-    """sums [B] float64: the sum of each row of `rewards` [B, T]; NaN is none where nothing counts."""
-    for row in range(len(rewards)):
-        reward = rewards[row]
-        total = 0.0
-        for first in range(0, len(reward), 128):
-            block = reward[first : first + 128]
-            given = np.int32(0)  # as wide as the rewards: more of them at once
-            for t in range(len(block)):
-                given += np.int32(block[t] != 0)
-            if given:  # most rewards are 0
-                a = b = c = d = 0.0  # side by side: one sum would wait for each addition
-                end = len(block) - len(block) % 4
-                for t in range(0, end, 4):
-                    a += block[t]
-                    b += block[t + 1]
-                    c += block[t + 2]
-                    d += block[t + 3]
-                for t in range(end, len(block)):
-                    a += block[t]
-                total += (a + b) + (c + d)
-        if math.isnan(total):
-            total = 0.0
-            for t in range(len(reward)):
-                if mask[row, t] != 0 or not math.isnan(reward[t]):
-                    total += reward[t]
-        sums[row] = total

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..errors import SettingError
-from . import kernels
+from . import kernels, reward_kernels
 from .padded_layout import PeerQuirks
 
 KLPenalty = Literal["k1", "k2", "k3", "kl", "abs", "mse", "low_var_kl"]
 KL_PENALTIES: Final[tuple[str, ...]] = get_args(KLPenalty)
 
-PIECE: Final = 131072
+K3: Final = ("k3", "low_var_kl")
 
 
 def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: str = "k1") -> Tensor:
@@ -36,21 +36,19 @@ def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: str = "k1") -> 
         return difference.abs()
     if penalty in ("k2", "mse"):
         return 0.5 * difference.square()
-    if penalty in ("k3", "low_var_kl"):
+    if penalty in K3:
         back = difference.neg_().clamp_(-20, 20)
         return (torch.expm1(back) - back).clamp_(-10, 10)
     raise SettingError(f"kl.penalty {penalty!r} is unknown: choose one of {', '.join(KL_PENALTIES)}")
 
 
 def column_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: str) -> Tensor:
-    """[N]: `approx_kl` of columns [N]; on a CPU in pieces that stay in a core's cache, without gradient."""
-    if not kernels.on_cpu(log_probs):
-        return approx_kl(log_probs, ref_log_probs, penalty)
-    kl = torch.from_numpy(np.empty(len(log_probs), np.float32))
-    pieces = (torch.split(tensor.detach(), PIECE) for tensor in (kl, log_probs, ref_log_probs))
-    for piece, policy, reference in zip(*pieces, strict=True):
-        piece.copy_(approx_kl(policy, reference, penalty))
-    return kl
+    """[N]: `approx_kl` of columns [N]; on a CPU in float32, without gradient, k3 computed in float64."""
+    if not kernels.on_cpu(log_probs) or penalty not in K3:
+        return approx_kl(log_probs.detach(), ref_log_probs.detach(), penalty).to(torch.float32)
+    kl = np.empty(len(log_probs), np.float32)
+    reward_kernels.k3(kernels.array(log_probs), kernels.array(ref_log_probs), kl)
+    return torch.from_numpy(kl)
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:

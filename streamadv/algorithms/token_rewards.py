@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import kernels, reward_kernels
 from .packed import PackedBatch
 from .scan import ends_row, reverse_scan
 from .trainable import Trainable, trainable
@@ -41,7 +41,7 @@ def credited_rewards(rewards: Tensor, tokens: Trainable) -> Tensor:
         if not kernels.is_astray(given, mask):
             return torch.from_numpy(given)
         found = np.empty_like(given)
-        kernels.credit(given, mask, offsets, found)
+        reward_kernels.credit(given, mask, offsets, found)
         return torch.from_numpy(found)
     known = torch.where(tokens.mask | (rewards.abs() > 0), rewards, 0.0).to(torch.float64)
     everything = tokens._replace(mask=torch.ones_like(tokens.mask))
@@ -54,7 +54,7 @@ def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     if not kernels.on_cpu(rewards):
         return torch.where((mask != 0) | ~rewards.isnan(), rewards, 0.0).sum(1, dtype=torch.float64)
     sums = torch.empty(len(rewards), dtype=torch.float64)
-    kernels.row_rewards(*map(kernels.array, (rewards, mask, sums)))
+    reward_kernels.row_rewards(*map(kernels.array, (rewards, mask, sums)))
     return sums
 
 
@@ -63,7 +63,7 @@ def _place(tokens: Trainable, rewards: Tensor, start: Tensor, end: Tensor) -> Te
     size = len(tokens.mask)
     if kernels.on_cpu(rewards):
         found = np.empty(size, np.float32)
-        kernels.place(*map(kernels.array, (rewards, start, end, tokens.mask)), found)
+        reward_kernels.place(*map(kernels.array, (rewards, start, end, tokens.mask)), found)
         return torch.from_numpy(found)
     placed = rewards.new_zeros(size)
     position = torch.arange(size, device=placed.device)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streamadv import padded
 from streamadv.algorithms import build_chain, pack, run_chain
-from streamadv.algorithms.kl import adapted_coefficient
+from streamadv.algorithms.kl import adapted_coefficient, approx_kl, column_kl
 from streamadv.algorithms.running import RunningMoments
 from streamadv.algorithms.sample_masks import difficulty_mask, overlong_penalty, sample_weights
 from streamadv.errors import SettingError, TrajectoryError
@@ -39,6 +39,17 @@ def test_named_rewards_are_summed_by_weight() -> None:
     assert run_chain(build_chain(config), batch).rewards.tolist() == [1.5, -1.0]
     with pytest.raises(TrajectoryError, match="wrong"):
         run_chain(build_chain({"reward": {"components": {"wrong": 1.0}}}), batch)
+
+
+def test_k3_of_a_column_is_right_to_the_last_bit_or_two() -> None:
+    x = torch.cat([torch.linspace(-30, 30, 4001), torch.logspace(-5, 0, 200), -torch.logspace(-5, 0, 200)])
+    held = x.double().clamp(-20, 20)
+    want = (torch.expm1(held) - held).clamp(-10, 10)
+    got = column_kl(torch.zeros_like(x), x, "k3")
+    torch.testing.assert_close(got.double(), want, rtol=2e-7, atol=1e-12)
+    torch.testing.assert_close(got, approx_kl(torch.zeros_like(x), x, "k3"), rtol=1e-5, atol=1e-6)
+    unheld = column_kl(torch.zeros(3), torch.tensor([torch.nan, torch.inf, -torch.inf]), "k3")
+    assert unheld.isnan().tolist() == [True, False, False]
 
 
 def test_gdpo_gives_each_reward_its_own_scale() -> None:
