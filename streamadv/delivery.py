@@ -99,10 +99,14 @@ def deliver(
     batch = batch.with_columns(**found)
     written = [*found, *_changed(batch, payloads)]
 
+    own_references = [member.reference for member in mine]
+
     def delivered() -> list[Delivered]:
         return [
-            Delivered(member.reference, payload, arrays, staleness(member.reference, record.k))
-            for member, payload, arrays in zip(mine, payloads, _split(batch, written), strict=True)
+            Delivered(reference, payload, arrays, staleness(reference, record.k))
+            for reference, payload, arrays in zip(
+                own_references, payloads, _split(batch, written), strict=True
+            )
         ]
 
     trained = [member.reference for member in kept]

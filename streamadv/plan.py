@@ -7,6 +7,7 @@ and another world size after a restart simply plans again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapreplace
 from typing import NamedTuple, Protocol
 
 
@@ -33,11 +34,11 @@ def plan(trajectories: Sequence[Sized], world_size: int, budget: int | None) -> 
     for a row above the budget.
     """
     tokens = [sum(trajectory.row_lengths) for trajectory in trajectories]
-    loads = [0] * world_size
+    loads = [(0, rank) for rank in range(world_size)]  # a heap
     owned: list[list[int]] = [[] for _ in range(world_size)]
-    for position in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
-        rank = min(range(world_size), key=lambda r: (loads[r], r))
-        loads[rank] += tokens[position]
+    for position in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
+        load, rank = loads[0]
+        heapreplace(loads, (load + tokens[position], rank))
         owned[rank].append(position)
     planned = [_fill(trajectories, sorted(positions), budget) for positions in owned]
     count = max((len(micro_batches) for micro_batches in planned), default=0)
