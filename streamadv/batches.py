@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter, ValidationError
@@ -219,7 +219,7 @@ def _parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes,
 
 
 def _with_score(member: Reference, score: Score | None) -> Reference:
-    return member if score is None else member.model_copy(update=score.model_dump(exclude_unset=True))
+    return member if score is None else replace(member, **score.model_dump(exclude_unset=True))
 
 
 def _members_problem(

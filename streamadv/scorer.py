@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -24,7 +25,7 @@ from .payloads import fetch_payloads
 from .problems import first_problem
 from .run import open_run
 from .streams import Consumer, Entry
-from .wire import Payload, Reference
+from .wire import REFERENCE, Payload, Reference
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class Scorer:
             problem = record_problem(self._run, entry.shard, entry.fields)
             if problem is None:
                 try:
-                    references.append(Reference.model_validate_json(entry.fields["reference"]))
+                    references.append(REFERENCE.validate_json(entry.fields["reference"]))
                     kept.append(entry)
                     continue
                 except ValidationError as error:
@@ -162,9 +163,7 @@ def _scored(entry: Entry, reference: Reference, name: str, given: Score) -> list
                     f"give a finite number, or None for unscorable"
                 )
         reward = (reward or 0.0) + sum(components.values())
-        reference = reference.model_copy(
-            update={"reward": reward, "rewards": {**reference.rewards, **components}}
-        )
+        reference = replace(reference, reward=reward, rewards={**reference.rewards, **components})
     fields = entry.fields
     filled = ["" if reward is None else repr(reward), fields["bytes"], fields["key"], fields["role"]]
     return [
@@ -172,5 +171,5 @@ def _scored(entry: Entry, reference: Reference, name: str, given: Score) -> list
         fields["index"],
         kind,
         *filled,
-        reference.model_dump_json(exclude_defaults=True),
+        REFERENCE.dump_json(reference, exclude_defaults=True),
     ]

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from .columns import (
@@ -121,27 +121,30 @@ class Header(BaseModel):
     columns: dict[StoredColumn, ColumnSpec] = Field(default_factory=dict, max_length=2 * MAX_COLUMNS)
 
 
-class Reference(BaseModel):
-    """One trajectory as the streams know it. Satisfies `algorithms.packed.Packable`."""
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One trajectory as the streams know it. Satisfies `algorithms.packed.Packable`.
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    A trainer holds thousands, through which its garbage collector walks again and again: so no model, and tuples.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="ignore")
 
     group_id: str
     rollout_index: int
     key: str  # of the payload
     size: Annotated[int, Field(ge=0, le=1 << 40)]  # payload bytes
+    row_lengths: Annotated[tuple[Length, ...], Field(max_length=MAX_ROWS)]
+    row_trainable: Annotated[tuple[Length, ...], Field(max_length=MAX_ROWS)]
     status: Status = Status.COMPLETED
     reward: FiniteFloat | None = None
-    rewards: dict[str, FiniteFloat] = Field(default_factory=dict)
+    rewards: dict[str, FiniteFloat] = field(default_factory=dict)
     role: Role = Role.TRAIN
     versions: tuple[Count, Count] | None = None
     epoch: int = 0  # of the trainer when the group was begun
     data_source: str | None = None
-    # Tuples: a trainer holds thousands of references, and its garbage collector walks through lists again and again.
-    row_lengths: tuple[Length, ...] = Field(max_length=MAX_ROWS)
-    row_trainable: tuple[Length, ...] = Field(max_length=MAX_ROWS)
-    steps: tuple[StepSpan, ...] = Field(default=(), max_length=MAX_STEPS)
-    columns: tuple[str, ...] = Field(default=(), max_length=2 * MAX_COLUMNS)
+    steps: Annotated[tuple[StepSpan, ...], Field(max_length=MAX_STEPS)] = ()
+    columns: Annotated[tuple[str, ...], Field(max_length=2 * MAX_COLUMNS)] = ()
 
     @property
     def is_baseline(self) -> bool:
@@ -150,6 +153,10 @@ class Reference(BaseModel):
     @property
     def num_tokens(self) -> int:
         return sum(self.row_lengths)
+
+
+#: Reads and writes references. Raises pydantic's ValidationError.
+REFERENCE: Final = TypeAdapter(Reference)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from streamadv.errors import TrajectoryError, WireError
 from streamadv.schema import Column, Trajectory, parse_trajectory
 from streamadv.wire import (
     HEADER,
-    Reference,
+    REFERENCE,
     decode_payload,
     encode_payload,
     encode_reference,
@@ -114,7 +114,7 @@ def test_everything_pushed_comes_back(item: Trajectory) -> None:
 def test_a_reference_carries_the_scalars(item: Trajectory) -> None:
     fields = encode_payload(item)
     text = sent_reference(encode_reference(item, fields, payload_bytes(fields)), 'nonce "1"', 7)
-    back = Reference.model_validate_json(text)
+    back = REFERENCE.validate_json(text)
     assert (back.key, back.epoch) == ('nonce "1"', 7)
     for name in ("group_id", "rollout_index", "status", "reward", "rewards", "role", "data_source"):
         assert getattr(back, name) == getattr(item, name)
