@@ -6,7 +6,7 @@ what a producer costs. Redis itself reads large values without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ TRANSACTION: Final = "MULTI"
 class Packer:
     """What redis-py calls a command packer: `pack` makes one command's chunks, to be sent in this order."""
 
-    def pack(self, *args: Any) -> list[bytes | memoryview]:
+    def pack(self, *args: Any) -> Iterable[bytes | memoryview]:
         """Raises redis' DataError for what is no str, bytes, buffer or number."""
         if args[0] == TRANSACTION and len(args) > 1:
             return args[1]  # type: ignore[no-any-return]
@@ -52,10 +52,11 @@ class Packer:
 
 def pack_transaction(
     payloads: Iterable[tuple[str, Mapping[Any, Any]]], call: Sequence[Any]
-) -> list[bytes | memoryview]:
-    """The chunks of a MULTI that writes hashes (values: bytes or arrays), then makes `call`."""
-    packer = Packer()
-    chunks: list[bytes | memoryview] = []
+) -> Iterator[bytes | memoryview]:
+    """The chunks of a MULTI that writes hashes (values: bytes or arrays), then makes `call`.
+
+    Made one by one as they are sent, so that each finds the memory of the one before.
+    """
     pieces: list[Any] = [b"*1\r\n$5\r\nMULTI\r\n"]
     gathered = 0
     for key, fields in payloads:
@@ -66,15 +67,16 @@ def pack_transaction(
             size = len(value) if isinstance(value, bytes) else value.nbytes
             pieces.append(b"$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size))
             if size >= LARGE:
-                chunks += [b"".join(pieces), as_buffer(value)]
+                yield b"".join(pieces)
+                yield as_buffer(value)
                 pieces, gathered = [b"\r\n"], 0
                 continue
             if gathered + size > GATHERED:
-                chunks.append(b"".join(pieces))
+                yield b"".join(pieces)
                 pieces, gathered = [], 0
             pieces += [value, b"\r\n"]
             gathered += size
-    return [*chunks, b"".join([*pieces, *packer.pack(*call), b"*1\r\n$4\r\nEXEC\r\n"])]
+    yield b"".join([*pieces, *Packer().pack(*call), b"*1\r\n$4\r\nEXEC\r\n"])
 
 
 def as_buffer(value: Any) -> bytes | memoryview:
