@@ -21,7 +21,7 @@ from .padded_rewards import group_mean_std, group_scores
 from .registry import Estimate, get_estimator
 from .scan import reverse_scan
 from .token_rewards import credited, row_rewards
-from .trainable import all_tokens, padded_offsets, spread_rows, trainable
+from .trainable import all_tokens, spread_rows, trainable
 from .whitening import whiten
 
 Pair = tuple[Tensor, Tensor]
@@ -308,7 +308,7 @@ def _outcome(
     batch, order = as_batch(response_mask, rewards=scores, index=index, counted=name in COUNTING)
     rows = get_estimator(name).function(batch, **options).advantages
     rows = torch.empty_like(rows).index_copy_(0, order, rows)
-    advantages = spread_rows(rows, response_mask.reshape(-1), padded_offsets(response_mask))
+    advantages = spread_rows(rows, response_mask.reshape(-1), batch.cu_seqlens)
     advantages = advantages.view(response_mask.shape)
     return advantages, advantages
 

@@ -71,27 +71,34 @@ def charge(values, amounts, factor, mask, offsets, result, sums):
 
 
 @kernel
+def even_sum(values):
+    """The sum of `values`, in four parts side by side: one sum would wait for each addition."""
+    a = b = c = d = 0.0
+    end = len(values) - len(values) % 4
+    for t in range(0, end, 4):
+        a += values[t]
+        b += values[t + 1]
+        c += values[t + 2]
+        d += values[t + 3]
+    for t in range(end, len(values)):
+        a += values[t]
+    return (a + b) + (c + d)
+
+
+@kernel
 def row_rewards(rewards, mask, sums):
     """sums [B] float64: the sum of each row of `rewards` [B, T]; NaN is none where nothing counts."""
     for row in range(len(rewards)):
         reward = rewards[row]
-        total = 0.0
-        for first in range(0, len(reward), 128):
+        whole = len(reward) - len(reward) % 128
+        total = even_sum(reward[whole:])
+        for first in range(0, whole, 128):
             block = reward[first : first + 128]
             given = np.int32(0)  # as wide as the rewards: more of them at once
-            for t in range(len(block)):
+            for t in range(128):
                 given += np.int32(block[t] != 0)
             if given:  # most rewards are 0
-                a = b = c = d = 0.0  # side by side: one sum would wait for each addition
-                end = len(block) - len(block) % 4
-                for t in range(0, end, 4):
-                    a += block[t]
-                    b += block[t + 1]
-                    c += block[t + 2]
-                    d += block[t + 3]
-                for t in range(end, len(block)):
-                    a += block[t]
-                total += (a + b) + (c + d)
+                total += even_sum(block)
         if math.isnan(total):
             total = 0.0
             for t in range(len(reward)):
