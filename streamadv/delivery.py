@@ -18,11 +18,10 @@ from .algorithms.packed import PackedBatch, expand, pack
 from .batches import BatchRecord, LoggedGroup
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from .commits import terminal_states
-from .connection import RETRYABLE
 from .errors import SettingError, UndecodableGroupError
 from .microbatch import Batch, Delivered, MicroBatch
 from .naming import staleness
-from .payloads import fetch_payloads
+from .payloads import fetch_payloads, replies_of
 from .plan import RowRef, plan
 from .results import Member, Result, numbers_of
 from .run import Run
@@ -162,16 +161,14 @@ def _fetch_outputs(run: Run, mine: Sequence[Member]) -> list[dict[str, Array]]:
     asked = [member for member in mine if member.columns]
     for member in asked:
         pipe.hmget(member.result.output, [f"{member.position}:{name}" for name in member.columns])
-    replies = iter(pipe.execute(raise_on_error=False) if asked else [])
+    replies = iter(replies_of(pipe) if asked else [])
     outputs = []
     problems: dict[tuple[str, int], str] = {}
     for member in mine:
         arrays: dict[str, Array] = {}
         if member.columns:
             reply = next(replies)
-            if isinstance(reply, RETRYABLE):
-                raise reply
-            values = [None] * len(member.columns) if isinstance(reply, Exception) else reply
+            values = reply or [None] * len(member.columns)
             for name, raw in zip(member.columns, values, strict=True):
                 dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name]
                 if raw is None or len(raw) != member.reference.num_tokens * dtype.itemsize:

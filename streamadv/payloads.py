@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
-
-import redis.exceptions
+from typing import Any, Final
 
 from .columns import Array
-from .connection import RETRYABLE
 from .errors import UndecodableGroupError, WireError
 from .run import Run
 from .wire import HEADER, Payload, Reference, decode_payload
@@ -73,14 +70,18 @@ def fetch_fields(
             else:
                 pipe.hmget(members[stop].key, names)
             stop += 1
-        for reply in pipe.execute(raise_on_error=False):
-            if isinstance(reply, redis.exceptions.ResponseError) and not isinstance(reply, RETRYABLE):
-                yield {}  # the key holds something else than a hash
-                continue
-            if isinstance(reply, Exception):
-                raise reply
-            if names is None:
-                yield reply
+        for reply in replies_of(pipe):
+            if names is None or reply is None:
+                yield reply or {}
             else:
                 yield {name: value for name, value in zip(names, reply, strict=True) if value is not None}
         start = stop
+
+
+def replies_of(pipe: Any) -> list[Any]:
+    """Replies to reads of hashes, None where the key holds something else. Raises what the server refuses besides."""
+    replies = pipe.execute(raise_on_error=False)
+    for reply in replies:
+        if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
+            raise reply
+    return [None if isinstance(reply, Exception) else reply for reply in replies]
