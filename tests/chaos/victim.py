@@ -29,6 +29,7 @@ import redis.client
 import redis.cluster
 
 from streamadv import computing, scripts
+from streamadv.clients import Client
 
 #: Of a cluster's client; redis-py before 7 has none, nor a cluster.
 TransactionStrategy: Any = getattr(redis.cluster, "TransactionStrategy", redis.client.Pipeline)
@@ -86,10 +87,15 @@ def hooked(reached: Hook, gate: Callable[[], object] = lambda: None) -> Iterator
         called = [name for command in self._command_queue for name in _called(names, command.args)]
         return around(called, lambda: transact(self, *args, **options))
 
+    def on_push(self: Any, payloads: Any, call: Sequence[Any]) -> Any:
+        return around(_called(names, call), lambda: push(self, payloads, call))
+
+    push = Client.transact
     cluster_send: Any = redis.cluster.RedisCluster.execute_command
     transact: Any = TransactionStrategy.execute
     redis.cluster.RedisCluster.execute_command = on_cluster_command  # type: ignore[method-assign]
     TransactionStrategy.execute = on_transaction
+    Client.transact = on_push  # type: ignore[method-assign]
     redis.Redis.execute_command = on_command  # type: ignore[method-assign]
     redis.client.Pipeline.execute = on_pipeline  # type: ignore[method-assign]
     try:
@@ -100,6 +106,7 @@ def hooked(reached: Hook, gate: Callable[[], object] = lambda: None) -> Iterator
         redis.client.Pipeline.execute = execute  # type: ignore[method-assign]
         redis.cluster.RedisCluster.execute_command = cluster_send  # type: ignore[method-assign]
         TransactionStrategy.execute = transact
+        Client.transact = push  # type: ignore[method-assign]
 
 
 def _called(names: dict[str, str], command: Sequence[Any]) -> list[str]:
