@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: Fields of a record in the rollouts stream and the scorers' streams, as `lua/push.lua` writes them.
 RECORD_FIELDS: Final = ("group_id", "index", "kind", "reward", "bytes", "key", "role", "reference")
+_RECORD_FIELDS: Final = frozenset(RECORD_FIELDS)
 KINDS: Final = frozenset([b"usable", b"unscorable", b"failed", b"aborted", b"cancelled"])
 ROLES: Final = frozenset(role.encode() for role in Role)
 #: Most a run may allow for `max_trajectory_bytes`.
@@ -30,6 +31,7 @@ MAX_BYTES: Final = 1 << 30
 #: Of a removed item, so much is kept to look at.
 TEXT_CHARS: Final = 2000
 
+_SPACE: Final = re.compile(r"\s")
 _GROUP_ID: Final = re.compile(r"[^\s\x00-\x1f]{1,200}")
 _NUMBER: Final = re.compile(rb"0|[1-9][0-9]{0,9}")
 
@@ -48,9 +50,8 @@ class Malformed:
 
 def record_problem(run: Run, shard: int, fields: Mapping[str, bytes]) -> str | None:
     """Why the fields of an entry are no record of a trajectory, or None if they are one."""
-    missing = [name for name in RECORD_FIELDS if name not in fields]
-    if missing:
-        return f"{missing[0]} is missing"
+    if not fields.keys() >= _RECORD_FIELDS:
+        return f"{next(name for name in RECORD_FIELDS if name not in fields)} is missing"
     try:
         group_id, key = fields["group_id"].decode(), fields["key"].decode()
     except UnicodeDecodeError:
@@ -77,7 +78,7 @@ def record_problem(run: Run, shard: int, fields: Mapping[str, bytes]) -> str | N
 
 def is_payload_key(keys: ShardKeys, key: str) -> bool:
     """Whether `key` may name a payload of the shard: others must never be deleted as one."""
-    return key.startswith(keys.payload("")) and not re.search(r"\s", key)
+    return key.startswith(keys.payload("")) and not _SPACE.search(key)
 
 
 def reject_entry(run: Run, entry: Entry, stream: str, problem: str, stage: str) -> None:

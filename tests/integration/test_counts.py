@@ -32,9 +32,9 @@ class Bound:
 
 
 BOUNDS = {
-    "grpo": Bound(26, 0.75, 3200, 3100),
-    "grpo+kl": Bound(27, 0.75, 3350, 3500),
-    "gae+kl": Bound(28, 0.75, 3550, 3500),
+    "grpo": Bound(15, 0.7, 3200, 3100),
+    "grpo+kl": Bound(16, 0.7, 3350, 3500),
+    "gae+kl": Bound(17, 0.7, 3550, 3500),
 }
 
 
