@@ -74,6 +74,7 @@ def run_worker(
 
     reader = guarded(_read, run, consumer, prepared, stop)
     publisher = guarded(_publish_all, run, consumer, computed, stop)
+    backoff = Backoff(sleep=stop.wait)
     while not stop.is_set():
         try:
             item = prepared.get(timeout=0.2)
@@ -81,8 +82,15 @@ def run_worker(
             continue
         if item is None:
             break
-        with metrics.timed(STAGE, "compute"):
-            result = compute_safely(run, item, where)
+        try:
+            with metrics.timed(STAGE, "compute"):
+                result = compute_safely(run, item, where)
+        except RETRYABLE as error:  # tries at a suspect group are counted on the server
+            retried(STAGE, error, backoff)
+            consumer.done([item.entry])  # still pending: taken up again when its lease is over
+            backoff.wait()
+            continue
+        backoff.reset()
         _put(computed, result, stop)
     stop.set()
     reader.join()

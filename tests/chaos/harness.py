@@ -317,6 +317,8 @@ class Chaos:
         if slot.role == "trainer" and status in (FENCED, LOST):
             self.report.fenced += status == FENCED
             self.report.batches_lost += status == LOST
+        elif status == -signal.SIGTERM and slot.expected:
+            pass  # it was told before it could listen
         elif status not in (0, -signal.SIGKILL) or (
             status == 0 and not slot.expected and slot.role in ("scorer", "grouper", "advantage")
         ):

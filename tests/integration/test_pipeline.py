@@ -183,6 +183,37 @@ def test_a_worker_whose_publisher_fails_ends_with_the_error(
         queue.close()
 
 
+def test_a_worker_survives_an_outage_while_it_counts_tries(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch fails once as a whole, and the server is away when its groups are to be tried one by one."""
+    compute, call = computing.compute, Run.call
+    broken, away = iter([True]), iter([True])
+
+    def compute_or_fail(*args: Any) -> Any:
+        if next(broken, False):
+            raise ZeroDivisionError("once")
+        return compute(*args)
+
+    def call_or_fail(self: Run, name: str, *args: Any) -> Any:
+        if name == "attempt" and next(away, False):
+            raise redis.ConnectionError("away")
+        return call(self, name, *args)
+
+    monkeypatch.setattr(computing, "compute", compute_or_fail)
+    monkeypatch.setattr(Run, "call", call_or_fail)
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 2)
+        joined = join(redis_url, run)
+        group_all(joined)
+        with threads(lambda stop: run_worker(join(redis_url, run), stop, device="cpu", lease_s=0.2)):
+            queue = TrainerQueue(redis_url, run, batch_groups=2)
+            batch = queue.next_batch(timeout=30)
+            assert batch is not None
+            assert (batch.num_trajectories, next(away, None)) == (4, None)
+            queue.close()
+
+
 def test_a_late_supplier_sees_every_token_once(redis_url: str, run: str) -> None:
     asked: list[int] = []
 
