@@ -8,6 +8,7 @@ import json
 import secrets
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,8 +93,15 @@ def run(arguments: argparse.Namespace) -> int:
     )
     process = settings_from(arguments)
     console = Console()
-    # `kill PID` ends like Ctrl-C: children first.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # `kill PID` ends like Ctrl-C: children first. An exception out of a handler can get lost in a finalizer.
+    interrupted = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        if interrupted.is_set():  # the second time: whatever it hangs in
+            raise KeyboardInterrupt
+        interrupted.set()
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with open_view(console) as view:
             progress = demonstrate(
@@ -101,13 +109,15 @@ def run(arguments: argparse.Namespace) -> int:
                 process.redis_url,
                 view,
                 kill=not arguments.no_kill,
+                interrupted=interrupted,
                 server_binary=process.server_binary,
             )
     except KeyboardInterrupt:
         print("demo: interrupted, all its processes have ended", file=sys.stderr)
         return INTERRUPTED
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     draw(progress, arguments.picture)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(progress.result(), indent=2) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -40,12 +41,18 @@ class View(Protocol):
 
 
 def demonstrate(
-    settings: DemoSettings, url: str | None, view: View, *, kill: bool, server_binary: str | None = None
+    settings: DemoSettings,
+    url: str | None,
+    view: View,
+    *,
+    kill: bool,
+    interrupted: threading.Event,
+    server_binary: str | None = None,
 ) -> Progress:
     """Run the whole demo, on an embedded server unless a URL is given; returns what came of it.
 
-    Every process has ended when this returns or raises, Ctrl-C included. Raises ProcessEndedError when one keeps
-    ending or nothing moves for STALL_S, ServerError when no server can be started.
+    Every process has ended when this returns or raises. Raises KeyboardInterrupt once `interrupted` is set,
+    ProcessEndedError when one keeps ending or nothing moves for STALL_S, ServerError when no server can be started.
     """
     with ExitStack() as stack:
         if url is None:
@@ -56,7 +63,7 @@ def demonstrate(
             settings.run,
             run_settings(zero_variance_filter=True, group_deadline_s=GROUP_DEADLINE_S),
         )
-        return conduct(settings, url, lambda: read_status(run), view, kill=kill)
+        return conduct(settings, url, lambda: read_status(run), view, kill=kill, interrupted=interrupted)
 
 
 def new_crew(
@@ -93,7 +100,13 @@ def new_crew(
 
 
 def conduct(
-    settings: DemoSettings, url: str, read_status: Callable[[], dict[str, Any]], view: View, *, kill: bool
+    settings: DemoSettings,
+    url: str,
+    read_status: Callable[[], dict[str, Any]],
+    view: View,
+    *,
+    kill: bool,
+    interrupted: threading.Event,
 ) -> Progress:
     """Run the processes until the last version is evaluated; all have ended when this returns or raises.
 
@@ -106,7 +119,7 @@ def conduct(
         crew = new_crew(settings, url, directory, inbox)
         conductor = _Conductor(Progress(settings), crew, inbox, read_status, view, kill=kill)
         try:
-            conductor.run()
+            conductor.run(interrupted)
         finally:
             for child in crew.values():
                 child.terminate()
@@ -148,10 +161,12 @@ class _Conductor:
     def _seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def run(self) -> None:
+    def run(self, interrupted: threading.Event) -> None:
         # Rollouts start when there are weights to play with.
         self._start([name for name in self._crew if not name.startswith("rollouts-")])
         while self.progress.phase != "done":
+            if interrupted.is_set():
+                raise KeyboardInterrupt
             try:
                 name, message = self._inbox.get(timeout=TICK_S)
             except Empty:

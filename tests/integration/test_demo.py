@@ -95,7 +95,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
             output += line
         demo.send_signal(signal.SIGINT)
         rest, errors = demo.communicate(timeout=60)
-    assert demo.returncode == 130
+    assert demo.returncode == 130, rest + errors
     assert "interrupted" in errors
     assert "Traceback" not in errors
     assert all(gone(pid) for pid in started(output + rest))

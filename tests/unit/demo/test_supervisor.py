@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -68,9 +69,14 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Child
     return stand_in
 
 
-def conduct(view: Listener, *, kill: bool = False) -> Progress:
+def conduct(view: Listener, *, kill: bool = False, interrupted: threading.Event | None = None) -> Progress:
     return supervisor.conduct(
-        DemoSettings(run="test", updates=10), "redis://nowhere", status, view, kill=kill
+        DemoSettings(run="test", updates=10),
+        "redis://nowhere",
+        status,
+        view,
+        kill=kill,
+        interrupted=interrupted or threading.Event(),
     )
 
 
@@ -144,9 +150,7 @@ def test_standing_still_is_an_error(
 def test_ctrl_c_ends_every_process(crews: Callable[..., list[dict[str, Child]]]) -> None:
     made = crews(trainer=TRAINER + "signal.pause()\n")
 
-    def interrupt(_: str) -> None:
-        raise KeyboardInterrupt
-
+    interrupted = threading.Event()
     with pytest.raises(KeyboardInterrupt):
-        conduct(Listener(interrupt))
+        conduct(Listener(lambda _: interrupted.set()), interrupted=interrupted)
     assert all(not process.running for process in made[0].values())
