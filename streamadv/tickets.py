@@ -57,7 +57,8 @@ def new_group_id() -> str:
 
 def prepare(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket) -> list[Trajectory]:
     """Records of one group as trajectories: what the ticket knows is filled in, what it contradicts is refused."""
-    prepared = []
+    prepared: list[Trajectory] = []
+    first: dict[int, int] = {}  # rollout index -> position
     for position, record in enumerate(records):
         if isinstance(record, Trajectory):
             trajectory = record
@@ -82,6 +83,11 @@ def prepare(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket) -
         if trajectory.rollout_index >= ticket.places:
             raise TrajectoryError(
                 f"rollout_index is {trajectory.rollout_index}, group {ticket.group_id} has {ticket.places} places"
+            )
+        if first.setdefault(trajectory.rollout_index, position) != position:
+            raise TrajectoryError(
+                f"records {first[trajectory.rollout_index]} and {position} of group {ticket.group_id} both have "
+                f"rollout_index {trajectory.rollout_index}: name another in each"
             )
         prepared.append(trajectory)
     return prepared

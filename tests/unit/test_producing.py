@@ -402,6 +402,8 @@ def test_records_are_checked_against_their_ticket() -> None:
         prepare([trajectory("h", 0)], ticket)
     with pytest.raises(TrajectoryError, match="has 3 places"):
         prepare([trajectory("g", 3)], ticket)
+    with pytest.raises(TrajectoryError, match="records 0 and 1 of group g both have rollout_index 1"):
+        prepare([{"input_ids": [1], "response_mask": [1]}] * 2, ticket)
 
 
 def test_the_byte_budget_follows_the_server() -> None:
