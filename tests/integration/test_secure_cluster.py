@@ -71,9 +71,10 @@ def nodes(files: Path) -> Iterator[SecureCluster]:
     ]
     (files / "users.acl").write_text("\n".join(["user default on nopass ~* &* +@all", *rules, ""]))
     with ExitStack() as stack:
-        ports, clients = [], []
+        ports, buses, clients = [], [], []
         for _ in range(PRIMARIES):
             ports.append(_free_port())
+            buses.append(_free_port())  # else port + 10,000, which may be anybody's
             options = {
                 **{
                     "tls-port": str(ports[-1]),
@@ -83,6 +84,7 @@ def nodes(files: Path) -> Iterator[SecureCluster]:
                 **{"tls-ca-cert-file": str(ca.file), "tls-auth-clients": "yes", "tls-cluster": "yes"},
                 **{
                     "cluster-enabled": "yes",
+                    "cluster-port": str(buses[-1]),
                     "cluster-node-timeout": "500",
                     "aclfile": str(files / "users.acl"),
                 },
@@ -98,8 +100,8 @@ def nodes(files: Path) -> Iterator[SecureCluster]:
             first, last = (CLUSTER_SLOTS * n // PRIMARIES for n in (number, number + 1))
             client.execute_command("CLUSTER ADDSLOTSRANGE", first, last - 1)
             client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
-        for port in ports[1:]:
-            clients[0].execute_command("CLUSTER MEET", "127.0.0.1", port)
+        for port, bus in zip(ports[1:], buses[1:], strict=True):
+            clients[0].execute_command("CLUSTER MEET", "127.0.0.1", port, bus)
         until_whole(clients)
         for client in clients:
             client.config_set("cluster-node-timeout", 15_000)
