@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from .connection import RETRYABLE, AsyncConnection, Backoff, retried
+from .connection import RETRYABLE, AsyncConnection, Backoff, closed_under_way, retried
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
 from .presence import HEARTBEAT_S
 from .producing import STAGE, ProducerLogic
@@ -91,7 +91,8 @@ class AsyncProducer:
 
     async def model_version(self) -> int | None:
         """As `Producer.model_version`."""
-        value: Any = await self._connection.scripts.hget(self._logic.joined.keys.home.lineage, "version")
+        with closed_under_way():
+            value: Any = await self._connection.scripts.hget(self._logic.joined.keys.home.lineage, "version")
         return None if value is None else int(value)
 
     async def finish(self) -> None:

@@ -14,6 +14,7 @@ import random
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -134,6 +135,22 @@ def not_now() -> Iterator[None]:
         if _NOT_NOW.search(str(error)):
             raise NotNowError(str(error)) from None
         raise
+
+
+@contextmanager
+def closed_under_way() -> Iterator[None]:
+    """Raises ConnectionError where redis-py's asyncio client stumbles over a connection that was closed meanwhile.
+
+    By the server, or by another task that found the cluster's layout changed; it is left an AttributeError or a
+    TypeError then, of redis-py's or asyncio's code.
+    """
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+        if innermost.f_globals["__name__"].partition(".")[0] not in ("redis", "asyncio"):
+            raise
+        raise redis.exceptions.ConnectionError(f"connection closed meanwhile: {error}") from error
 
 
 def patiently(call: Callable[[], T], who: str, *, sleep: Callable[[float], object] = time.sleep) -> T:

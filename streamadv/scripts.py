@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from redis.exceptions import NoScriptError
 
 from .clients import Client, Payloads
-from .connection import RETRYABLE, AsyncConnection, Connection, not_now
+from .connection import RETRYABLE, AsyncConnection, Connection, closed_under_way, not_now
 from .packing import as_buffer
 
 _INCLUDE = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
@@ -78,7 +78,7 @@ def run_script(client: Any, call: ScriptCall) -> Any:
 
 async def run_script_async(client: Any, call: ScriptCall) -> Any:
     """`run_script` for an asyncio client."""
-    with not_now():
+    with closed_under_way(), not_now():
         try:
             return await client.evalsha(*call.by_hash)
         except NoScriptError:
@@ -102,7 +102,7 @@ def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall
 async def run_transaction_async(connection: AsyncConnection, payloads: Payloads, call: ScriptCall) -> Any:
     """`run_transaction` for asyncio."""
     try:
-        with not_now():
+        with closed_under_way(), not_now():
             async with connection.push.pipeline(transaction=True) as pipe:
                 return (await _fill(pipe, payloads, call).execute())[-1]
     except RETRYABLE:

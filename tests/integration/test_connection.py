@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ import redis.exceptions
 
 from streamadv.connection import RETRYABLE, AsyncConnection, Backoff, Connection
 from streamadv.errors import ServerUnreachableError, SettingError
+from streamadv.scripts import run_script_async, script_call
 from streamadv.server import EmbeddedServer
 
 needs_cluster_client = pytest.mark.skipif(
@@ -191,13 +193,23 @@ async def test_a_refusal_is_an_error_at_once(redis_url: str) -> None:
 
 
 async def test_many_tasks_share_a_bounded_number_of_connections(redis_url: str) -> None:
-    import asyncio
-
     async with AsyncConnection(redis_url + "?max_connections=4") as connection:
         await connection.push.set("key", b"v")
         assert await asyncio.gather(*(connection.push.get("key") for _ in range(200))) == [b"v"] * 200
         clients: dict[str, Any] = await connection.push.info("clients")
     assert clients["connected_clients"] <= 5
+
+
+@pytest.mark.parametrize("turns", range(24))
+async def test_a_connection_closed_at_any_moment_is_an_outage(redis_url: str, turns: int) -> None:
+    """As a cluster's client closes all its connections when one task finds its layout changed."""
+    async with AsyncConnection(redis_url) as connection:
+        call = asyncio.create_task(run_script_async(connection.scripts, script_call("server_id", ["key"])))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await connection.scripts.connection_pool.disconnect(inuse_connections=True)
+        with suppress(*RETRYABLE):
+            await call
 
 
 @contextmanager
