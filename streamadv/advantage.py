@@ -24,11 +24,11 @@ from . import metrics
 from .batches import ENTRY_ID, Unit, find_record, read_groups, work_units
 from .columns import Array
 from .computing import Computed, Device, Prepared, choose_device, compute_safely, worker_chain
-from .connection import RETRYABLE, Backoff, retried
 from .errors import BatchLostError, WireError
 from .isolation import Death
 from .keys import ShardKeys
 from .malformed import reject_entry
+from .outages import RETRYABLE, Backoff, retried
 from .payloads import decode_member, fetch_fields
 from .problems import first_problem
 from .results import batch_scope

@@ -11,8 +11,9 @@ from typing import Any, Self
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from .connection import RETRYABLE, AsyncConnection, Backoff, closed_under_way, retried
+from .connection import AsyncConnection
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
+from .outages import RETRYABLE, Backoff, closed_under_way, retried
 from .presence import HEARTBEAT_S
 from .producing import STAGE, ProducerLogic
 from .schema import Trajectory

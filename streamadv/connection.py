@@ -2,23 +2,19 @@
 
 A lost reply leaves a write in doubt. Scripts and reads may simply be sent again (`scripts`); a push may not,
 since the same payload sent twice would overwrite or delete live columns (`push`); and a blocking read needs a
-socket timeout longer than its block (`blocking`). What passes by itself, a failover or a moving slot among it, is
-waited for and done again (`RETRYABLE`, `Backoff`) and counted (`retried`).
+socket timeout longer than its block (`blocking`). What passes by itself is waited for: see `outages`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import re
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Final, Self, cast
 
 import redis
 import redis.asyncio
@@ -26,142 +22,18 @@ import redis.asyncio.cluster
 import redis.cluster
 import redis.exceptions
 
-from . import metrics, tls
+from . import tls
 from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_of
 from .errors import ServerUnreachableError, SettingError
+from .outages import RETRYABLE, Backoff
 from .urls import Target, hide_password, parse_url
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-
-class NotNowError(redis.exceptions.ResponseError):
-    """The server does not write for now, and says in its first word why: see `not_now`."""
-
-
-RETRYABLE: Final[tuple[type[Exception], ...]] = (
-    redis.exceptions.ConnectionError,  # also BusyLoadingError: the server is reading its data
-    redis.exceptions.TimeoutError,
-    redis.exceptions.ReadOnlyError,  # failover: this was the primary a moment ago
-    redis.exceptions.ClusterError,  # also CLUSTERDOWN and MASTERDOWN
-    redis.exceptions.TryAgainError,
-    redis.exceptions.AskError,  # also MOVED: not executed, the next attempt goes to the right node
-    redis.exceptions.RedisClusterException,  # no node of the cluster answers, or none has the slot
-    NotNowError,
-)
-"""What passes by itself: wait (`Backoff`) and do the whole thing again; a push under a new nonce."""
-
-# Too few replicas (min-replicas-to-write), snapshots that fail. redis-py may put in front which command it was.
-_NOT_NOW: Final = re.compile(r"(?:^|: )(NOREPLICAS|MISCONF) ")
-
 _PING_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, redis.exceptions.ResponseError)
 
 BLOCK_MARGIN: Final = 5.0  # seconds on top of a read's block: the server re-arms blocks and may be late
-SCRIPT_RETRIES: Final = 3  # inside the client; the loops above go on for ever
-
-
-class Backoff:
-    """Waits between attempts: the n-th is uniform in [0, min(cap, base * 2**n)] seconds (full jitter).
-
-    `sleep` takes seconds; give `Event.wait` to end the wait early. `draw` returns a number in [0, 1).
-    """
-
-    def __init__(
-        self,
-        base: float = 0.05,
-        cap: float = 2.0,
-        *,
-        sleep: Callable[[float], object] = time.sleep,
-        draw: Callable[[], float] = random.random,
-    ) -> None:
-        self._base = base
-        self._cap = cap
-        self._sleep = sleep
-        self._draw = draw
-        self.failures = 0
-
-    def delay(self) -> float:
-        """Count one more failure and return the seconds to wait after it."""
-        limit = min(self._cap, self._base * 2.0 ** min(self.failures, 64))
-        self.failures += 1
-        return limit * self._draw()
-
-    def wait(self) -> None:
-        self._sleep(self.delay())
-
-    def reset(self) -> None:
-        """Call after a success."""
-        self.failures = 0
-
-
-def retried(stage: str, error: Exception, backoff: Backoff) -> None:
-    """Count and log what will be tried again; the caller then waits. `backoff` tells one outage from the next."""
-    metrics.retried(stage, reason_of(error))
-    level = logging.DEBUG if backoff.failures else logging.WARNING  # once for each outage
-    logger.log(level, "%s: the server does not answer, waiting: %s", stage, error)
-
-
-def reason_of(error: Exception) -> str:
-    """Why something is tried again: one of `metrics.RETRY_REASONS`."""
-    for kinds, reason in _REASONS:
-        if isinstance(error, kinds):
-            return reason
-    refused = _NOT_NOW.search(str(error)) if isinstance(error, NotNowError) else None
-    return refused[1].lower() if refused else "connection"
-
-
-# Kinds before what they are kinds of.
-_REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
-    (redis.exceptions.BusyLoadingError, "loading"),
-    (redis.exceptions.ReadOnlyError, "readonly"),
-    (redis.exceptions.MasterDownError, "masterdown"),
-    (redis.exceptions.ClusterDownError, "clusterdown"),
-    (redis.exceptions.TryAgainError, "tryagain"),
-    (redis.exceptions.MovedError, "moved"),
-    (redis.exceptions.AskError, "ask"),
-    (redis.exceptions.ClusterError, "tryagain"),  # redis-py gave up following TRYAGAIN, MOVED and ASK
-    (redis.exceptions.RedisClusterException, "clusterdown"),
-    (redis.exceptions.TimeoutError, "timeout"),
-)
-
-
-@contextmanager
-def not_now() -> Iterator[None]:
-    """Raises NotNowError for what redis-py has no class for although it passes by itself."""
-    try:
-        yield
-    except redis.exceptions.ResponseError as error:
-        if _NOT_NOW.search(str(error)):
-            raise NotNowError(str(error)) from None
-        raise
-
-
-@contextmanager
-def closed_under_way() -> Iterator[None]:
-    """Raises ConnectionError where redis-py's asyncio client stumbles over a connection that was closed meanwhile.
-
-    By the server, or by another task that found the cluster's layout changed; it is left an AttributeError or a
-    TypeError then, of redis-py's or asyncio's code.
-    """
-    try:
-        yield
-    except (AttributeError, TypeError) as error:
-        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-        if innermost.f_globals["__name__"].partition(".")[0] not in ("redis", "asyncio"):
-            raise
-        raise redis.exceptions.ConnectionError(f"connection closed meanwhile: {error}") from error
-
-
-def patiently(call: Callable[[], T], who: str, *, sleep: Callable[[float], object] = time.sleep) -> T:
-    """`call()`, again until the server answers: for what may simply be done twice. `who` is for the log."""
-    backoff = Backoff(sleep=sleep)
-    while True:
-        try:
-            return call()
-        except RETRYABLE as error:
-            retried(who, error, backoff)
-            backoff.wait()
+SCRIPT_RETRIES: Final = 3  # inside the client; the loops around it go on for ever
 
 
 class _Common:

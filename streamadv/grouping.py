@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from . import metrics
-from .connection import RETRYABLE, Backoff, retried
 from .dead_letters import trim_dead
 from .keys import ShardKeys
 from .malformed import RECORD_FIELDS, is_payload_key, record_problem, reject_entry, reject_item
+from .outages import RETRYABLE, Backoff, retried
 from .run import Run
 from .streams import GROUPER, Consumer, Entry
 

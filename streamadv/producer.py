@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from .connection import RETRYABLE, AsyncConnection, Backoff, Connection, retried
+from .connection import AsyncConnection, Connection
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
 from .manifest import RunSettings
+from .outages import RETRYABLE, Backoff, retried
 from .presence import HEARTBEAT_S
 from .producing import STAGE, ProducerLogic
 from .resend import RESEND_WINDOW_S

@@ -19,11 +19,11 @@ from redis.exceptions import OutOfMemoryError
 
 from . import metrics
 from .admission import broken_group_error, busy_error, byte_budget, push_codes
-from .connection import RETRYABLE, Backoff, retried
 from .errors import Busy, GroupEndedError, SettingError, TrajectoryError
 from .exchange import Memory, Pause, Steps
 from .keys import ShardKeys
 from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
+from .outages import RETRYABLE, Backoff, retried
 from .records import Record, encode_record, push_request, slices
 from .resend import RESEND_WINDOW_S, ResendWindow
 from .schema import MAX_GROUP_SIZE, Trajectory

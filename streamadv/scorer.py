@@ -17,10 +17,11 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from . import metrics
-from .connection import RETRYABLE, Backoff, Connection, patiently, retried
+from .connection import Connection
 from .errors import SettingError, UndecodableGroupError, WireError
 from .malformed import record_problem, reject_entry
 from .manifest import RunSettings
+from .outages import RETRYABLE, Backoff, patiently, retried
 from .payloads import fetch_payloads
 from .problems import first_problem
 from .run import open_run

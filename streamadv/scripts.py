@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from redis.exceptions import NoScriptError
 
 from .clients import Client, Payloads
-from .connection import RETRYABLE, AsyncConnection, Connection, closed_under_way, not_now
+from .connection import AsyncConnection, Connection
+from .outages import RETRYABLE, closed_under_way, not_now
 from .packing import as_buffer
 
 _INCLUDE = re.compile(r"^-- include (\w+)\n", re.MULTILINE)

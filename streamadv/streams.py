@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple
 from redis.exceptions import ResponseError
 
 from . import metrics
-from .connection import RETRYABLE, Backoff, not_now, retried
 from .keys import ShardKeys
+from .outages import RETRYABLE, Backoff, not_now, retried
 from .run import Run
 
 logger = logging.getLogger(__name__)

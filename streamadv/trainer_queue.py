@@ -25,13 +25,14 @@ from .algorithms.config import ChainConfig
 from .batch_report import observe, passed_over
 from .batches import BatchRecord, Unit
 from .computing import Device, choose_device
-from .connection import RETRYABLE, Backoff, Connection, T, patiently, retried
+from .connection import Connection
 from .delivery import Fetched, LateColumn, deliver
 from .errors import BatchLostError, NoBatchError, SettingError, UndecodableGroupError
 from .isolation import Death
 from .lineage import Lineage, NamingSettings, Start, returning_since
 from .manifest import RunSettings
 from .microbatch import Batch
+from .outages import RETRYABLE, Backoff, T, patiently, retried
 from .read_ahead import ReadAhead
 from .ready import ReadyLogs
 from .results import Result, assign, batch_scope, misfit

@@ -21,8 +21,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from streamadv.connection import RETRYABLE, Backoff
 from streamadv.keys import CLUSTER_SLOTS
+from streamadv.outages import RETRYABLE, Backoff
 from streamadv.server import _LAUNCHER, EmbeddedServer, _free_port, find_server_binary
 
 PRIMARIES: Final = 3

@@ -18,10 +18,11 @@ import pytest
 
 from streamadv import async_producer, producer
 from streamadv.advantage import run_worker
-from streamadv.connection import Connection, patiently
+from streamadv.connection import Connection
 from streamadv.errors import NoBatchError
 from streamadv.grouping import run_grouper
 from streamadv.manifest import RunSettings
+from streamadv.outages import patiently
 from streamadv.producer import Producer
 from streamadv.run import Run, open_run
 from streamadv.scorer import Scorer

@@ -10,9 +10,10 @@ from contextlib import suppress
 from types import FrameType
 
 from streamadv import metrics
-from streamadv.connection import RETRYABLE, Connection
+from streamadv.connection import Connection
 from streamadv.errors import SettingError
 from streamadv.manifest import RunSettings
+from streamadv.outages import RETRYABLE
 from streamadv.run import Run, open_run
 from streamadv.settings import Settings
 

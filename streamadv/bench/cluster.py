@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import redis
 
-from ..connection import Backoff
 from ..errors import ServerError
 from ..keys import CLUSTER_SLOTS
+from ..outages import Backoff
 from ..server import EmbeddedServer
 
 FORMING_S: Final = 20.0

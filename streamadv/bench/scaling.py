@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..connection import Backoff, Connection
+from ..connection import Connection
 from ..errors import ProcessEndedError
 from ..manifest import RunSettings
+from ..outages import Backoff
 from ..run import find_run, open_run
 from ..status import read_status
 from .cluster import cluster

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from .. import metrics
 from ..adapters import FORMATS
-from ..connection import Backoff
 from ..errors import Busy, SettingError
 from ..interchange import read_trajectories
+from ..outages import Backoff
 from ..producer import Producer
 from ..schema import Trajectory
 from . import add_metrics_option, add_redis_options, connect, settings_from

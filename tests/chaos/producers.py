@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamadv import producer as producer_module
-from streamadv.connection import Backoff
 from streamadv.errors import Busy, GroupEndedError, TrajectoryError
+from streamadv.outages import Backoff
 from streamadv.producer import Producer
 from streamadv.schema import Trajectory
 from tests.support import ended, trajectory

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from streamadv.connection import Connection, patiently
+from streamadv.connection import Connection
+from streamadv.outages import patiently
 from streamadv.run import Run, open_run
 
 from .setup import Setup

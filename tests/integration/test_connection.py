@@ -16,8 +16,9 @@ import redis
 import redis.asyncio.cluster
 import redis.exceptions
 
-from streamadv.connection import RETRYABLE, AsyncConnection, Backoff, Connection
+from streamadv.connection import AsyncConnection, Connection
 from streamadv.errors import ServerUnreachableError, SettingError
+from streamadv.outages import RETRYABLE, Backoff
 from streamadv.scripts import run_script_async, script_call
 from streamadv.server import EmbeddedServer
 

@@ -16,9 +16,10 @@ import redis.exceptions
 
 import streamadv as sa
 from streamadv import acl, cli
-from streamadv.connection import AsyncConnection, Backoff, Connection
+from streamadv.connection import AsyncConnection, Connection
 from streamadv.errors import ServerError, SettingError
 from streamadv.keys import CLUSTER_SLOTS
+from streamadv.outages import Backoff
 from streamadv.producer import Producer
 from streamadv.server import EmbeddedServer, _free_port
 from streamadv.trainer_queue import TrainerQueue

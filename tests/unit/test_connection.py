@@ -10,9 +10,10 @@ import redis.exceptions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamadv.connection import RETRYABLE, AsyncConnection, Backoff, Connection, NotNowError, reason_of
+from streamadv.connection import AsyncConnection, Connection
 from streamadv.errors import SettingError
 from streamadv.metrics import RETRY_REASONS
+from streamadv.outages import RETRYABLE, Backoff, NotNowError, reason_of
 from streamadv.urls import hide_password, parse_url
 
 
