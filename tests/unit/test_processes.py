@@ -39,7 +39,7 @@ def test_being_told_to_end_twice_is_being_told_once(tmp_path: Path) -> None:
 
 def test_messages_and_other_output_are_told_apart(tmp_path: Path) -> None:
     inbox: SimpleQueue[Message] = SimpleQueue()
-    talker = child("talker", "print('hello')\nsend('ready')\nsys.exit(2)", tmp_path, inbox)
+    talker = child("talker", "print('hello', flush=True)\nsend('ready')\nsys.exit(2)", tmp_path, inbox)
     talker.start()
     assert inbox.get(timeout=20) == ("talker", {"kind": "ready"})
     talker.stop()
