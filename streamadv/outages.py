@@ -36,8 +36,9 @@ RETRYABLE: Final[tuple[type[Exception], ...]] = (
 )
 """What passes by itself: wait (`Backoff`) and do the whole thing again; a push under a new nonce."""
 
-# Too few replicas (min-replicas-to-write), snapshots that fail. redis-py may put in front which command it was.
-_NOT_NOW: Final = re.compile(r"(?:^|: )(NOREPLICAS|MISCONF) ")
+# Too few replicas (min-replicas-to-write), snapshots that fail. redis-py may put in front which command it was, and the
+# reply in the brackets of a tuple.
+_NOT_NOW: Final = re.compile(r"""(?:^|: |\(['"])(NOREPLICAS|MISCONF) """)
 
 
 class Backoff:

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from streamadv import metrics
-from streamadv.connection import Connection
+from streamadv.connection import AsyncConnection, Connection
 from streamadv.manifest import RunSettings
+from streamadv.outages import NotNowError
 from streamadv.producer import Producer
+from streamadv.scripts import run_transaction, run_transaction_async, script_call
 from streamadv.server import EmbeddedServer
 from streamadv.trainer_queue import TrainerQueue
 from tests.clusters import until
@@ -127,6 +130,22 @@ def test_writes_that_are_refused_for_a_while_are_waited_for(forgetful: EmbeddedS
             connection.scripts.config_set("min-replicas-to-write", 0)
         flow.progress()
     flow.check()
+
+
+async def test_a_push_that_is_refused_for_a_while_is_an_outage(forgetful: EmbeddedServer) -> None:
+    """Whichever client of redis-py sends it: each tells of an error inside MULTI in words of its own."""
+    payloads, call = [("payload", {"column": b"x"})], script_call("server_id", ["key"])
+    with (
+        Connection(forgetful.url) as packed,
+        redis.Redis.from_url(forgetful.url) as client,
+    ):
+        packed.scripts.config_set("min-replicas-to-write", 1)
+        for connection in (packed, Connection.from_client(client)):
+            with pytest.raises(NotNowError, match="NOREPLICAS"):
+                run_transaction(connection, payloads, call)
+        async with AsyncConnection(forgetful.url) as other:
+            with pytest.raises(NotNowError, match="NOREPLICAS"):
+                await run_transaction_async(other, payloads, call)
 
 
 def refused_stages() -> set[str]:
