@@ -138,7 +138,8 @@ class AsyncProducer:
             return await asyncio.sleep(request.seconds)
         if isinstance(request, Memory):
             try:
-                return await self._connection.scripts.info("memory")
+                with closed_under_way():
+                    return await self._connection.scripts.info("memory")
             except ResponseError:  # not permitted, or not known to this server
                 return {}
         if isinstance(request, ServerIds):

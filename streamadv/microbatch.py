@@ -40,8 +40,8 @@ class MicroBatch(Columns):
 
     `cu_seqlens` [R + 1] int32: row r holds tokens cu_seqlens[r] : cu_seqlens[r + 1] (what variable-length
     attention kernels take); `position_ids` [N] int64 counts from 0 in every row. An empty micro-batch (R = 0)
-    keeps ranks in step and weighs nothing. Where rows lie side by side a column is a view of the batch's: do not
-    write into it.
+    keeps ranks in step and weighs nothing. Where rows lie side by side a column is a view of the batch's, which on
+    a CPU `batch.delivered` shares: do not write into it.
     """
 
     def __init__(

@@ -6,14 +6,13 @@ import logging
 import os
 import signal
 import threading
-from contextlib import suppress
 from types import FrameType
 
 from streamadv import metrics
 from streamadv.connection import Connection
 from streamadv.errors import SettingError
 from streamadv.manifest import RunSettings
-from streamadv.outages import RETRYABLE
+from streamadv.outages import RETRYABLE, Backoff
 from streamadv.run import Run, open_run
 from streamadv.settings import Settings
 
@@ -46,10 +45,14 @@ def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Eve
         if stop.is_set():
             raise KeyboardInterrupt
 
+    backoff = Backoff(sleep=stop.wait)
     while True:
         connection.wait_until_ready(on_wait=on_wait)
-        with suppress(*RETRYABLE):  # it may be gone again by now
+        try:
             run = open_run(connection, settings.run, wanted)
             break
+        except RETRYABLE as error:  # gone again by now, or it answers but does not write for a while
+            on_wait(error)
+            backoff.wait()
     metrics.serve(settings.metrics_port, run.name, settings.metrics_host)
     return run

@@ -8,19 +8,22 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import redis
+import torch
 
-from streamadv.advantage import run_worker
+from streamadv.advantage import prepare, publish, run_worker
+from streamadv.computing import compute_safely
 from streamadv.connection import Connection
-from streamadv.errors import Busy
+from streamadv.errors import Busy, NoBatchError
 from streamadv.grouping import run_grouper
 from streamadv.inventory import deep_problems
 from streamadv.manifest import RunSettings
+from streamadv.outages import NotNowError
 from streamadv.producer import Producer
 from streamadv.run import open_run
 from streamadv.server import EmbeddedServer
 from streamadv.status import read_status
 from streamadv.trainer_queue import TrainerQueue
-from tests.support import push_groups, threads
+from tests.support import ADVANTAGE, batches_read, consumer_of, group_all, push_groups, threads
 
 SMALL = RunSettings(max_trajectory_bytes=100_000)
 
@@ -53,6 +56,25 @@ def test_every_role_restarts_and_the_pipeline_drains(small: EmbeddedServer, run:
         assert status["balanced"]
         assert status["bytes"] == {"live": 0, "reserved": 0, "dead": 0}
         assert deep_problems(joined) == []
+
+
+def test_results_wait_for_a_full_server_that_does_not_write(small: EmbeddedServer, run: str) -> None:
+    """Neither way to hand them off is open then: with the transaction, or, above maxmemory, inside the script."""
+    with redis.Redis.from_url(small.url) as client, Producer(small.url, run, settings=SMALL) as producer:
+        push_groups(producer, 1, tokens=10, values=np.zeros(10), token_level_rewards=np.zeros(10))
+        joined = open_run(Connection(small.url), run)
+        queue = TrainerQueue(small.url, run, batch_groups=1, chain={"estimator": "gae"}, pushed=["values"])
+        group_all(joined)
+        with pytest.raises(NoBatchError):  # named now
+            queue.next_batch(timeout=0)
+        [[entry]] = batches_read(consumer_of(joined, ADVANTAGE))
+        computed = compute_safely(joined, prepare(joined, entry), torch.device("cpu"))
+        client.config_set("min-replicas-to-write", 1)
+        client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
+        with pytest.raises(NotNowError, match="NOREPLICAS"):
+            publish(joined, computed)
+        client.config_set("min-replicas-to-write", 0)
+        assert publish(joined, computed)
 
 
 def test_producers_go_on_when_there_is_room_again(small: EmbeddedServer, run: str) -> None:

@@ -70,6 +70,20 @@ def test_workers_wait_for_the_server_work_and_stop(later: EmbeddedServer, run: s
         assert "Traceback" not in log
 
 
+def test_a_worker_waits_for_a_server_that_does_not_write(later: EmbeddedServer, run: str) -> None:
+    later.start()
+    with Connection(later.url) as connection:
+        connection.scripts.config_set("min-replicas-to-write", 1)
+        worker = start(later.url, run, "grouper")
+        assert worker.stderr is not None
+        while "waiting for the server: NOREPLICAS" not in (line := worker.stderr.readline()):
+            assert line
+        worker.terminate()
+        _, log = worker.communicate(timeout=30)
+    assert worker.returncode == 130, log
+    assert "Traceback" not in log
+
+
 def test_a_worker_with_another_setting_is_refused(redis_url: str, run: str) -> None:
     with producing(redis_url, run, {"redundancy": 2}):
         worker = start(redis_url, run, "grouper", "--redundancy", "3")
