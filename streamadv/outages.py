@@ -79,7 +79,7 @@ def retried(stage: str, error: Exception, backoff: Backoff) -> None:
     """Count and log what will be tried again; the caller then waits. `backoff` tells one outage from the next."""
     metrics.retried(stage, reason_of(error))
     level = logging.DEBUG if backoff.failures else logging.WARNING  # once for each outage
-    logger.log(level, "%s: the server does not answer, waiting: %s", stage, error)
+    logger.log(level, "%s: waiting for the server: %s", stage, error)
 
 
 def reason_of(error: Exception) -> str:
