@@ -30,6 +30,7 @@ class AsyncProducer:
         self._connection = connection
         self._logic = logic
         self._heart: asyncio.Task[None] | None = None
+        self._closing = False
 
     async def open(self) -> Self:
         await self._connection.wait_until_ready()
@@ -41,6 +42,9 @@ class AsyncProducer:
         """As `Producer.close`."""
         if self._heart is None:
             return
+        self._closing = (
+            True  # Python's wait_for, inside redis-py, may lose the cancellation before Python 3.12
+        )
         self._heart.cancel()
         with suppress(asyncio.CancelledError):
             await self._heart
@@ -101,7 +105,7 @@ class AsyncProducer:
         await self._drive(self._logic.finish())
 
     async def _beat(self) -> None:
-        while True:
+        while not self._closing:
             await asyncio.sleep(HEARTBEAT_S)
             try:
                 await self._drive(self._logic.heartbeat(), patient=False)

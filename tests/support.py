@@ -6,7 +6,9 @@ a test decides what happens in which order.
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -189,6 +191,8 @@ def threads(*targets: Callable[[threading.Event], object]) -> Iterator[threading
         stop.set()
         for thread in running:
             thread.join(30)
-    assert not any(thread.is_alive() for thread in running)
+    frames = sys._current_frames()
+    alive = ["".join(traceback.format_stack(frames[t.ident or 0])) for t in running if t.is_alive()]
+    assert not alive, "\n".join(alive)
     if errors:
         raise errors[0]

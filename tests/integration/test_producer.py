@@ -13,6 +13,7 @@ import pytest
 import redis
 
 import streamadv
+from streamadv import async_producer
 from streamadv.connection import Connection
 from streamadv.errors import Busy
 from streamadv.manifest import RunSettings
@@ -97,6 +98,21 @@ async def test_the_asyncio_twin(redis_url: str, run: str) -> None:
     assert sorted(group_all(joined)) == ["partial", "partial"]
     assert ledger(joined)["dropped"] == {"cancelled": 1, "failed": 2}
     assert problems(joined) == []
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_closing_ends_the_heartbeat_at_any_moment(
+    redis_url: str, run: str, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Python's wait_for, inside redis-py, drops the cancellation as its reply has just come."""
+    monkeypatch.setattr(async_producer, "HEARTBEAT_S", 0)
+    producer = await Producer(redis_url, run).__aenter__()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(producer.close())
+    done, _ = await asyncio.wait({closing}, timeout=10)
+    monkeypatch.setattr(async_producer, "HEARTBEAT_S", 3600)  # where it does not end: lets it be cancelled
+    assert done
 
 
 def test_a_push_survives_a_restart_of_the_server(tmp_path: Path, run: str) -> None:
