@@ -329,15 +329,19 @@ def _parse_record(run: Run, k: bytes, text: bytes) -> BatchRecord:
     return record
 
 
-def apply(run: Run, record: BatchRecord, batch_scope: bool, epoch: int) -> None:
-    """Make a named batch known to the shards: counters and work. Repeating it changes nothing."""
+def apply(run: Run, record: BatchRecord, batch_scope: bool, epoch: int, known: Iterable[BatchRecord]) -> None:
+    """Make a named batch known to the shards: counters and work. Repeating it changes nothing.
+
+    known: the batches the caller knows. A shard that has others, which a failover took from it, counts them apart.
+    """
+    ids = " ".join(each.id for each in known)
     units = work_units(record, batch_scope)
     for shard, keys in enumerate(run.keys.shards):
         mine = record.in_shard(shard)
         if mine:
             work = [unit.model_dump_json() for unit in units if unit.shard == shard]
             names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.work, keys.groups]
-            args = [epoch, record.id, len(mine), *entries_of(mine), *work]
+            args = [epoch, record.id, ids, len(mine), *entries_of(mine), *work]
             check_fence(run, run.call("apply_batch", names, args))
 
 

@@ -39,7 +39,7 @@ def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> No
                 payloads = [f"{key} {size}" for key, size in group.payloads]
                 args += [group.entry, reason, len(payloads), *payloads]
         if len(args) > 1:
-            names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.garbage]
+            names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.garbage, keys.applied]
             check_fence(run, run.call("drop_groups", names, args))
 
 

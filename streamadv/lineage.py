@@ -180,7 +180,11 @@ class Lineage:
         # The cursors stay: groups in between may have come back as well, trained ones among them.
         if batches.name(self.run, record, self._cursors, self.epoch):
             self.records[record.k] = record
-            batches.apply(self.run, record, batch_scope(record), self.epoch)
+            self._apply(record)
+
+    def _apply(self, record: BatchRecord) -> None:
+        known = [*self.records.values(), *self._start.records.values()]
+        batches.apply(self.run, record, batch_scope(record), self.epoch, known)
 
     def _tell_shards(self) -> None:
         held = [record for k, record in self.records.items() if self.committed <= k < self.version]
@@ -204,7 +208,7 @@ class Lineage:
                 break
             record = self.records[k]
             if record.id not in self._applied:
-                batches.apply(self.run, record, batch_scope(record), self.epoch)
+                self._apply(record)
                 self._applied.add(record.id)
                 found = True
         return found

@@ -5,6 +5,7 @@
 -- include clock
 -- include fence
 -- include dead_letter
+-- include marks
 redis.call('DEL', KEYS[1])
 if fenced(KEYS[2], ARGV[1]) then return -1 end
 local found = redis.call('XRANGE', KEYS[3], ARGV[2], ARGV[2])
@@ -12,9 +13,8 @@ if #found == 0 then return 0 end
 redis.call('XDEL', KEYS[3], ARGV[2])
 local keys = {dead = KEYS[5], dead_group = KEYS[6]}
 write_dead_letter(keys, ARGV[3], found[1][2], ARGV[5], ARGV[6], ARGV[7], ARGV[8])
-local place = 'grouped'
+local place = is_marked(marks_of(KEYS[7]), ARGV[2]) and 'in_flight' or 'grouped'
 if ARGV[4] ~= '' then
-  place = 'in_flight'
   local known = redis.call('HGET', KEYS[7], 'dead:' .. ARGV[4])  -- a batch that comes again must not miss it
   redis.call('HSET', KEYS[7], 'dead:' .. ARGV[4], (known and known .. '\n' or '') .. ARGV[3])
 end

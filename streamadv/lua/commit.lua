@@ -5,12 +5,13 @@
 --       bytes, number of payloads
 -- Returns  number of groups committed, -1 when fenced
 -- include fence
+-- include marks
 redis.call('DEL', KEYS[1])
 if fenced(KEYS[2], ARGV[1]) then return -1 end
 local groups, bytes, at, payload = 0, 0, 3, 6
 -- A server that came back without its last moments may know the groups, but not that they were named.
 local known = redis.call('HMGET', KEYS[5], ARGV[2], 'left_out:' .. ARGV[2])
-local place, left_out = known[1] and 'in_flight' or 'grouped', {}
+local marks, left_out = known[1] and '' or marks_of(KEYS[5]), {}
 for entry in string.gmatch(known[2] or '', '(%S+) %d+\n') do left_out[entry] = (left_out[entry] or 0) + 1 end
 while at <= #ARGV do
   local entry, trained, others = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
@@ -26,6 +27,7 @@ while at <= #ARGV do
       redis.call('HINCRBY', KEYS[4], 'dropped:' .. ARGV[at + 3 + 2 * i], n)
       count = count + n
     end
+    local place = (known[1] or is_marked(marks, entry)) and 'in_flight' or 'grouped'
     redis.call('HINCRBY', KEYS[4], place, -count)
     for i = 0, payloads - 1 do redis.call('UNLINK', KEYS[payload + i]) end
   end

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -135,7 +137,7 @@ def test_a_batch_is_named_once(named: tuple[Run, BatchRecord]) -> None:
 def test_naming_applying_and_committing_may_be_repeated(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
     for _ in range(3):
-        batches.apply(run, record, False, 1)
+        batches.apply(run, record, False, 1, [record])
         assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (12, 4)
         assert problems(run) == []
     assert compute_all(run) == 2
@@ -151,7 +153,7 @@ def test_naming_applying_and_committing_may_be_repeated(named: tuple[Run, BatchR
 def test_the_ledger_holds_in_the_middle_of_a_commit(named: tuple[Run, BatchRecord]) -> None:
     """Between the steps of a commit: other processes may look, and the trainer may die."""
     run, record = named
-    batches.apply(run, record, False, 1)
+    batches.apply(run, record, False, 1, [record])
     compute_all(run)
     for shard in range(2):
         commits._commit_groups(run, shard, record, record.in_shard(shard)[:1], 1, {})
@@ -176,6 +178,43 @@ def test_groups_taken_out_of_the_log_are_counted_once(named: tuple[Run, BatchRec
     assert problems(run) == []
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_groups_marked_by_several_batches_are_in_flight_once(
+    named: tuple[Run, BatchRecord], seed: int
+) -> None:
+    """A failover may leave a shard with batches nobody knows, whose groups are named again, dropped, or committed."""
+    run, draw = named[0], random.Random(seed)
+    logged = [each for shard in range(2) for each in batches.read_log(run, shard, "0-0", 100)]
+    records = [naming.make_record(k, 1, draw.sample(logged, 5), chain=CHAIN) for k in range(4)]
+    marked: set[str] = set()
+
+    def apply(record: BatchRecord) -> None:
+        batches.apply(run, record, False, 1, [record])
+        marked.add(record.id)
+
+    def take_back(record: BatchRecord) -> None:
+        commits.undo_unknown(run, [each for each in records if each is not record], 1)
+        marked.discard(record.id)
+
+    def commit(record: BatchRecord) -> None:
+        commits.commit(run, record, 1)
+        marked.discard(record.id)
+
+    steps: list[Callable[[BatchRecord], object]] = [
+        *(apply, apply, apply, take_back, commit),
+        lambda record: commits.drop(run, [(draw.choice(logged), "trained")], 1),
+        lambda record: commits.bury(run, draw.choice(logged), "crashed", "", "", 1),
+    ]
+    for _ in range(12):
+        draw.choice(steps)(draw.choice(records))
+        left = [each for shard in range(2) for each in batches.read_log(run, shard, "0-0", 100)]
+        held = {p.group_id for record in records if record.id in marked for p in record.groups}
+        in_flight = sum(len(each.members) for each in left if each.group_id in held)
+        waiting = sum(len(each.members) for each in left) - in_flight
+        assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (in_flight, waiting)
+        assert [text for text in problems(run) if "batches are named" not in text] == []
+
+
 def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
     home = run.keys.home
@@ -186,7 +225,7 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     logged = batches.read_log(run, 0, "0-0", 1) or batches.read_log(run, 1, "0-0", 1)
     for attempt in (
         lambda: batches.name(run, naming.make_record(1, 1, [], chain=CHAIN), {}, 1),
-        lambda: batches.apply(run, record, False, 1),
+        lambda: batches.apply(run, record, False, 1, [record]),
         lambda: commits.commit(run, record, 1),
         lambda: commits.drop(run, [(logged[0], "stale")], 1),
     ):
