@@ -119,7 +119,7 @@ def _fill(pipe: Any, payloads: Payloads, call: ScriptCall) -> Any:
 
 
 def server_ids(connection: Connection, keys: Sequence[str]) -> list[str | None]:
-    """For each key which server has it, None where it does not tell.
+    """For each key which server has it, and since when, None where it does not tell.
 
     The id changes when that server restarts or another one takes over, which may have lost the last moments. Asked
     where pushes go, as each client of a cluster has its own idea of who is primary.

@@ -6,6 +6,7 @@ from streamadv.connection import Connection
 from streamadv.manifest import RunSettings
 from streamadv.producer import Producer
 from streamadv.run import open_run
+from streamadv.scripts import server_ids
 from tests.clusters import Cluster, Node, until
 from tests.flows import Flow
 from tests.support import ledger, problems, push_groups
@@ -53,6 +54,22 @@ def test_a_primary_that_hangs_is_replaced_in_mid_run(cluster: Cluster, run: str)
             cluster.wait_until_whole()
             flow.progress()
     flow.check()
+
+
+def test_a_primary_that_got_its_place_back_is_another_server(cluster: Cluster) -> None:
+    """Nobody may have asked in between, and what it had before its replica took over may be lost."""
+    with Connection(cluster.url) as connection:
+        [before] = server_ids(connection, ["key"])
+        assert server_ids(connection, ["key"]) == [before]
+        primary = cluster.primary_of("key")
+        replica = cluster.replica_of(primary)
+        for heir in (replica, primary):
+            cluster.take_over(heir)
+            cluster.wait_until_whole()
+        [after] = server_ids(connection, ["key"])
+    assert cluster.primary_of("key") is primary
+    assert None not in (before, after)
+    assert before != after
 
 
 def test_a_producer_sends_again_what_one_shard_forgot(cluster: Cluster, run: str) -> None:
