@@ -137,8 +137,15 @@ class Lineage:
         self.seen = dict.fromkeys(self._cursors, "0-0")
 
     def has_same_servers(self) -> bool:
-        """Whether every shard is still on the server it was on when this began."""
-        return self.run.server_ids() == self.server_ids
+        """Whether every shard is still on the server it was on when this began, and was told of this there."""
+        return self.run.server_ids() == self.server_ids and (not self.leads or self._is_told())
+
+    def _is_told(self) -> bool:
+        """In a failover connections may lead to different servers: one was settled, another is read from now."""
+        pipe = self.run.connection.scripts.pipeline(transaction=False)
+        for key in (self.run.keys.home.lineage, *(keys.trainer for keys in self.run.keys.shards)):
+            pipe.hget(key, "epoch")
+        return set(pipe.execute()) == {str(self.epoch).encode()}
 
     def remember(self) -> Start:
         """What to go on from when the server comes back without its last moments."""

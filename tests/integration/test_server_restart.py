@@ -11,15 +11,28 @@ import redis
 
 from streamadv import metrics
 from streamadv.connection import AsyncConnection, Connection
+from streamadv.errors import NoBatchError
 from streamadv.manifest import RunSettings
 from streamadv.outages import NotNowError
 from streamadv.producer import Producer
+from streamadv.run import Run
 from streamadv.scripts import run_transaction, run_transaction_async, script_call
 from streamadv.server import EmbeddedServer
+from streamadv.status import read_status
 from streamadv.trainer_queue import TrainerQueue
 from tests.clusters import until
 from tests.flows import Flow
-from tests.support import group_all, join, ledger, next_batch, problems, push_groups, trajectory
+from tests.support import (
+    compute_all,
+    group_all,
+    join,
+    ledger,
+    next_batch,
+    problems,
+    producing,
+    push_groups,
+    trajectory,
+)
 
 
 @pytest.fixture
@@ -114,6 +127,48 @@ def test_a_trainer_goes_on_from_an_earlier_state_of_the_server(
         queue.commit(queue.state_dict())
         assert seen == ["g0000", "g0001", "g0002", "g0003"]
         assert ledger(joined)["trained"] == 8
+        assert problems(joined) == []
+        queue.close()
+
+
+def test_a_trainer_that_settled_on_a_server_that_is_not_the_one(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a failover its connections may lead to two of them for a moment, and it asked the other one who it is."""
+    name = "the old one"
+    monkeypatch.setattr(Run, "server_ids", lambda _: [name])
+    with redis.Redis.from_url(redis_url) as client, producing(redis_url, run) as producer:
+
+        def snapshot() -> dict[bytes, bytes]:
+            return {key: client.dump(key) for key in client.keys("*")}
+
+        def go_on_from(kept: dict[bytes, bytes]) -> None:
+            client.flushdb()
+            for key, value in kept.items():
+                client.restore(key, 0, value)
+
+        push_groups(producer, 4)
+        joined = join(redis_url, run)
+        group_all(joined)
+        unnamed = snapshot()
+        queue = TrainerQueue(redis_url, run, batch_groups=2, commit="manual")
+        with pytest.raises(NoBatchError):
+            queue.next_batch(timeout=0)
+        compute_all(joined)
+        computed = snapshot()
+        go_on_from(unnamed)
+        name = "the new one"
+        with pytest.raises(NoBatchError):
+            queue.next_batch(timeout=0)  # batch 0 is named again, on a server about to go
+        go_on_from(computed)
+        batches = [next_batch(queue, joined) for _ in range(2)]
+        assert [batch.num_trajectories for batch in batches if batch] == [4, 4]
+        for batch in batches:
+            assert batch is not None
+            queue.trained(batch)
+        queue.commit(queue.state_dict())
+        assert ledger(joined)["trained"] == 8
+        assert read_status(joined)["malformed"] == 0
         assert problems(joined) == []
         queue.close()
 
