@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,7 +194,7 @@ class _Handler(MetricsHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        if urlsplit(self.path).path != "/metrics":
+        if self.path.partition("?")[0] != "/metrics":
             self.send_error(404, "only /metrics is served")
             return
         self.registry = self.server.view

@@ -144,8 +144,11 @@ def parse_url(url: str) -> Target:
 
 def _behind_sentinels(url: str) -> Target:
     """`//[user:password@]host[:port],host[:port].../name[/database]`. Raises ValueError."""
-    parts = urlsplit(url)
-    login, at, hosts = parts.netloc.rpartition("@")
+    scheme, _, rest = url.partition("://")
+    authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    login, at, hosts = authority.rpartition("@")
+    # With one host: urlsplit may refuse brackets among several.
+    parts = urlsplit(f"{scheme}://{login}{at}{hosts.split(',')[0]}{rest.removeprefix(authority)}")
     master, _, database = parts.path.strip("/").partition("/")
     if not master:
         raise ValueError("name the master behind the hosts, //host:26379,host:26379/mymaster")
@@ -158,9 +161,7 @@ def _behind_sentinels(url: str) -> Target:
     options = parts.query.split("&")
     their_own = [option for option in options if option.startswith("sentinel_")]
     first = parts._replace(
-        netloc=f"{login}{at}{hosts.split(',')[0]}",
-        path=f"/{database}",
-        query="&".join(option for option in options if option not in their_own),
+        path=f"/{database}", query="&".join(option for option in options if option not in their_own)
     )
     logins = dict(parse_qsl("&".join(option.removeprefix("sentinel_") for option in their_own)))
     if unknown := logins.keys() - {"username", "password"}:

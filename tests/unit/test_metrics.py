@@ -489,8 +489,9 @@ def test_the_run_is_a_label_of_every_series(port: int) -> None:
 
 
 def test_only_metrics_is_served(port: int) -> None:
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        fetch(port, "/")
+    for path in ("/", "//["):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            fetch(port, path)
     assert "streamadv_build_info" in fetch(port, "/metrics?x=1")
 
 
