@@ -10,6 +10,7 @@ from .errors import Busy, GroupEndedError, SettingError, TrajectoryError
 
 FALLBACK_MAX_BYTES: Final = 1 << 30
 MAX_BYTES_SHARE: Final = 0.7  # of maxmemory
+NO_ROOM: Final = -1  # a budget that opens no group; those that are open go on
 
 
 def byte_budget(max_bytes: int | None, memory: Mapping[str, Any]) -> int:
@@ -34,6 +35,10 @@ def busy_error(reply: Sequence[bytes], timeout: float | None) -> Busy:
     """Busy with the figures of a refusal."""
     reason, used, limit = (part.decode() if isinstance(part, bytes) else part for part in reply[1:4])
     waited = "" if timeout is None else f" after {timeout:g} s"
+    if reason == "max_bytes" and float(limit) == NO_ROOM:
+        return Busy(
+            f"not admitted{waited}: there is no room yet for groups the server has lost, which come first"
+        )
     if reason == "maxmemory":
         return Busy(f"not admitted{waited}: the server is above its maxmemory")
     if reason == "max_staleness":

@@ -13,12 +13,13 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from redis.exceptions import OutOfMemoryError
 
 from . import metrics
-from .admission import broken_group_error, busy_error, byte_budget, push_codes
+from .admission import NO_ROOM, broken_group_error, busy_error, byte_budget, push_codes
 from .errors import Busy, GroupEndedError, SettingError, TrajectoryError
 from .exchange import Memory, Pause, Steps
 from .keys import ShardKeys
@@ -133,9 +134,12 @@ class ProducerLogic:
         backoff = Backoff(base=ADMISSION_WAIT_S)
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
+            caught_up = yield from self._catch_up()
             chosen = group_id or new_group_id()  # a new id may land on a shard with room
             keys = self._keys(chosen)
-            args = self._admission(chosen, size, places, data_source, deadline_s)
+            args = self._admission(
+                chosen, size, places, data_source, deadline_s, None if caught_up else NO_ROOM
+            )
             try:
                 reply = yield script_call("begin", keys.admission(chosen), args)
             except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
@@ -183,12 +187,16 @@ class ProducerLogic:
         places = places or size + manifest.redundancy
         self._check_reserve(places)
         records = [encode_record(trajectory, self.joined.max_trajectory_bytes) for trajectory in trajectories]
+        admitted = epoch is not None
         spec = self._admission(first.group_id, size, places, first.data_source, None)
+        held = self._admission(first.group_id, size, places, first.data_source, None, NO_ROOM)
+        caught_up = admitted or (yield from self._catch_up())
 
-        def send() -> Steps[PushResult]:
+        def send(spec: list[Any] = spec) -> Steps[PushResult]:
             return (yield from self._push_records(spec, records, epoch or 0))
 
-        return (yield from self._remembered(first.group_id, send, records, admitted=epoch is not None))
+        first_try = send if caught_up else partial(send, held)
+        return (yield from self._remembered(first.group_id, send, records, admitted, first_try))
 
     def end_places(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that rollouts ended without a trajectory: `kind` failed, aborted or cancelled; -1 = lowest free."""
@@ -251,6 +259,7 @@ class ProducerLogic:
         send: Callable[[], Steps[PushResult]],
         records: Sequence[Record] = (),
         admitted: bool = False,
+        first_try: Callable[[], Steps[PushResult]] | None = None,
     ) -> Steps[PushResult]:
         """Send, and keep it for a server that comes back without it.
 
@@ -261,7 +270,7 @@ class ProducerLogic:
         backoff = Backoff()
         while True:
             try:
-                result = yield from send()
+                result = yield from (first_try or send)()
                 break
             except Busy:
                 if not admitted:
@@ -269,6 +278,14 @@ class ProducerLogic:
                 yield from self._wait_for_room(backoff)
         self._resend.remember(shard, server_id, sum(record.size for record in records), send)
         return result
+
+    def _catch_up(self) -> Steps[bool]:
+        """Send again what the server has lost and had no room for; False while it has none.
+
+        That was admitted once and goes before new groups. Else they take all the room there is, until this
+        producer dies and what it kept with it.
+        """
+        return not self._resend.behind or (yield from self._resend.check(self.joined.keys.voids))
 
     def _push_records(self, spec: list[Any], records: Sequence[Record], epoch: int) -> Steps[PushResult]:
         codes: list[str] = []
@@ -344,7 +361,13 @@ class ProducerLogic:
         return keys.shard(keys.shard_of(group_id))
 
     def _admission(
-        self, group_id: str, size: int, places: int, data_source: str | None, deadline_s: float | None
+        self,
+        group_id: str,
+        size: int,
+        places: int,
+        data_source: str | None,
+        deadline_s: float | None,
+        max_bytes: int | None = None,
     ) -> list[Any]:
         """The first arguments of the scripts that may open a group."""
         manifest = self.joined
@@ -356,6 +379,6 @@ class ProducerLogic:
             data_source or "",
             deadline_ms,
             manifest.max_trajectory_bytes,
-            self.max_bytes,
+            self.max_bytes if max_bytes is None else max_bytes,
             len(manifest.keys.salts),
         ]

@@ -40,6 +40,8 @@ class ResendWindow:
         self._sent: deque[Sent] = deque()
         self._bytes = 0
         self._servers: Sequence[str | None] = ()
+        self.behind = False
+        """Whether the last check found something lost for which the server had no room."""
 
     def server_of(self, shard: int) -> str | None:
         """The shard's server as of the last check.
@@ -83,6 +85,7 @@ class ResendWindow:
                 lost,
                 refused,
             )
+        self.behind = refused > 0
         oldest = self._clock() - self._seconds
         while self._sent and (
             (self._sent[0].when < oldest and self._sent[0].server_id == current[self._sent[0].shard])

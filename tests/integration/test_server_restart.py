@@ -11,7 +11,7 @@ import redis
 
 from streamadv import metrics
 from streamadv.connection import AsyncConnection, Connection
-from streamadv.errors import NoBatchError
+from streamadv.errors import Busy, NoBatchError
 from streamadv.manifest import RunSettings
 from streamadv.outages import NotNowError
 from streamadv.producer import Producer
@@ -129,6 +129,30 @@ def test_a_trainer_goes_on_from_an_earlier_state_of_the_server(
         assert ledger(joined)["trained"] == 8
         assert problems(joined) == []
         queue.close()
+
+
+def test_what_the_server_forgot_goes_before_new_groups(forgetful: EmbeddedServer, run: str) -> None:
+    # Room to begin one group of two at a time.
+    settings = RunSettings(max_trajectory_bytes=1 << 19, max_bytes=3 << 19)
+    with Producer(forgetful.url, run, settings=settings) as producer:
+        push_groups(producer, 1, prefix="lost")
+        restart(forgetful)
+        with Producer(forgetful.url, run, settings=settings) as other:
+            others = other.begin_group(2, group_id="other")
+            producer._drive(producer._logic.heartbeat())
+            with pytest.raises(Busy, match="the server has lost, which come first"):
+                producer.begin_group(2, timeout=0.1)
+            with pytest.raises(Busy, match="the server has lost, which come first"):
+                producer.push([trajectory("new", 0, 2)])
+            assert len(producer.begin_group(2, group_id="other")) == 2  # is open already
+            assert producer.push([trajectory("other", 0, 2)]).codes == ["pushed"]
+            others.cancel(1)
+            group_all(join(forgetful.url, run))
+            producer.begin_group(2, group_id="new", timeout=30)
+        joined = join(forgetful.url, run)
+        assert ledger(joined)["pushed"] == 4
+        assert set(group_all(joined)) == {"complete"}
+        assert problems(joined) == []
 
 
 def test_a_trainer_that_settled_on_a_server_that_is_not_the_one(
