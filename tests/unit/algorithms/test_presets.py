@@ -127,7 +127,9 @@ def test_packed_and_padded_agree(seed: int, name: str) -> None:
     want = VERL[name](rows)
     for one, other in zip(got, want, strict=True):
         mask = batch.column("response_mask")
-        torch.testing.assert_close(one, unpadded(rows, other) * mask, rtol=2e-7, atol=1e-7)
+        # verl's variance from sums of squares in float32: padded repeats it, packed does not.
+        rtol, atol = (1e-6, 1e-6) if name == "verl/grpo_vectorized" else (2e-7, 1e-7)
+        torch.testing.assert_close(one, unpadded(rows, other) * mask, rtol=rtol, atol=atol)
 
 
 @settings(max_examples=40, deadline=None)
