@@ -106,7 +106,7 @@ class AsyncProducer:
 
     async def _beat(self) -> None:
         while not self._closing:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self._logic.until_heartbeat(HEARTBEAT_S))
             try:
                 await self._drive(self._logic.heartbeat(), patient=False)
             except RETRYABLE as error:

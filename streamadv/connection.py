@@ -25,7 +25,7 @@ import redis.exceptions
 from . import tls
 from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_of
 from .errors import ServerUnreachableError, SettingError
-from .outages import RETRYABLE, Backoff
+from .outages import RETRYABLE, Backoff, closed_under_way
 from .urls import Target, hide_password, parse_url
 
 logger = logging.getLogger(__name__)
@@ -233,8 +233,9 @@ class AsyncConnection(_Common):
     async def check(self) -> None:
         """As `Connection.check`."""
         try:
-            await self.push.ping()
-            self._check_single_node(await self._cluster_info())
+            with closed_under_way():
+                await self.push.ping()
+                self._check_single_node(await self._cluster_info())
         except _PING_ERRORS as error:
             self._judge(error)
             raise
@@ -261,7 +262,7 @@ class AsyncConnection(_Common):
         """As `Connection.note_failed_push`."""
         client = self._clients.get("push")
         if client is not None and self.is_cluster:
-            with suppress(*RETRYABLE):
+            with suppress(*RETRYABLE), closed_under_way():
                 await cast(redis.asyncio.cluster.RedisCluster, client).nodes_manager.initialize()
 
     async def close(self) -> None:

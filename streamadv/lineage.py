@@ -86,6 +86,7 @@ class Lineage:
         start: Start,
         *,
         leads: bool,
+        alone: bool,
         epoch: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,6 +95,7 @@ class Lineage:
         self._settings = settings
         self._start = start
         self.leads = leads
+        self._alone = alone  # the only rank
         self._clock = clock
         #: Groups in the weights -> when they were committed, None = not yet.
         self.trained = dict(start.trained)
@@ -137,8 +139,11 @@ class Lineage:
         self.seen = dict.fromkeys(self._cursors, "0-0")
 
     def has_same_servers(self) -> bool:
-        """Whether every shard is still on the server it was on when this began, and was told of this there."""
-        return self.run.server_ids() == self.server_ids and (not self.leads or self._is_told())
+        """Whether every shard is still on the server it was on when this began, and was told of this there.
+
+        Ranks must come to the same answer: several compare the servers only.
+        """
+        return self.run.server_ids() == self.server_ids and (not self._alone or self._is_told())
 
     def _is_told(self) -> bool:
         """In a failover connections may lead to different servers: one was settled, another is read from now."""

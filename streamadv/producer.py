@@ -134,7 +134,7 @@ class Producer:
         self._drive(self._logic.finish())
 
     def _beat(self) -> None:
-        while not self._closing.wait(HEARTBEAT_S):
+        while not self._closing.wait(self._logic.until_heartbeat(HEARTBEAT_S)):
             try:
                 self._drive(self._logic.heartbeat(), patient=False)
             except RETRYABLE as error:

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 STAGE: Final = "producer"
 #: First wait for admission: about what a batch takes of a trainer that keeps up.
 ADMISSION_WAIT_S: Final = 0.005
+CATCH_UP_S: Final = 1.0
 MAX_METADATA_BYTES: Final = 1 << 16
 
 
@@ -89,6 +90,10 @@ class ProducerLogic:
         )
         yield from self._resend.check(self.joined.keys.voids)
 
+    def until_heartbeat(self, usual: float) -> float:
+        """Seconds to the next heartbeat, which also sends again what the server had no room for."""
+        return min(usual, CATCH_UP_S) if self._resend.behind else usual
+
     def too_late(self, ticket: Ticket) -> bool:
         """Whether a rollout begun under this ticket can only be dropped as stale."""
         if self._drop_after is None or ticket.model_version is None or self.version is None:
@@ -134,12 +139,9 @@ class ProducerLogic:
         backoff = Backoff(base=ADMISSION_WAIT_S)
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
-            caught_up = yield from self._catch_up()
             chosen = group_id or new_group_id()  # a new id may land on a shard with room
             keys = self._keys(chosen)
-            args = self._admission(
-                chosen, size, places, data_source, deadline_s, None if caught_up else NO_ROOM
-            )
+            args = self._admission(chosen, size, places, data_source, deadline_s, self._room(chosen))
             try:
                 reply = yield script_call("begin", keys.admission(chosen), args)
             except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
@@ -187,21 +189,25 @@ class ProducerLogic:
         places = places or size + manifest.redundancy
         self._check_reserve(places)
         records = [encode_record(trajectory, self.joined.max_trajectory_bytes) for trajectory in trajectories]
-        admitted = epoch is not None
-        spec = self._admission(first.group_id, size, places, first.data_source, None)
-        held = self._admission(first.group_id, size, places, first.data_source, None, NO_ROOM)
-        caught_up = admitted or (yield from self._catch_up())
+        spec = self._admission(first.group_id, size, places, first.data_source, None, self.max_bytes)
 
         def send(spec: list[Any] = spec) -> Steps[PushResult]:
             return (yield from self._push_records(spec, records, epoch or 0))
 
-        first_try = send if caught_up else partial(send, held)
-        return (yield from self._remembered(first.group_id, send, records, admitted, first_try))
+        first_try = send
+        if epoch is None:  # may open the group
+            room = self._room(first.group_id)
+            first_try = partial(
+                send, self._admission(first.group_id, size, places, first.data_source, None, room)
+            )
+        return (yield from self._remembered(first.group_id, send, records, epoch is not None, first_try))
 
     def end_places(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that rollouts ended without a trajectory: `kind` failed, aborted or cancelled; -1 = lowest free."""
         keys = self._keys(ticket.group_id)
-        spec = self._admission(ticket.group_id, ticket.group_size, ticket.places, ticket.data_source, None)
+        spec = self._admission(
+            ticket.group_id, ticket.group_size, ticket.places, ticket.data_source, None, self.max_bytes
+        )
         args: list[Any] = [*spec, "0"]
         for index in indices:
             # The nonce makes a repeated call for "the lowest free place" take no second one.
@@ -279,13 +285,12 @@ class ProducerLogic:
         self._resend.remember(shard, server_id, sum(record.size for record in records), send)
         return result
 
-    def _catch_up(self) -> Steps[bool]:
-        """Send again what the server has lost and had no room for; False while it has none.
+    def _room(self, group_id: str) -> int:
+        """The byte budget for a group that may be new: none while its shard has no room for what it has lost.
 
-        That was admitted once and goes before new groups. Else they take all the room there is, until this
-        producer dies and what it kept with it.
+        That was admitted once. Behind new groups it might wait until this producer dies and what it kept with it.
         """
-        return not self._resend.behind or (yield from self._resend.check(self.joined.keys.voids))
+        return NO_ROOM if self.joined.keys.shard_of(group_id) in self._resend.behind else self.max_bytes
 
     def _push_records(self, spec: list[Any], records: Sequence[Record], epoch: int) -> Steps[PushResult]:
         codes: list[str] = []
@@ -367,7 +372,7 @@ class ProducerLogic:
         places: int,
         data_source: str | None,
         deadline_s: float | None,
-        max_bytes: int | None = None,
+        max_bytes: int,
     ) -> list[Any]:
         """The first arguments of the scripts that may open a group."""
         manifest = self.joined
@@ -379,6 +384,6 @@ class ProducerLogic:
             data_source or "",
             deadline_ms,
             manifest.max_trajectory_bytes,
-            self.max_bytes if max_bytes is None else max_bytes,
+            max_bytes,
             len(manifest.keys.salts),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,8 +41,9 @@ class ResendWindow:
         self._sent: deque[Sent] = deque()
         self._bytes = 0
         self._servers: Sequence[str | None] = ()
-        self.behind = False
-        """Whether the last check found something lost for which the server had no room."""
+        self._trimming = threading.Lock()
+        self.behind: frozenset[int] = frozenset()
+        """Shards that had no room for something they have lost when last asked."""
 
     def server_of(self, shard: int) -> str | None:
         """The shard's server as of the last check.
@@ -66,30 +68,35 @@ class ResendWindow:
         current: Sequence[str | None] = yield ServerIds(keys)
         self._servers = current
         behind = [item for item in list(self._sent) if item.server_id != current[item.shard]]
-        lost = refused = 0
+        lost, refused = 0, list[int]()
         for item in behind:
             try:
                 result = yield from item.again()
                 lost += result.count("pushed")
             except Busy:
-                refused += 1
+                refused.append(item.shard)
                 continue
             except StreamadvError as error:
                 logger.warning("not sent again: %s", error)
             # Kept as if sent now: this server may go away as well.
             item.server_id, item.when = current[item.shard], self._clock()
         if behind:
-            logger.warning(
+            logger.log(
+                logging.WARNING if lost or not self.behind else logging.DEBUG,
                 "the server is not the one it was: of %d things sent again %d trajectories were lost, %d are refused",
                 len(behind),
                 lost,
-                refused,
+                len(refused),
             )
-        self.behind = refused > 0
-        oldest = self._clock() - self._seconds
-        while self._sent and (
-            (self._sent[0].when < oldest and self._sent[0].server_id == current[self._sent[0].shard])
-            or self._bytes > MAX_RESEND_BYTES
-        ):
-            self._bytes -= self._sent.popleft().size
+        self.behind = frozenset(refused)
+        self._trim(current)
         return not refused
+
+    def _trim(self, current: Sequence[str | None]) -> None:
+        oldest = self._clock() - self._seconds
+        with self._trimming:
+            while self._sent and (
+                (self._sent[0].when < oldest and self._sent[0].server_id == current[self._sent[0].shard])
+                or self._bytes > MAX_RESEND_BYTES
+            ):
+                self._bytes -= self._sent.popleft().size

@@ -27,7 +27,7 @@ from .batches import BatchRecord, Unit
 from .computing import Device, choose_device
 from .connection import Connection
 from .delivery import Fetched, LateColumn, deliver
-from .errors import BatchLostError, NoBatchError, SettingError, UndecodableGroupError
+from .errors import BatchLostError, EpochFencedError, NoBatchError, SettingError, UndecodableGroupError
 from .isolation import Death
 from .lineage import Lineage, NamingSettings, Start, returning_since
 from .manifest import RunSettings
@@ -286,7 +286,10 @@ class TrainerQueue(IterableDataset[Batch]):
             # The other ranks wait until rank 0 has taken over before they read where to go on, and only once.
             if not leads and self._shared_epoch is None:
                 self._shared_epoch = _share_epoch(self._epoch, self._rank)
-            lineage = Lineage(run, self._settings, self._begin, leads=leads, epoch=self._shared_epoch)
+            alone = self._world_size == 1
+            lineage = Lineage(
+                run, self._settings, self._begin, leads=leads, alone=alone, epoch=self._shared_epoch
+            )
             if leads:
                 _share_epoch(lineage.epoch, self._rank)
             self._shared_epoch = None
@@ -305,7 +308,11 @@ class TrainerQueue(IterableDataset[Batch]):
         if current is not None and current.version in lineage.records:  # else committed already
             lineage.note_trained(lineage.records[current.version])  # the loop asks for the next one
         self._begin, self._lineage = lineage.remember(), None
-        return self._start()
+        try:
+            return self._start()
+        except EpochFencedError:
+            self._lineage = lineage  # `state_dict` still tells what this job has trained
+            raise
 
     def _finish_current(self, lineage: Lineage) -> None:
         batch = self._current

@@ -132,24 +132,28 @@ def test_a_trainer_goes_on_from_an_earlier_state_of_the_server(
 
 
 def test_what_the_server_forgot_goes_before_new_groups(forgetful: EmbeddedServer, run: str) -> None:
-    # Room to begin one group of two at a time.
-    settings = RunSettings(max_trajectory_bytes=1 << 19, max_bytes=3 << 19)
+    # Room to begin one group of two at a time in each shard.
+    settings = RunSettings(shards=2, max_trajectory_bytes=1 << 19, max_bytes=2 * (3 << 19))
     with Producer(forgetful.url, run, settings=settings) as producer:
-        push_groups(producer, 1, prefix="lost")
+        [lost] = push_groups(producer, 1)
         restart(forgetful)
         with Producer(forgetful.url, run, settings=settings) as other:
-            others = other.begin_group(2, group_id="other")
+            shard_of = join(forgetful.url, run).keys.shard_of
+            ids = [f"new{number}" for number in range(100)]
+            new, newer, *_ = (each for each in ids if shard_of(each) == shard_of(lost))
+            others = other.begin_group(2, group_id=new)
             producer._drive(producer._logic.heartbeat())
             with pytest.raises(Busy, match="the server has lost, which come first"):
-                producer.begin_group(2, timeout=0.1)
+                producer.begin_group(2, group_id=newer, timeout=0.1)
             with pytest.raises(Busy, match="the server has lost, which come first"):
-                producer.push([trajectory("new", 0, 2)])
-            assert len(producer.begin_group(2, group_id="other")) == 2  # is open already
-            assert producer.push([trajectory("other", 0, 2)]).codes == ["pushed"]
+                producer.push([trajectory(newer, 0, 2)])
+            assert len(producer.begin_group(2, timeout=10)) == 2  # lands in the shard with room
+            assert len(producer.begin_group(2, group_id=new)) == 2  # is open already
+            assert producer.push([trajectory(new, 0, 2)]).codes == ["pushed"]
             others.cancel(1)
-            group_all(join(forgetful.url, run))
-            producer.begin_group(2, group_id="new", timeout=30)
-        joined = join(forgetful.url, run)
+            joined = join(forgetful.url, run)
+            group_all(joined)
+            producer.begin_group(2, group_id=newer, timeout=30)
         assert ledger(joined)["pushed"] == 4
         assert set(group_all(joined)) == {"complete"}
         assert problems(joined) == []
