@@ -392,7 +392,7 @@ def test_an_older_trainer_is_fenced(producer: Producer, joined: Run) -> None:
     for attempt in (lambda: old.trained(batch), old.next_batch):
         with pytest.raises(EpochFencedError):
             attempt()
-    assert old.state_dict()["version"] == batch.version  # still says what it has trained
+    assert old.state_dict()["version"] == batch.version + 1  # still says what it has trained
     new.trained(again)
     new.commit(new.state_dict())
     assert ledger(joined)["trained"] == 4
