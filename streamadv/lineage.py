@@ -180,9 +180,14 @@ class Lineage:
         if committed < self.committed:
             # An older checkpoint: what later commits removed stays removed, its numbers are given out again.
             self._write_committed(committed)
-        for k, record in list(self.records.items()):
-            if k >= self.version and commits.missing(self.run, record):
-                logger.warning("batch %d is named again: the server has lost groups of it", k)
+        following = (
+            self.version
+        )  # behind a batch that misses groups all are named again: none may be left for it
+        for k, record in sorted(self.records.items()):
+            if k == following and not commits.missing(self.run, record):
+                following += 1
+            elif k >= following:
+                logger.warning("batch %d is named again: the server has lost groups", k)
                 self._cursors = commits.take_apart(self.run, record, self._cursors, self.epoch)
                 del self.records[k]
         self._tell_shards()

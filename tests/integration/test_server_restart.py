@@ -201,6 +201,32 @@ def test_a_trainer_that_settled_on_a_server_that_is_not_the_one(
         queue.close()
 
 
+def test_batches_behind_one_that_is_lost_are_still_trained(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing may be left for the lost one, and there is no batch 1 without a batch 0."""
+    server = "first"
+    monkeypatch.setattr(Run, "server_ids", lambda _: [server])
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 4)
+        producer.finish()
+    joined = join(redis_url, run)
+    group_all(joined)
+    queue = TrainerQueue(redis_url, run, batch_groups=2, prefetch=1, commit="manual")
+    with pytest.raises(NoBatchError):
+        queue.next_batch(timeout=0)
+    keys = joined.keys.home
+    scripts = joined.connection.scripts
+    lost: list[bytes] = [entry for entry, _ in scripts.xrange(keys.groups, count=2)]
+    scripts.xdel(keys.groups, *lost)
+    server = "second"
+    batch = next_batch(queue, joined)
+    assert batch is not None
+    assert (batch.version, batch.num_trajectories) == (0, 4)
+    assert next_batch(queue, joined) is None
+    queue.close()
+
+
 def test_writes_that_are_refused_for_a_while_are_waited_for(forgetful: EmbeddedServer, run: str) -> None:
     """As with too few replicas. Producers and trainer meet it if they have something to write at that moment."""
     flow = Flow(forgetful.url, run, shards=1)
