@@ -226,7 +226,7 @@ def read_ready(run: Run) -> list[ReadyEntry]:
             batch = fields.get(b"batch", b"").decode(errors="replace")
             output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
             if output.startswith(keys.output("").encode()) and size.isdigit():
-                found.append(ReadyEntry(shard, batch, entry, output.decode(), int(size)))
+                found.append(ReadyEntry(shard, batch, entry, output.decode(errors="replace"), int(size)))
             else:  # none, or it holds no results: the rank that reads it removes it
                 found.append(ReadyEntry(shard, batch, entry, keys.void, 0))
     return found
@@ -262,7 +262,7 @@ def take_apart(run: Run, record: BatchRecord, cursors: Mapping[int, str], epoch:
     Returns the cursors to go on with. Repeating it changes nothing.
     """
     for shard in {pointer.shard for pointer in record.groups}:
-        _unapply(run, shard, record.id, epoch)
+        undo(run, shard, record.id, epoch)
     earlier = dict(cursors)
     for pointer in record.groups:
         before = _entry_before(pointer.entry)
@@ -281,10 +281,11 @@ def undo_unknown(run: Run, records: Iterable[BatchRecord], epoch: int) -> None:
         applied: Any = run.connection.scripts.hkeys(keys.applied)
         for batch_id in (name.decode(errors="replace").rpartition(":")[2] for name in applied):
             if batch_id not in known:
-                _unapply(run, shard, batch_id, epoch)
+                undo(run, shard, batch_id, epoch)
 
 
-def _unapply(run: Run, shard: int, batch_id: str, epoch: int) -> None:
+def undo(run: Run, shard: int, batch_id: str, epoch: int) -> None:
+    """Take a batch back in one shard: its groups are waiting again, its results are deleted."""
     keys = run.keys.shard(shard)
     names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups]
     check_fence(run, run.call("unapply_batch", names, [epoch, batch_id]))

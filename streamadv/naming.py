@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from .batches import BatchRecord, LoggedGroup
 from .wire import Reference
+
+BATCH_ID: Final = re.compile(r"[0-9]+-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,12 @@ from typing import Any, Final
 
 from redis.exceptions import ResponseError
 
+from . import commits
 from .batches import BatchRecord, Unit
 from .errors import WireError
 from .lineage import Lineage
 from .malformed import reject_logged
+from .naming import BATCH_ID
 from .problems import brief
 from .results import Result, parse_result
 
@@ -31,7 +33,7 @@ class ReadyLogs:
         self._results: dict[str, dict[int, list[Result]]] = defaultdict(lambda: defaultdict(list))
 
     def read(self, lineage: Lineage) -> None:
-        """All that is new. Rank 0 removes what is no result of a batch of the run."""
+        """All that is new. Rank 0 removes what is no result of a batch of the run, and results that came too late."""
         run, known = lineage.run, {record.id for record in lineage.records.values()}
         for shard, keys in enumerate(run.keys.shards):
             after = self._cursors.get(shard, "0-0")
@@ -40,13 +42,20 @@ class ReadyLogs:
                 self._cursors[shard] = entry.decode()
                 try:
                     result = parse_result(keys, fields)
-                    if lineage.leads and result.batch not in known:
+                    late = lineage.leads and result.batch not in known
+                    if late and not BATCH_ID.fullmatch(result.batch):
                         raise WireError(f"batch {brief(result.batch)} is none of this run")
                 except WireError as error:
                     if not lineage.has_same_servers():
                         return  # a shard that forgot a moment ago that the batch was undone: to be recovered from
                     if lineage.leads:
                         reject_logged(run, shard, keys.ready, entry.decode(), str(error), record=False)
+                    continue
+                if late:
+                    if not lineage.has_same_servers():
+                        return
+                    # Published while the batch was committed or undone, behind the look at what there is to delete.
+                    commits.undo(run, shard, result.batch, lineage.epoch)
                     continue
                 self._results[result.batch][result.header.unit].append(result)
 

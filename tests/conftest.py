@@ -20,7 +20,7 @@ from tests.clusters import Cluster
 def pytest_configure() -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # before torch is imported; worker processes inherit it
-    for name in ("chaos", "flows", "fuzz", "golden", "support"):  # what tests share asserts too
+    for name in ("chaos.harness", "flows", "support"):  # what tests share asserts too
         pytest.register_assert_rewrite(f"tests.{name}")
 
 

@@ -201,6 +201,34 @@ def test_a_trainer_that_settled_on_a_server_that_is_not_the_one(
         queue.close()
 
 
+def test_results_that_come_too_late_are_deleted(redis_url: str, run: str) -> None:
+    """Published between the look at the ready log and the end of a batch that is committed or undone."""
+    chain = {"estimator": "reinforce", "gamma": 0.9}  # has columns of its own
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 2)
+    joined = join(redis_url, run)
+    group_all(joined)
+    with pytest.raises(NoBatchError):
+        TrainerQueue(redis_url, run, batch_groups=2, chain=chain).next_batch(timeout=0)
+    compute_all(joined)
+    keys, scripts = joined.keys.home, joined.connection.scripts
+    [(k, _)] = scripts.hgetall(keys.batches).items()
+    [batch_id] = scripts.hkeys(keys.applied)
+    joined.call(
+        "unapply_batch", [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups], [99, batch_id]
+    )
+    scripts.hdel(keys.batches, k)
+    queue = TrainerQueue(redis_url, run, batch_groups=2, chain=chain, commit="manual")
+    batch = next_batch(queue, joined)
+    assert batch is not None
+    queue.trained(batch)
+    queue.commit(queue.state_dict())
+    queue.close()
+    status = read_status(joined)
+    assert (status["ledger"]["trained"], status["malformed"], status["bytes"]["live"]) == (4, 0, 0)
+    assert problems(joined) == []
+
+
 def test_batches_behind_one_that_is_lost_are_still_trained(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
