@@ -26,8 +26,9 @@ def stop_on_signals() -> threading.Event:
     def on_signal(number: int, _frame: FrameType | None) -> None:
         if stop.is_set():
             os._exit(128 + number)
-        logger.info("%s: finishing what is in hand", signal.Signals(number).name)
         stop.set()
+        # Not by logging, which this may interrupt in the middle of a line and then fails.
+        os.write(2, f"{signal.Signals(number).name}: finishing what is in hand\n".encode())
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
