@@ -42,9 +42,8 @@ class AsyncProducer:
         """As `Producer.close`."""
         if self._heart is None:
             return
-        self._closing = (
-            True  # Python's wait_for, inside redis-py, may lose the cancellation before Python 3.12
-        )
+        # Before Python 3.12 wait_for, inside redis-py, may lose the cancellation.
+        self._closing = True
         self._heart.cancel()
         with suppress(asyncio.CancelledError):
             await self._heart

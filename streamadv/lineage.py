@@ -180,9 +180,8 @@ class Lineage:
         if committed < self.committed:
             # An older checkpoint: what later commits removed stays removed, its numbers are given out again.
             self._write_committed(committed)
-        following = (
-            self.version
-        )  # behind a batch that misses groups all are named again: none may be left for it
+        # Behind a batch that misses groups all are named again: there may be none left for it.
+        following = self.version
         for k, record in sorted(self.records.items()):
             if k == following and not commits.missing(self.run, record):
                 following += 1

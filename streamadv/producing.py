@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 STAGE: Final = "producer"
 #: First wait for admission: about what a batch takes of a trainer that keeps up.
 ADMISSION_WAIT_S: Final = 0.005
+#: Between heartbeats while the server has no room for what it has lost.
 CATCH_UP_S: Final = 1.0
 MAX_METADATA_BYTES: Final = 1 << 16
 
@@ -189,25 +190,19 @@ class ProducerLogic:
         places = places or size + manifest.redundancy
         self._check_reserve(places)
         records = [encode_record(trajectory, self.joined.max_trajectory_bytes) for trajectory in trajectories]
-        spec = self._admission(first.group_id, size, places, first.data_source, None, self.max_bytes)
 
-        def send(spec: list[Any] = spec) -> Steps[PushResult]:
+        def send(max_bytes: int | None = None) -> Steps[PushResult]:
+            spec = self._admission(first.group_id, size, places, first.data_source, None, max_bytes)
             return (yield from self._push_records(spec, records, epoch or 0))
 
-        first_try = send
-        if epoch is None:  # may open the group
-            room = self._room(first.group_id)
-            first_try = partial(
-                send, self._admission(first.group_id, size, places, first.data_source, None, room)
-            )
-        return (yield from self._remembered(first.group_id, send, records, epoch is not None, first_try))
+        admitted = epoch is not None
+        first_try = send if admitted else partial(send, self._room(first.group_id))
+        return (yield from self._remembered(first.group_id, send, records, admitted, first_try))
 
     def end_places(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that rollouts ended without a trajectory: `kind` failed, aborted or cancelled; -1 = lowest free."""
         keys = self._keys(ticket.group_id)
-        spec = self._admission(
-            ticket.group_id, ticket.group_size, ticket.places, ticket.data_source, None, self.max_bytes
-        )
+        spec = self._admission(ticket.group_id, ticket.group_size, ticket.places, ticket.data_source, None)
         args: list[Any] = [*spec, "0"]
         for index in indices:
             # The nonce makes a repeated call for "the lowest free place" take no second one.
@@ -372,9 +367,9 @@ class ProducerLogic:
         places: int,
         data_source: str | None,
         deadline_s: float | None,
-        max_bytes: int,
+        max_bytes: int | None = None,
     ) -> list[Any]:
-        """The first arguments of the scripts that may open a group."""
+        """The first arguments of the scripts that may open a group; max_bytes: None = the shard's budget."""
         manifest = self.joined
         deadline_ms = round((deadline_s or manifest.group_deadline_s) * 1000)
         return [
@@ -384,6 +379,6 @@ class ProducerLogic:
             data_source or "",
             deadline_ms,
             manifest.max_trajectory_bytes,
-            max_bytes,
+            self.max_bytes if max_bytes is None else max_bytes,
             len(manifest.keys.salts),
         ]

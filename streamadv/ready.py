@@ -40,24 +40,23 @@ class ReadyLogs:
             entries: Any = run.connection.scripts.xrange(keys.ready, f"({after}", "+")
             for entry, fields in entries:
                 self._cursors[shard] = entry.decode()
+                problem = None
                 try:
                     result = parse_result(keys, fields)
-                    late = lineage.leads and result.batch not in known
-                    if late and not BATCH_ID.fullmatch(result.batch):
+                    if not lineage.leads or result.batch in known:
+                        self._results[result.batch][result.header.unit].append(result)
+                        continue
+                    if not BATCH_ID.fullmatch(result.batch):
                         raise WireError(f"batch {brief(result.batch)} is none of this run")
                 except WireError as error:
-                    if not lineage.has_same_servers():
-                        return  # a shard that forgot a moment ago that the batch was undone: to be recovered from
-                    if lineage.leads:
-                        reject_logged(run, shard, keys.ready, entry.decode(), str(error), record=False)
-                    continue
-                if late:
-                    if not lineage.has_same_servers():
-                        return
+                    problem = str(error)
+                if not lineage.has_same_servers():
+                    return  # a shard that forgot a moment ago that the batch was undone: to be recovered from
+                if problem is None:
                     # Published while the batch was committed or undone, behind the look at what there is to delete.
                     commits.undo(run, shard, result.batch, lineage.epoch)
-                    continue
-                self._results[result.batch][result.header.unit].append(result)
+                elif lineage.leads:
+                    reject_logged(run, shard, keys.ready, entry.decode(), problem, record=False)
 
     def results_of(self, record: BatchRecord, units: Sequence[Unit]) -> list[Result] | None:
         """One result for each unit of a batch, or None while some are not there."""

@@ -9,10 +9,10 @@
 redis.call('DEL', KEYS[1])
 if fenced(KEYS[2], ARGV[1]) then return -1 end
 if redis.call('HEXISTS', KEYS[3], ARGV[2]) == 1 then return 0 end
-local work, count, counted = 5 + 2 * tonumber(ARGV[4]), 0, ''
+local work, count, counted, known = 5 + 2 * tonumber(ARGV[4]), 0, '', ' ' .. ARGV[3] .. ' '
 for _, id in ipairs(redis.call('HKEYS', KEYS[3])) do
-  local known = string.find(id, ':', 1, true) or string.find(' ' .. ARGV[3] .. ' ', ' ' .. id .. ' ', 1, true)
-  if not known then counted = marks_of(KEYS[3]) end
+  local is_mark = not string.find(id, ':', 1, true)  -- else dead: or left_out:
+  if is_mark and not string.find(known, ' ' .. id .. ' ', 1, true) then counted = marks_of(KEYS[3]) end
 end
 for i = 5, work - 1, 2 do
   local there = #redis.call('XRANGE', KEYS[6], ARGV[i], ARGV[i]) > 0
