@@ -77,7 +77,7 @@ def known_tokens(state: State) -> Trainable:
 
 
 def shaping_steps(config: ChainConfig) -> Iterator[ChainStep]:
-    """What happens to rewards before the estimator: shaping, placing on tokens, KL, whitening."""
+    """What happens to rewards before the estimator: shaping, placing on tokens, KL, clip, whitening."""
     chosen = get_estimator(config.estimator)
     yield _reward_step(config.reward)
     by_token = "token_level_rewards" in chosen.needs
@@ -85,6 +85,8 @@ def shaping_steps(config: ChainConfig) -> Iterator[ChainStep]:
         yield _token_reward_step(config)
     if config.kl is not None:
         yield _kl_step(config.kl, by_token, chosen.level == "step")
+    if config.token_reward_clip is not None:
+        yield _token_reward_clip_step(config.token_reward_clip)
     if config.whiten_rewards:
         yield _whiten_rewards_step()
 
@@ -207,6 +209,17 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
     adaptive = f", towards {config.target}" if config.target else ""
     text = f"{config.penalty} of {config.log_probs} against ref_log_probs, off the rewards{adaptive}"
     return ChainStep("kl", needs, "row", text, run, makes)
+
+
+def _token_reward_clip_step(limit: float) -> ChainStep:
+    def run(state: State) -> State:
+        clipped, outside = clip(state.batch.column("token_level_rewards"), limit)
+        share = mean(outside, known_tokens(state).mask)
+        state = state.with_metrics({"critic/token_reward_clip_frac": share})
+        return state.with_columns(token_level_rewards=clipped)
+
+    needs = ("response_mask", "token_level_rewards")
+    return ChainStep("token_reward_clip", needs, "row", f"clip to {limit}", run, ("token_level_rewards",))
 
 
 def _whiten_rewards_step() -> ChainStep:

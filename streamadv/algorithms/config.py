@@ -129,6 +129,7 @@ class ChainConfig(_Section):
     sample_weights: SampleWeightConfig | None = None
     token_rewards: Literal["outcome", "steps", "column"] = "outcome"  # where token-level rewards come from
     kl: KLConfig | None = None
+    token_reward_clip: Positive | None = None  # token rewards, KL taken off, end in -clip .. clip
     whiten_rewards: bool = False  # token rewards to mean 0, std 1 over the batch
     distill: DistillConfig | None = None
     whiten_advantages: bool = False
@@ -172,8 +173,9 @@ class ChainConfig(_Section):
     @model_validator(mode="after")
     def _check_contradictions(self) -> Self:
         by_token = "token_level_rewards" in get_estimator(self.estimator).needs
-        if self.whiten_rewards and not by_token:
-            raise ValueError(f"whiten_rewards does nothing: {self.estimator} reads no token rewards")
+        for name in ("token_reward_clip", "whiten_rewards"):
+            if getattr(self, name) and not by_token:
+                raise ValueError(f"{name} does nothing: {self.estimator} reads no token rewards")
         if self.token_rewards != "outcome" and not by_token:
             raise ValueError(
                 f"token_rewards {self.token_rewards!r} does nothing: {self.estimator} reads no token rewards"

@@ -318,6 +318,26 @@ def test_whitening_counts_tokens_and_clipping_reports_masked_fractions() -> None
     assert result.columns["raw_advantages"].tolist() == [0.5, 0.5, 0.5, 0, -0.5, 0, 0, 0]
 
 
+def test_token_rewards_are_clipped_after_the_kl_penalty_and_before_whitening() -> None:
+    columns = {"rollout_log_probs": [0.0, 3.0, 1.0, 9.0], "ref_log_probs": [0.0, 0.0, 0.0, 0.0]}
+    batch = batch_of([member("a", 0, 5.0, masks=[[0, 1, 1, 0]], **columns)])
+    config = {"estimator": "reinforce", "kl": {"coefficient": 1.0}, "token_reward_clip": 2.0}
+    result = run(config, batch)
+    assert result.columns["token_level_rewards"].tolist() == [0, -2, 2, 0]
+    assert result.metrics["critic/token_reward_clip_frac"] == 1.0
+    assert result.weights["critic/token_reward_clip_frac"] == 2
+    assert result.rewards.tolist() == [1.0]  # 5 - (3 + 1): the clip is of token rewards
+    chain = build_chain({**config, "whiten_rewards": True})
+    assert [step.name for step in chain.steps] == [
+        "rewards", "token_rewards", "kl", "token_reward_clip", "whiten_rewards", "estimator",
+    ]  # fmt: skip
+    assert "token_reward_clip: clip to 2.0" in "\n".join(chain.describe())
+    whitened = run_chain(chain, batch).columns["token_level_rewards"]
+    np.testing.assert_allclose(whitened, [0, -(0.5**0.5), 0.5**0.5, 0], rtol=1e-6)
+    exact = run({"estimator": "reinforce", "token_reward_clip": 5.0}, batch)
+    assert exact.metrics["critic/token_reward_clip_frac"] == 0.0
+
+
 def test_expand_places_values_on_trainable_tokens() -> None:
     steps = [Step(start=0, end=3), Step(start=2, end=4)]
     batch = batch_of([member("a", 0, 0.0, masks=[[0, 1, 1, 1, 1]], steps=steps)])
@@ -348,6 +368,8 @@ def test_configuration_travels_as_json() -> None:
         ({"kl": {"penalty": "k4"}}, "kl.penalty"),
         ({"whiten_rewards": True}, "whiten_rewards"),
         ({"token_rewards": "steps"}, "token_rewards"),
+        ({"token_reward_clip": 1.0}, "token_reward_clip"),
+        ({"estimator": "gae", "token_reward_clip": 0.0}, "token_reward_clip"),
         ({"raw_advantages": True}, "raw_advantages"),
         ({"advantage_clip": -1}, "advantage_clip"),
         ("gropo", "gropo"),

@@ -208,3 +208,44 @@ def test_nothing_passed_in_is_changed() -> None:
     assert data.keys() == before.keys()
     assert all(torch.equal(data[name], before[name]) for name in before)
     assert result["advantages"].abs().max() <= 0.1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    name=st.sampled_from(["roll/grpo", "roll/reinforce", "roll/gae", "roll/agentic_reinforce"]),
+    limit=st.sampled_from([0.3, 1.0, 5.0]),
+    whitened=st.booleans(),
+)
+def test_rolls_reward_clip_holds_rewards_twice(seed: int, name: str, limit: float, whitened: bool) -> None:
+    """ROLL's reward_clip bounds the response's reward before the KL penalty and each token's reward after it."""
+    rows = random_rows(seed)
+    batch = packed(rows)
+    estimator = name.removeprefix("roll/")
+    config: dict[str, Any] = build_chain(name).config.model_dump()
+    config["reward"]["clip"] = limit
+    config["token_reward_clip"] = limit
+    config["kl"] = {"penalty": "k1", "coefficient": 1.5, "log_probs": "old_log_probs"}
+    config["whiten_rewards"] = whitened
+    result = run_chain(build_chain(config), batch)
+    data: dict[str, Tensor] = {
+        "response_level_rewards": torch.from_numpy(np.where(rows["mask"].any(1), rows["rewards"], 0.0)),
+        "response_mask": torch.from_numpy(rows["mask"]),
+        **{name: torch.from_numpy(rows[name]) for name in ("values", "old_log_probs", "ref_log_probs")},
+    }
+    inside = torch.arange(rows["mask"].shape[1]) < torch.from_numpy(rows["lengths"])[:, None]
+    data["values"] = data["values"] * inside
+    data, _ = padded.reward_postprocess(
+        data, adv_estimator=estimator, index=rows["labels"], reward_clip=limit
+    )
+    data, metrics = padded.compute_token_reward(data, add_token_level_kl=True, kl_coef=1.5, reward_clip=limit)
+    data, _ = padded.compute_advantage(
+        data, adv_estimator=estimator, whiten_rewards=whitened, peer_quirks="roll"
+    )
+    advantages, returns = by_token(batch, result)
+    mask = batch.column("response_mask")
+    torch.testing.assert_close(advantages, unpadded(rows, data["advantages"]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(returns, unpadded(rows, data["returns"]) * mask, rtol=1e-5, atol=1e-5)
+    share = "critic/token_reward_clip_frac"
+    if mask.any():
+        assert result.metrics[share] == pytest.approx(metrics[share], abs=1e-6)
