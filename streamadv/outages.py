@@ -108,10 +108,15 @@ _REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
 
 @contextmanager
 def not_now() -> Iterator[None]:
-    """Raises NotNowError for what redis-py has no class for although it passes by itself."""
+    """Raises NotNowError for what redis-py has no class for although it passes by itself.
+
+    And OutOfMemoryError for a transaction whose commands were what filled the server: it finds out at EXEC.
+    """
     try:
         yield
     except redis.exceptions.ResponseError as error:
+        if isinstance(error, redis.exceptions.ExecAbortError) and " OOM " in str(error):
+            raise redis.exceptions.OutOfMemoryError(str(error)) from None
         if _NOT_NOW.search(str(error)):
             raise NotNowError(str(error)) from None
         raise

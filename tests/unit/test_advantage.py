@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from redis.client import Pipeline
+from redis.exceptions import ExecAbortError
 
 from streamadv import advantage, computing
 from streamadv.computing import choose_device
@@ -52,6 +54,26 @@ def test_a_second_result_is_thrown_away(named: Run) -> None:
     assert not advantage.publish(named, result)
     assert outputs(named) == kept
     assert named.connection.scripts.xlen(named.keys.home.ready) == 1
+    assert problems(named) == []
+
+
+def test_a_server_that_is_full_at_exec_takes_the_result(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of a transaction may be what fills it: then EXEC is refused, and not each of them."""
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    result = computing.compute(advantage.prepare(named, entry), CPU)
+    refusals = []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        refusals.append(1)
+        raise ExecAbortError(
+            "Transaction discarded because of: OOM command not allowed, used memory > 'maxmemory'."
+        )
+
+    monkeypatch.setattr(Pipeline, "execute", refuse)
+    assert advantage.publish(named, result)
+    assert refusals == [1]
+    assert len(outputs(named)) == bool(result.outputs)
+    monkeypatch.undo()
     assert problems(named) == []
 
 
