@@ -47,7 +47,10 @@ class State:
 
     def with_mask(self, mask: Tensor) -> State:
         """The state with a narrowed response_mask [N]."""
-        return counted_anew(self.with_columns(response_mask=mask))
+        batch = self.batch
+        if batch.given_mask is None:
+            batch = replace(batch, given_mask=batch.column("response_mask"))
+        return counted_anew(replace(self, batch=batch).with_columns(response_mask=mask))
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,7 @@ class PackedBatch:
     components: Mapping[str, Tensor] = field(default_factory=dict)  # named rewards, [M] float64; absent = 0
     scores: Tensor | None = None  # [M] float64: the trajectory's reward as it came; None = `rewards`
     truncated: Tensor | None = None  # [M] bool: status is truncated; None = nobody's
+    given_mask: Tensor | None = None  # [N] response_mask as packed; None = no step has narrowed it
 
     @property
     def num_rows(self) -> int:

@@ -32,7 +32,11 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "verl/grpo_passk": {"estimator": "grpo_passk"},
     "verl/grpo_vectorized": {"least_std": 1e-3, "singleton": "raw"},
     "verl/opo": {"estimator": "opo", "singleton": "raw"},
-    "verl/optimal_token_baseline": {"estimator": "optimal_token_baseline", "handle_zero_tail": False},
+    "verl/optimal_token_baseline": {
+        "estimator": "optimal_token_baseline",
+        "compare": "columns",
+        "handle_zero_tail": False,
+    },
     "verl/reinforce_plus_plus": {"estimator": "reinforce_plus_plus", "reset_at_observations": True},
     "verl/reinforce_plus_plus_baseline": {"estimator": "reinforce_plus_plus_baseline", "singleton": "raw"},
     "verl/remax": {"estimator": "remax"},

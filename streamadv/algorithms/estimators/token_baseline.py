@@ -6,13 +6,15 @@ norm of the score function, w_t = 1 - 2 pi(a_t) + sum_a pi(a)^2.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from ..packed import PackedBatch, offsets_of
 from ..registry import Estimate, estimator
 from ..scan import reverse_scan
-from ..segments import keyed_sum, segment_max, segment_sum, spread
+from ..segments import keyed_sum, segment_max, segment_min, segment_sum, spread
 from ..trainable import Trainable, trainable
 
 NEEDS = ("response_mask", "token_level_rewards", "old_log_probs", "sum_pi_squared")
@@ -20,22 +22,47 @@ NEEDS = ("response_mask", "token_level_rewards", "old_log_probs", "sum_pi_square
 
 @estimator("optimal_token_baseline", scope="group", level="token", needs=NEEDS)
 def optimal_token_baseline(
-    batch: PackedBatch, *, handle_zero_tail: bool = True, epsilon: float = 1e-8
+    batch: PackedBatch,
+    *,
+    compare: Literal["tokens", "columns"] = "tokens",
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
 ) -> Estimate:
     """A_t = G_t - b_t, b_t = sum_g(G_t W_t) / (sum_g(W_t) + epsilon), W_t = w_1 + .. + w_t (importance-weighted).
 
-    G_t is the undiscounted return from t on; t counts trainable tokens of a row, so turns of different
-    samples line up whatever observations lie between (verl: the tir variant). The sums run over the rows of
-    the group that reach position t. With the column rollout_is_weights each w_t is multiplied by its square.
-    A row alone in its group has baseline 0; rows without trainable tokens are no company. handle_zero_tail:
-    where only the longest row is left, its baseline would be its own return, so it is 0 there.
+    G_t is the undiscounted return from t on. compare "tokens": t counts trainable tokens of a row, so turns
+    of different samples line up whatever observations lie between (verl: the tir variant). "columns": t
+    counts all tokens of the response (verl's optimal_token_baseline); see `response_columns`. The sums run
+    over the rows of the group that have a trainable token at t. With the column rollout_is_weights each w_t
+    is multiplied by its square. A row alone in its group has baseline 0; rows without trainable tokens are no
+    company, but for columns, as in verl, they are. handle_zero_tail: where only the longest row is left, its
+    baseline would be its own return, so it is 0 there; a row's length is its number of trainable tokens.
     """
     tokens = trainable(batch)
-    before = torch.cumsum(tokens.mask, 0) - tokens.mask.to(torch.int64)
-    rank = before - spread(
-        before[tokens.offsets[:-1].clamp(max=max(batch.num_tokens - 1, 0))], tokens.offsets, batch.num_tokens
-    )
-    return baseline_scan(batch, tokens, rank, tokens.counts > 0, handle_zero_tail, epsilon)
+    if compare == "columns":
+        company = (~batch.baseline)[batch.row_trajectory]
+        return baseline_scan(batch, tokens, response_columns(batch), company, handle_zero_tail, epsilon)
+    counts = tokens.counts
+    before = torch.cumsum(counts, 0) - counts  # in the rows above
+    ranks = torch.cumsum(tokens.mask, 0) - tokens.mask.to(torch.int64)
+    ranks -= spread(before, tokens.offsets, batch.num_tokens)
+    return baseline_scan(batch, tokens, ranks, counts > 0, handle_zero_tail, epsilon)
+
+
+def response_columns(batch: PackedBatch) -> Tensor:
+    """[N] int64: the place of each token in its row's response, 0 in the prompt.
+
+    A response begins at the row's first trainable token as it was pushed: a step of the chain that narrows the
+    mask moves no column. Where a row of the group begins with a trainable token there are no prompts.
+    """
+    mask = batch.column("response_mask") if batch.given_mask is None else batch.given_mask
+    offsets, size = batch.cu_seqlens, batch.num_tokens
+    place = torch.arange(size, device=batch.device) - spread(offsets[:-1], offsets, size)
+    first = segment_min(torch.where(mask != 0, place, torch.inf), offsets)
+    group = batch.trajectory_group[batch.row_trajectory]
+    least = segment_min(first, offsets_of(group, batch.num_groups))[group]
+    start = torch.where((least > 0) & first.isfinite(), first, 0.0).to(torch.int64)
+    return (place - spread(start, offsets, size)).clamp(min=0)
 
 
 def baseline_scan(

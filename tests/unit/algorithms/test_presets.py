@@ -101,6 +101,7 @@ VERL: dict[str, Callable[[Rows], Any]] = {
     "reinforce_plus_plus_baseline": outcome(padded.compute_reinforce_plus_plus_baseline_outcome_advantage),
     "maxrl": outcome(padded.compute_maxrl_outcome_advantage, epsilon=0.0),
     "optimal_token_baseline": token_baseline(padded.compute_tir_optimal_token_baseline_advantage),
+    "verl/tir_optimal_token_baseline": token_baseline(padded.compute_tir_optimal_token_baseline_advantage),
     "verl/grpo": outcome(padded.compute_grpo_outcome_advantage, peer_quirks="verl"),
     "verl/grpo_vectorized": outcome(padded.compute_grpo_vectorized_outcome_advantage, peer_quirks="verl"),
     "verl/rloo": outcome(padded.compute_rloo_outcome_advantage, peer_quirks="verl"),
@@ -178,6 +179,80 @@ def test_rolls_order_of_use_is_its_preset(seed: int, name: str, with_kl: bool) -
     mask = batch.column("response_mask")
     torch.testing.assert_close(got[0], unpadded(rows, data["advantages"]), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got[1], unpadded(rows, data["returns"]) * mask, rtol=1e-5, atol=1e-5)
+
+
+def turns(rng: np.random.Generator, width: int) -> list[int]:
+    """A response of at most `width` tokens: it begins with the policy's, observations lie between its turns."""
+    mask: list[int] = []
+    while len(mask) < width and (not mask or rng.random() < 0.8):
+        mask += [1] * int(rng.integers(1, 6)) + [0] * int(rng.integers(0, 4))
+    return mask[:width]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    prompts=st.sampled_from(["none", "one for the group", "one for each row"]),
+    name=st.sampled_from(["optimal_token_baseline", "tir_optimal_token_baseline"]),
+    rejected=st.booleans(),
+)
+def test_token_baselines_compare_responses_whatever_stands_before_them(
+    seed: int, prompts: str, name: str, rejected: bool
+) -> None:
+    """verl's columns count from the response's first token; a rejected token keeps its column."""
+    rng = np.random.default_rng(seed)
+    width = 24
+    labels = np.repeat(np.arange(3), rng.integers(1, 5, 3))
+    masks = [turns(rng, width) for _ in labels]
+    shape = (len(labels), width)
+    mask = np.array([[*row, *[0] * (width - len(row))] for row in masks], np.uint8)
+    old, rollout = rng.normal(-1, 1, shape).astype(np.float32), rng.normal(-1, 1, shape).astype(np.float32)
+    squares = rng.random(shape).astype(np.float32)
+    kept = mask * (np.abs(old - rollout) <= np.log(1.5)) if rejected else mask
+    tokens = np.zeros(shape, np.float32)
+    pairs: list[Pair] = []
+    shared = rng.integers(1, 6, 3)
+    lengths = {"none": np.zeros(len(labels), int), "one for the group": shared[labels]}
+    before = lengths.get(prompts, rng.integers(1, 6, len(labels)))
+    for i, (label, row) in enumerate(zip(labels, masks, strict=True)):
+        reward = float(rng.choice([0.0, 1.0, -2.0])) if kept[i].any() else 0.0
+        if kept[i].any():
+            tokens[i, np.flatnonzero(kept[i])[-1]] = reward
+        given = {"old_log_probs": old, "rollout_log_probs": rollout, "sum_pi_squared": squares}
+        columns = {
+            key: [*rng.normal(size=before[i]), *column[i, : len(row)]] for key, column in given.items()
+        }
+        pairs.append(member(f"g{label}", i, reward, [[0] * before[i] + row], **columns))
+    config: dict[str, Any] = build_chain(f"verl/{name}").config.model_dump()
+    if rejected:
+        test = {"kind": "token_k1", "upper": 1.5}
+        config["correction"] = {"level": None, "rejections": [test], "before_estimator": True}
+    batch = batch_of(pairs)
+    got = by_token(batch, run_chain(build_chain(config), batch))[0]
+    function = getattr(padded, f"compute_{name}_advantage")
+    want, _ = function(*map(torch.from_numpy, (tokens, kept)), labels, *map(torch.from_numpy, (old, squares)))
+    responses = [torch.cat([torch.zeros(before[i]), want[i, : len(row)]]) for i, row in enumerate(masks)]
+    torch.testing.assert_close(got, torch.cat(responses), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("company", [[0, 1, 1, 0], [0, 0, 0, 0]])
+def test_columns_are_places_in_the_row_where_nobody_has_a_prompt(company: list[int]) -> None:
+    """One row of the group begins with a trainable token; the other has an observation there, or nothing."""
+    masks = np.array([[1, 0, 1, 1], company], np.uint8)
+    rng = np.random.default_rng(0)
+    old, squares = (rng.random((2, 4)).astype(np.float32) for _ in range(2))
+    rewards = np.array([[0, 0, 0, 1], [0, 0, 2 * company[2], 0]], np.float32)
+    given = [torch.from_numpy(array) for array in (rewards, masks)]
+    want, _ = padded.compute_optimal_token_baseline_advantage(
+        *given, ["a", "a"], torch.from_numpy(old), torch.from_numpy(squares)
+    )
+    pairs = [
+        member("a", i, float(rewards[i].sum()), [masks[i].tolist()], old_log_probs=old[i], sum_pi_squared=squares[i])
+        for i in (0, 1)
+    ]  # fmt: skip
+    result = run_chain(build_chain("verl/optimal_token_baseline"), batch_of(pairs))
+    assert result.advantages is not None
+    torch.testing.assert_close(result.advantages, want.reshape(-1), rtol=1e-6, atol=1e-6)
 
 
 def test_every_preset_builds_and_says_what_it_does() -> None:
