@@ -19,7 +19,7 @@ from .algorithms.config import ChainConfig
 from .batch_statistics import KLCoefficients, running_with
 from .batches import BatchRecord, LoggedGroup, Pointer, check_fence
 from .isolation import Death
-from .presence import is_over
+from .presence import Attendance, is_over
 from .results import batch_scope
 from .run import Run
 
@@ -97,6 +97,7 @@ class Lineage:
         self.leads = leads
         self._alone = alone  # the only rank
         self._clock = clock
+        self._attendance = Attendance(run, clock)
         #: Groups in the weights -> when they were committed, None = not yet.
         self.trained = dict(start.trained)
         self._applied: set[str] = set()
@@ -368,7 +369,7 @@ class Lineage:
     def has_ended(self, k: int) -> bool:
         """Whether no batch k can come: rank 0 finds out, the others are told."""
         if self.leads:
-            return is_over(self.run)
+            return is_over(self.run, self._attendance)
         end = self.run.connection.scripts.hget(self.run.keys.home.lineage, "end")
         return end is not None and int(end) == k
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+import time
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 from .malformed import reject_item
 from .run import Run
@@ -11,31 +13,75 @@ from .run import Run
 HEARTBEAT_S: Final = 10.0
 #: A producer silent for longer is taken for dead (three missed heartbeats).
 PRODUCER_TIMEOUT_S: Final = 30.0
-#: What a heartbeat writes: when (ms) and how.
-PRODUCER_STATE: Final = re.compile(r"[0-9]{1,15} (open|finished)")
+#: One silent for longer is taken off the list, unless it has finished.
+FORGET_S: Final = 3600.0
+#: What a heartbeat writes: when (ms of the server, another at each heartbeat) and how.
+PRODUCER_STATE: Final = re.compile(r"[0-9]{1,15} (open|finished|gone)")
 
 
-def is_over(run: Run) -> bool:
-    """Whether nothing more can come: a producer has finished, no other is alive, no group is open.
+class Heard(NamedTuple):
+    """A producer's last heartbeat, and when it was first seen."""
 
-    Removes what is no state of a producer.
+    value: bytes
+    when: float
+
+    @property
+    def state(self) -> bytes:
+        return self.value.partition(b" ")[2]
+
+
+class Attendance:
+    """The producers that one reader has heard of: alive is whose heartbeat has changed lately, by the reader's clock.
+
+    Times of the server are not compared, since its clock may be set and a failover brings another one. So a producer
+    that died before the first look is taken for alive for PRODUCER_TIMEOUT_S more. Taking somebody off the list
+    ends nothing: who has not said that it is finished, or gone, is waited for.
     """
-    scripts, home = run.connection.scripts, run.keys.home
-    producers: Any = scripts.hgetall(home.producers)
-    states = []
-    for name, value in producers.items():
-        if PRODUCER_STATE.fullmatch(value.decode(errors="replace")):
-            states.append(value.decode().split(" "))
-        else:
-            reject_item(run, home, home.producers, name, "no state of a producer", value, removal="HDEL")
-    if not any(state == "finished" for _, state in states):
+
+    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run = run
+        self._clock = clock
+        self._heard: dict[bytes, Heard] = {}
+
+    def look(self) -> None:
+        """Read the list; take off it what is no state of a producer, and who is gone."""
+        home, now = self._run.keys.home, self._clock()
+        stored: Any = self._run.connection.scripts.hgetall(home.producers)
+        leaving: list[bytes] = []
+        for name, value in stored.items():
+            if not PRODUCER_STATE.fullmatch(value.decode(errors="replace")):
+                reject_item(
+                    self._run, home, home.producers, name, "no state of a producer", value, removal="HDEL"
+                )
+                continue
+            if name not in self._heard or self._heard[name].value != value:
+                self._heard[name] = Heard(value, now)
+            heard = self._heard[name]
+            if heard.state == b"gone" or (heard.state == b"open" and now - heard.when > FORGET_S):
+                leaving += [name, value]
+        if leaving:
+            self._run.call("forget_producers", [home.void, home.producers], leaving)
+
+    @property
+    def ended(self) -> bool:
+        """Whether a producer has finished and no other is alive, as of the last look."""
+        limit = self._clock() - PRODUCER_TIMEOUT_S
+        states = [
+            heard.state for heard in self._heard.values() if heard.when > limit or heard.state != b"open"
+        ]
+        return b"finished" in states and b"open" not in states
+
+
+def is_over(run: Run, attendance: Attendance) -> bool:
+    """Whether nothing more can come: a producer has finished, no other is alive, no group is open."""
+    attendance.look()
+    if not attendance.ended:
         return False
-    now: Any = scripts.time()
-    if any(state == "open" and now[0] - int(seen) / 1000 < PRODUCER_TIMEOUT_S for seen, state in states):
-        return False
+    run.refresh()  # scorers that were named meanwhile
+    scripts = run.connection.scripts
     return not any(
         scripts.zcard(keys.open)
         or scripts.xlen(keys.rollouts)
-        or int(scripts.hget(keys.ledger, "scoring") or 0)
+        or any(scripts.xlen(keys.scoring(scorer)) for scorer in run.manifest.scorers)
         for keys in run.keys.shards
     )

@@ -6,7 +6,6 @@ Each shard is read by one script, so its figures belong to one moment and `check
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -209,13 +208,18 @@ def staleness_of(run: Run, version: int) -> dict[str, float | None]:
 
 
 def _producers(run: Run) -> list[dict[str, Any]]:
-    entries = _pairs_of(run.connection.scripts.hgetall(run.keys.home.producers))
-    now_s = time.time()
+    """One look cannot tell by change who is alive, as the trainer does: it compares times of the server."""
+    scripts = run.connection.scripts
+    entries = _pairs_of(scripts.hgetall(run.keys.home.producers))
+    now: Any = scripts.time()
+    now_s = now[0] + now[1] / 1e6
     found = []
     for name, value in sorted(entries.items()):
         if not PRODUCER_STATE.fullmatch(value):
             continue  # rank 0 removes it
         seen, state = value.split(" ")
+        if state == "gone":
+            continue
         silent_s = max(0.0, now_s - int(seen) / 1000)
         if state == "open" and silent_s > PRODUCER_TIMEOUT_S:
             state = "lost"

@@ -16,6 +16,7 @@ from streamadv.producer import Producer
 from streamadv.records import MAX_SLICE_BYTES
 from streamadv.run import Run
 from streamadv.scripts import ScriptCall, script_call
+from streamadv.status import read_status
 from streamadv.tickets import Ticket, new_group_id, prepare
 
 from ..support import (
@@ -377,20 +378,19 @@ def test_touch_extends_a_deadline_and_never_shortens_it(fake: Connection) -> Non
 
 
 def test_producers_say_whether_more_will_come(fake: Connection) -> None:
-    def states() -> list[bytes]:
-        found: dict[bytes, bytes] = fake.scripts.hgetall(join(fake, "r").keys.home.producers)  # type: ignore[assignment]
-        return sorted(value.split()[1] for value in found.values())
+    def states() -> list[str]:
+        return sorted(producer["state"] for producer in read_status(join(fake, "r"))["producers"])
 
     with producing(fake, "r") as one:
         with producing(fake, "r"):
-            assert states() == [b"open", b"open"]
-        assert states() == [b"open"]
+            assert states() == ["open", "open"]
+        assert states() == ["open"]
         one.finish()
-        assert states() == [b"finished"]
+        assert states() == ["finished"]
         one.push([trajectory()])
-        assert states() == [b"open"]
+        assert states() == ["open"]
         one.finish()
-    assert states() == [b"finished"]
+    assert states() == ["finished"]
 
 
 def test_records_are_checked_against_their_ticket() -> None:
