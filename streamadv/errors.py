@@ -37,6 +37,10 @@ class ChainError(StreamadvError):
     """The advantage chain fails on several groups alike, or in its own code: the fault is not in the data."""
 
 
+class EstimatorError(StreamadvError):
+    """An estimator raised an exception, or returned what its registration or the chain does not allow."""
+
+
 class MissingDependencyError(StreamadvError):
     """An optional package is needed; the message names the extra that brings it."""
 

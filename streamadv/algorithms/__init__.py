@@ -7,6 +7,7 @@ from .packed import PackedBatch, Steps, expand, pack
 from .presets import preset_names
 from .registry import Estimate, estimator, estimator_names
 from .running import RunningMoments
+from .scope_check import check_estimator
 
 __all__ = [
     "Chain",
@@ -17,6 +18,7 @@ __all__ = [
     "RunningMoments",
     "Steps",
     "build_chain",
+    "check_estimator",
     "estimator",
     "estimator_names",
     "expand",

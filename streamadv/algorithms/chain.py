@@ -24,6 +24,7 @@ from .chain_steps import (
 )
 from .config import ChainConfig, parse_config
 from .correction_step import correction_step
+from .estimating import check_finite
 from .metrics import fetch
 from .packed import Level, PackedBatch
 from .presets import preset
@@ -129,14 +130,19 @@ def run_chain(
 
     kl_coefficient: the one stamped into the batch record; None takes the configuration's. running: moments
     of the rewards of all batches up to and with this one, likewise stamped, for the scope "running". Pure:
-    `batch` is not changed. Raises TrajectoryError for a missing column.
+    `batch` is not changed. Raises TrajectoryError for a missing column, EstimatorError for an estimator that
+    raises or whose result is not one finite number for each row, step or trainable token.
     """
     if kl_coefficient is None:
         kl_coefficient = chain.config.kl.coefficient if chain.config.kl is not None else 0.0
     state = counted_anew(State(batch, chain.level, kl_coefficient, running))
     for step in chain.steps:
         state = step.run(state)
-    metrics, weights = fetch(state.metrics)
+    # Those of the estimate with the others: a device is waited for once.
+    metrics, weights = fetch({**state.metrics, **state.estimated})
+    estimated = {name: metrics.pop(name) for name in state.estimated if name in metrics}
+    weights = {name: weights[name] for name in metrics}
+    check_finite(get_estimator(chain.config.estimator), chain.needs, estimated)
     return ChainResult(
         level=state.level,
         advantages=_rounded(state.advantages),

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import SettingError, TrajectoryError
 from . import kernels, reward_kernels
 from .config import ChainConfig, DistillConfig, KLConfig, RewardConfig
+from .estimating import estimate
 from .kl import column_kl
 from .metrics import Metric, fraction, mean, summary
 from .packed import Level, PackedBatch, expand, span_sum
@@ -38,6 +39,7 @@ class State:
     returns: Tensor | None = None
     changed: Mapping[str, Tensor] = field(default_factory=dict)  # columns made or changed
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    estimated: Mapping[str, Metric] = field(default_factory=dict)  # of the estimate itself; must be finite
 
     def with_metrics(self, metrics: Mapping[str, Metric]) -> State:
         return replace(self, metrics={**self.metrics, **metrics})
@@ -243,26 +245,30 @@ def _estimator_step(config: ChainConfig, chosen: Estimator) -> ChainStep:
 
     def run(state: State) -> State:
         batch = state.batch
-        estimate = chosen.function(batch, **options)
-        if estimate.level != chosen.level:
-            raise SettingError(
-                f"estimator {chosen.name} returned level {estimate.level!r}, declared {chosen.level!r}: "
-                f"register it with level={estimate.level!r}"
-            )
-        advantages, returns = estimate.advantages, estimate.returns
-        if changed_later and returns is None:
-            returns = advantages
-        if level == "token":
-            advantages = _on_tokens(state, chosen.level, advantages)
-            returns = None if returns is None else _on_tokens(state, chosen.level, returns)
+        found = estimate(chosen, batch, options)
         weight = level_weight(state)
+
+        def settled(values: Tensor) -> Tensor:
+            if level == "token":
+                return _on_tokens(state, chosen.level, values)
+            return values.masked_fill((weight == 0) & ~values.isfinite(), 0)
+
+        advantages = settled(found.advantages)
+        returns = None if found.returns is None else settled(found.returns)
+        estimated = summary("advantages", advantages, weight)
+        of_returns = estimated
+        if returns is not None:
+            of_returns = summary("returns", returns, weight)
         metrics = {
             **summary("critic/rewards", batch.rewards, ~batch.baseline),
-            **summary("critic/returns", advantages if returns is None else returns, weight),
+            **{f"critic/returns/{_ending(name)}": metric for name, metric in of_returns.items()},
         }
-        if not changed_later:  # else those of the changed ones
-            metrics |= summary("critic/advantages", advantages, weight)
-        return replace(state.with_metrics(metrics), advantages=advantages, returns=returns)
+        if changed_later:  # what changes them tells of them
+            returns = advantages if returns is None else returns
+        else:
+            metrics |= {f"critic/{name}": metric for name, metric in estimated.items()}
+        state = replace(state.with_metrics(metrics), estimated={**estimated, **of_returns})
+        return replace(state, advantages=advantages, returns=returns)
 
     needs = chosen.needs
     if level == "token" and "response_mask" not in needs:
@@ -350,6 +356,10 @@ def charged(rewards: Tensor, kl: Tensor, coefficient: float, tokens: Trainable) 
     reward, amount, mask, offsets = map(kernels.array, (rewards, kl, tokens.mask, tokens.offsets))
     reward_kernels.charge(reward, amount, float(coefficient), mask, offsets, shaped, sums)
     return torch.from_numpy(shaped), torch.from_numpy(sums)
+
+
+def _ending(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 def _on_tokens(state: State, level: Level, values: Tensor) -> Tensor:

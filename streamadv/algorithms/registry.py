@@ -9,12 +9,14 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from torch import Tensor
 
+from ..columns import COLUMN_NAME
 from ..errors import SettingError
 from ..problems import brief
 from .packed import Level
 
 Scope = Literal["row", "group", "batch"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)  # from narrow to wide
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +50,58 @@ def estimator(
     """Register `function(batch, *, option=default, ...) -> Estimate` under `name`.
 
     scope: how much must be in the batch for a result: one "row", the whole "group", the whole "batch".
+    `check_estimator` finds one that is too narrow.
     level: what one value of its result belongs to: a "row", a "step" or a "token".
     needs: columns it reads. `token_level_rewards` is made by the chain from rewards if nobody supplies it.
-    Raises SettingError for an unknown scope, a name already taken by another function, or an option
-    without a default.
+    Raises SettingError for an unknown scope or level, a column's name that no column can have, a name already
+    taken by another function, or an option without a default or of an unknown type.
     """
-    if scope not in SCOPES:
-        raise SettingError(f"estimator {name}: scope is {scope!r}, needs one of {', '.join(SCOPES)}")
+    _check_declared(name, scope, level, needs)
 
     def register(function: Callable[..., Estimate]) -> Callable[..., Estimate]:
         known = _REGISTRY.get(name)
         if known is not None and known.function.__qualname__ != function.__qualname__:
             raise SettingError(f"estimator {name} is registered already: choose another name")
-        parameters = list(inspect.signature(function).parameters.values())[1:]
-        for parameter in parameters:
-            if parameter.kind is not parameter.KEYWORD_ONLY or parameter.default is parameter.empty:
-                raise SettingError(
-                    f"estimator {name}: option {parameter.name} must be keyword-only with a default"
-                )
-        options = {parameter.name: parameter.default for parameter in parameters}
-        hints = get_type_hints(function)
-        types = {option: hints.get(option, Any) for option in options}
+        options, types = _options(name, function)
         _REGISTRY[name] = Estimator(name, scope, level, tuple(needs), function, options, types)
         return function
 
     return register
+
+
+def _check_declared(name: object, scope: object, level: object, needs: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise SettingError(f"estimator: name is {brief(name)}, needs a text")
+    for field, value, known in (("scope", scope, SCOPES), ("level", level, LEVELS)):
+        if value not in known:
+            raise SettingError(
+                f"estimator {name}: {field} is {brief(value)}, needs one of {', '.join(known)}"
+            )
+    if isinstance(needs, str) or not isinstance(needs, Sequence):
+        raise SettingError(f"estimator {name}: needs is {brief(needs)}, needs a list of column names")
+    for column in needs:
+        if not isinstance(column, str) or not COLUMN_NAME.fullmatch(column):
+            raise SettingError(f"estimator {name}: needs names {brief(column)}, which no column is called")
+
+
+def _options(name: str, function: Callable[..., Estimate]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of `function` by name: their defaults, their annotations."""
+    batch, *parameters = inspect.signature(function).parameters.values() or (None,)
+    if batch is None or batch.kind is batch.KEYWORD_ONLY:
+        raise SettingError(f"estimator {name}: its function takes no batch, needs one as first argument")
+    for parameter in parameters:
+        if parameter.kind is not parameter.KEYWORD_ONLY or parameter.default is parameter.empty:
+            raise SettingError(
+                f"estimator {name}: option {parameter.name} must be keyword-only with a default"
+            )
+    try:
+        hints = get_type_hints(function) if parameters else {}
+    except NameError as error:
+        raise SettingError(
+            f"estimator {name}: an annotation is unknown ({error}): import it where the function is defined"
+        ) from error
+    options = {parameter.name: parameter.default for parameter in parameters}
+    return options, {option: hints.get(option, Any) for option in options}
 
 
 def get_estimator(name: str) -> Estimator:
