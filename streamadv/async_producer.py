@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import OutOfMemoryError
 
 from .connection import AsyncConnection
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
@@ -140,11 +140,7 @@ class AsyncProducer:
         if isinstance(request, Pause):
             return await asyncio.sleep(request.seconds)
         if isinstance(request, Memory):
-            try:
-                with closed_under_way():
-                    return await self._connection.scripts.info("memory")
-            except ResponseError:  # not permitted, or not known to this server
-                return {}
+            return await self._connection.memory()
         if isinstance(request, ServerIds):
             return await server_ids_async(self._connection, request.keys)
         if isinstance(request, Transaction):

@@ -21,6 +21,7 @@ import redis.sentinel
 from redis.backoff import FullJitterBackoff, NoBackoff
 from redis.retry import Retry
 
+from .outages import classified, not_now
 from .packing import TRANSACTION, Packer, pack_transaction
 from .urls import Target
 
@@ -53,7 +54,7 @@ def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Re
         # Asks the cluster for its nodes at once, which is why clients are made at first use. It has the
         # commands of Redis, without being a subclass.
         options |= CLUSTER_OPTIONS
-        return cast(redis.Redis, redis.cluster.RedisCluster.from_url(target.url, retry=retry, **options))
+        return cast(redis.Redis, _ClusterClient.from_url(target.url, retry=retry, **options))
     options |= {"retry": retry, "retry_on_error": list(SENT_AGAIN_ON)}
     options["command_packer"] = Packer()  # a cluster's client takes none: it copies
     if not target.sentinels:
@@ -66,13 +67,32 @@ def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Re
     return Client.from_pool(cast(Any, redis.BlockingConnectionPool)(**options))
 
 
-class Client(redis.Redis):
+class _Classified:
+    """A client whose refusals are told as `outages.classified`, also those that come out of a pipeline."""
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().execute_command(*args, **options)  # type: ignore[misc]
+        except redis.exceptions.ResponseError as error:
+            raise classified(error) from None
+
+    def pipeline(self, *args: Any, **options: Any) -> Any:
+        pipe: Any = super().pipeline(*args, **options)  # type: ignore[misc]
+        pipe.execute = not_now()(pipe.execute)
+        return pipe
+
+
+class _ClusterClient(_Classified, redis.cluster.RedisCluster):
+    pass
+
+
+class Client(_Classified, redis.Redis):
     """A client of one server, with transactions that cost less than a pipeline's: packed and sent in one piece."""
 
     def transact(self, payloads: Payloads, call: Sequence[Any]) -> Any:
         """MULTI: write the hashes, then make `call`, whose reply is returned. Raises the first error there was."""
         chunks = pack_transaction(payloads, call)
-        return self.execute_command(TRANSACTION, chunks, writes=len(payloads))  # type: ignore[no-untyped-call]
+        return self.execute_command(TRANSACTION, chunks, writes=len(payloads))
 
     def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
         if command_name != TRANSACTION:
@@ -150,6 +170,24 @@ class _Master:
         return self.sentinel.discover_master(self.service_name)
 
 
+class _AsyncClassified:
+    """As `_Classified`; who runs a pipeline says `not_now` beside it."""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().execute_command(*args, **options)  # type: ignore[misc]
+        except redis.exceptions.ResponseError as error:
+            raise classified(error) from None
+
+
+class _AsyncClusterClient(_AsyncClassified, redis.asyncio.cluster.RedisCluster):  # type: ignore[misc]
+    pass
+
+
+class _AsyncClient(_AsyncClassified, redis.asyncio.Redis):  # type: ignore[misc]
+    pass
+
+
 def make_async_client(target: Target, retries: int) -> redis.asyncio.Redis:
     """`make_client` for asyncio."""
     options = target.shared_options | {"socket_timeout": SOCKET_TIMEOUT}
@@ -158,18 +196,18 @@ def make_async_client(target: Target, retries: int) -> redis.asyncio.Redis:
     )
     if target.cluster:
         options |= CLUSTER_OPTIONS
-        cluster = redis.asyncio.cluster.RedisCluster.from_url(target.url, retry=retry, **options)
+        cluster = _AsyncClusterClient.from_url(target.url, retry=retry, **options)
         return cast(redis.asyncio.Redis, cluster)
     options |= {"retry": retry, "retry_on_error": list(SENT_AGAIN_ON)}
     if not target.sentinels:
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             target.url, max_connections=MAX_CONNECTIONS, timeout=None, **options
         )
-        return redis.asyncio.Redis.from_pool(pool)
+        return _AsyncClient.from_pool(pool)
     once = redis.asyncio.retry.Retry(NoBackoff(), 0)
     kind = _AsyncMasterSSLConnection if target.tls else _AsyncMasterConnection
     options |= _through_sentinels(target, redis.asyncio.sentinel.Sentinel, kind, once)
-    return redis.asyncio.Redis.from_pool(redis.asyncio.BlockingConnectionPool(**options))
+    return _AsyncClient.from_pool(redis.asyncio.BlockingConnectionPool(**options))
 
 
 def sentinels_of(client: Any) -> list[Any]:

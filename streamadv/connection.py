@@ -159,6 +159,15 @@ class Connection(_Common):
                 on_wait(error)
             backoff.wait()
 
+    def memory(self) -> dict[str, Any]:
+        """The server's memory figures; {} where INFO is not permitted, or not known to this server."""
+        try:
+            return self.scripts.info("memory")
+        except redis.exceptions.ResponseError as error:
+            if isinstance(error, RETRYABLE):
+                raise
+            return {}
+
     def note_failed_push(self) -> None:
         """Call after a push that raised one of RETRYABLE.
 
@@ -257,6 +266,17 @@ class AsyncConnection(_Common):
                     raise self._give_up(error, timeout) from None
                 on_wait(error)
             await asyncio.sleep(backoff.delay())
+
+    async def memory(self) -> dict[str, Any]:
+        """As `Connection.memory`."""
+        try:
+            with closed_under_way():
+                found: dict[str, Any] = await self.scripts.info("memory")
+                return found
+        except redis.exceptions.ResponseError as error:
+            if isinstance(error, RETRYABLE):
+                raise
+            return {}
 
     async def note_failed_push(self) -> None:
         """As `Connection.note_failed_push`."""

@@ -37,7 +37,7 @@ AT_NAMING: Final = ("missing_column", "stale", "oversize", "rolled_back")
 #: Why a stage has to try again: see `connection.reason_of`.
 RETRY_REASONS: Final = (
     "connection", "timeout", "loading", "readonly", "masterdown", "clusterdown", "tryagain", "moved", "ask",
-    "noreplicas", "misconf",
+    "noreplicas", "misconf", "busy",
 )  # fmt: skip
 PUSH_CODES: Final = ("pushed", "duplicate", "surplus", "late", "other")
 #: Data sources with a label of their own; those that come later are counted as "other".

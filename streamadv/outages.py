@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class NotNowError(redis.exceptions.ResponseError):
-    """The server does not write for now, and says in its first word why: see `not_now`."""
+    """The server does not answer or write for now, and says in its first word why: see `classified`."""
 
 
 RETRYABLE: Final[tuple[type[Exception], ...]] = (
@@ -36,9 +36,18 @@ RETRYABLE: Final[tuple[type[Exception], ...]] = (
 )
 """What passes by itself: wait (`Backoff`) and do the whole thing again; a push under a new nonce."""
 
-# Too few replicas (min-replicas-to-write), snapshots that fail. redis-py may put in front which command it was, and the
-# reply in the brackets of a tuple.
-_NOT_NOW: Final = re.compile(r"""(?:^|: |\(['"])(NOREPLICAS|MISCONF) """)
+# Too few replicas (min-replicas-to-write), snapshots that fail, somebody's script that runs long. redis-py may put in
+# front which command it was, and the reply in the brackets of a tuple.
+_NOT_NOW: Final = re.compile(r"""(?:^|: |\(['"])(NOREPLICAS|MISCONF|BUSY) """)
+# What EXEC refuses, as it checks all conditions once more for the transaction as a whole.
+_DISCARDED: Final = re.compile(r"Transaction discarded because of: (\w+) ")
+_CLASSES: Final[dict[str, type[redis.exceptions.RedisError]]] = {
+    "OOM": redis.exceptions.OutOfMemoryError,
+    "LOADING": redis.exceptions.BusyLoadingError,
+    "READONLY": redis.exceptions.ReadOnlyError,
+    "MASTERDOWN": redis.exceptions.MasterDownError,
+    "CLUSTERDOWN": redis.exceptions.ClusterDownError,
+}
 
 
 class Backoff:
@@ -106,20 +115,25 @@ _REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
 )
 
 
+def classified(error: redis.exceptions.ResponseError) -> redis.exceptions.RedisError:
+    """The error by its class where redis-py has none for it: NotNowError for what passes by itself.
+
+    What EXEC refuses is classed as if the command had been refused (OutOfMemoryError, ReadOnlyError ...).
+    """
+    text = str(error)
+    discarded = _DISCARDED.search(text)
+    if discarded and discarded[1] in _CLASSES:
+        return _CLASSES[discarded[1]](text)
+    return NotNowError(text) if _NOT_NOW.search(text) else error
+
+
 @contextmanager
 def not_now() -> Iterator[None]:
-    """Raises NotNowError for what redis-py has no class for although it passes by itself.
-
-    And OutOfMemoryError for a transaction whose commands were what filled the server: it finds out at EXEC.
-    """
+    """Raises the server's refusals as `classified`."""
     try:
         yield
     except redis.exceptions.ResponseError as error:
-        if isinstance(error, redis.exceptions.ExecAbortError) and " OOM " in str(error):
-            raise redis.exceptions.OutOfMemoryError(str(error)) from None
-        if _NOT_NOW.search(str(error)):
-            raise NotNowError(str(error)) from None
-        raise
+        raise classified(error) from None
 
 
 @contextmanager

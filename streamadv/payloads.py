@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from .columns import Array
 from .errors import UndecodableGroupError, WireError
+from .outages import not_now
 from .run import Run
 from .wire import HEADER, Payload, Reference, decode_payload
 
@@ -83,5 +84,6 @@ def replies_of(pipe: Any) -> list[Any]:
     replies = pipe.execute(raise_on_error=False)
     for reply in replies:
         if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
-            raise reply
+            with not_now():
+                raise reply
     return [None if isinstance(reply, Exception) else reply for reply in replies]

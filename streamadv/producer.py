@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import OutOfMemoryError
 
 from .connection import AsyncConnection, Connection
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
@@ -173,10 +173,7 @@ class Producer:
         if isinstance(request, Pause):
             return self._closing.wait(request.seconds)
         if isinstance(request, Memory):
-            try:
-                return self._connection.scripts.info("memory")
-            except ResponseError:  # not permitted, or not known to this server
-                return {}
+            return self._connection.memory()
         if isinstance(request, ServerIds):
             return server_ids(self._connection, request.keys)
         if isinstance(request, Transaction):

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from redis.exceptions import ResponseError
-
 from . import metrics
 from .admission import byte_budget
 from .errors import StarvedError, UncommittedBudgetError
@@ -139,7 +137,7 @@ class Watchdog:
         if uncommitted <= 0 or waiting or not ledger["in_flight"]:
             return
         manifest = self._run.manifest
-        budget = byte_budget(manifest.max_bytes, self._memory())
+        budget = byte_budget(manifest.max_bytes, self._run.connection.memory())
         groups = status["groups"]["logged"]
         reserve = ledger["in_flight"] // max(1, groups) * manifest.max_trajectory_bytes
         if status["bytes"]["live"] + status["bytes"]["reserved"] + reserve > budget:
@@ -147,12 +145,6 @@ class Watchdog:
                 f"{uncommitted} trained but uncommitted batches hold {status['bytes']['live']} bytes of max_bytes "
                 f"{budget}, so no group can be admitted: commit more often, or raise max_bytes"
             )
-
-    def _memory(self) -> Mapping[str, Any]:
-        try:
-            return self._run.connection.scripts.info("memory")
-        except ResponseError:  # not permitted, or not known to this server
-            return {}
 
 
 def _untrained(status: Mapping[str, Any]) -> int:

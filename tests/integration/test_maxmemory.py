@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from streamadv.run import open_run
 from streamadv.server import EmbeddedServer
 from streamadv.status import read_status
 from streamadv.trainer_queue import TrainerQueue
+from tests.clusters import until
 from tests.support import ADVANTAGE, batches_read, consumer_of, group_all, push_groups, threads
 
 SMALL = RunSettings(max_trajectory_bytes=100_000)
@@ -98,3 +101,63 @@ def test_producers_go_on_when_there_is_room_again(small: EmbeddedServer, run: st
         status = read_status(open_run(Connection(small.url), run))
         assert status["ledger"]["pushed"] == 2
         assert status["duplicates"] == 0
+
+
+def refusals(client: redis.Redis, kind: str) -> int:
+    """How often the server has answered an error of this kind."""
+    found: Any = client.info("errorstats").get(f"errorstat_{kind}", {"count": 0})
+    return int(found["count"])
+
+
+def push_until_exec_refuses(
+    client: redis.Redis, begin: Callable[[], Any], push: Callable[[Any], list[str]]
+) -> None:
+    """Push into ever more room, until the server has taken all writes and refuses the transaction as a whole.
+
+    By then it has also read the script with a reference for each of many trajectories.
+    """
+    results: list[list[str]] = []
+
+    def refused_by_exec_alone(group: Any, room: int) -> bool:
+        whole, parts, pushed = refusals(client, "EXECABORT"), refusals(client, "OOM"), len(results)
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + room)
+        with threads(lambda stop: results.append(push(group))):
+            until(lambda: len(results) > pushed or refusals(client, "EXECABORT") > whole, "refused or pushed")
+            alone = refusals(client, "OOM") == parts and len(results) == pushed
+            client.config_set("maxmemory", 0)
+        return alone
+
+    assert any(refused_by_exec_alone(begin(), room) for room in range(20_000, 400_000, 10_000))
+    assert {code for codes in results for code in codes} == {"pushed"}
+
+
+MANY = [
+    {"rollout_index": index, "input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0}
+    for index in range(128)
+]
+
+
+def test_a_push_that_exec_refuses_waits(small: EmbeddedServer, run: str) -> None:
+    with redis.Redis.from_url(small.url) as client, Producer(small.url, run, settings=SMALL) as producer:
+        push_until_exec_refuses(
+            client, lambda: producer.begin_group(len(MANY)), lambda group: group.push(MANY).codes
+        )
+
+
+def test_an_asyncio_push_that_exec_refuses_waits(small: EmbeddedServer, run: str) -> None:
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+
+        def wait_for(coroutine: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(coroutine, loop).result(60)
+
+        async with Producer(small.url, run, settings=SMALL) as producer:
+            await asyncio.to_thread(
+                push_until_exec_refuses,
+                client,
+                lambda: wait_for(producer.begin_group(len(MANY))),
+                lambda group: wait_for(group.push(MANY)).codes,
+            )
+
+    with redis.Redis.from_url(small.url) as client:
+        asyncio.run(work())

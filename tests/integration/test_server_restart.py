@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import redis
 
+from streamadv import connection as connection_module
 from streamadv import metrics
 from streamadv.connection import AsyncConnection, Connection
-from streamadv.errors import Busy, NoBatchError
+from streamadv.errors import Busy, NoBatchError, ServerUnreachableError
 from streamadv.manifest import RunSettings
 from streamadv.outages import NotNowError
 from streamadv.producer import Producer
@@ -31,6 +34,7 @@ from tests.support import (
     problems,
     producing,
     push_groups,
+    threads,
     trajectory,
 )
 
@@ -285,8 +289,42 @@ async def test_a_push_that_is_refused_for_a_while_is_an_outage(forgetful: Embedd
                 await run_transaction_async(other, payloads, call)
 
 
-def refused_stages() -> set[str]:
-    """Stages that have been told NOREPLICAS."""
+def test_a_script_of_somebody_that_runs_long_is_waited_for(
+    forgetful: EmbeddedServer, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every role is told BUSY then, whatever it asks; also one that starts."""
+    monkeypatch.setattr(connection_module, "BLOCK_MARGIN", 0.2)  # a read that blocks already is told nothing
+    flow = Flow(forgetful.url, run, shards=1)
+    with Connection(forgetful.url) as connection, flow.going():
+        flow.progress()
+        connection.scripts.config_set("busy-reply-threshold", 10)
+
+        def script(stop: threading.Event) -> None:
+            with suppress(redis.exceptions.RedisError), redis.Redis.from_url(forgetful.url) as client:
+                client.eval("while true do redis.call('TIME') end", 0)
+
+        def newcomer(stop: threading.Event) -> None:
+            with Producer(forgetful.url, run, settings=flow.settings) as late:
+                assert late.score("none", 0, 1.0) == "unknown"
+
+        stages = {"judge", "grouper", "advantage", "producer", "trainer"}
+        with threads(script):
+            try:
+                flow._until(lambda: "grouper" in refused_stages("busy"), "the script runs")
+                with pytest.raises(ServerUnreachableError, match="BUSY"), Connection(forgetful.url) as once:
+                    once.wait_until_ready(0.1)
+                with threads(newcomer):
+                    flow._until(lambda: stages <= refused_stages("busy"), f"{stages} are told BUSY")
+                    connection.scripts.script_kill()
+            finally:
+                with suppress(redis.exceptions.ResponseError):
+                    connection.scripts.script_kill()
+        flow.progress()
+    flow.check()
+
+
+def refused_stages(reason: str = "noreplicas") -> set[str]:
+    """Stages that have been told so."""
     samples = [sample for family in metrics.REGISTRY.collect() for sample in family.samples]
     counts = [s for s in samples if s.name == "streamadv_connection_errors_total" and s.value]
-    return {s.labels["stage"] for s in counts if s.labels["reason"] == "noreplicas"}
+    return {s.labels["stage"] for s in counts if s.labels["reason"] == reason}

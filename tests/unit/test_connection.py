@@ -140,6 +140,7 @@ def test_the_backoff_survives_a_long_outage() -> None:
         redis.exceptions.MovedError("1 127.0.0.1:7000"),
         redis.exceptions.RedisClusterException("no node answers"),
         NotNowError("NOREPLICAS Not enough good replicas to write."),
+        NotNowError("BUSY Valkey is busy running a script."),
     ],
 )
 def test_what_passes_by_itself_is_retryable(error: Exception) -> None:
