@@ -53,7 +53,7 @@ PRODUCER: Final = Role(
         "rollouts scoring": "xadd",
         "garbage": "rpush",
         "payload": "hset unlink",
-        "producers": "hset",
+        "producers": "hget hset",
         "lineage": "hget",
     },
 )

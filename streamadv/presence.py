@@ -15,8 +15,8 @@ HEARTBEAT_S: Final = 10.0
 PRODUCER_TIMEOUT_S: Final = 30.0
 #: One silent for longer is taken off the list, unless it has finished.
 FORGET_S: Final = 3600.0
-#: What a heartbeat writes: when (ms of the server, another at each heartbeat) and how.
-PRODUCER_STATE: Final = re.compile(r"[0-9]{1,15} (open|finished|gone)")
+#: What a heartbeat writes: when (ms of the server, another at each heartbeat), how, and which instance of that name.
+PRODUCER_STATE: Final = re.compile(r"[0-9]{1,15} (open|finished|gone)( [0-9]{1,15})?")
 
 
 class Heard(NamedTuple):
@@ -27,7 +27,7 @@ class Heard(NamedTuple):
 
     @property
     def state(self) -> bytes:
-        return self.value.partition(b" ")[2]
+        return self.value.split(b" ")[1]
 
 
 class Attendance:

@@ -58,6 +58,9 @@ class ProducerLogic:
         self.max_bytes = 0  # of one shard
         self.version: int | None = None  # newest model version heard of
         self.finished = False
+        self._process = os.getpid()  # a forked child is nobody on the list of producers
+        self._instance: int | None = None  # among those of one name, the latest has the name's place
+        self._succeeded = False
         self._drop_after: int | None = None
         self._resend = ResendWindow(resend_window)
 
@@ -79,12 +82,7 @@ class ProducerLogic:
 
     def heartbeat(self) -> Steps[None]:
         """Say that this producer is alive or finished, and hear of the newest model version."""
-        keys = self.joined.keys.home
-        names = [keys.void, keys.producers, keys.trainer]
-        reply = yield script_call("heartbeat", names, [self.name, self._state()])
-        if reply[0]:
-            self.version = int(reply[0])
-        self._drop_after = int(reply[1]) if reply[1] else None
+        yield from self._say("finished" if self.finished else "open")
         # A setting that nobody had given may have been given since.
         self.manifest = parse_manifest(
             self.run, self.settings, (yield manifest_call(self.run, self.settings))
@@ -103,9 +101,24 @@ class ProducerLogic:
 
     def goodbye(self) -> Steps[None]:
         """On a clean exit: only a producer that has finished stays on the list."""
+        yield from self._say("finished" if self.finished else "gone")
+
+    def _say(self, state: str) -> Steps[None]:
+        if os.getpid() != self._process:
+            return
         keys = self.joined.keys.home
-        state = "finished" if self.finished else "gone"
-        yield script_call("heartbeat", [keys.void, keys.producers, keys.trainer], [self.name, state])
+        args = [self.name, state, "" if self._instance is None else self._instance]
+        reply = yield script_call("heartbeat", [keys.void, keys.producers, keys.trainer], args)
+        if reply[0]:
+            self.version = int(reply[0])
+        self._drop_after = int(reply[1]) if reply[1] else None
+        if self._instance is None:
+            self._instance = int(reply[2])
+        elif int(reply[2]) != self._instance and not self._succeeded:
+            self._succeeded = True
+            logger.warning(
+                "another producer has taken the name %s, and this one's place on the list", self.name
+            )
 
     def finish(self) -> Steps[None]:
         """No more groups will come from this producer."""
@@ -352,9 +365,6 @@ class ProducerLogic:
                 f"max_bytes allows {self.max_bytes} bytes a shard, one group of {places} reserves {places * each}: "
                 f"lower max_trajectory_bytes ({each}) or the group size"
             )
-
-    def _state(self) -> str:
-        return "finished" if self.finished else "open"
 
     def _keys(self, group_id: str) -> ShardKeys:
         keys = self.joined.keys

@@ -217,7 +217,7 @@ def _producers(run: Run) -> list[dict[str, Any]]:
     for name, value in sorted(entries.items()):
         if not PRODUCER_STATE.fullmatch(value):
             continue  # rank 0 removes it
-        seen, state = value.split(" ")
+        seen, state, *_ = value.split(" ")
         if state == "gone":
             continue
         silent_s = max(0.0, now_s - int(seen) / 1000)

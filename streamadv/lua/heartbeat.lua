@@ -1,8 +1,17 @@
 -- A producer says that it is alive, finished or gone. Who is gone is taken off the list by rank 0.
+-- A later instance of the same name has taken its place then: what this one says is not written.
 -- KEYS  void, producers, trainer
--- ARGV  producer, 'open', 'finished' or 'gone'
--- Returns  {version or nil, drop_after or nil} of the trainer
+-- ARGV  producer, 'open', 'finished' or 'gone', its instance ('' = a new one)
+-- Returns  {version or nil, drop_after or nil of the trainer, the instance that has the place}
 -- include clock
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[2], ARGV[1], string.format('%.17g', now_ms()) .. ' ' .. ARGV[2])
-return redis.call('HMGET', KEYS[3], 'version', 'drop_after')
+local text = string.match(redis.call('HGET', KEYS[2], ARGV[1]) or '', ' (%d+)$')
+local there = text and #text <= 15 and tonumber(text) or 0
+local instance = tonumber(ARGV[3]) or math.max(now_ms(), there + 1)
+if instance >= there then
+  there = instance
+  local words = {string.format('%.17g', now_ms()), ARGV[2], string.format('%.17g', instance)}
+  redis.call('HSET', KEYS[2], ARGV[1], table.concat(words, ' '))
+end
+local heard = redis.call('HMGET', KEYS[3], 'version', 'drop_after')
+return {heard[1], heard[2], string.format('%.17g', there)}

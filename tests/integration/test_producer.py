@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import subprocess
 import sys
 import threading
@@ -15,12 +17,23 @@ import redis
 import streamadv
 from streamadv import async_producer
 from streamadv.connection import Connection
-from streamadv.errors import Busy
+from streamadv.errors import Busy, NoBatchError
 from streamadv.manifest import RunSettings
 from streamadv.producer import Producer
 from streamadv.server import EmbeddedServer
+from streamadv.trainer_queue import TrainerQueue
 
-from ..support import group_all, join, ledger, problems, producing, push_groups, threads, trajectory
+from ..support import (
+    group_all,
+    join,
+    ledger,
+    next_batch,
+    problems,
+    producing,
+    push_groups,
+    threads,
+    trajectory,
+)
 
 MB = 1 << 20
 
@@ -152,3 +165,65 @@ def test_a_push_above_maxmemory_waits_and_leaves_nothing_behind(tmp_path: Path, 
         joined = join(Connection(server.url), run)
         assert ledger(joined)["pushed"] == 2
         assert problems(joined) == []
+
+
+def ends(queue: TrainerQueue) -> bool:
+    try:
+        return queue.next_batch(timeout=0) is None
+    except NoBatchError:
+        return False
+
+
+@pytest.mark.parametrize("last_words", ["close", "finish"])
+def test_a_producer_that_closes_late_does_not_speak_for_its_successor(
+    redis_url: str, run: str, last_words: str
+) -> None:
+    """A restarted process of one name, while the old one still winds up."""
+    with producing(redis_url, run) as other:
+        other.finish()
+    queue = TrainerQueue(redis_url, run, batch_groups=1)
+    old = Producer(redis_url, run, name="rollouts-0").open()
+    with Producer(redis_url, run, name="rollouts-0") as new:
+        if last_words == "finish":
+            old.finish()
+        old.close()
+        assert not ends(queue)
+        push_groups(new, 1)
+        new.finish()
+    group_all(join(redis_url, run))
+    assert not ends(queue), "the last group is yet to be named"
+
+
+def test_the_name_of_a_producer_that_has_gone_is_free(redis_url: str, run: str) -> None:
+    queue = TrainerQueue(redis_url, run, batch_groups=1)
+    for _ in range(2):
+        with Producer(redis_url, run, name="rollouts-0") as producer:
+            assert not ends(queue)
+            producer.finish()
+            assert ends(queue)
+
+
+@pytest.mark.parametrize("last_words", ["close", "finish", "collect"])
+def test_a_forked_child_does_not_speak_for_its_parent(redis_url: str, run: str, last_words: str) -> None:
+    with producing(redis_url, run) as other:
+        other.finish()
+    queue = TrainerQueue(redis_url, run, batch_groups=1)
+    with Producer(redis_url, run) as producer:
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                assert push_groups(producer, 1) == ["g0000"]
+                if last_words == "finish":
+                    producer.finish()
+                if last_words != "collect":
+                    producer.close()
+                del producer
+                gc.collect()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        group_all(join(redis_url, run))
+        assert next_batch(queue, join(redis_url, run)) is not None
+        assert not ends(queue)
+        push_groups(producer, 1, prefix="more")
