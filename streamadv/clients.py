@@ -49,6 +49,8 @@ CLUSTER_OPTIONS: Final = {"reinitialize_steps": 1, "require_full_coverage": Fals
 def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Redis:
     """A client that sends a command up to 1 + `retries` times; may be shared by threads."""
     options = target.shared_options | {"socket_timeout": socket_timeout}
+    if "socket_connect_timeout" in options:
+        options["socket_connect_timeout"] = min(options["socket_connect_timeout"], socket_timeout)
     retry = Retry(FullJitterBackoff(cap=1.0, base=0.05) if retries else NoBackoff(), retries)
     if target.cluster:
         # Asks the cluster for its nodes at once, which is why clients are made at first use. It has the

@@ -8,7 +8,8 @@ socket timeout longer than its block (`blocking`). What passes by itself is wait
 from __future__ import annotations
 
 import asyncio
-import logging
+import math
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,15 +26,39 @@ import redis.exceptions
 from . import tls
 from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_of
 from .errors import ServerUnreachableError, SettingError
-from .outages import RETRYABLE, Backoff, closed_under_way
+from .outages import (
+    RETRYABLE,
+    Backoff,
+    NotNowError,
+    closed_under_way,
+    reason_of,
+    server_reason,
+)
 from .urls import Target, hide_password, parse_url
-
-logger = logging.getLogger(__name__)
+from .waiting import Reason
 
 _PING_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, redis.exceptions.ResponseError)
 
 BLOCK_MARGIN: Final = 5.0  # seconds on top of a read's block: the server re-arms blocks and may be late
-SCRIPT_RETRIES: Final = 3  # inside the client; the loops around it go on for ever
+#: Inside the client; the loops around it go on for ever, and are to hear of a server that hangs within 30 s.
+SCRIPT_RETRIES: Final = 1
+
+
+class _Patience:
+    """How long to go on asking a server: `timeout` seconds, None = for ever."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self.backoff = Backoff()
+        self._end = math.inf if timeout is None else time.monotonic() + timeout
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def pause(self) -> float:
+        """Seconds to the next attempt, which is made at the latest when the time is over."""
+        return min(self.backoff.delay(), max(0.0, self._end - time.monotonic()))
 
 
 class _Common:
@@ -69,20 +94,35 @@ class _Common:
         if self._target is not None and (reason := tls.refusal(error, self._target.given)):
             raise SettingError(f"redis URL {self.safe_url!r}: TLS fails with {reason}") from None
 
-    def _give_up(self, error: Exception, timeout: float) -> ServerUnreachableError:
-        return ServerUnreachableError(
-            f"no answer from {self.safe_url} within {timeout:g} s ({error}): start the server or correct the URL"
-        )
+    def _after_failure(self, error: Exception, patience: _Patience, reading: bool) -> bool:
+        """What a failed attempt to reach the server means: True if it will do for a reader, False to try again.
 
-    def _warn_once(self) -> Callable[[Exception], None]:
-        said: list[Exception] = []
+        Raises ServerUnreachableError when it is time to give up; says why it waits otherwise.
+        """
+        if reading and isinstance(error, NotNowError) and reason_of(error) == "misconf":
+            return True  # only writes, and PING, are refused
+        reason = self._unknown_sentinels() or server_reason(error)
+        if patience.timeout is not None and reason.name == "name_resolution":
+            raise ServerUnreachableError(
+                f"redis URL {self.safe_url!r}: {reason.text}: {reason.remedy}"
+            ) from None
+        if patience.is_over:
+            raise ServerUnreachableError(
+                f"no answer from {self.safe_url} within {patience.timeout:g} s ({reason.text}): {reason.remedy}"
+            ) from None
+        patience.backoff.because(self.safe_url, "the server", reason, first_s=0.0)
+        return False
 
-        def warn(error: Exception) -> None:
-            if not said:
-                logger.warning("waiting for %s: %s", self.safe_url, error)
-            said.append(error)
-
-        return warn
+    def _unknown_sentinels(self) -> Reason | None:
+        """Set when no host of the Sentinels can be resolved: redis-py does not say so."""
+        hosts = [host for host, _ in self._target.sentinels] if self._target is not None else []
+        for host in hosts:
+            try:
+                socket.getaddrinfo(host, None)
+                return None
+            except socket.gaierror as error:
+                text = f"{', '.join(hosts)}: {error.strerror}"
+        return Reason("name_resolution", text) if hosts else None
 
     def _check_single_node(self, info: dict[str, Any]) -> None:
         if self._target is None or self._target.cluster or not info.get("cluster_enabled"):
@@ -96,12 +136,14 @@ class Connection(_Common):
 
     URL schemes: redis, rediss (TLS), unix, redis+cluster, rediss+cluster, and redis+sentinel, rediss+sentinel
     (`//host:port,host:port/name`, `?sentinel_username=`, `?sentinel_password=`); user, password, database and TLS
-    options as redis-py understands them (`?ssl_ca_certs=...`). Safe to share between threads. Replies are
-    bytes. Raises SettingError on a bad URL.
+    options as redis-py understands them (`?ssl_ca_certs=...`). reply_timeout: of commands that give up: nothing waits
+    longer for a reply or is sent again. Safe to share between threads. Replies are bytes. Raises SettingError on a
+    bad URL.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, reply_timeout: float | None = None) -> None:
         super().__init__(url, parse_url(url))
+        self._reply_timeout = reply_timeout
         self._clients: dict[str, redis.Redis] = {}
         self._lock = threading.Lock()
 
@@ -140,24 +182,29 @@ class Connection(_Common):
             raise
 
     def wait_until_ready(
-        self, timeout: float | None = None, on_wait: Callable[[Exception], object] | None = None
+        self,
+        timeout: float | None = None,
+        on_wait: Callable[[Exception], object] | None = None,
+        *,
+        reading: bool = False,
     ) -> None:
-        """`check` until the server answers, `timeout` seconds at most (None: for ever).
+        """`check` until the server answers, `timeout` seconds at most (None: for ever). Says why it waits.
 
-        `on_wait` is called with the error after each failed attempt; the default warns once. Raises
-        ServerUnreachableError after `timeout`, and SettingError as `check`.
+        `on_wait` is called with the error after each failed attempt. reading: a server that only refuses writes
+        will do. Raises ServerUnreachableError after `timeout`, with one also for an unknown host name at once, and
+        SettingError as `check`.
         """
-        start, backoff = time.monotonic(), Backoff()
-        on_wait = on_wait or self._warn_once()
+        patience = _Patience(timeout)
         while True:
             try:
                 self.check()
                 return
             except RETRYABLE as error:
-                if timeout is not None and time.monotonic() - start >= timeout:
-                    raise self._give_up(error, timeout) from None
-                on_wait(error)
-            backoff.wait()
+                if self._after_failure(error, patience, reading):
+                    return
+                if on_wait is not None:
+                    on_wait(error)
+            time.sleep(patience.pause())
 
     def memory(self) -> dict[str, Any]:
         """The server's memory figures; {} where INFO is not permitted, or not known to this server."""
@@ -202,6 +249,8 @@ class Connection(_Common):
         with self._lock:
             client = self._clients.get(role)
             if client is None:
+                if self._reply_timeout is not None:
+                    socket_timeout, retries = min(socket_timeout, self._reply_timeout), 0
                 client = self._clients[role] = make_client(self._target, socket_timeout, retries)
         return client
 
@@ -255,17 +304,16 @@ class AsyncConnection(_Common):
         on_wait: Callable[[Exception], object] | None = None,
     ) -> None:
         """As `Connection.wait_until_ready`."""
-        start, backoff = time.monotonic(), Backoff()
-        on_wait = on_wait or self._warn_once()
+        patience = _Patience(timeout)
         while True:
             try:
                 await self.check()
                 return
             except RETRYABLE as error:
-                if timeout is not None and time.monotonic() - start >= timeout:
-                    raise self._give_up(error, timeout) from None
-                on_wait(error)
-            await asyncio.sleep(backoff.delay())
+                self._after_failure(error, patience, reading=False)
+                if on_wait is not None:
+                    on_wait(error)
+            await asyncio.sleep(patience.pause())
 
     async def memory(self) -> dict[str, Any]:
         """As `Connection.memory`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter as Tally
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Final, Literal
@@ -96,6 +96,9 @@ NOGROUP: Final = _counter(
 )
 LAST_SUCCESS: Final = _gauge(
     "streamadv_last_success_timestamp_seconds", "When the stage last finished something.", "stage"
+)
+BLOCKED: Final = _gauge(
+    "streamadv_blocked", "1 while this process waits for this reason, for more than a second.", "reason"
 )
 BUILD_INFO: Final = _gauge("streamadv_build_info", "Always 1; the version is a label.", "version")
 
@@ -240,6 +243,11 @@ def entries(stage: str, event: Event, n: int = 1) -> None:
 def retried(stage: str, reason: str) -> None:
     """The server failed and is tried again; `reason` is one of RETRY_REASONS."""
     _child(CONNECTION_ERRORS, stage, reason).inc()
+
+
+def blocked_when(reason: str, is_blocked: Callable[[], bool]) -> None:
+    """Show at each scrape whether somebody in this process waits for `reason`, one of `waiting.REASONS`."""
+    _child(BLOCKED, reason).set_function(lambda: float(is_blocked()))
 
 
 def group_recreated(stage: str) -> None:

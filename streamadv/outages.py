@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import re
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,8 +14,9 @@ from typing import Final, TypeVar
 import redis.exceptions
 
 from . import metrics
-
-logger = logging.getLogger(__name__)
+from .problems import one_line
+from .tls import causes
+from .waiting import SAY_S, Reason, Waiting
 
 T = TypeVar("T")
 
@@ -53,7 +54,8 @@ _CLASSES: Final[dict[str, type[redis.exceptions.RedisError]]] = {
 class Backoff:
     """Waits between attempts: the n-th is uniform in [0, min(cap, base * 2**n)] seconds (full jitter).
 
-    `sleep` takes seconds; give `Event.wait` to end the wait early. `draw` returns a number in [0, 1).
+    `sleep` takes seconds; give `Event.wait` to end the wait early. `draw` returns a number in [0, 1). From one success
+    to the next it is one wait, which `because` says why.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Backoff:
         self._sleep = sleep
         self._draw = draw
         self.failures = 0
+        self._waiting: Waiting | None = None
 
     def delay(self) -> float:
         """Count one more failure and return the seconds to wait after it."""
@@ -79,16 +82,42 @@ class Backoff:
     def wait(self) -> None:
         self._sleep(self.delay())
 
+    def because(self, who: str, what: str, *reasons: Reason, first_s: float = SAY_S) -> None:
+        """Why `who` waits for `what`: said after `first_s` seconds, then every SAY_S."""
+        if self._waiting is None:
+            self._waiting = Waiting(who, what, first_s)
+        self._waiting.because(*reasons)
+
     def reset(self) -> None:
         """Call after a success."""
         self.failures = 0
+        if self._waiting is not None:
+            self._waiting.over()
+            self._waiting = None
 
 
 def retried(stage: str, error: Exception, backoff: Backoff) -> None:
-    """Count and log what will be tried again; the caller then waits. `backoff` tells one outage from the next."""
+    """Count and say what will be tried again; the caller then waits. `backoff` tells one outage from the next."""
     metrics.retried(stage, reason_of(error))
-    level = logging.DEBUG if backoff.failures else logging.WARNING  # once for each outage
-    logger.log(level, "%s: waiting for the server: %s", stage, error)
+    backoff.because(stage, "the server", server_reason(error), first_s=0.0)
+
+
+def server_reason(error: Exception) -> Reason:
+    """What of the server or the network is waited for."""
+    unknown = any(isinstance(cause, socket.gaierror) for cause in causes(error))
+    name = "name_resolution" if unknown else _WAITS_FOR.get(reason_of(error), "failover")
+    text = str(error).partition(" : <redis.")[0]  # the client of each Sentinel, with all its options
+    return Reason(name, one_line(text))
+
+
+_WAITS_FOR: Final = {
+    "connection": "server_away",
+    "timeout": "server_hangs",
+    "loading": "server_loading",
+    "busy": "server_busy",
+    "misconf": "misconf",
+    "noreplicas": "noreplicas",
+}
 
 
 def reason_of(error: Exception) -> str:
@@ -157,7 +186,10 @@ def patiently(call: Callable[[], T], who: str, *, sleep: Callable[[float], objec
     backoff = Backoff(sleep=sleep)
     while True:
         try:
-            return call()
+            result = call()
         except RETRYABLE as error:
             retried(who, error, backoff)
             backoff.wait()
+        else:
+            backoff.reset()
+            return result

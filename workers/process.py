@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -12,11 +11,9 @@ from streamadv import metrics
 from streamadv.connection import Connection
 from streamadv.errors import SettingError
 from streamadv.manifest import RunSettings
-from streamadv.outages import RETRYABLE, Backoff
+from streamadv.outages import RETRYABLE, Backoff, retried
 from streamadv.run import Run, open_run
 from streamadv.settings import Settings
-
-logger = logging.getLogger(__name__)
 
 
 def stop_on_signals() -> threading.Event:
@@ -41,8 +38,7 @@ def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Eve
         raise SettingError("no server is given: use --redis URL or STREAMADV_REDIS_URL")
     connection = Connection(settings.redis_url)
 
-    def on_wait(error: Exception) -> None:
-        logger.warning("waiting for the server: %s", error)
+    def on_wait(_error: Exception) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
 
@@ -51,8 +47,10 @@ def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Eve
         connection.wait_until_ready(on_wait=on_wait)
         try:
             run = open_run(connection, settings.run, wanted)
+            backoff.reset()
             break
         except RETRYABLE as error:  # gone again by now, or it answers but does not write for a while
+            retried("worker", error, backoff)
             on_wait(error)
             backoff.wait()
     metrics.serve(settings.metrics_port, run.name, settings.metrics_host)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -34,8 +35,8 @@ COMMANDS: Final = (
     "config",
     "bench",
 )
-#: How long commands that only look wait for a server that does not answer.
-LOOK_PATIENCE_S: Final = 30.0
+#: How long commands that do one thing wait for a server that does not answer.
+WAIT_S: Final = 10.0
 FAILED: Final = 1
 INTERRUPTED: Final = 130
 PIPE_CLOSED: Final = 141
@@ -101,6 +102,28 @@ def add_redis_options(parser: argparse.ArgumentParser) -> None:
     add_log_options(parser)
 
 
+def add_wait_option(parser: argparse.ArgumentParser) -> None:
+    """Option of commands that do one thing and end; they connect by `connect_once`."""
+    parser.add_argument(
+        "--wait",
+        type=seconds,
+        default=WAIT_S,
+        metavar="SECONDS",
+        help=f"give up when the server does not answer for so long (default {WAIT_S:g})",
+    )
+
+
+def seconds(text: str) -> float:
+    """Type of an option: a length of time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value) and value > 0:
+        return value
+    raise argparse.ArgumentTypeError(f"is {text!r}, needs a number of seconds above 0")
+
+
 def add_metrics_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metrics-port", type=int, metavar="P", help="of /metrics (default: a free one, logged)"
@@ -132,18 +155,33 @@ def flags_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return flags | {"run": parsed.get("run_name")}
 
 
-def connect(settings: Settings, patience_s: float | None = LOOK_PATIENCE_S) -> Connection:
-    """A connection to the given server, which is asked until it answers, `patience_s` at most (None = for ever).
+def connect(settings: Settings) -> Connection:
+    """A connection of a process that runs for long: the server is asked until it answers.
 
-    Raises SettingError if none was given, ServerUnreachableError.
+    Raises SettingError if none was given.
     """
+    connection = Connection(_url_of(settings))
+    connection.wait_until_ready()
+    return connection
+
+
+def connect_once(arguments: argparse.Namespace, *, reading: bool = False) -> Connection:
+    """A connection of a command that does one thing, and gives up after --wait.
+
+    reading: a server that only refuses writes will do. Raises SettingError if no server was given,
+    ServerUnreachableError.
+    """
+    connection = Connection(_url_of(settings_from(arguments)), reply_timeout=arguments.wait)
+    connection.wait_until_ready(arguments.wait, reading=reading)
+    return connection
+
+
+def _url_of(settings: Settings) -> str:
     if settings.redis_url is None:
         raise SettingError(
             "no server is given: use --redis URL or STREAMADV_REDIS_URL (`streamadv server` starts one)"
         )
-    connection = Connection(settings.redis_url)
-    connection.wait_until_ready(patience_s)
-    return connection
+    return settings.redis_url
 
 
 class _OneLine(logging.Formatter):

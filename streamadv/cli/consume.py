@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from .. import metrics
 from ..errors import NoBatchError
 from ..interchange import recover, write_trajectory
-from . import FAILED, add_metrics_option, add_redis_options, connect, settings_from
+from . import FAILED, add_metrics_option, add_redis_options, connect, seconds, settings_from
 from .compute import add_chain_options, chain_from
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
         "--max-groups", type=_groups, metavar="N", help="stop after N groups (those in FILE count)"
     )
     parser.add_argument(
-        "--timeout", type=_seconds, metavar="S", help="fail after S seconds without a new group"
+        "--timeout", type=seconds, metavar="S", help="fail after S seconds without a new group"
     )
     add_chain_options(parser)
     add_redis_options(parser)
@@ -51,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     chain = build_chain(chain_from(arguments.preset, arguments.config)).config
     output: Path | None = arguments.output
     written = {} if output is None else recover(output)
-    with connect(settings, patience_s=None) as connection:
+    with connect(settings) as connection:
         queue = TrainerQueue(
             connection,
             settings.run,
@@ -111,13 +110,3 @@ def _groups(text: str) -> int:
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     raise argparse.ArgumentTypeError(f"is {text!r}, needs a whole number of at least 1")
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if math.isfinite(seconds) and seconds > 0:
-        return seconds
-    raise argparse.ArgumentTypeError(f"is {text!r}, needs a number of seconds above 0")

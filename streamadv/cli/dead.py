@@ -11,7 +11,7 @@ from typing import Any
 from ..dead_letters import MALFORMED, list_dead, purge, requeue, show_dead
 from ..errors import SettingError
 from ..run import Run, find_run
-from . import add_redis_options, connect, settings_from
+from . import add_redis_options, add_wait_option, connect_once, settings_from
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,12 +33,13 @@ def add_parser(subparsers: Any) -> None:
         else:
             sub.add_argument("--json", action="store_true", help="one JSON object for each group")
         add_redis_options(sub)
+        add_wait_option(sub)
         sub.set_defaults(run=action)
 
 
 def list_all(arguments: argparse.Namespace) -> int:
     """Print a line for each dead group."""
-    with connect(settings_from(arguments)) as connection:
+    with connect_once(arguments, reading=True) as connection:
         found = list(list_dead(find_run(connection, settings_from(arguments).run)))
         if not found and not arguments.json:
             print("no dead letters")
@@ -56,7 +57,7 @@ def list_all(arguments: argparse.Namespace) -> int:
 
 def show(arguments: argparse.Namespace) -> int:
     """Print one dead group as JSON."""
-    with connect(settings_from(arguments)) as connection:
+    with connect_once(arguments, reading=True) as connection:
         dead = dataclasses.asdict(
             show_dead(find_run(connection, settings_from(arguments).run), arguments.group)
         )
@@ -68,7 +69,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 def requeue_some(arguments: argparse.Namespace) -> int:
     """Requeue the named groups."""
-    with connect(settings_from(arguments)) as connection:
+    with connect_once(arguments) as connection:
         run = find_run(connection, settings_from(arguments).run)
         for group_id in _named(run, arguments, requeueable=True):
             print(f"{group_id}: {requeue(run, group_id)} trajectories requeued")
@@ -77,7 +78,7 @@ def requeue_some(arguments: argparse.Namespace) -> int:
 
 def purge_some(arguments: argparse.Namespace) -> int:
     """Purge the named groups."""
-    with connect(settings_from(arguments)) as connection:
+    with connect_once(arguments) as connection:
         run = find_run(connection, settings_from(arguments).run)
         for group_id in _named(run, arguments):
             purge(run, group_id)

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     codes: Counter[str] = Counter()
     with (
-        connect(settings, patience_s=None) as connection,
+        connect(settings) as connection,
         Producer(connection, settings.run, settings=run_settings) as producer,
     ):
         metrics.serve(settings.metrics_port, settings.run, settings.metrics_host)

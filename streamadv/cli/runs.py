@@ -15,7 +15,7 @@ from ..keys import RUNS
 from ..presence import PRODUCER_TIMEOUT_S
 from ..run import find_run
 from ..status import read_status
-from . import add_redis_options, connect, settings_from
+from . import add_redis_options, add_wait_option, connect_once, settings_from
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,17 +24,19 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="names and ledgers of all runs")
     add_redis_options(listing)
+    add_wait_option(listing)
     listing.add_argument("--json", action="store_true", help="one JSON object for each run")
     listing.set_defaults(run=list_runs)
     delete = actions.add_parser("delete", help="deletes all that is stored of the run given by --run")
     add_redis_options(delete)
+    add_wait_option(delete)
     delete.add_argument("--force", action="store_true", help="even if producers or workers are alive")
     delete.set_defaults(run=delete_one)
 
 
 def list_runs(arguments: argparse.Namespace) -> int:
     """Print every run."""
-    with connect(settings_from(arguments)) as connection:
+    with connect_once(arguments, reading=True) as connection:
         runs: Any = connection.scripts.hgetall(RUNS)
         for name, created_ms in sorted((name.decode(), int(value)) for name, value in runs.items()):
             created = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(created_ms / 1000))
@@ -58,9 +60,8 @@ def delete_one(arguments: argparse.Namespace) -> int:
     """Delete one run, which must be named."""
     if arguments.run_name is None:
         raise SettingError("--run is not given: name the run to delete")
-    settings = settings_from(arguments)
-    with connect(settings) as connection:
-        run = find_run(connection, settings.run)
+    with connect_once(arguments) as connection:
+        run = find_run(connection, settings_from(arguments).run)
         alive = [
             producer["name"]
             for producer in read_status(run)["producers"]

@@ -9,10 +9,11 @@ from typing import Any, Final
 
 from ..inventory import deep_problems
 from ..manifest import Manifest
-from ..run import find_run
+from ..outages import RETRYABLE, Backoff, retried
+from ..run import Run, find_run
 from ..status import read_status
 from ..watchdog import reasons_of
-from . import FAILED, add_redis_options, connect, settings_from
+from . import FAILED, add_redis_options, add_wait_option, connect_once, settings_from
 
 WATCH_SECONDS: Final = 1.0
 
@@ -26,6 +27,7 @@ def add_parser(subparsers: Any) -> None:
         "pushed = trained + dropped + dead + queued + in_flight.",
     )
     add_redis_options(parser)
+    add_wait_option(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument(
         "--check", action="store_true", help="exit 1 unless the ledger adds up (holds while workers run)"
@@ -39,24 +41,38 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the status; 1 when a check was asked for and failed."""
-    settings = settings_from(arguments)
     if arguments.deep and not arguments.check:
         arguments.check = True
-    with connect(settings) as connection:
-        found = find_run(connection, settings.run)
+    backoff = Backoff()
+    with connect_once(arguments, reading=True) as connection:
+        found = find_run(connection, settings_from(arguments).run)
         while True:
-            status = read_status(found)
-            if arguments.deep:
-                status["problems"] += deep_problems(found)
-                status["balanced"] = not status["problems"]
-            if arguments.json:
-                print(json.dumps({**status, "waiting": reasons_of(status)}), flush=True)
-            else:
-                print("\n".join(lines_of(status, found.manifest, deep=arguments.deep)), flush=True)
+            try:
+                good = show(found, arguments)
+            except RETRYABLE as error:
+                if not arguments.watch:
+                    raise
+                retried("status", error, backoff)
+                backoff.wait()
+                continue
+            backoff.reset()
             if not arguments.watch:
-                return FAILED if arguments.check and not status["balanced"] else 0
+                return FAILED if arguments.check and not good else 0
             time.sleep(WATCH_SECONDS)
-            found.refresh()
+
+
+def show(run: Run, arguments: argparse.Namespace) -> bool:
+    """Print the status once. Returns whether the run is balanced."""
+    run.refresh()
+    status = read_status(run)
+    if arguments.deep:
+        status["problems"] += deep_problems(run)
+        status["balanced"] = not status["problems"]
+    if arguments.json:
+        print(json.dumps({**status, "waiting": reasons_of(status)}), flush=True)
+    else:
+        print("\n".join(lines_of(status, run.manifest, deep=arguments.deep)), flush=True)
+    return bool(status["balanced"])
 
 
 def lines_of(status: dict[str, Any], manifest: Manifest, deep: bool = False) -> list[str]:
