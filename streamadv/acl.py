@@ -61,7 +61,7 @@ PRODUCER: Final = Role(
 PIPELINE: Final = Role(
     "pipeline",
     {
-        "manifest": "hgetall hsetnx",
+        "manifest": "hget hgetall hlen hsetnx",
         "manifest_void runs_void": "del",
         "runs": "hsetnx",
         "void rollouts scoring open group groups payload work ready output applied ledger trainer ended ended_before "

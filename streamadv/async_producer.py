@@ -12,6 +12,7 @@ from typing import Any, Self
 from redis.exceptions import OutOfMemoryError
 
 from .connection import AsyncConnection
+from .errors import ManifestMismatchError
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
 from .outages import RETRYABLE, Backoff, closed_under_way, retried
 from .presence import HEARTBEAT_S
@@ -110,6 +111,9 @@ class AsyncProducer:
                 await self._drive(self._logic.heartbeat(), patient=False)
             except RETRYABLE as error:
                 logger.warning("heartbeat of producer %s failed: %s", self._logic.name, error)
+            except ManifestMismatchError as error:  # every further call raises it
+                logger.error("producer %s stops: %s", self._logic.name, error)
+                return
 
     async def _drive(self, steps: Steps[T], patient: bool = True) -> T:
         """As `Producer._drive`."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from .errors import StreamadvError
 from .keys import ShardKeys
-from .malformed import Malformed, list_malformed
+from .malformed import Malformed, list_malformed, whole
 from .run import Run
 
 #: The reason of what was removed.
@@ -88,7 +88,7 @@ def purge(run: Run, group_id: str) -> None:
 def trim_dead(run: Run, keys: ShardKeys) -> None:
     """Delete payloads of the oldest dead groups of a shard until the rest fits into `dead_bytes`."""
     scripts = run.connection.scripts
-    if int(scripts.hget(keys.ledger, "dead_bytes") or 0) <= run.manifest.dead_bytes:
+    if whole(scripts.hget(keys.ledger, "dead_bytes")) <= run.manifest.dead_bytes:
         return
     oldest: Any = scripts.zrange(keys.dead, 0, -1)
     for member in oldest:
@@ -100,7 +100,7 @@ def trim_dead(run: Run, keys: ShardKeys) -> None:
             keys.garbage,
         ]
         run.call("empty_dead", names, [member, "keep"])
-        if int(scripts.hget(keys.ledger, "dead_bytes") or 0) <= run.manifest.dead_bytes:
+        if whole(scripts.hget(keys.ledger, "dead_bytes")) <= run.manifest.dead_bytes:
             return
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from . import metrics
 from .dead_letters import trim_dead
 from .keys import ShardKeys
-from .malformed import RECORD_FIELDS, is_payload_key, record_problem, reject_entry, reject_item
+from .malformed import RECORD_FIELDS, is_payload_key, record_problem, reject_entry, reject_item, whole
 from .outages import RETRYABLE, Backoff, retried
 from .run import Run
 from .streams import GROUPER, Consumer, Entry
@@ -50,6 +50,7 @@ def run_grouper(
         try:
             entries = consumer.read(TAKE_COUNT)
             if entries:
+                run.keep_up()  # settings given before these were pushed are in force for them
                 with metrics.timed(STAGE, "take"):
                     take(run, entries)
                 consumer.done(entries)
@@ -134,7 +135,7 @@ def _foreign_members(run: Run, keys: ShardKeys) -> list[bytes]:
     pipe.zcard(keys.open)
     pipe.hget(keys.ledger, "groups_open")
     there, counted = pipe.execute()
-    if there <= int(counted or 0):
+    if there <= whole(counted):
         return []
     start = random.randrange(max(1, there - EXPIRE_COUNT + 1))
     members: Any = run.connection.scripts.zrange(keys.open, start, start + EXPIRE_COUNT - 1)

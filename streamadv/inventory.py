@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from redis.exceptions import NoPermissionError, ResponseError
+
 from . import batches
 from .keys import RUNS, ShardKeys, manifest_key
+from .malformed import whole
+from .problems import brief
 from .run import Run
 
 PAGE: Final = 256
@@ -27,6 +32,9 @@ class ShardInventory:
     scoring: int = 0
     open: int = 0
     logged: int = 0  # trajectories in the groups log: grouped or in flight
+    foreign: list[str] = field(
+        default_factory=list
+    )  # what nobody of the run has written, and can name no key
 
 
 def walk(run: Run, keys: ShardKeys) -> ShardInventory:
@@ -40,12 +48,12 @@ def walk(run: Run, keys: ShardKeys) -> ShardInventory:
         for fields in _stream(run, keys.scoring(scorer)):
             found.scoring += 1
             _add(found.payloads, fields.get(b"key", b""), fields.get(b"bytes", b""))
-    for group_id, _ in scripts.zscan_iter(keys.open, count=PAGE):
-        found.open_groups.append(group_id.decode())
-        group: Any = scripts.hgetall(keys.group(group_id.decode()))
+    for group_id in _ids(found, "open", scripts.zscan_iter(keys.open, count=PAGE)):
+        found.open_groups.append(group_id)
+        group = _hash(run, keys.group(group_id))
         for index, record in group.items():
             parts = record.split(b" ", 5)
-            if index.isdigit() and parts[0] == b"u" and len(parts) == 6:
+            if re.fullmatch(rb"[0-9]{1,4}", index) and parts[0] == b"u" and len(parts) == 6:
                 _, _, size, key, *_ = parts
                 found.open += 1
                 _add(found.payloads, key, size)
@@ -56,11 +64,10 @@ def walk(run: Run, keys: ShardKeys) -> ShardInventory:
         for group_entry in groups:
             found.logged += len(group_entry.payloads)
             found.payloads.update(group_entry.payloads)
-    for member, _ in scripts.zscan_iter(keys.dead, count=PAGE):
-        found.dead_groups.append(member.decode())
-        stored: Any = scripts.hmget(keys.dead_group(member.decode()), ["emptied", "log:payloads"])
-        emptied, payloads = stored
-        for item in [] if emptied else (payloads or b"").split(b"\n"):
+    for member in _ids(found, "dead", scripts.zscan_iter(keys.dead, count=PAGE)):
+        found.dead_groups.append(member)
+        stored = _hash(run, keys.dead_group(member))
+        for item in [] if b"emptied" in stored else stored.get(b"log:payloads", b"").split(b"\n"):
             key, _, size = item.rpartition(b" ")
             _add(found.dead, key, size)
     garbage: Any = scripts.lrange(keys.garbage, 0, -1)
@@ -78,7 +85,7 @@ def deep_problems(run: Run) -> list[str]:
     for number, keys in enumerate(run.keys.shards):
         found = walk(run, keys)
         stored: Any = run.connection.scripts.hgetall(keys.ledger)
-        ledger = {name.decode(): int(value) for name, value in stored.items()}
+        ledger = {name.decode(errors="backslashreplace"): whole(value) for name, value in stored.items()}
         live = sum(found.payloads.values()) + sum(found.outputs.values())
         for name, counted, there in (
             ("rollouts", ledger.get("rollouts", 0), found.rollouts),
@@ -90,7 +97,7 @@ def deep_problems(run: Run) -> list[str]:
         ):
             if counted != there:
                 problems.append(f"shard {number}: ledger {name} is {counted}, found {there}")
-        problems += [f"shard {number}: {text}" for text in _stray_keys(run, keys, found)]
+        problems += [f"shard {number}: {text}" for text in (*found.foreign, *_stray_keys(run, keys, found))]
     return problems
 
 
@@ -98,7 +105,10 @@ def _stray_keys(run: Run, keys: ShardKeys, found: ShardInventory) -> Iterator[st
     scripts = run.connection.scripts
     known = {*found.payloads, *found.outputs, *found.dead, *_group_keys(keys, found)}
     prefixes = (keys.payload(""), keys.output(""), keys.group(""), keys.dead_group(""))
-    there = {key.decode() for key in scripts.scan_iter(match=f"{_escape(keys.void[:-4])}*", count=PAGE)}
+    there = {
+        key.decode(errors="backslashreplace")
+        for key in scripts.scan_iter(match=f"{_escape(keys.void[:-4])}*", count=PAGE)
+    }
     owned = {key for key in there if key.startswith(prefixes)}
     for key in sorted(owned - known):
         yield f"key {key} belongs to nothing (orphan)"
@@ -128,6 +138,25 @@ def _group_keys(keys: ShardKeys, found: ShardInventory) -> list[str]:
     return [*map(keys.group, found.open_groups), *map(keys.dead_group, found.dead_groups)]
 
 
+def _ids(found: ShardInventory, place: str, members: Iterable[tuple[bytes, float]]) -> Iterator[str]:
+    for member, _ in members:
+        try:
+            yield member.decode()
+        except UnicodeDecodeError:
+            found.foreign.append(f"{place} has the member {brief(member)}, which is no id of a group")
+
+
+def _hash(run: Run, key: str) -> dict[bytes, bytes]:
+    """A hash; {} where something else stands."""
+    try:
+        stored: Any = run.connection.scripts.hgetall(key)
+    except ResponseError as error:
+        if isinstance(error, NoPermissionError):
+            raise
+        return {}
+    return dict(stored)
+
+
 def _stream(run: Run, key: str) -> Iterator[dict[bytes, bytes]]:
     after = "-"
     while True:
@@ -140,7 +169,7 @@ def _stream(run: Run, key: str) -> Iterator[dict[bytes, bytes]]:
 
 
 def _add(target: dict[str, int], key: bytes, size: bytes) -> None:
-    if size.isdigit() and int(size):
+    if re.fullmatch(rb"[0-9]{1,15}", size) and int(size):
         target[key.decode(errors="replace")] = int(size)
 
 

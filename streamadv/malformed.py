@@ -76,6 +76,11 @@ def record_problem(run: Run, shard: int, fields: Mapping[str, bytes]) -> str | N
     return None
 
 
+def whole(value: Any) -> int:
+    """A counter as it stands on the server; 0 for none, and for what is no whole number."""
+    return int(value) if re.fullmatch(rb"-?[0-9]{1,19}", value or b"") else 0
+
+
 def is_payload_key(keys: ShardKeys, key: str) -> bool:
     """Whether `key` may name a payload of the shard: others must never be deleted as one."""
     return key.startswith(keys.payload("")) and not _SPACE.search(key)

@@ -1,7 +1,8 @@
 """The run manifest: what all processes of a run must agree on.
 
-The first process given a value writes it; one without takes it; a different value is an error naming both.
-Shards, salts and the schema version are fixed when the run is created.
+The first process given a value writes it; one without takes it, also one that is running already; a different
+value is an error naming both. Shards, salts and the schema version are fixed when the run is created. Every process
+writes back the whole manifest it knows to a server that has lost it, and stops when it finds another one there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pydantic import (
     Field,
     FiniteFloat,
     StringConstraints,
+    TypeAdapter,
+    ValidationError,
     model_validator,
 )
 
@@ -29,12 +32,14 @@ from .keys import (
     manifest_key,
     void_key,
 )
-from .problems import first_problem
+from .problems import brief, first_problem
 from .schema import MAX_GROUP_SIZE
 from .scripts import ScriptCall, script_call
 from .wire import SCHEMA_VERSION
 
 ScorerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+MAX_SHARDS: Final = 1024
 
 #: Shared by every process of a run; None stands for "not given" and is never written.
 DEFAULTS: Final[dict[str, Any]] = {
@@ -57,7 +62,7 @@ class RunSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    shards: Annotated[int, Field(ge=1, le=1024)] | None = None  # fixed at creation; default 1
+    shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] | None = None  # fixed at creation; default 1
     group_deadline_s: Annotated[float, Field(gt=0, le=30 * 86400)] | None = None  # from opening
     redundancy: Annotated[int, Field(ge=0, le=MAX_GROUP_SIZE)] | None = None  # places beyond group_size
     partial_min_usable: Annotated[int, Field(ge=1)] | None = None  # train a short group from so many on
@@ -85,12 +90,21 @@ class RunSettings(BaseModel):
         return self.model_dump(mode="json", exclude_none=True, exclude={"shards"})
 
 
+_SALTS: Final = TypeAdapter(
+    Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1, max_length=MAX_SHARDS)]
+)
+_COLUMN: Final = TypeAdapter(tuple[str, list[Annotated[int, Field(ge=0)]], bool])
+_COLUMN_PREFIX: Final = "column."
+
+
 class Manifest(BaseModel):
     """The manifest as read: every setting resolved."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     keys: RunKeys
+    fields: dict[str, str]  # as they stand on the server, without those that are ignored
+    ignored: tuple[str, ...]  # what somebody wrote that says nothing, one line each
     group_deadline_s: float
     redundancy: int
     partial_min_usable: int | None
@@ -115,50 +129,133 @@ class Manifest(BaseModel):
             self.dedupe_groups,
         ]
 
+    def is_current(self, salts: bytes | None, count: int) -> bool:
+        """Whether this can still be the manifest with these salts and so many fields: settings are only added."""
+        return salts == self.fields["salts"].encode() and count == len(self.fields) + len(self.ignored)
+
 
 def manifest_call(
-    run: str, settings: RunSettings | None, columns: Mapping[str, str] | None = None
+    run: str,
+    settings: RunSettings | None,
+    columns: Mapping[str, str] | None = None,
+    known: Manifest | None = None,
 ) -> ScriptCall:
-    """Read the manifest, writing what `settings` give and nobody gave before."""
+    """Read the manifest, writing what is known of it or given by `settings` and does not stand there."""
     check_run_name(run)
     settings = settings or RunSettings()
-    shards = settings.shards or 1
-    salts = [find_salt(run, shard, shards) for shard in range(shards)]
-    fields: dict[str, str] = {"schema_version": json.dumps(SCHEMA_VERSION), "salts": json.dumps(salts)}
+    if known is None:
+        shards = settings.shards or 1
+        salts = [find_salt(run, shard, shards) for shard in range(shards)]
+        fields = {"schema_version": json.dumps(SCHEMA_VERSION), "salts": json.dumps(salts)}
+    else:
+        fields = dict(known.fields)
     fields |= {name: json.dumps(value) for name, value in settings.given.items()}
-    fields |= {f"column.{name}": kind for name, kind in (columns or {}).items()}
+    fields |= {f"{_COLUMN_PREFIX}{name}": kind for name, kind in (columns or {}).items()}
     keys = [void_key(run), manifest_key(run)]
     return script_call("manifest", keys, [part for pair in fields.items() for part in pair])
 
 
-def parse_manifest(run: str, settings: RunSettings | None, reply: list[bytes]) -> Manifest:
-    """The manifest from the reply of `manifest_call`.
+def parse_manifest(
+    run: str, settings: RunSettings | None, reply: list[Any], known: Manifest | None = None
+) -> Manifest:
+    """The manifest from the reply of `manifest_call`. known: what this process has worked with so far.
 
-    Raises ManifestMismatchError when a given value differs from the written one, SettingError for a run of
+    Raises ManifestMismatchError when a given or known value differs from the written one, SettingError for a run of
     another schema version.
     """
-    stored = {name.decode(): value.decode() for name, value in zip(reply[::2], reply[1::2], strict=True)}
-    version = json.loads(stored["schema_version"])
+    pairs = list(zip(reply[1::2], reply[2::2], strict=True))
+    stored = {name.decode(): value for name, value in pairs if _is_text(name)}
+    ignored = [f"manifest field {brief(name)} is no UTF-8" for name, _ in pairs if not _is_text(name)]
+    salts = _layout(run, stored)
+    given = {} if settings is None else settings.given
+    wanted = None if settings is None else settings.shards
+    if known is not None and known.keys.salts != salts:
+        raise ManifestMismatchError(_another_layout(run, known.keys.salts, salts))
+    if wanted is not None and wanted != len(salts):
+        raise ManifestMismatchError(f"shards is {wanted}, run {run} was created with {len(salts)}")
+    values: dict[str, Any] = dict(DEFAULTS)
+    for name in DEFAULTS.keys() & stored.keys():
+        value, problem = _setting(name, stored[name])
+        if problem is None:
+            values[name] = value
+        else:
+            ignored.append(f"manifest {name} is {brief(stored[name])}: {problem}; {values[name]!r} holds")
+            del stored[name]
+    columns = {}
+    for name in [name for name in stored if name.startswith(_COLUMN_PREFIX)]:
+        try:
+            _COLUMN.validate_json(stored[name])
+            columns[name.removeprefix(_COLUMN_PREFIX)] = stored[name].decode()
+        except ValueError:
+            ignored.append(f"manifest {brief(name)} is {brief(stored.pop(name))}: no kind of a column")
+    fields = {name: value.decode(errors="backslashreplace") for name, value in stored.items()}
+    for name, value in ({} if known is None else known.fields).items():
+        if fields.get(name) != value:
+            raise ManifestMismatchError(
+                f"{name} is {value} in this process, run {run} has {fields.get(name, 'none')} now: {_ANEW}, give "
+                f"all of them the same value"
+            )
+    for name, value in given.items():
+        if value != _jsonable(values[name]):
+            raise ManifestMismatchError(
+                f"{name} is {value}, run {run} was created with {_jsonable(values[name])}: "
+                f"leave it out, or use another run name"
+            )
+    return Manifest(
+        keys=RunKeys(run, salts), fields=fields, ignored=tuple(ignored), columns=columns, **values
+    )
+
+
+_ANEW: Final = (
+    "its manifest was lost and another process, which did not know it, wrote a new one; "
+    "stop all processes of the run"
+)
+
+
+def _another_layout(run: str, known: tuple[int, ...], salts: tuple[int, ...]) -> str:
+    here, there = (f"{len(salts)} (salts {', '.join(map(str, salts[:8]))})" for salts in (known, salts))
+    return (
+        f"shards is {here} in this process, run {run} has {there} now: {_ANEW}, delete the run and create it again "
+        f"with `streamadv runs create --shards {len(known)}`"
+    )
+
+
+def _layout(run: str, stored: Mapping[str, bytes]) -> tuple[int, ...]:
+    """The salts of the run's shards. Raises SettingError for another schema version, or none that can be read."""
+    try:
+        version = int(json.loads(stored.get("schema_version", b"")))
+        salts = tuple(_SALTS.validate_json(stored.get("salts", b"")))
+    except (ValueError, TypeError, RecursionError):
+        raise SettingError(
+            f"run {run}: its manifest has no schema_version and salts that can be read, somebody wrote over it: "
+            f"use another run name"
+        ) from None
     if version != SCHEMA_VERSION:
         raise SettingError(
             f"run {run} has schema version {version}, this release reads {SCHEMA_VERSION}: use another run name"
         )
-    salts = tuple(json.loads(stored["salts"]))
-    given = {} if settings is None else settings.given
-    if settings is not None and settings.shards is not None and settings.shards != len(salts):
-        raise ManifestMismatchError(f"shards is {settings.shards}, run {run} was created with {len(salts)}")
-    values: dict[str, Any] = {}
-    for name, default in DEFAULTS.items():
-        values[name] = json.loads(stored[name]) if name in stored else default
-        if name in given and given[name] != values[name]:
-            raise ManifestMismatchError(
-                f"{name} is {given[name]}, run {run} was created with {values[name]}: "
-                f"leave it out, or use another run name"
-            )
-    columns = {
-        name.removeprefix("column."): kind for name, kind in stored.items() if name.startswith("column.")
-    }
-    return Manifest(keys=RunKeys(run, salts), columns=columns, **values)
+    return salts
+
+
+def _setting(name: str, text: bytes) -> tuple[Any, str | None]:
+    """A stored setting, or why it is none."""
+    try:
+        value = getattr(RunSettings.model_validate_json(b'{"%s": %s}' % (name.encode(), text)), name)
+    except ValidationError as error:
+        return None, first_problem(error)
+    return value, None if value is not None else "no value"
+
+
+def _jsonable(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_text(name: bytes) -> bool:
+    try:
+        name.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def register_call(run: str) -> ScriptCall:

@@ -40,7 +40,13 @@ def first_problem(error: ValueError) -> str:
 
 def one_line(text: str) -> str:
     """`text` fit for an error message: control characters escaped, cut to a bounded length."""
-    text = text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "..."
+    return printable(text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "...")
+
+
+def printable(text: str) -> str:
+    """`text` fit for a line on a terminal: what would move the cursor, colour or break the line is escaped."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 

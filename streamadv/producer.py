@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from redis.exceptions import OutOfMemoryError
 
 from .connection import AsyncConnection, Connection
+from .errors import ManifestMismatchError
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
 from .manifest import RunSettings
 from .outages import RETRYABLE, Backoff, retried
@@ -139,6 +140,9 @@ class Producer:
                 self._drive(self._logic.heartbeat(), patient=False)
             except RETRYABLE as error:
                 logger.warning("heartbeat of producer %s failed: %s", self._logic.name, error)
+            except ManifestMismatchError as error:  # every further call raises it
+                logger.error("producer %s stops: %s", self._logic.name, error)
+                return
 
     def _drive(self, steps: Steps[T], patient: bool = True) -> T:
         """Carry out what `producing` asks for, request by request.

@@ -20,8 +20,8 @@ from redis.exceptions import OutOfMemoryError
 
 from . import metrics
 from .admission import NO_ROOM, broken_group_error, busy_error, byte_budget, push_codes
-from .errors import Busy, GroupEndedError, SettingError, TrajectoryError
-from .exchange import Memory, Pause, Steps
+from .errors import Busy, GroupEndedError, ManifestMismatchError, SettingError, TrajectoryError
+from .exchange import Memory, Pause, Request, Steps
 from .keys import ShardKeys
 from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
 from .outages import RETRYABLE, Backoff, retried
@@ -61,33 +61,56 @@ class ProducerLogic:
         self._process = os.getpid()  # a forked child is nobody on the list of producers
         self._instance: int | None = None  # among those of one name, the latest has the name's place
         self._succeeded = False
+        self._refused: ManifestMismatchError | None = None  # the run is another one now
         self._drop_after: int | None = None
         self._resend = ResendWindow(resend_window)
 
     @property
     def joined(self) -> Manifest:
         """The manifest of the run this producer has joined."""
+        if self._refused is not None:
+            raise self._refused
         if self.manifest is None:
             raise SettingError("producer is not connected: use it in a with block, or call open() first")
         return self.manifest
 
     def open(self) -> Steps[None]:
         """Read or write the manifest and find the byte budget."""
-        reply = yield manifest_call(self.run, self.settings)
-        self.manifest = parse_manifest(self.run, self.settings, reply)
+        manifest = yield from self._agree()
         yield register_call(self.run)
         memory = yield Memory()
-        self.max_bytes = byte_budget(self.manifest.max_bytes, memory) // len(self.manifest.keys.salts)
+        self.max_bytes = byte_budget(manifest.max_bytes, memory) // len(manifest.keys.salts)
         yield from self.heartbeat()
 
     def heartbeat(self) -> Steps[None]:
         """Say that this producer is alive or finished, and hear of the newest model version."""
+        yield from self._agree()  # a setting that nobody had given may have been given since
         yield from self._say("finished" if self.finished else "open")
-        # A setting that nobody had given may have been given since.
-        self.manifest = parse_manifest(
-            self.run, self.settings, (yield manifest_call(self.run, self.settings))
-        )
         yield from self._resend.check(self.joined.keys.voids)
+
+    def _agree(self, columns: Mapping[str, str] | None = None) -> Steps[Manifest]:
+        """Read the manifest, writing what this process knows of it and the server does not.
+
+        Raises ManifestMismatchError when the run is another one; every later call does then as well.
+        """
+        known = self.manifest
+        reply = yield manifest_call(self.run, self.settings, columns, known)
+        try:
+            self.manifest = parse_manifest(self.run, self.settings, reply, known)
+        except ManifestMismatchError as error:
+            self._refused = None if known is None else error
+            raise
+        if reply[0] and known is not None:
+            yield register_call(self.run)
+        return self.manifest
+
+    def _laid_out(self, request: Callable[[], Request]) -> Steps[Any]:
+        """The reply to a request that may open a group, made again once the shard knows the run's manifest."""
+        while (reply := (yield request()))[0] == b"layout":
+            manifest = yield from self._agree()
+            for keys in manifest.keys.shards:
+                yield script_call("lay_out", [keys.void, keys.ledger], [len(manifest.keys.salts)])
+        return reply
 
     def until_heartbeat(self, usual: float) -> float:
         """Seconds to the next heartbeat, which also sends again what the server had no room for."""
@@ -101,7 +124,8 @@ class ProducerLogic:
 
     def goodbye(self) -> Steps[None]:
         """On a clean exit: only a producer that has finished stays on the list."""
-        yield from self._say("finished" if self.finished else "gone")
+        if self._refused is None:
+            yield from self._say("finished" if self.finished else "gone")
 
     def _say(self, state: str) -> Steps[None]:
         if os.getpid() != self._process:
@@ -157,7 +181,7 @@ class ProducerLogic:
             keys = self._keys(chosen)
             args = self._admission(chosen, size, places, data_source, deadline_s, self._room(chosen))
             try:
-                reply = yield script_call("begin", keys.admission(chosen), args)
+                reply = yield from self._laid_out(partial(script_call, "begin", keys.admission(chosen), args))
             except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
                 reply = [b"busy", b"maxmemory", 0, 0]
             state = reply[0].decode()
@@ -226,7 +250,7 @@ class ProducerLogic:
             backoff = Backoff()
             while True:
                 try:
-                    reply = yield script_call("push", names, args)
+                    reply = yield from self._laid_out(partial(script_call, "push", names, args))
                 except OutOfMemoryError:
                     yield from self._wait_for_room(backoff)
                 else:
@@ -318,7 +342,7 @@ class ProducerLogic:
         backoff = Backoff()
         while True:
             try:
-                reply = yield push_request(manifest, keys, spec, records, epoch)
+                reply = yield from self._laid_out(partial(push_request, manifest, keys, spec, records, epoch))
             except RETRYABLE as error:
                 retried(STAGE, error, backoff)
                 yield Pause(backoff.delay())
@@ -343,13 +367,12 @@ class ProducerLogic:
             for name, column in row.extras.items()
         )
         if any(name not in manifest.columns for name, _ in kinds):
-            reply = yield manifest_call(self.run, self.settings, dict(reversed(kinds)))
-            self.manifest = manifest = parse_manifest(self.run, self.settings, reply)
+            manifest = yield from self._agree(dict(reversed(kinds)))
         for name, kind in kinds:
-            if manifest.columns[name] != kind:
+            if manifest.columns.get(name) != kind:
                 raise TrajectoryError(
                     f"extra column {name} is {kind} (dtype, shape, per token), run {self.run} has "
-                    f"{manifest.columns[name]}: use another name"
+                    f"{manifest.columns.get(name, 'nothing that can be read')}: use another name"
                 )
 
     def _reopen(self) -> Steps[None]:

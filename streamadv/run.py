@@ -19,24 +19,41 @@ class Run:
         self.name = name
         self.connection = connection
         self._settings = settings
-        self.refresh()
+        self.manifest: Manifest = self._read(None)
 
     def refresh(self) -> None:
-        """Read the manifest again: another process may have written a setting since.
+        """Read the manifest again: another process may have written a setting since, or the server lost it.
 
+        What this process knows of it is written back. Raises ManifestMismatchError when another manifest stands there.
         Without settings this only reads; raises SettingError when the run does not exist.
         """
+        self.manifest = self._read(None if self._settings is None else self.manifest)
+
+    def keep_up(self) -> None:
+        """`refresh`, if there is anything new: one small round trip."""
+        key = manifest_key(self.name)
+        pipe = self.connection.scripts.pipeline(transaction=False)
+        pipe.hget(key, "salts")
+        pipe.hlen(key)
+        if not self.manifest.is_current(*pipe.execute()):
+            self.refresh()
+
+    def _read(self, known: Manifest | None) -> Manifest:
+        scripts = self.connection.scripts
         reply: Any
         if self._settings is None:
-            stored: Any = self.connection.scripts.hgetall(manifest_key(self.name))
+            stored: Any = scripts.hgetall(manifest_key(self.name))
             if not stored:
                 raise SettingError(
                     f"run {self.name!r} does not exist on {self.connection.safe_url}: see `streamadv runs list`"
                 )
-            reply = [part for pair in stored.items() for part in pair]
+            reply = [0, *(part for pair in stored.items() for part in pair)]
         else:
-            reply = run_script(self.connection.scripts, manifest_call(self.name, self._settings))
-        self.manifest: Manifest = parse_manifest(self.name, self._settings, reply)
+            reply = run_script(scripts, manifest_call(self.name, self._settings, known=known))
+        manifest = parse_manifest(self.name, self._settings, reply, known)
+        if reply[0] or (known is None and self._settings is not None):
+            run_script(scripts, register_call(self.name))
+        return manifest
 
     @property
     def keys(self) -> RunKeys:
@@ -53,9 +70,7 @@ class Run:
 
 def open_run(connection: Connection, name: str, settings: RunSettings | None = None) -> Run:
     """Create the run, or join it. Raises SettingError and ManifestMismatchError."""
-    run = Run(name, connection, settings or RunSettings())
-    run_script(connection.scripts, register_call(name))
-    return run
+    return Run(name, connection, settings or RunSettings())
 
 
 def find_run(connection: Connection, name: str) -> Run:

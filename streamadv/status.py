@@ -173,12 +173,12 @@ def read_status(run: Run) -> dict[str, Any]:
         "ready": sum(state.ready for state in shards),
         "streams": streams,
         "trainer": {
-            "epoch": int(lineage.get("epoch", 0)),
-            "version": int(lineage["version"]) if "version" in lineage else None,
-            "committed": int(lineage.get("committed", 0)),
+            "epoch": _number(lineage, "epoch"),
+            "version": _number(lineage, "version") if "version" in lineage else None,
+            "committed": _number(lineage, "committed"),
             "batches": run.connection.scripts.hlen(run.keys.home.batches),
         },
-        "staleness": staleness_of(run, int(lineage.get("version", 0))),
+        "staleness": staleness_of(run, _number(lineage, "version")),
         "producers": _producers(run),
     }
 
@@ -243,6 +243,10 @@ def _pairs_of(mapping: Any) -> dict[str, str]:
         name.decode(errors="backslashreplace"): value.decode(errors="backslashreplace")
         for name, value in mapping.items()
     }
+
+
+def _number(fields: Mapping[str, str], name: str) -> int:
+    return int(fields[name]) if _is_whole(fields.get(name, "")) else 0
 
 
 def _is_whole(text: str) -> bool:

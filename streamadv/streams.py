@@ -148,6 +148,7 @@ class Consumer:
         if self._backoff.failures:
             self._backoff.wait()
         self._backoff.delay()
+        self.run.keep_up()  # lost with the stream
         keys = self.run.keys.shard(shard)
         self.run.call("ensure_group", [keys.void, self.streams[shard]], [self.stage])
 
@@ -172,6 +173,7 @@ class Consumer:
             self._reclaim[shard] = None if text == "0-0" else text
             if text == "0-0":
                 self._reclaim_due[shard] = self._clock() + self.lease_ms / 3000 * random.uniform(0.8, 1.2)
+                self.run.keep_up()
                 self.retire_others()
             if fresh := self._take_in_hand(_entries(shard, claimed, reclaimed=True)):
                 metrics.entries(self.stage, "reclaimed", len(fresh))

@@ -36,7 +36,7 @@ from .outages import RETRYABLE, Backoff, T, patiently, retried
 from .read_ahead import ReadAhead
 from .ready import ReadyLogs
 from .results import Result, assign, batch_scope, misfit
-from .run import open_run
+from .run import Run, open_run
 from .suppliers import pushed_columns
 from .watchdog import Limits, Watchdog
 
@@ -125,6 +125,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches)
         self._stop = threading.Event()
         self._watchdog: Watchdog | None = None
+        self._run: Run | None = None
         self._lineage: Lineage | None = None
         self._greeted = False
         self._ahead: ReadAhead | None = None  # of the batch to be delivered next
@@ -166,7 +167,9 @@ class TrainerQueue(IterableDataset[Batch]):
         backoff = Backoff(sleep=self._stop.wait)
         while True:
             try:
-                lineage = self._recover(self._start())
+                lineage = self._start()
+                lineage.run.keep_up()
+                lineage = self._recover(lineage)
                 self._finish_current(lineage)
                 ended = lineage.find(self._next) is None and lineage.has_ended(self._next)
                 if lineage.look_ahead(ended, max_groups):
@@ -281,7 +284,11 @@ class TrainerQueue(IterableDataset[Batch]):
             ):  # later on a refusal may pass as well: a server that restarts without its users
                 self._connection.check()
                 self._greeted = True
-            run = open_run(self._connection, self._run_name, self._run_settings)
+            if self._run is None:
+                self._run = open_run(self._connection, self._run_name, self._run_settings)
+            else:
+                self._run.refresh()  # a server that lost the manifest gets back what is known of it
+            run = self._run
             leads = self._rank == 0
             # The other ranks wait until rank 0 has taken over before they read where to go on, and only once.
             if not leads and self._shared_epoch is None:

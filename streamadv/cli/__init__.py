@@ -19,6 +19,7 @@ import redis.exceptions
 from .. import __version__
 from ..connection import Connection
 from ..errors import SettingError, StreamadvError
+from ..problems import printable
 from ..settings import Settings, likely_typos, load_settings
 
 COMMANDS: Final = (
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    print("streamadv: error:", " ".join(message.split()), file=sys.stderr)
+    print("streamadv: error:", printable(" ".join(message.split())), file=sys.stderr)
     return FAILED
 
 
@@ -186,7 +187,7 @@ def _url_of(settings: Settings) -> str:
 
 class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\n", " | ")
+        return printable(super().format(record).replace("\n", " | "))
 
 
 def set_up_logging(level: str) -> None:

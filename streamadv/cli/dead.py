@@ -10,6 +10,7 @@ from typing import Any
 
 from ..dead_letters import MALFORMED, list_dead, purge, requeue, show_dead
 from ..errors import SettingError
+from ..problems import printable
 from ..run import Run, find_run
 from . import add_redis_options, add_wait_option, connect_once, settings_from
 
@@ -49,8 +50,10 @@ def list_all(arguments: argparse.Namespace) -> int:
                 continue
             gone = ", payloads deleted" if dead.emptied and dead.reason != MALFORMED else ""
             print(
-                f"{dead.group_id}  {dead.reason}  {dead.trajectories} trajectories  {dead.bytes} bytes  "
-                f"{dead.age_s:.0f} s ago{gone}: {dead.detail}"
+                printable(
+                    f"{dead.group_id}  {dead.reason}  {dead.trajectories} trajectories  {dead.bytes} bytes  "
+                    f"{dead.age_s:.0f} s ago{gone}: {dead.detail}"
+                )
             )
     return 0
 
@@ -72,7 +75,7 @@ def requeue_some(arguments: argparse.Namespace) -> int:
     with connect_once(arguments) as connection:
         run = find_run(connection, settings_from(arguments).run)
         for group_id in _named(run, arguments, requeueable=True):
-            print(f"{group_id}: {requeue(run, group_id)} trajectories requeued")
+            print(printable(f"{group_id}: {requeue(run, group_id)} trajectories requeued"))
     return 0
 
 
@@ -82,7 +85,7 @@ def purge_some(arguments: argparse.Namespace) -> int:
         run = find_run(connection, settings_from(arguments).run)
         for group_id in _named(run, arguments):
             purge(run, group_id)
-            print(f"{group_id}: purged")
+            print(printable(f"{group_id}: purged"))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`streamadv runs list` and `runs delete`: the runs of a server."""
+"""`streamadv runs create`, `show`, `list` and `delete`: the runs of a server."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import json
 import time
 from typing import Any
 
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, ResponseError
 
-from ..errors import SettingError
+from ..errors import SettingError, StreamadvError
 from ..inventory import delete_run
 from ..keys import RUNS
+from ..manifest import DEFAULTS
 from ..presence import PRODUCER_TIMEOUT_S
-from ..run import find_run
+from ..problems import printable
+from ..run import Run, find_run, open_run
 from ..status import read_status
 from . import add_redis_options, add_wait_option, connect_once, settings_from
+from .worker import add_run_options, run_settings_from
 
 
 def add_parser(subparsers: Any) -> None:
@@ -27,6 +30,19 @@ def add_parser(subparsers: Any) -> None:
     add_wait_option(listing)
     listing.add_argument("--json", action="store_true", help="one JSON object for each run")
     listing.set_defaults(run=list_runs)
+    create = actions.add_parser(
+        "create",
+        help="writes the settings of the run given by --run, before its processes start",
+        description="Writes the settings of the run given by --run, and shows them. A run that has another value "
+        "refuses it; processes started later need not be given any.",
+    )
+    show = actions.add_parser("show", help="the settings of the run given by --run")
+    for parser, action in ((create, create_one), (show, show_one)):
+        add_redis_options(parser)
+        add_wait_option(parser)
+        parser.add_argument("--json", action="store_true", help="one JSON object")
+        parser.set_defaults(run=action)
+    add_run_options(create)
     delete = actions.add_parser("delete", help="deletes all that is stored of the run given by --run")
     add_redis_options(delete)
     add_wait_option(delete)
@@ -35,25 +51,72 @@ def add_parser(subparsers: Any) -> None:
 
 
 def list_runs(arguments: argparse.Namespace) -> int:
-    """Print every run."""
+    """Print every run; what cannot be read is listed with the reason."""
     with connect_once(arguments, reading=True) as connection:
         runs: Any = connection.scripts.hgetall(RUNS)
-        for name, created_ms in sorted((name.decode(), int(value)) for name, value in runs.items()):
-            created = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(created_ms / 1000))
+        for raw, value in sorted(runs.items()):
+            name, ledger, problem = raw.decode(errors="backslashreplace"), None, None
             try:
                 ledger = read_status(find_run(connection, name))["ledger"]
             except NoPermissionError:  # a user who may look at one run only
-                ledger = None
-            if ledger is None and not arguments.json:
-                print(f"{name}  created {created} UTC  not readable for this user")
-            elif arguments.json:
-                print(json.dumps({"run": name, "created": created, "ledger": ledger}))
-            else:
-                print(
-                    f"{name}  created {created} UTC  pushed {ledger['pushed']}  trained {ledger['trained']}  "
+                problem = "not readable for this user"
+            except (StreamadvError, ResponseError) as error:
+                problem = f"not readable: {error}"
+            created = _created(value)
+            if arguments.json:
+                print(json.dumps({"run": name, "created": created, "ledger": ledger, "problem": problem}))
+                continue
+            told = f"created {created} UTC" if created else "created at no time that can be read"
+            if ledger is not None:
+                problem = (
+                    f"pushed {ledger['pushed']}  trained {ledger['trained']}  "
                     f"queued {ledger['queued']}  in_flight {ledger['in_flight']}"
                 )
+            print(printable(f"{name}  {told}  {problem}"))
     return 0
+
+
+def _created(value: bytes) -> str | None:
+    """The time of creation (ms), or None if that is none."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(int(value) / 1000))
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def create_one(arguments: argparse.Namespace) -> int:
+    """Write the settings of a run and print them."""
+    with connect_once(arguments) as connection:
+        _show(open_run(connection, _named(arguments), run_settings_from(arguments)), arguments)
+    return 0
+
+
+def show_one(arguments: argparse.Namespace) -> int:
+    """Print the settings of a run."""
+    with connect_once(arguments, reading=True) as connection:
+        _show(find_run(connection, _named(arguments)), arguments)
+    return 0
+
+
+def _show(run: Run, arguments: argparse.Namespace) -> None:
+    manifest = run.manifest
+    values = {"shards": len(manifest.keys.salts), **{name: getattr(manifest, name) for name in DEFAULTS}}
+    given = {"shards", *manifest.fields}
+    if arguments.json:
+        print(json.dumps({"run": run.name, "settings": values, "given": sorted(given & values.keys())}))
+        return
+    print(f"run {run.name}")
+    for name, value in values.items():
+        text = "none" if value is None or value == () else json.dumps(value)
+        print(f"  {name} {text}" + ("" if name in given else " (default)"))
+    for line in manifest.ignored:
+        print(printable(f"  IGNORED {line}"))
+
+
+def _named(arguments: argparse.Namespace) -> str:
+    """The run of --run or STREAMADV_RUN."""
+    name: str = settings_from(arguments).run
+    return name
 
 
 def delete_one(arguments: argparse.Namespace) -> int:

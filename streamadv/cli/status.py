@@ -10,6 +10,7 @@ from typing import Any, Final
 from ..inventory import deep_problems
 from ..manifest import Manifest
 from ..outages import RETRYABLE, Backoff, retried
+from ..problems import printable
 from ..run import Run, find_run
 from ..status import read_status
 from ..watchdog import reasons_of
@@ -69,9 +70,11 @@ def show(run: Run, arguments: argparse.Namespace) -> bool:
         status["problems"] += deep_problems(run)
         status["balanced"] = not status["problems"]
     if arguments.json:
-        print(json.dumps({**status, "waiting": reasons_of(status)}), flush=True)
+        more = {"waiting": reasons_of(status), "ignored": run.manifest.ignored}
+        print(json.dumps({**status, **more}), flush=True)
     else:
-        print("\n".join(lines_of(status, run.manifest, deep=arguments.deep)), flush=True)
+        lines = lines_of(status, run.manifest, deep=arguments.deep)
+        print("\n".join(map(printable, lines)), flush=True)
     return bool(status["balanced"])
 
 
@@ -115,6 +118,7 @@ def lines_of(status: dict[str, Any], manifest: Manifest, deep: bool = False) -> 
         lines.append(
             f"  producer {producer['name']}: {producer['state']}, last heard of {producer['silent_s']} s ago"
         )
+    lines += [f"  IGNORED {what}" for what in manifest.ignored]
     lines += [f"  WAITING {reason}" for reason in reasons_of(status)]
     if status["balanced"]:
         lines.append("  ledger balanced" + (", nothing stored is missing or orphaned" if deep else ""))

@@ -53,10 +53,24 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--difficulty-low", type=float, metavar="R", help="drop groups with mean reward <= R")
     group.add_argument("--difficulty-high", type=float, metavar="R", help="drop groups with mean reward >= R")
+    group.add_argument("--scorers", type=_names, metavar="A,B", help="visited in this order (default none)")
     group.add_argument("--max-trajectory-bytes", type=int, metavar="B", help="default 4 MiB")
     group.add_argument(
         "--max-bytes", type=int, metavar="B", help="of the run (default: from the server's memory)"
     )
+    group.add_argument(
+        "--dedupe-groups", type=int, metavar="N", help="ended groups remembered per shard (default 1000000)"
+    )
+    group.add_argument(
+        "--dead-bytes",
+        type=int,
+        metavar="B",
+        help="payloads of dead letters kept per shard (default 256 MiB)",
+    )
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 def run_settings_from(arguments: argparse.Namespace) -> RunSettings:

@@ -5,6 +5,7 @@
 --          {'ended', letter}                       it has ended
 --          {'busy', reason, used, limit}           not admitted now
 --          {'mismatch', size}                      open with another size
+--          {'layout'}                              the run may have another number of shards: read the manifest again
 --          {'broken'}                              its hash is not what the scripts wrote
 -- include clock
 -- include admit

@@ -10,6 +10,7 @@
 --                                           'range' (no such place)
 --          {'busy', reason, used, limit}    the group was unknown and is not admitted now
 --          {'mismatch', size}               open with another size
+--          {'layout'}                       the run may have another number of shards: read the manifest again
 --          {'broken'}                       its hash is not what the scripts wrote
 -- include clock
 -- include admit

@@ -220,7 +220,7 @@ def test_the_pipeline_can_do_its_job_and_needs_all_it_is_allowed(
         assert [entries for _ in run.keys.shards for entries in consumer.read(1)]
         consumer.give_back()
         with pytest.raises(NoBatchError):
-            TrainerQueue(world.connection, RUN).next_batch(timeout=0.01)
+            TrainerQueue(world.connection, RUN).next_batch(timeout=0.5)
     empty.admin.flushall()
     with empty.watch(used), producing(world.connection, RUN, {"dedupe_groups": 1}) as producer:
         push_groups(producer, 2)

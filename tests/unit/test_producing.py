@@ -427,6 +427,7 @@ def test_scripts_refuse_what_they_do_not_know(fake: Connection) -> None:
     """A push of a record that is not admitted leaves neither payload nor counter."""
     run = join(fake, "r")
     keys = run.keys.home
+    run.call("lay_out", [keys.void, keys.ledger], [1])
     fake.scripts.hset(keys.payload("n"), "header", "x")
     args = ["g", 1, 1, "", 1000, 100, 50, 1, "0", 0, "usable", "1.0", 10, keys.payload("n"), "train", "{}"]
     names = [*keys.admission("g"), keys.rollouts, keys.void, keys.payload("n")]

@@ -1,9 +1,11 @@
 -- open_group(keys, spec): admit and open a group, or say why not.
 --   keys  group, open, groups, ledger, trainer
 --   spec  id, size, places, data_source, deadline_ms, max_trajectory_bytes, max_bytes, shards
--- Returns nil when opened, else {'busy', reason, used, limit}.
+-- Returns nil when opened, else {'busy', reason, used, limit}, or {'layout'} where nobody has confirmed that the run has so
+-- many shards: the server may have lost its manifest, and nobody may read what is pushed here.
 -- The reservation is a field of the open group and ends with it, so no credit can leak.
 local function open_group(keys, spec)
+  if tonumber(redis.call('HMGET', keys.ledger, 'shards')[1] or '') ~= spec.shards then return {'layout'} end
   local trainer = redis.call('HMGET', keys.trainer, 'max_staleness', 'batch_groups', 'held', 'epoch', 'version')
   local max_staleness, batch_groups = tonumber(trainer[1] or ''), tonumber(trainer[2] or '')
   if max_staleness and batch_groups then
