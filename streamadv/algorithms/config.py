@@ -109,6 +109,7 @@ class CorrectionConfig(_Section):
     upper: Positive = 2.0
     lower: Annotated[float, Field(ge=0)] | None = None
     batch_normalize: bool = False
+    batch_normalize_rows: Literal["with_tokens", "all"] = "with_tokens"  # what levels above token divide by
     rejections: tuple[RejectionConfig, ...] = ()
     veto: Positive | None = None  # rows with a token of a lower ratio are dropped
     veto_upper: Positive | None = None  # and with one of a higher ratio (SkyRL's outlier tokens)
@@ -199,6 +200,10 @@ class ChainConfig(_Section):
             )
         if correction and correction.batch_normalize and correction.level is None:
             raise ValueError("correction.batch_normalize does nothing without correction.level")
+        if correction and correction.batch_normalize_rows == "all" and not correction.batch_normalize:
+            raise ValueError(
+                "correction.batch_normalize_rows does nothing without correction.batch_normalize"
+            )
         masks = self.masks
         if masks and not masks.model_dump(exclude_defaults=True):
             raise ValueError("masks does nothing: give it a bound, or truncated")

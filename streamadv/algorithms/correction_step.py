@@ -43,6 +43,7 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
                 upper=config.upper,
                 lower=config.lower,
                 batch_normalize=config.batch_normalize,
+                rows=(~batch.baseline)[batch.row_trajectory].sum() if by_all_rows else None,
             )
             metrics |= found
             state = replace(state, changed={**state.changed, "rollout_is_weights": weights})
@@ -57,10 +58,15 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
             state = replace(state, advantages=advantages, returns=returns)
         return state.with_mask(kept.to(batch.column("response_mask").dtype))
 
+    by_all_rows = config.batch_normalize_rows == "all"
     narrows = bool(config.rejections or config.veto or config.veto_upper or config.m2_threshold)
     makes = (("rollout_is_weights",) if config.level else ()) + (("response_mask",) if narrows else ())
     parts = [f"{config.mode} {config.level} weights at {config.upper}"] if config.level else []
-    parts += ["normalised over the batch"] if config.batch_normalize else []
+    parts += (
+        ["normalised over the batch" + (", all rows" if by_all_rows else "")]
+        if config.batch_normalize
+        else []
+    )
     parts += [f"reject by {item.kind}" for item in config.rejections]
     parts += [f"veto below {config.veto}"] if config.veto else []
     parts += [f"veto above {config.veto_upper}"] if config.veto_upper else []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import SettingError
 from .metrics import Metric
-from .off_policy_metrics import SAFETY_BOUND, rejection_metrics, weight_metrics
+from .off_policy_metrics import SAFETY_BOUND, rejection_metrics, rows_that_count, weight_metrics
 from .padded_layout import PeerQuirks
 from .runs import run_mean
 from .segments import segment_max, spread
@@ -60,14 +60,16 @@ def importance_weights(
     upper: float = 2.0,
     lower: float | None = None,
     batch_normalize: bool = False,
+    rows: Tensor | None = None,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Weights pi_old / pi_rollout [N] float32, 0 where masked, and the metrics of the raw ones.
 
     mode truncate: min(w, upper) (TIS), lower has no part in it; clip: held in lower .. upper; mask: 0
-    outside them (IcePop). lower defaults to 1 / upper. batch_normalize divides by the mean bounded weight
-    (over tokens, or for levels above over the rows' means). Raises SettingError unless upper > 0, and 0 <=
-    lower <= upper where lower counts.
+    outside them (IcePop). lower defaults to 1 / upper. batch_normalize divides by the mean bounded weight: over
+    tokens, or for levels above the sum of the rows' means over the number of `rows` (0-d; None = those with
+    trainable tokens, as verl; slime counts all, so every row without a token makes all weights larger). Raises
+    SettingError unless upper > 0, and 0 <= lower <= upper where lower counts.
     """
     if not upper > 0:
         raise SettingError(f"correction.upper is {upper}, needs a number above 0")
@@ -89,7 +91,8 @@ def importance_weights(
         if level == "token":
             mean = tokens.row_sum(weights).sum() / tokens.counts.sum().clamp(min=1)
         else:
-            mean = tokens.row_mean(weights).sum() / (tokens.counts > 0).sum().clamp(min=1)
+            rows = (tokens.counts > 0).sum() if rows is None else rows
+            mean = tokens.row_mean(weights).sum() / rows.clamp(min=1)
         factor = torch.where(mean > 1e-8, mean, 1.0)
         weights = weights / factor
         metrics["rollout_is_batch_norm_factor"] = Metric(factor, tokens.counts.sum())
@@ -149,7 +152,7 @@ def reject(
         kept = kept & passes
     counts = tokens.counts
     rejected = tokens.row_sum(~kept)
-    rows = torch.ones_like(counts).sum() if peer_quirks else (counts > 0).sum()
+    rows = rows_that_count(tokens, all_rows=peer_quirks is not None).sum()
     metrics["rollout_rs_masked_fraction"] = Metric(rejected.sum() / counts.sum().clamp(min=1), counts.sum())
     metrics["rollout_rs_seq_masked_fraction"] = Metric(
         (rejected > 0).sum().double() / rows.clamp(min=1), rows

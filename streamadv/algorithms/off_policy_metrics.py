@@ -25,7 +25,7 @@ def off_policy_metrics(
     kl = E[rollout - old]; k3_kl = E[exp(l) - l - 1], l = old - rollout; log_ppl_diff per row = its mean of
     rollout - old; chi2_token = E[exp(2 l)] - 1; chi2_seq = mean over rows of exp(2 sum l) - 1.
     """
-    rows = _rows(tokens, all_rows)
+    rows = rows_that_count(tokens, all_rows)
 
     def exp(values: Tensor) -> Tensor:  # verl's overflows in float32
         return values.float().exp().double() if all_rows else values.exp()
@@ -74,7 +74,7 @@ def weight_metrics(
     Standard deviation and effective sample size are taken of weights held in 1/threshold .. threshold, of mean
     rollout_is_clamped_mean, which verl does not report: merging the parts of a batch needs it.
     """
-    rows = _rows(tokens, all_rows)
+    rows = rows_that_count(tokens, all_rows)
     if by_row:
         # All tokens of a row have its log-weight; a row without any has 0.
         log_row = tokens.row_mean(log_weights)
@@ -151,7 +151,7 @@ def _row_metrics(
     }
 
 
-def _rows(tokens: Trainable, all_rows: bool) -> Tensor:
+def rows_that_count(tokens: Trainable, all_rows: bool) -> Tensor:
     """[R] bool: rows that count; none if there is no token at all."""
     has_tokens = tokens.counts > 0
     return has_tokens.any().expand_as(has_tokens) if all_rows else has_tokens

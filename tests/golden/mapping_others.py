@@ -161,6 +161,7 @@ def _slime_mis(z: Inputs, kwargs: dict[str, Any]) -> Result:
         upper=1e30 if mode == "mask" else upper,
         lower=kwargs["tis_lower_bound"],
         batch_normalize=kwargs["tis_batch_normalize"],
+        rows=torch.tensor(len(mask)),
     )
     rejections = [_inside(level, kwargs["tis_lower_bound"], upper)] if mode == "mask" else []
     if kwargs["use_rs"]:

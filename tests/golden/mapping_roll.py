@@ -180,8 +180,9 @@ def _group_reward_norm(z: Inputs, kwargs: dict[str, Any]) -> Result:
     size = kwargs["n_sample"]
     centred = padded.reward_norm(z["rewards"], norm_mean_type="group", norm_std_type=None, n_sample=size)
     # The std over the batch is that of the centred values.
+    quirks: Any = "roll" if size > 1 else None  # ROLL refuses groups of one
     scaled = padded.reward_norm(
-        centred, norm_mean_type=None, norm_std_type=std, n_sample=size, peer_quirks="roll"
+        centred, norm_mean_type=None, norm_std_type=std, n_sample=size, peer_quirks=quirks
     )
     return {"rewards": scaled}
 

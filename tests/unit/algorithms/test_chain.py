@@ -338,6 +338,29 @@ def test_token_rewards_are_clipped_after_the_kl_penalty_and_before_whitening() -
     assert exact.metrics["critic/token_reward_clip_frac"] == 0.0
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize(("rows", "counted"), [("with_tokens", 2), ("all", 3)])
+def test_weights_are_normalised_over_rows_with_tokens_or_over_all(
+    level: str, rows: str, counted: int
+) -> None:
+    """Rows of the greedy baseline are nobody's; a token's mean has no rows to count."""
+    old = [[0.0, 0.0, 0.5], [0.0, 0.0, -0.5], [9.0, 9.0, 9.0], [9.0, 9.0, 9.0]]
+    masks = [[0, 1, 1], [0, 0, 1], [0, 0, 0], [0, 1, 1]]
+    pairs = [
+        member("a", i, 1.0, [masks[i]], (), i == 3, old_log_probs=old[i], rollout_log_probs=[0.0] * 3)
+        for i in range(4)
+    ]
+    correction = {"level": level, "batch_normalize": True, "batch_normalize_rows": rows}
+    weights = run({"correction": correction}, batch_of(pairs)).columns["rollout_is_weights"][:6]
+    first, second = {
+        "token": ([1, np.exp(0.5)], np.exp(-0.5)),
+        "sequence": ([np.exp(0.5)] * 2, np.exp(-0.5)),
+        "geometric": ([np.exp(0.25)] * 2, np.exp(-0.5)),
+    }[level]
+    mean = np.mean([*first, second]) if level == "token" else (first[0] + second) / counted
+    np.testing.assert_allclose(weights, np.array([0, *first, 0, 0, second]) / mean, rtol=1e-6)
+
+
 def test_expand_places_values_on_trainable_tokens() -> None:
     steps = [Step(start=0, end=3), Step(start=2, end=4)]
     batch = batch_of([member("a", 0, 0.0, masks=[[0, 1, 1, 1, 1]], steps=steps)])
@@ -370,6 +393,7 @@ def test_configuration_travels_as_json() -> None:
         ({"token_rewards": "steps"}, "token_rewards"),
         ({"token_reward_clip": 1.0}, "token_reward_clip"),
         ({"estimator": "gae", "token_reward_clip": 0.0}, "token_reward_clip"),
+        ({"correction": {"batch_normalize_rows": "all"}}, "batch_normalize_rows"),
         ({"raw_advantages": True}, "raw_advantages"),
         ({"advantage_clip": -1}, "advantage_clip"),
         ("gropo", "gropo"),

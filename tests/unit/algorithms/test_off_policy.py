@@ -193,3 +193,21 @@ def test_a_row_is_dropped_for_one_ratio_outside() -> None:
         assert result.columns["response_mask"].view(3, 3).any(1).tolist() == kept
     with pytest.raises(SettingError, match=r"veto 5.0 and veto_upper 0.1 drop everything"):
         build_chain({"correction": {"veto": 5.0, "veto_upper": 0.1}})
+
+
+@pytest.mark.parametrize("quirks", [None, "verl"])
+def test_a_batch_without_tokens_has_no_metrics(quirks: Any) -> None:
+    log_probs, mask = torch.randn(2, 3), torch.zeros(2, 3)
+    weights, kept, metrics = padded.compute_rollout_correction_and_rejection_mask(
+        log_probs,
+        torch.randn(2, 3),
+        mask,
+        "sequence",
+        rollout_is_batch_normalize=True,
+        rollout_rs="token_k1,seq_max_k2",
+        rollout_rs_threshold="2.0,0.1",
+        peer_quirks=quirks,
+    )
+    assert weights is not None
+    assert weights.tolist() == kept.tolist() == mask.tolist()
+    assert metrics == {}
