@@ -41,6 +41,14 @@ class EstimatorError(StreamadvError):
     """An estimator raised an exception, or returned what its registration or the chain does not allow."""
 
 
+class LateColumnError(SettingError):
+    """A function given in `late=` failed, or what it returned is no column of its micro-batch."""
+
+
+class HungError(StreamadvError):
+    """A function of the user's did not return within its time."""
+
+
 class MissingDependencyError(StreamadvError):
     """An optional package is needed; the message names the extra that brings it."""
 

@@ -19,6 +19,7 @@ from .keys import ShardKeys
 from .malformed import RECORD_FIELDS, is_payload_key, record_problem, reject_entry, reject_item, whole
 from .outages import RETRYABLE, Backoff, retried
 from .run import Run
+from .scoring import pass_on_ended
 from .streams import GROUPER, Consumer, Entry
 
 logger = logging.getLogger(__name__)
@@ -98,10 +99,11 @@ def take(run: Run, entries: Sequence[Entry]) -> list[str]:
 
 
 def housekeeping(run: Run) -> None:
-    """What is done every second: settings, deadlines, dead letters, garbage."""
+    """What is done every second: settings, deadlines, records nobody scores any more, dead letters, garbage."""
     run.refresh()
-    for keys in run.keys.shards:
+    for shard, keys in enumerate(run.keys.shards):
         expire(run, keys)
+        pass_on_ended(run, shard)
         trim_dead(run, keys)
         sweep(run, keys)
 

@@ -39,6 +39,8 @@ RETRY_REASONS: Final = (
     "connection", "timeout", "loading", "readonly", "masterdown", "clusterdown", "tryagain", "moved", "ask",
     "noreplicas", "misconf", "busy",
 )  # fmt: skip
+#: Why a scorer gave a trajectory up: see `scores.ScoreError`.
+UNSCORABLE_KINDS: Final = ("exception", "value", "hang", "crash")
 PUSH_CODES: Final = ("pushed", "duplicate", "surplus", "late", "other")
 #: Data sources with a label of their own; those that come later are counted as "other".
 MAX_DATA_SOURCES: Final = 32
@@ -129,6 +131,9 @@ ADVANTAGE: Final = _histogram(
 )
 RESPONSE_TOKENS: Final = _histogram("streamadv_response_tokens", "Trainable tokens of a trajectory.", TOKENS)
 TURNS_TAKEN: Final = _histogram("streamadv_turns", "Turns of a trajectory.", TURNS)
+UNSCORABLE: Final = _counter(
+    "streamadv_unscorable", "Trajectories on which a scoring function failed in all tries.", "stage", "kind"
+)
 TRUNCATED: Final = _counter("streamadv_truncated", "Trajectories cut off at a limit.")
 NONFINITE: Final = _counter("streamadv_nonfinite", "NaN or infinity where a number belongs.", "quantity")
 REWARD_CLIPPED: Final = _gauge(
@@ -248,6 +253,11 @@ def retried(stage: str, reason: str) -> None:
 def blocked_when(reason: str, is_blocked: Callable[[], bool]) -> None:
     """Show at each scrape whether somebody in this process waits for `reason`, one of `waiting.REASONS`."""
     _child(BLOCKED, reason).set_function(lambda: float(is_blocked()))
+
+
+def unscorable(stage: str, kind: str) -> None:
+    """A scorer gave a trajectory up; `kind` is one of UNSCORABLE_KINDS."""
+    _child(UNSCORABLE, stage, kind).inc()
 
 
 def group_recreated(stage: str) -> None:

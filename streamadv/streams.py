@@ -112,12 +112,27 @@ class Consumer:
         """On shutdown: let others take what is in hand at once instead of after the lease."""
         with self._lock:
             held, self._held = sorted(self._held), set()
+        self._set_idle(held, self.lease_ms + 1)
+
+    def release(self, entries: Sequence[Entry]) -> None:
+        """Let others take these at once: this process can do nothing with them."""
+        self.done(entries)
+        self._set_idle([(entry.shard, entry.id) for entry in entries], self.lease_ms + 1)
+
+    def renew(self) -> None:
+        """Begin the lease of all that is in hand anew: the work takes longer."""
+        with self._lock:
+            held = sorted(self._held)
+        self._set_idle(held, 0)
+
+    def _set_idle(self, held: Sequence[tuple[int, str]], idle_ms: int) -> None:
+        """As if read so long ago. Where the server is away, the lease goes on as it did."""
         for shard, stream in enumerate(self.streams):
             ids: list[Any] = [entry for owner, entry in held if owner == shard]
             if ids:
-                with suppress(*RETRYABLE), not_now():  # the lease ends anyway
+                with suppress(*RETRYABLE), not_now():
                     self.run.connection.scripts.xclaim(
-                        stream, self.stage, self.name, 0, ids, idle=self.lease_ms + 1, justid=True
+                        stream, self.stage, self.name, 0, ids, idle=idle_ms, justid=True
                     )
 
     def retire_others(self) -> None:

@@ -1,6 +1,6 @@
--- Count an attempt to compute a group alone, before it is made: a crash must not go uncounted.
+-- Count an attempt to compute a group alone, or to score a trajectory, before it is made: a crash must not go uncounted.
 -- KEYS  void, attempts
--- ARGV  group id, '1' to count, '0' to forget
+-- ARGV  group id (of a trajectory: scorer, group id and index), '1' to count, '0' to forget
 -- Returns  attempts so far, this one included
 redis.call('DEL', KEYS[1])
 if ARGV[2] == '0' then return redis.call('HDEL', KEYS[2], ARGV[1]) end

@@ -1,8 +1,10 @@
--- A scorer's hand-off: trajectories it has scored go on to the next scorer, or to the rollouts stream.
+-- A scorer's hand-off: trajectories it has scored go on to the next scorer, or to the rollouts stream. Those of groups
+-- that have ended go straight there, sent by the scorer or the grouper.
 -- KEYS  void, this scorer's stream, next stream, ledger, streams of all scorers ...
 -- ARGV  consumer group, '1' if the next stream is the rollouts stream, then for each entry: entry id, group id,
 --       index, kind ('usable' or 'unscorable'), reward, bytes, payload key, role, reference JSON
--- Returns  number of entries passed on; one that somebody else has finished (XACK 0) is skipped
+-- Returns  number of entries passed on; one that somebody else has finished (XDEL 0) is skipped. Not each is
+--          pending, so XACK does not tell: no scorer need ever have read what the grouper sends on.
 -- include malformed
 redis.call('DEL', KEYS[1])
 local keys = {ledger = KEYS[4]}
@@ -14,8 +16,8 @@ end
 
 local passed = 0
 for at = 3, #ARGV, 9 do
-  if redis.call('XACK', KEYS[2], ARGV[1], ARGV[at]) == 1 then
-    redis.call('XDEL', KEYS[2], ARGV[at])
+  redis.call('XACK', KEYS[2], ARGV[1], ARGV[at])
+  if redis.call('XDEL', KEYS[2], ARGV[at]) == 1 then
     if ARGV[2] == '1' then leave(keys, 'scoring', 1, in_scoring()) end
     redis.call('XADD', KEYS[3], '*', 'group_id', ARGV[at + 1], 'index', ARGV[at + 2], 'kind', ARGV[at + 3],
       'reward', ARGV[at + 4], 'bytes', ARGV[at + 5], 'key', ARGV[at + 6], 'role', ARGV[at + 7],

@@ -224,8 +224,9 @@ def scorer(world: World) -> Life:
     consumer = consumer_of(run, "judge", lease_s=0.0)
     while True:
         if entries := consumer.read(3):
-            judge._hand_off(entries, lambda references, payloads: [1.0 + r.rollout_index for r in references])
-            consumer.done(entries)
+            judge.work(
+                consumer, entries, lambda references, payloads: [1.0 + r.rollout_index for r in references]
+            )
         yield
 
 
