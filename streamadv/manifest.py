@@ -40,6 +40,8 @@ from .wire import SCHEMA_VERSION
 ScorerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 MAX_SHARDS: Final = 1024
+#: Longest time that a group may stay open.
+MAX_DEADLINE_S: Final = 30 * 86400
 
 #: Shared by every process of a run; None stands for "not given" and is never written.
 DEFAULTS: Final[dict[str, Any]] = {
@@ -63,7 +65,7 @@ class RunSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] | None = None  # fixed at creation; default 1
-    group_deadline_s: Annotated[float, Field(gt=0, le=30 * 86400)] | None = None  # from opening
+    group_deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None  # from opening
     redundancy: Annotated[int, Field(ge=0, le=MAX_GROUP_SIZE)] | None = None  # places beyond group_size
     partial_min_usable: Annotated[int, Field(ge=1)] | None = None  # train a short group from so many on
     zero_variance_filter: bool | None = None  # drop groups whose rewards are all equal

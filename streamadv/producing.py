@@ -23,13 +23,13 @@ from .admission import NO_ROOM, broken_group_error, busy_error, byte_budget, pus
 from .errors import Busy, GroupEndedError, ManifestMismatchError, SettingError, TrajectoryError
 from .exchange import Memory, Pause, Request, Steps
 from .keys import ShardKeys
-from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
+from .manifest import MAX_DEADLINE_S, Manifest, RunSettings, manifest_call, parse_manifest, register_call
 from .outages import RETRYABLE, Backoff, retried
 from .records import Record, encode_record, push_request, slices
 from .resend import RESEND_WINDOW_S, ResendWindow
-from .schema import MAX_GROUP_SIZE, Trajectory
+from .schema import Trajectory
 from .scripts import script_call
-from .tickets import PushResult, Ticket, new_group_id
+from .tickets import PushResult, Ticket, check_group, check_seconds, new_group_id
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ STAGE: Final = "producer"
 ADMISSION_WAIT_S: Final = 0.005
 #: Between heartbeats while the server has no room for what it has lost.
 CATCH_UP_S: Final = 1.0
-MAX_METADATA_BYTES: Final = 1 << 16
 
 
 class ProducerLogic:
@@ -165,14 +164,13 @@ class ProducerLogic:
         """Admit a group, waiting up to `timeout` seconds (None = for ever). Raises Busy, GroupEndedError."""
         manifest = self.joined
         redundancy = manifest.redundancy if redundancy is None else redundancy
-        if not (1 <= size <= MAX_GROUP_SIZE and 0 <= redundancy <= MAX_GROUP_SIZE):
-            raise TrajectoryError(
-                f"group_size is {size}, redundancy {redundancy}: need 1..{MAX_GROUP_SIZE} and 0..{MAX_GROUP_SIZE}"
-            )
+        shared = check_group(
+            new_group_id() if group_id is None else group_id, size, redundancy, data_source, metadata
+        )
+        deadline_s = check_seconds("deadline_s", deadline_s, MAX_DEADLINE_S)
+        timeout = check_seconds("timeout", timeout, zero=True)
         places = size + redundancy
         self._check_reserve(places)
-        if metadata and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
-            raise TrajectoryError(f"metadata: more than {MAX_METADATA_BYTES} bytes: use an extra column")
         yield from self._reopen()
         backoff = Backoff(base=ADMISSION_WAIT_S)
         give_up = None if timeout is None else time.monotonic() + timeout
@@ -191,7 +189,14 @@ class ProducerLogic:
                 self.version = version
                 return [
                     Ticket(
-                        chosen, index, size, places, int(reply[1]), version, data_source, dict(metadata or {})
+                        chosen,
+                        index,
+                        size,
+                        places,
+                        int(reply[1]),
+                        version,
+                        shared.data_source,
+                        dict(shared.metadata),
                     )
                     for index in range(places)
                 ]
@@ -222,6 +227,7 @@ class ProducerLogic:
                     f"group {trajectory.group_id} of {trajectory.group_size} is pushed together with group "
                     f"{first.group_id} of {size}: push one group at a time"
                 )
+        yield from self._check_rewards(trajectories)
         yield from self._reopen()
         yield from self._register_extras(trajectories)
         places = places or size + manifest.redundancy
@@ -287,6 +293,7 @@ class ProducerLogic:
     def touch(self, group_id: str, deadline_s: float | None) -> Steps[bool]:
         """Extend the group's deadline; False when the group has ended."""
         keys = self._keys(group_id)
+        deadline_s = check_seconds("deadline_s", deadline_s, MAX_DEADLINE_S)
         milliseconds = round((deadline_s or self.joined.group_deadline_s) * 1000)
         reply = yield script_call("touch", [keys.void, keys.open], [group_id, milliseconds])
         return bool(reply)
@@ -356,6 +363,18 @@ class ProducerLogic:
         delay = backoff.delay()
         metrics.backpressure(delay)
         yield Pause(delay)
+
+    def _check_rewards(self, trajectories: Iterable[Trajectory]) -> Steps[None]:
+        """A trajectory whose reward nobody brings would keep its group open until the deadline."""
+        waiting = [each for each in trajectories if each.waits_for_reward and not each.reward_later]
+        if waiting and not self.joined.scorers:  # some may have been named since
+            yield from self._agree()
+        if waiting and not self.joined.scorers:
+            raise TrajectoryError(
+                f"reward: trajectory {waiting[0].group_id}/{waiting[0].rollout_index} has none, and run {self.run} "
+                f"has no scorers to bring it: give reward (None = unscorable), name scorers in the settings of the "
+                f"run, or say reward_later=True and bring it with producer.score"
+            )
 
     def _register_extras(self, trajectories: Iterable[Trajectory]) -> Steps[None]:
         """An extra column's dtype and shape are fixed by its first push."""

@@ -272,7 +272,7 @@ class Trajectory(BaseModel):
     """One rollout of one prompt, pushed whole: the unit of identity, completion, ledger and staleness.
 
     Identity is (run, group_id, rollout_index). `reward` None means unscorable (ends its place, outside all
-    statistics); leaving it out means a scorer or `producer.score` brings it later.
+    statistics); leaving it out means that the run's scorers bring it, or `producer.score` where `reward_later` says so.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -281,6 +281,7 @@ class Trajectory(BaseModel):
     group_size: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE), Whole]
     rollout_index: Annotated[int, Field(ge=0, lt=2 * MAX_GROUP_SIZE), Whole]
     reward: Reward | None = None
+    reward_later: StrictBool = False
     rewards: dict[ShortText, Reward] = Field(default_factory=dict, max_length=64)
     status: Status = Status.COMPLETED
     model_version: Version | tuple[Version, Version] | None = None  # a number, or [start, end]
@@ -314,6 +315,8 @@ class Trajectory(BaseModel):
     def _check_structure(self) -> Self:
         if isinstance(self.model_version, tuple) and self.model_version[0] > self.model_version[1]:
             raise ValueError(f"model_version {list(self.model_version)} ends before it starts")
+        if self.reward_later and self.scored:
+            raise ValueError("reward_later stands beside reward: leave one of them out")
         if self.status.usable and not self.rows:
             raise ValueError(f"status {self.status} needs at least one row with input_ids and response_mask")
         if len(self.rows) > 1 and len({(*row.columns, *row.extras) for row in self.rows}) > 1:
@@ -331,6 +334,11 @@ class Trajectory(BaseModel):
     def scored(self) -> bool:
         """Whether a reward (or the statement that there is none) came with the trajectory."""
         return "reward" in self.model_fields_set
+
+    @property
+    def waits_for_reward(self) -> bool:
+        """Whether it takes part in its group once somebody has brought its reward."""
+        return self.status.usable and not self.scored
 
     @property
     def num_tokens(self) -> int:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from functools import cache
+from numbers import Real
+from typing import Any, Final, NamedTuple
 
-from .errors import TrajectoryError
-from .schema import Trajectory, parse_trajectory
+from pydantic import TypeAdapter
+
+from .errors import SettingError, TrajectoryError
+from .problems import brief, first_problem
+from .schema import MAX_GROUP_SIZE, Trajectory, parse_trajectory
+
+MAX_METADATA_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +41,16 @@ class Ticket:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Ticket:
-        return cls(**json.loads(text))
+        """The ticket that `to_json` wrote. Raises TrajectoryError for anything else."""
+        try:
+            return _ticket_type().validate_json(text)
+        except ValueError as error:
+            raise TrajectoryError(f"ticket: {first_problem(error)}") from error
+
+
+@cache
+def _ticket_type() -> TypeAdapter[Ticket]:
+    return TypeAdapter(Ticket)
 
 
 class PushResult(NamedTuple):
@@ -53,6 +70,49 @@ def new_group_id() -> str:
     """A UUIDv7 (RFC 9562): unique across restarts, ordered by time."""
     value = (int(time.time() * 1000) & (1 << 48) - 1) << 80 | secrets.randbits(80)
     return str(uuid.UUID(int=value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62))
+
+
+def check_group(
+    group_id: str, size: int, redundancy: int, data_source: str | None, metadata: Mapping[str, Any] | None
+) -> Trajectory:
+    """What all rollouts of a group share, as a trajectory of it that holds nothing else.
+
+    Raises TrajectoryError for whatever a push to the group would raise it for.
+    """
+    for name, value, low in (("group_size", size, 1), ("redundancy", redundancy, 0)):
+        if not (isinstance(value, int) and low <= value <= MAX_GROUP_SIZE) or isinstance(value, bool):
+            raise TrajectoryError(
+                f"{name} is {brief(value)}, needs a whole number in {low}..{MAX_GROUP_SIZE}"
+            )
+    shared = parse_trajectory(
+        {
+            "group_id": group_id,
+            "group_size": size,
+            "rollout_index": 0,
+            "status": "failed",
+            "data_source": data_source,
+            "metadata": dict(metadata or {}),
+        },
+        "group",
+    )
+    if shared.metadata and len(json.dumps(shared.metadata)) > MAX_METADATA_BYTES:
+        raise TrajectoryError(f"group: metadata: more than {MAX_METADATA_BYTES} bytes: use an extra column")
+    return shared
+
+
+def check_seconds(
+    name: str, value: float | None, limit: float = math.inf, *, zero: bool = False
+) -> float | None:
+    """`value` if it is None or a number of seconds above 0 (`zero`: or 0), at most `limit`. Raises SettingError."""
+    if value is None:
+        return None
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not (0 < value <= limit or (zero and value == 0)):
+        most = "" if limit == math.inf else f", at most {limit}"
+        raise SettingError(
+            f"{name} is {brief(value)}, needs seconds {'from' if zero else 'above'} 0 on{most}"
+        )
+    return float(value)
 
 
 def prepare(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket) -> list[Trajectory]:

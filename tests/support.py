@@ -53,8 +53,8 @@ def trajectory(
 
 
 def unscored(group_id: str = "g", index: int = 0, size: int = 2, **fields: Any) -> Trajectory:
-    """A usable trajectory whose reward comes later."""
-    return trajectory(group_id, index, size, reward=..., **fields)
+    """A usable trajectory whose reward comes later, by a scorer or by `producer.score`."""
+    return trajectory(group_id, index, size, reward=..., reward_later=True, **fields)
 
 
 def ended(group_id: str, index: int, size: int, status: str) -> Trajectory:

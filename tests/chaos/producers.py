@@ -19,7 +19,7 @@ from streamadv.errors import Busy, GroupEndedError, TrajectoryError
 from streamadv.outages import Backoff
 from streamadv.producer import Producer
 from streamadv.schema import Trajectory
-from tests.support import ended, trajectory
+from tests.support import ended, trajectory, unscored
 
 from .checks import Identity
 from .setup import Setup
@@ -165,11 +165,9 @@ def work_on(producer: Producer, plan: GroupPlan, scorers: bool) -> Iterator[None
 def _member(plan: GroupPlan, index: int) -> Trajectory:
     if plan.kind == "failing" and index == plan.size - 1:
         return ended(plan.group_id, index, plan.size, "failed")
-    reward: Any = float(index)
     if plan.kind in ("scored_later", "unscored"):
-        reward = ...
-    elif plan.kind == "unscorable":
-        reward = None
+        return unscored(plan.group_id, index, plan.size, values=[0.5] * 5)
+    reward = None if plan.kind == "unscorable" else float(index)
     return trajectory(plan.group_id, index, plan.size, reward=reward, values=[0.5] * 5)
 
 

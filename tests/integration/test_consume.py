@@ -175,6 +175,19 @@ def test_a_line_without_an_identity_stops_the_replay(
     assert (f"{path}:3" in printed.err, printed.out) == (True, "pushed 1, duplicates 0\n")
 
 
+def test_a_line_without_a_reward_stops_the_replay_unless_somebody_brings_it(
+    stages: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "in.jsonl"
+    line = '"group_size": 1, "rollout_index": 0, "input_ids": [1], "response_mask": [1]'
+    path.write_text(f'{{"group_id": "forgotten", {line}}}\n')
+    assert call(stages, "replay", path) == 1
+    assert "reward: trajectory forgotten/0 has none" in capfd.readouterr().err
+    path.write_text(f'{{"group_id": "later", {line}, "reward_later": true}}\n')
+    assert call(stages, "replay", path) == 0
+    assert ledger(stages)["pushed"] == 1
+
+
 def test_replay_of_a_run_that_refuses_it_has_no_summary(
     stages: Run, recording: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

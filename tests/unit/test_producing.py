@@ -274,6 +274,86 @@ def test_a_group_needs_a_size(fake: Connection, size: int) -> None:
         producer.begin_group(size)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"group_id": "a b"}, TrajectoryError, "group_id: is 'a b'"),
+        ({"group_id": "line\nbreak"}, TrajectoryError, "group_id: is 'line"),
+        ({"group_id": "x" * 5000}, TrajectoryError, "group_id: .*at most 200"),
+        ({"group_id": ""}, TrajectoryError, "group_id: "),
+        ({"group_id": 7}, TrajectoryError, "group_id: "),
+        ({"data_source": "x" * 5000}, TrajectoryError, "data_source: .*at most 200"),
+        ({"metadata": {"x": float("nan")}}, TrajectoryError, "metadata: holds nan"),
+        ({"metadata": {"x": object()}}, TrajectoryError, "metadata.x: "),
+        ({"redundancy": 1.5}, TrajectoryError, "redundancy is 1.5"),
+        ({"deadline_s": 1e300}, SettingError, "deadline_s is 1e[+]300"),
+        ({"deadline_s": -5}, SettingError, "deadline_s is -5"),
+        ({"deadline_s": 0}, SettingError, "deadline_s is 0"),
+        ({"deadline_s": float("inf")}, SettingError, "deadline_s is inf"),
+        ({"deadline_s": float("nan")}, SettingError, "deadline_s is nan"),
+        ({"deadline_s": "soon"}, SettingError, "deadline_s is 'soon'"),
+        ({"timeout": float("nan")}, SettingError, "timeout is nan"),
+        ({"timeout": -1}, SettingError, "timeout is -1"),
+    ],
+)
+def test_a_group_is_begun_only_with_what_can_be_pushed(
+    fake: Connection, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with producing(fake, "r") as producer:
+        with pytest.raises(error, match=message) as raised:
+            producer.begin_group(1, **options)
+        assert "\n" not in str(raised.value)
+        assert fake.scripts.zcard(join(fake, "r").keys.home.open) == 0
+
+
+@pytest.mark.parametrize("group_id", ["x" * 200, "käse", "a/b:c{d}", "0"])
+def test_an_id_that_begins_a_group_can_be_pushed(fake: Connection, group_id: str) -> None:
+    with producing(fake, "r") as producer:
+        group = producer.begin_group(1, group_id=group_id, data_source="d" * 200, deadline_s=30 * 86400)
+        assert next(iter(group)).push(input_ids=[1], response_mask=[1], reward=1.0) == "pushed"
+
+
+@pytest.mark.parametrize("deadline_s", [0, -1, float("nan"), float("inf"), 1e300])
+def test_a_deadline_is_extended_by_a_bounded_time(fake: Connection, deadline_s: float) -> None:
+    with producing(fake, "r") as producer:
+        group = producer.begin_group(1)
+        with pytest.raises(SettingError, match="deadline_s is"):
+            group.touch(deadline_s)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"group_id": "g"}', '{"group_id": 1}'])
+def test_what_is_no_ticket_is_said_to_be_none(text: str) -> None:
+    with pytest.raises(TrajectoryError, match="ticket: "):
+        Ticket.from_json(text)
+
+
+def test_a_push_without_reward_that_nobody_brings_is_an_error(fake: Connection) -> None:
+    columns = {"input_ids": [1], "response_mask": [1]}
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        first, second, third = producer.begin_group(3, group_id="g")
+        for forgotten in (columns, {**columns, "rewards": {"format": 1.0}}):
+            with pytest.raises(TrajectoryError, match=r"reward: .* g/0 .*no scorers.*reward_later"):
+                first.push(**forgotten)
+        with pytest.raises(TrajectoryError, match=r"reward: .* h/1 "):
+            producer.push([trajectory("h", 0), trajectory("h", 1, reward=...)])
+        assert ledger(run)["pushed"] == 0
+        assert first.push(**columns, reward=None) == "pushed"
+        assert second.push(**columns, reward=0.0) == "pushed"
+        assert third.push(**columns, reward_later=True) == "pushed"
+        group_all(run)
+        assert producer.score("g", 2, 1.0) == "scored"
+        with pytest.raises(TrajectoryError, match="reward_later"):
+            third.push(**columns, reward=1.0, reward_later=True)
+        assert producer.push([ended("i", 0, 1, "failed")]).codes == ["pushed"]
+
+
+def test_scorers_named_by_a_later_process_bring_the_reward(fake: Connection) -> None:
+    with producing(fake, "r") as early, producing(fake, "r", {"scorers": ("s",)}):
+        assert early.push([trajectory("g", 0, reward=...)]).codes == ["pushed"]
+        assert fake.scripts.xlen(join(fake, "r").keys.home.scoring("s")) == 1
+
+
 def test_a_ticket_can_be_pushed_from_anywhere(fake: Connection) -> None:
     with producing(fake, "r") as one, producing(fake, "r") as other:
         group = one.begin_group(1, group_id="g", data_source="math", metadata={"prompt": 7})
