@@ -49,6 +49,7 @@ PRODUCER: Final = Role(
         "ended ended_before": "hget hset rename",
         "ended_before": "unlink",
         "ledger": "hincrby hmget",
+        "sizes": "hdel hgetall hincrby",
         "trainer": "hmget",
         "rollouts scoring": "xadd",
         "garbage": "rpush",
@@ -64,8 +65,8 @@ PIPELINE: Final = Role(
         "manifest": "hget hgetall hlen hsetnx",
         "manifest_void runs_void": "del",
         "runs": "hsetnx",
-        "void rollouts scoring open group groups payload work ready output applied ledger trainer ended ended_before "
-        "garbage dead dead_group malformed attempts lineage batches producers": _PIPELINE,
+        "void rollouts scoring open group groups payload work ready output applied ledger sizes trainer ended "
+        "ended_before garbage dead dead_group malformed attempts lineage batches producers": _PIPELINE,
     },
 )
 
@@ -73,7 +74,7 @@ OBSERVER: Final = Role(
     "observer",
     {
         "manifest runs": "hgetall",
-        "ledger trainer lineage producers dead_group": "hgetall",
+        "ledger sizes trainer lineage producers dead_group": "hgetall",
         "open": "zcard",
         "applied ended ended_before batches": "hlen",
         "garbage": "llen",

@@ -48,6 +48,18 @@ def busy_error(reply: Sequence[bytes], timeout: float | None) -> Busy:
     return Busy(f"not admitted{waited}: {used} bytes live or reserved of max_bytes {limit}")
 
 
+def check_room(reply: Sequence[bytes], places: int) -> None:
+    """Raises SettingError for a group refused because it needs more than the whole budget: it would wait for ever."""
+    if reply[1] != b"group_bytes":
+        return
+    each, limit = int(float(reply[2])), int(float(reply[3]))
+    raise SettingError(
+        f"max_bytes allows {limit} bytes a shard, one group of {places} reserves {places * each} ({each} a rollout, by "
+        f"what the run's trajectories have needed, max_trajectory_bytes until some are known): raise max_bytes, or "
+        f"lower max_trajectory_bytes or the group size"
+    )
+
+
 def broken_group_error(group_id: str) -> GroupEndedError:
     """To raise for an open group whose hash no script of the run has left so."""
     return GroupEndedError(
@@ -55,10 +67,14 @@ def broken_group_error(group_id: str) -> GroupEndedError:
     )
 
 
-def push_codes(reply: list[Any], group_id: str, size: int) -> list[str]:
-    """What the push script says of each record. Raises Busy, TrajectoryError (group_size), GroupEndedError."""
+def push_codes(reply: list[Any], group_id: str, size: int, places: int) -> list[str]:
+    """What the push script says of each record.
+
+    Raises Busy, SettingError (no room for such a group), TrajectoryError (group_size), GroupEndedError.
+    """
     state = reply[0].decode()
     if state == "busy":
+        check_room(reply, places)
         raise busy_error(reply, None)
     if state == "mismatch":
         raise TrajectoryError(f"group_size is {size}, group {group_id} is open with {int(reply[1])}")

@@ -195,7 +195,7 @@ def publish(run: Run, computed: Computed) -> bool:
     """Hand results off; False when somebody else had finished the entry or the batch is gone."""
     keys: ShardKeys = run.keys.shard(computed.entry.shard)
     output = keys.output(secrets.token_hex(12)) if computed.outputs else keys.void
-    names = [keys.void, keys.work, keys.ready, keys.applied, keys.ledger, output]
+    names = [keys.void, keys.work, keys.ready, keys.applied, keys.ledger, keys.sizes, output]
     payloads = [(output, dict(computed.outputs))] if computed.outputs else []
     call = script_call("publish", names, _publish_args(computed, {}))
     try:
@@ -208,7 +208,9 @@ def publish(run: Run, computed: Computed) -> bool:
 
 def _publish_args(computed: Computed, inline: Mapping[Any, Any]) -> list[Any]:
     size = sum(len(value) for value in computed.outputs.values())
-    args: list[Any] = [STAGE, computed.entry.id, computed.unit.batch, computed.header, size, len(inline)]
+    payloads = sum(group.size_bytes for group in computed.groups)
+    args: list[Any] = [STAGE, computed.entry.id, computed.unit.batch, computed.header, size, payloads]
+    args.append(len(inline))
     return args + [part for pair in (*inline.items(), *computed.results.items()) for part in pair]
 
 

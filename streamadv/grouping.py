@@ -74,7 +74,7 @@ def take(run: Run, entries: Sequence[Entry]) -> list[str]:
     keys = run.keys.shard(entries[0].shard)
     positions: dict[str, int] = {}
     fixed = [keys.void, keys.rollouts, keys.open, keys.groups, keys.ended, keys.ended_before, keys.ledger]
-    fixed += [keys.garbage, keys.malformed]
+    fixed += [keys.garbage, keys.malformed, keys.sizes]
     args: list[bytes | str | int] = [STAGE, *run.manifest.policy_args]
     payloads = []
     for entry in entries:
@@ -121,7 +121,7 @@ def expire(run: Run, keys: ShardKeys) -> list[str]:
             reject_item(run, keys, keys.open, member, "no UTF-8", removal="ZREM")
             continue
         names = [keys.void, keys.open, keys.rollouts, keys.group(group_id), keys.groups]
-        names += [keys.ended, keys.ended_before, keys.ledger, keys.garbage, keys.malformed]
+        names += [keys.ended, keys.ended_before, keys.ledger, keys.garbage, keys.malformed, keys.sizes]
         if ended := run.call("expire", names, [group_id, *run.manifest.policy_args]):
             outcomes.append(_ended(*ended))
             logger.warning("group %s reached its deadline: %s", group_id, outcomes[-1])

@@ -31,6 +31,10 @@ class ShardInventory:
     rollouts: int = 0
     scoring: int = 0
     open: int = 0
+    unfilled: dict[str, int] = field(
+        default_factory=dict
+    )  # bytes a place began with -> places without a record
+    abandoned: int = 0  # open groups
     logged: int = 0  # trajectories in the groups log: grouped or in flight
     foreign: list[str] = field(
         default_factory=list
@@ -51,6 +55,11 @@ def walk(run: Run, keys: ShardKeys) -> ShardInventory:
     for group_id in _ids(found, "open", scripts.zscan_iter(keys.open, count=PAGE)):
         found.open_groups.append(group_id)
         group = _hash(run, keys.group(group_id))
+        found.abandoned += group.get(b"abandoned") == b"1"
+        filled = sum(index.isdigit() for index in group)
+        if free := whole(group.get(b"places", b"")) - filled:
+            each = group.get(b"place_bytes", b"").decode(errors="backslashreplace")
+            found.unfilled[each] = found.unfilled.get(each, 0) + free
         for index, record in group.items():
             parts = record.split(b" ", 5)
             if re.fullmatch(rb"[0-9]{1,4}", index) and parts[0] == b"u" and len(parts) == 6:
@@ -86,6 +95,15 @@ def deep_problems(run: Run) -> list[str]:
         found = walk(run, keys)
         stored: Any = run.connection.scripts.hgetall(keys.ledger)
         ledger = {name.decode(errors="backslashreplace"): whole(value) for name, value in stored.items()}
+        unfilled = {
+            name[1:].decode(errors="backslashreplace"): whole(value)
+            for name, value in _hash(run, keys.sizes).items()
+            if name.startswith(b"u")
+        }
+        if unfilled != found.unfilled:
+            problems.append(
+                f"shard {number}: unfilled places by bytes are {unfilled}, found {found.unfilled}"
+            )
         live = sum(found.payloads.values()) + sum(found.outputs.values())
         for name, counted, there in (
             ("rollouts", ledger.get("rollouts", 0), found.rollouts),
@@ -93,6 +111,7 @@ def deep_problems(run: Run) -> list[str]:
             ("open", ledger.get("open", 0), found.open),
             ("grouped + in_flight", ledger.get("grouped", 0) + ledger.get("in_flight", 0), found.logged),
             ("live_bytes", ledger.get("live_bytes", 0), live),
+            ("groups_abandoned", ledger.get("groups_abandoned", 0), found.abandoned),
             ("dead_bytes", ledger.get("dead_bytes", 0), sum(found.dead.values())),
         ):
             if counted != there:
@@ -124,7 +143,7 @@ def delete_run(run: Run) -> int:
         names = [*found.payloads, *found.outputs, *found.dead, *_group_keys(keys, found)]
         names += [keys.rollouts, keys.open, keys.groups, keys.work, keys.ready, keys.applied, keys.ledger]
         names += [keys.trainer, keys.ended, keys.ended_before, keys.garbage, keys.dead, keys.attempts]
-        names += [keys.malformed]
+        names += [keys.malformed, keys.sizes]
         names += [keys.scoring(scorer) for scorer in run.manifest.scorers]
         names += [keys.lineage, keys.batches, keys.producers]
         for start in range(0, len(names), DELETE_SLICE):

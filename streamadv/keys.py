@@ -92,6 +92,10 @@ class ShardKeys:
         return self._key("ledger")
 
     @property
+    def sizes(self) -> str:
+        return self._key("sizes")
+
+    @property
     def trainer(self) -> str:
         return self._key("trainer")
 
@@ -136,7 +140,7 @@ class ShardKeys:
 
     def admission(self, group_id: str) -> list[str]:
         """KEYS of the scripts that may open a group, see `lua/begin.lua`."""
-        names = [self.open, self.groups, self.ended, self.ended_before, self.ledger, self.trainer]
+        names = [self.open, self.groups, self.ended, self.ended_before, self.ledger, self.trainer, self.sizes]
         return [self.group(group_id), *names]
 
     # Of the home shard (shard 0) only:
@@ -156,7 +160,8 @@ class ShardKeys:
 
 #: Kinds of keys of a shard that exist once, and those of which there are many.
 SINGLE_KINDS: Final = (
-    *("void", "rollouts", "open", "groups", "work", "ready", "applied", "ledger", "trainer", "ended"),
+    *("void", "rollouts", "open", "groups", "work", "ready", "applied", "ledger", "sizes", "trainer"),
+    "ended",
     *("ended_before", "garbage", "dead", "malformed", "attempts", "lineage", "batches", "producers"),
 )
 MANY_KINDS: Final = ("dead_group", "group", "scoring", "payload", "output")

@@ -56,6 +56,8 @@ DEFAULTS: Final[dict[str, Any]] = {
     "max_bytes": None,
     "dedupe_groups": 1_000_000,
     "dead_bytes": 256 << 20,
+    "batch_groups": None,
+    "max_staleness": None,
 }
 
 
@@ -76,6 +78,8 @@ class RunSettings(BaseModel):
     max_bytes: Annotated[int, Field(ge=1 << 20)] | None = None  # of the run; default from the server's memory
     dedupe_groups: Annotated[int, Field(ge=1)] | None = None  # ended groups remembered per shard
     dead_bytes: Annotated[int, Field(ge=0)] | None = None  # payloads of dead letters kept per shard
+    batch_groups: Annotated[int, Field(ge=1)] | None = None  # for pacing until a trainer says its own
+    max_staleness: Annotated[int, Field(ge=0)] | None = None  # likewise
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -118,6 +122,8 @@ class Manifest(BaseModel):
     max_bytes: int | None
     dedupe_groups: int
     dead_bytes: int
+    batch_groups: int | None
+    max_staleness: int | None
     columns: dict[str, str]  # extra column -> JSON of [dtype, shape, per_token]
 
     @property

@@ -19,7 +19,7 @@ from typing import Any, Final
 from redis.exceptions import OutOfMemoryError
 
 from . import metrics
-from .admission import NO_ROOM, broken_group_error, busy_error, byte_budget, push_codes
+from .admission import NO_ROOM, broken_group_error, busy_error, byte_budget, check_room, push_codes
 from .errors import Busy, GroupEndedError, ManifestMismatchError, SettingError, TrajectoryError
 from .exchange import Memory, Pause, Request, Steps
 from .keys import ShardKeys
@@ -62,6 +62,7 @@ class ProducerLogic:
         self._succeeded = False
         self._refused: ManifestMismatchError | None = None  # the run is another one now
         self._drop_after: int | None = None
+        self._told_unpaced = False
         self._resend = ResendWindow(resend_window)
 
     @property
@@ -75,16 +76,25 @@ class ProducerLogic:
 
     def open(self) -> Steps[None]:
         """Read or write the manifest and find the byte budget."""
-        manifest = yield from self._agree()
-        yield register_call(self.run)
         memory = yield Memory()
-        self.max_bytes = byte_budget(manifest.max_bytes, memory) // len(manifest.keys.salts)
+        if self.settings is not None:
+            byte_budget(self.settings.max_bytes, memory)  # before others read it
+        yield from self._agree()
+        yield register_call(self.run)
+        self._set_budget(memory)
         yield from self.heartbeat()
+
+    def _set_budget(self, memory: Mapping[str, Any]) -> None:
+        self.max_bytes = byte_budget(self.joined.max_bytes, memory) // len(self.joined.keys.salts)
 
     def heartbeat(self) -> Steps[None]:
         """Say that this producer is alive or finished, and hear of the newest model version."""
         yield from self._agree()  # a setting that nobody had given may have been given since
         yield from self._say("finished" if self.finished else "open")
+        try:
+            self._set_budget((yield Memory()))
+        except SettingError as error:  # written by a process that asks for no memory
+            logger.warning("%s; until then %d bytes a shard", error, self.max_bytes)
         yield from self._resend.check(self.joined.keys.voids)
 
     def _agree(self, columns: Mapping[str, str] | None = None) -> Steps[Manifest]:
@@ -170,23 +180,22 @@ class ProducerLogic:
         deadline_s = check_seconds("deadline_s", deadline_s, MAX_DEADLINE_S)
         timeout = check_seconds("timeout", timeout, zero=True)
         places = size + redundancy
-        self._check_reserve(places)
         yield from self._reopen()
         backoff = Backoff(base=ADMISSION_WAIT_S)
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
-            chosen = group_id or new_group_id()  # a new id may land on a shard with room
-            keys = self._keys(chosen)
-            args = self._admission(chosen, size, places, data_source, deadline_s, self._room(chosen))
-            try:
-                reply = yield from self._laid_out(partial(script_call, "begin", keys.admission(chosen), args))
-            except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
-                reply = [b"busy", b"maxmemory", 0, 0]
+            chosen = group_id or new_group_id()
+            reply = yield from self._begin(chosen, size, places, data_source, deadline_s)
+            if self._over_share(reply):
+                counts = yield from self._groups_ahead()
+                if group_id is None:
+                    chosen = self._new_id_in(counts.index(min(counts)))
+                elsewhere = sum(counts) - counts[self.joined.keys.shard_of(chosen)]
+                reply = yield from self._begin(chosen, size, places, data_source, deadline_s, elsewhere)
             state = reply[0].decode()
             if state in ("ok", "open"):
-                version = int(reply[2]) if reply[2] else None
                 places = int(reply[3])
-                self.version = version
+                self.version = version = int(reply[2] or 0)
                 return [
                     Ticket(
                         chosen,
@@ -206,11 +215,62 @@ class ProducerLogic:
                 raise broken_group_error(chosen)
             if state == "mismatch":
                 raise TrajectoryError(f"group_size is {size}, group {chosen} is open with {int(reply[1])}")
+            check_room(reply, places)
             delay = backoff.delay()
             if give_up is not None and time.monotonic() + delay > give_up:
                 raise busy_error(reply, timeout)
             metrics.backpressure(delay)
             yield Pause(delay)
+
+    def _begin(
+        self,
+        group_id: str,
+        size: int,
+        places: int,
+        data_source: str | None,
+        deadline_s: float | None,
+        elsewhere: int | None = None,
+    ) -> Steps[list[Any]]:
+        """Ask for admission once. elsewhere: groups that count in the other shards."""
+        self._tell_if_unpaced()
+        keys = self._keys(group_id)
+        room = self._room(group_id)
+        args = self._admission(group_id, size, places, data_source, deadline_s, room, elsewhere)
+        try:
+            call = partial(script_call, "begin", keys.admission(group_id), args)
+            reply: list[Any] = yield from self._laid_out(call)
+        except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
+            return [b"busy", b"maxmemory", 0, 0]
+        return reply
+
+    def _over_share(self, reply: Sequence[Any]) -> bool:
+        """Whether a shard has its share of the groups that may be ahead, which other shards may have less of."""
+        return reply[:2] == [b"busy", b"max_staleness"] and len(self.joined.keys.salts) > 1
+
+    def _groups_ahead(self) -> Steps[list[int]]:
+        """How many groups count in pacing, of each shard."""
+        counts = []
+        for keys in self.joined.keys.shards:
+            counts.append((yield script_call("ahead", [keys.open, keys.groups, keys.ledger, keys.trainer])))
+        return counts
+
+    def _new_id_in(self, shard: int) -> str:
+        while self.joined.keys.shard_of(group_id := new_group_id()) != shard:
+            pass
+        return group_id
+
+    def _tell_if_unpaced(self) -> None:
+        manifest = self.joined
+        known = self.version is not None or None not in (manifest.batch_groups, manifest.max_staleness)
+        if known or self._told_unpaced:
+            return
+        self._told_unpaced = True
+        logger.warning(
+            "run %s has no trainer yet: until one starts only max_bytes (%d) limits how many groups are begun, "
+            "all at version 0; `streamadv runs create --batch-groups N --max-staleness N` paces them until then",
+            self.run,
+            self.max_bytes * len(manifest.keys.salts),
+        )
 
     def push(
         self, trajectories: Sequence[Trajectory], epoch: int | None, places: int | None
@@ -231,11 +291,14 @@ class ProducerLogic:
         yield from self._reopen()
         yield from self._register_extras(trajectories)
         places = places or size + manifest.redundancy
-        self._check_reserve(places)
         records = [encode_record(trajectory, self.joined.max_trajectory_bytes) for trajectory in trajectories]
 
         def send(max_bytes: int | None = None) -> Steps[PushResult]:
-            spec = self._admission(first.group_id, size, places, first.data_source, None, max_bytes)
+            def spec(elsewhere: int | None) -> list[Any]:
+                return self._admission(
+                    first.group_id, size, places, first.data_source, None, max_bytes, elsewhere
+                )
+
             return (yield from self._push_records(spec, records, epoch or 0))
 
         admitted = epoch is not None
@@ -260,7 +323,7 @@ class ProducerLogic:
                 except OutOfMemoryError:
                     yield from self._wait_for_room(backoff)
                 else:
-                    return PushResult(push_codes(reply, ticket.group_id, ticket.group_size))
+                    return PushResult(push_codes(reply, *spec[:3]))
 
         return (yield from self._remembered(ticket.group_id, send, admitted=True))
 
@@ -275,7 +338,7 @@ class ProducerLogic:
                 )
         keys = self._keys(group_id)
         score: dict[str, Any] = {"reward": reward} | ({"rewards": dict(rewards)} if rewards else {})
-        ending = [keys.ended, keys.ended_before, keys.ledger, keys.garbage]
+        ending = [keys.ended, keys.ended_before, keys.ledger, keys.garbage, keys.sizes]
         value = "" if reward is None else repr(float(reward))
         call = script_call(
             "score",
@@ -331,9 +394,12 @@ class ProducerLogic:
         """
         return NO_ROOM if self.joined.keys.shard_of(group_id) in self._resend.behind else self.max_bytes
 
-    def _push_records(self, spec: list[Any], records: Sequence[Record], epoch: int) -> Steps[PushResult]:
+    def _push_records(
+        self, spec: Callable[[int | None], list[Any]], records: Sequence[Record], epoch: int
+    ) -> Steps[PushResult]:
+        """spec: arguments of the group's admission, given how many groups count in the other shards."""
         codes: list[str] = []
-        keys = self._keys(spec[0])
+        keys = self._keys(spec(None)[0])
         for start, stop in slices([record.size for record in records]):
             codes += yield from self._push_slice(keys, spec, records[start:stop], epoch)
         return PushResult(codes)
@@ -341,15 +407,18 @@ class ProducerLogic:
     def _push_slice(
         self,
         keys: ShardKeys,
-        spec: list[Any],
+        spec: Callable[[int | None], list[Any]],
         records: Sequence[Record],
         epoch: int,
     ) -> Steps[list[str]]:
-        manifest = self.joined
         backoff = Backoff()
+        elsewhere: int | None = None
         while True:
+            args = spec(elsewhere)
             try:
-                reply = yield from self._laid_out(partial(push_request, manifest, keys, spec, records, epoch))
+                reply = yield from self._laid_out(
+                    partial(push_request, self.joined, keys, args, records, epoch)
+                )
             except RETRYABLE as error:
                 retried(STAGE, error, backoff)
                 yield Pause(backoff.delay())
@@ -357,7 +426,11 @@ class ProducerLogic:
             except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
                 yield from self._wait_for_room(backoff)
                 continue
-            return push_codes(reply, *spec[:2])
+            if elsewhere is None and self._over_share(reply):
+                counts = yield from self._groups_ahead()
+                elsewhere = sum(counts) - counts[self.joined.keys.shard_of(args[0])]
+                continue
+            return push_codes(reply, *args[:3])
 
     def _wait_for_room(self, backoff: Backoff) -> Steps[None]:
         delay = backoff.delay()
@@ -399,15 +472,6 @@ class ProducerLogic:
             self.finished = False
             yield from self.heartbeat()
 
-    def _check_reserve(self, places: int) -> None:
-        """A group that needs more than the whole budget would wait for ever."""
-        each = self.joined.max_trajectory_bytes
-        if places * each > self.max_bytes:
-            raise SettingError(
-                f"max_bytes allows {self.max_bytes} bytes a shard, one group of {places} reserves {places * each}: "
-                f"lower max_trajectory_bytes ({each}) or the group size"
-            )
-
     def _keys(self, group_id: str) -> ShardKeys:
         keys = self.joined.keys
         return keys.shard(keys.shard_of(group_id))
@@ -420,8 +484,12 @@ class ProducerLogic:
         data_source: str | None,
         deadline_s: float | None,
         max_bytes: int | None = None,
+        elsewhere: int | None = None,
     ) -> list[Any]:
-        """The first arguments of the scripts that may open a group; max_bytes: None = the shard's budget."""
+        """The first arguments of the scripts that may open a group, see `lua/lib/admit.lua`.
+
+        max_bytes: None = the shard's budget.
+        """
         manifest = self.joined
         deadline_ms = round((deadline_s or manifest.group_deadline_s) * 1000)
         return [
@@ -433,4 +501,8 @@ class ProducerLogic:
             manifest.max_trajectory_bytes,
             self.max_bytes if max_bytes is None else max_bytes,
             len(manifest.keys.salts),
+            "" if elsewhere is None else elsewhere,
+            "" if manifest.max_staleness is None else manifest.max_staleness,
+            "" if manifest.batch_groups is None else manifest.batch_groups,
+            self.name,
         ]

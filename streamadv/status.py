@@ -22,7 +22,7 @@ QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
 #: The ledger's counters without a reason.
 COUNTERS: Final = (
     *("pushed", "trained", *QUEUED, "in_flight", "duplicates", "groups_open", "groups_logged"),
-    *("live_bytes", "reserved_bytes", "dead_bytes", "malformed"),
+    *("live_bytes", "dead_bytes", "groups_abandoned", "malformed"),
 )
 
 
@@ -49,6 +49,8 @@ class ShardState:
     batches_applied: int
     groups_remembered: int
     garbage: int
+    reserved_bytes: int  # for places of open groups
+    place_bytes: int  # that a place needs now
     streams: dict[str, StreamState]
     broken: list[str]  # counters that are no numbers
 
@@ -76,8 +78,10 @@ def read_shard(run: Run, keys: ShardKeys) -> ShardState:
     streams = {"rollouts": (keys.rollouts, GROUPER), "work": (keys.work, ADVANTAGE)}
     streams |= {f"scoring:{name}": (keys.scoring(name), name) for name in run.manifest.scorers}
     names = [keys.ledger, keys.trainer, keys.open, keys.groups, keys.ready, keys.applied]
-    names += [keys.ended, keys.ended_before, keys.garbage, *[key for key, _ in streams.values()]]
-    reply = run.call("status", names, [group for _, group in streams.values()])
+    names += [keys.ended, keys.ended_before, keys.garbage, keys.sizes, *[key for key, _ in streams.values()]]
+    reply = run.call(
+        "status", names, [run.manifest.max_trajectory_bytes, *[group for _, group in streams.values()]]
+    )
     now_ms = int(reply[8])
     counters = _pairs(reply[0])
     return ShardState(
@@ -89,9 +93,11 @@ def read_shard(run: Run, keys: ShardKeys) -> ShardState:
         batches_applied=reply[5],
         groups_remembered=reply[6],
         garbage=reply[7],
+        reserved_bytes=int(reply[9]),
+        place_bytes=int(reply[10]),
         streams={
             name: StreamState(state[0], state[1], state[2], state[3], _age_s(state[4], now_ms))
-            for name, state in zip(streams, reply[9:], strict=True)
+            for name, state in zip(streams, reply[11:], strict=True)
         },
         broken=[name for name in COUNTERS if not _is_whole(counters.get(name, "0"))],
     )
@@ -111,8 +117,12 @@ def problems_of(state: ShardState) -> list[str]:
     ):
         if state.count(counter) != found:
             problems.append(f"ledger {counter} is {state.count(counter)}, there are {found} {where}")
-    if not state.groups_open and (state.count("open") or state.count("reserved_bytes")):
-        problems.append("no group is open, but the ledger counts open trajectories or reserved bytes")
+    if not state.groups_open and (
+        state.count("open") or state.reserved_bytes or state.count("groups_abandoned")
+    ):
+        problems.append(
+            "no group is open, but open trajectories, reserved bytes or abandoned groups are counted"
+        )
     logged = state.count("grouped") + state.count("in_flight")
     if bool(logged) != bool(state.groups_logged):
         problems.append(
@@ -161,14 +171,16 @@ def read_status(run: Run) -> dict[str, Any]:
         "groups": {
             "open": sum(state.groups_open for state in shards),
             "logged": sum(state.groups_logged for state in shards),
+            "abandoned": total["groups_abandoned"],
             "remembered": sum(state.groups_remembered for state in shards),
             "outcomes": _reasons(total, "outcome"),
         },
         "bytes": {
             "live": total["live_bytes"],
-            "reserved": total["reserved_bytes"],
+            "reserved": sum(state.reserved_bytes for state in shards),
             "dead": total["dead_bytes"],
         },
+        "place_bytes": max(state.place_bytes for state in shards),  # that an admitted rollout reserves
         "garbage": sum(state.garbage for state in shards),
         "ready": sum(state.ready for state in shards),
         "streams": streams,

@@ -122,6 +122,8 @@ def prepare(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket) -
     for position, record in enumerate(records):
         if isinstance(record, Trajectory):
             trajectory = record
+            if "model_version" not in record.model_fields_set and ticket.model_version is not None:
+                trajectory = record.model_copy(update={"model_version": ticket.model_version})
         else:
             known = {
                 "group_id": ticket.group_id,

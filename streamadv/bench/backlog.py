@@ -73,7 +73,7 @@ def open_more(alone: Alone, count: int) -> None:
     client = alone.connection.scripts
     client.script_load(load("begin").text)
     prefix = secrets.token_hex(6)
-    limits = [GROUP_SIZE, GROUP_SIZE, "", DEADLINE_MS, RESERVED, 1 << 50, 1]
+    limits = [GROUP_SIZE, GROUP_SIZE, "", DEADLINE_MS, RESERVED, 1 << 50, 1, "", "", "", "bench"]
     for start in range(0, count, SLICE):
         pipe = client.pipeline(transaction=False)
         for number in range(start, min(start + SLICE, count)):

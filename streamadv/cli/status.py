@@ -104,7 +104,9 @@ def lines_of(status: dict[str, Any], manifest: Manifest, deep: bool = False) -> 
     )
     live, reserved = status["bytes"]["live"], status["bytes"]["reserved"]
     budget = "" if manifest.max_bytes is None else f" of max_bytes {manifest.max_bytes}"
-    lines.append(f"  bytes: live {live}, reserved {reserved}{budget}")
+    lines.append(
+        f"  bytes: live {live}, reserved {reserved}{budget}; {status['place_bytes']} for each new rollout"
+    )
     staleness = status["staleness"]
     if staleness["mean"] is not None:
         lines.append(f"  staleness of waiting groups: mean {staleness['mean']:.2f}, max {staleness['max']}")

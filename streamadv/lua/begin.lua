@@ -1,6 +1,6 @@
 -- Admit and open a group before its rollouts are played.
--- KEYS  group, open, groups, ended, ended_before, ledger, trainer
--- ARGV  group id, size, places, data source, deadline (ms), max_trajectory_bytes, max_bytes of this shard, shards
+-- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes
+-- ARGV  those of an admission, see lib/admit
 -- Returns  {'ok' | 'open', epoch, version or '', places}   opened, or open already
 --          {'ended', letter}                       it has ended
 --          {'busy', reason, used, limit}           not admitted now
@@ -8,13 +8,12 @@
 --          {'layout'}                              the run may have another number of shards: read the manifest again
 --          {'broken'}                              its hash is not what the scripts wrote
 -- include clock
+-- include sizes
 -- include admit
 -- include ended
 local keys = {group = KEYS[1], open = KEYS[2], groups = KEYS[3], ended = KEYS[4], ended_before = KEYS[5],
-  ledger = KEYS[6], trainer = KEYS[7]}
-local spec = {id = ARGV[1], size = ARGV[2], places = tonumber(ARGV[3]), data_source = ARGV[4],
-  deadline_ms = tonumber(ARGV[5]), max_trajectory_bytes = tonumber(ARGV[6]), max_bytes = tonumber(ARGV[7]),
-  shards = tonumber(ARGV[8])}
+  ledger = KEYS[6], trainer = KEYS[7], sizes = KEYS[8]}
+local spec = admission_of(ARGV)
 
 local text = find_ended(keys, spec.id)
 if text then return {'ended', string.sub(text, 1, 1)} end

@@ -1,16 +1,17 @@
 -- End a group whose deadline has passed, unless records pushed before the deadline still wait in the rollouts
 -- stream: the grouper's own downtime must not lose anything.
--- KEYS  void, open, rollouts, group, groups, ended, ended_before, ledger, garbage, malformed
+-- KEYS  void, open, rollouts, group, groups, ended, ended_before, ledger, garbage, malformed, sizes
 -- ARGV  group id, partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups
 -- Returns  {outcome, data source}, or {} when the group is not (or no longer) due
 -- include clock
 -- include ended
 -- include malformed
+-- include sizes
 -- include complete
 -- include broken
 redis.call('DEL', KEYS[1])
 local keys = {open = KEYS[2], group = KEYS[4], groups = KEYS[5], ended = KEYS[6], ended_before = KEYS[7],
-  ledger = KEYS[8], garbage = KEYS[9], malformed = KEYS[10]}
+  ledger = KEYS[8], garbage = KEYS[9], malformed = KEYS[10], sizes = KEYS[11]}
 local policy = {partial_min_usable = ARGV[2], zero_variance = ARGV[3], difficulty_low = ARGV[4],
   difficulty_high = ARGV[5], dedupe_groups = tonumber(ARGV[6])}
 local id = ARGV[1]

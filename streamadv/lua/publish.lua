@@ -1,24 +1,27 @@
 -- An advantage worker's hand-off: results of one unit of work become visible to the trainer. Output columns are
 -- written by a HSET in the same MULTI, before this script; over maxmemory that is refused, and they come inline.
--- KEYS  void, work, ready, applied, ledger, output columns ('void' key without any)
--- ARGV  consumer group, entry id, batch id, header JSON, bytes of the output columns, number of inline fields of
---       the output columns, their field, value ...; then results (raw bytes) as field, value ...
+-- KEYS  void, work, ready, applied, ledger, sizes, output columns ('void' key without any)
+-- ARGV  consumer group, entry id, batch id, header JSON, bytes of the output columns, payload bytes of the
+--       trajectories they are for, number of inline fields of the output columns, their field, value ...; then
+--       results (raw bytes) as field, value ...
 -- Returns  1, or 0 when somebody else has finished the entry or the batch is gone: the output is unlinked
+-- include sizes
 redis.call('DEL', KEYS[1])
 local first = redis.call('XACK', KEYS[2], ARGV[1], ARGV[2]) == 1
 if first then redis.call('XDEL', KEYS[2], ARGV[2]) end
 if not first or redis.call('HEXISTS', KEYS[4], ARGV[3]) == 0 then
-  redis.call('UNLINK', KEYS[6])
+  redis.call('UNLINK', KEYS[7])
   return 0
 end
-local at = 7
-for _ = 1, tonumber(ARGV[6]) do
-  redis.call('HSET', KEYS[6], ARGV[at], ARGV[at + 1])
+local at = 8
+for _ = 1, tonumber(ARGV[7]) do
+  redis.call('HSET', KEYS[7], ARGV[at], ARGV[at + 1])
   at = at + 2
 end
-local output = tonumber(ARGV[5]) > 0 and KEYS[6] or ''
+local output = tonumber(ARGV[5]) > 0 and KEYS[7] or ''
 local entry = {'batch', ARGV[3], 'header', ARGV[4], 'output', output, 'output_bytes', ARGV[5]}
 for i = at, #ARGV do entry[#entry + 1] = ARGV[i] end
 redis.call('XADD', KEYS[3], '*', unpack(entry))
 redis.call('HINCRBY', KEYS[5], 'live_bytes', ARGV[5])
+note_results(KEYS[6], tonumber(ARGV[6]), tonumber(ARGV[5]))
 return 1

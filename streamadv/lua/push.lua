@@ -1,9 +1,9 @@
 -- Register terminal records of one group: the only place of dedupe. Runs in one MULTI behind the HSETs of the
 -- payloads; what is not registered is unlinked here, so a payload without a reference cannot stay behind.
--- KEYS  group, open, groups, ended, ended_before, ledger, trainer, rollouts, stream of the first scorer ('void'
+-- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes, rollouts, stream of the first scorer ('void'
 --       key without scorers), payload of each record ('void' key for a record without one) ...
--- ARGV  group id, size, places, data source, deadline (ms), max_trajectory_bytes, max_bytes of this shard, shards,
---       '1' if the run has scorers, then for each record: index (-1 = lowest free), kind, reward ('' = none yet),
+-- ARGV  those of an admission, see lib/admit; '1' if the run has scorers, then for each record: index (-1 = lowest
+--       free), kind, reward ('' = none yet),
 --       bytes, payload key (a nonce for index -1), role, reference JSON
 --       kind is 'usable', or the reason the place ended: failed, aborted, cancelled, unscorable
 -- Returns  {'ok', code of each record ...}  'pushed', 'duplicate', 'surplus' or 'late' (the group had ended),
@@ -13,12 +13,14 @@
 --          {'layout'}                       the run may have another number of shards: read the manifest again
 --          {'broken'}                       its hash is not what the scripts wrote
 -- include clock
+-- include sizes
 -- include admit
 -- include ended
 local keys = {group = KEYS[1], open = KEYS[2], groups = KEYS[3], ended = KEYS[4], ended_before = KEYS[5],
-  ledger = KEYS[6], trainer = KEYS[7], rollouts = KEYS[8]}
-local id, max_bytes_each, scored_later = ARGV[1], tonumber(ARGV[6]), ARGV[9] == '1'
-local first_payload, first_record, width = 10, 10, 7
+  ledger = KEYS[6], trainer = KEYS[7], sizes = KEYS[8], rollouts = KEYS[9]}
+local spec = admission_of(ARGV)
+local id, scored_later = spec.id, ARGV[ADMISSION_ARGS + 1] == '1'
+local first_payload, first_record, width = 11, ADMISSION_ARGS + 2, 7
 local records = (#ARGV - first_record + 1) / width
 
 local function unlink_all(reply)
@@ -27,18 +29,16 @@ local function unlink_all(reply)
 end
 
 local ended, ended_key = find_ended(keys, id)
-local places = tonumber(ARGV[3])
+local places = spec.places
 if not ended then
-  local group = redis.pcall('HMGET', keys.group, 'size', 'places', 'reserved')
-  for i = 1, 3 do
+  local group = redis.pcall('HMGET', keys.group, 'size', 'places', 'unfilled', 'place_bytes')
+  for i = 1, 4 do
     if group.err or (group[1] and not string.match(group[i] or '', '^%-?%d+$')) then return unlink_all({'broken'}) end
   end
   if not group[1] then
-    local refused = open_group(keys, {id = id, size = ARGV[2], places = places, data_source = ARGV[4],
-      deadline_ms = tonumber(ARGV[5]), max_trajectory_bytes = max_bytes_each, max_bytes = tonumber(ARGV[7]),
-      shards = tonumber(ARGV[8])})
+    local refused = open_group(keys, spec)
     if refused then return unlink_all(refused) end
-  elseif group[1] ~= ARGV[2] then
+  elseif group[1] ~= spec.size then
     return unlink_all({'mismatch', group[1]})
   else
     places = tonumber(group[2])
@@ -59,7 +59,7 @@ local function take(index)
 end
 
 local codes = {'ok'}
-local pushed, duplicates, in_rollouts, in_scoring, bytes_in, dropped = 0, 0, 0, 0, 0, {}
+local pushed, duplicates, in_rollouts, in_scoring, bytes_in, sizes, dropped = 0, 0, 0, 0, 0, {}, {}
 for i = 0, records - 1 do
   local at = first_record + i * width
   local index, kind, reward, bytes = tonumber(ARGV[at]), ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
@@ -92,9 +92,10 @@ for i = 0, records - 1 do
       registered = false
     else
       bytes_in = bytes_in + bytes
+      if bytes > 0 then sizes[#sizes + 1] = bytes end
       local stream = keys.rollouts
       if scored_later and kind == 'usable' and reward == '' then
-        stream, in_scoring = KEYS[9], in_scoring + 1
+        stream, in_scoring = KEYS[10], in_scoring + 1
       else
         in_rollouts = in_rollouts + 1
       end
@@ -114,10 +115,11 @@ for reason, count in pairs(dropped) do redis.call('HINCRBY', keys.ledger, 'dropp
 local used = in_rollouts + in_scoring
 if used > 0 then
   redis.call('HINCRBY', keys.ledger, 'live_bytes', string.format('%d', bytes_in))
-  -- Opened by a process that knew a smaller limit, the group has less than that.
-  local reserved = tonumber(redis.call('HGET', keys.group, 'reserved'))
-  local released = string.format('%d', -math.min(reserved, used * max_bytes_each))
-  redis.call('HINCRBY', keys.group, 'reserved', released)
-  redis.call('HINCRBY', keys.ledger, 'reserved_bytes', released)
+  if #sizes > 0 then note_sizes(keys.sizes, sizes) end
+  local group = redis.call('HMGET', keys.group, 'place_bytes', 'abandoned')
+  redis.call('HINCRBY', keys.group, 'unfilled', -used)
+  reserve(keys.sizes, group[1], -used)
+  redis.call('HSET', keys.group, 'producer', spec.producer, 'abandoned', 0)
+  if group[2] == '1' then redis.call('HINCRBY', keys.ledger, 'groups_abandoned', -1) end  -- somebody plays it after all
 end
 return codes

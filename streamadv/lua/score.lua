@@ -1,13 +1,14 @@
 -- A reward brought by `producer.score`: fill it in and end the group if that was the last one missing.
--- KEYS  void, group, open, groups, ended, ended_before, ledger, garbage
+-- KEYS  void, group, open, groups, ended, ended_before, ledger, garbage, sizes
 -- ARGV  group id, index, reward ('' = unscorable), score JSON, partial_min_usable, zero_variance, difficulty_low,
 --       difficulty_high, dedupe_groups
 -- Returns  'scored', 'duplicate' (it had a reward), 'ended' (the group had ended) or 'unknown' (no such group or place)
 -- include ended
+-- include sizes
 -- include complete
 redis.call('DEL', KEYS[1])
 local keys = {group = KEYS[2], open = KEYS[3], groups = KEYS[4], ended = KEYS[5], ended_before = KEYS[6],
-  ledger = KEYS[7], garbage = KEYS[8]}
+  ledger = KEYS[7], garbage = KEYS[8], sizes = KEYS[9]}
 local policy = {partial_min_usable = ARGV[5], zero_variance = ARGV[6], difficulty_low = ARGV[7],
   difficulty_high = ARGV[8], dedupe_groups = tonumber(ARGV[9])}
 local id, index, reward = ARGV[1], ARGV[2], ARGV[3]

@@ -1,6 +1,6 @@
 -- The grouper's hand-off: move records from the rollouts stream into their groups; the record that completes a
 -- group ends it in the same step.
--- KEYS  void, rollouts, open, groups, ended, ended_before, ledger, garbage, malformed, hash of each group concerned ...,
+-- KEYS  void, rollouts, open, groups, ended, ended_before, ledger, garbage, malformed, sizes, hash of each group concerned ...,
 --       payload of each record that has one ...
 -- ARGV  consumer group, partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups,
 --       then for each entry: entry id, position of its group's hash in KEYS, group id, index, kind, reward, bytes,
@@ -10,11 +10,12 @@
 -- payload is not there, is removed as malformed.
 -- include ended
 -- include malformed
+-- include sizes
 -- include complete
 -- include broken
 redis.call('DEL', KEYS[1])
 local keys = {open = KEYS[3], groups = KEYS[4], ended = KEYS[5], ended_before = KEYS[6], ledger = KEYS[7],
-  garbage = KEYS[8], malformed = KEYS[9]}
+  garbage = KEYS[8], malformed = KEYS[9], sizes = KEYS[10]}
 local policy = {partial_min_usable = ARGV[2], zero_variance = ARGV[3], difficulty_low = ARGV[4],
   difficulty_high = ARGV[5], dedupe_groups = tonumber(ARGV[6])}
 

@@ -25,6 +25,8 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "max_bytes": (1 << 30, 1 << 31),
     "dedupe_groups": (10, 20),
     "dead_bytes": (1 << 20, 0),
+    "batch_groups": (8, 16),
+    "max_staleness": (0, 4),
 }
 
 

@@ -214,9 +214,7 @@ def test_a_reservation_ends_with_its_group(fake: Connection) -> None:
             producer.begin_group(2, group_id=group_id, timeout=0)
             make_overdue(run, group_id)
         group_all(run)
-        state = run.connection.scripts.hget(run.keys.home.ledger, "reserved_bytes")
-        assert state is not None
-        assert int(state) == 0
+        assert read_status(run)["bytes"]["reserved"] == 0
         producer.begin_group(4, timeout=0)
     assert problems(run) == []
 
@@ -509,10 +507,31 @@ def test_scripts_refuse_what_they_do_not_know(fake: Connection) -> None:
     keys = run.keys.home
     run.call("lay_out", [keys.void, keys.ledger], [1])
     fake.scripts.hset(keys.payload("n"), "header", "x")
-    args = ["g", 1, 1, "", 1000, 100, 50, 1, "0", 0, "usable", "1.0", 10, keys.payload("n"), "train", "{}"]
+    args = [
+        "g",
+        1,
+        1,
+        "",
+        1000,
+        50,
+        10,
+        1,
+        "",
+        "",
+        "",
+        "p",
+        "0",
+        0,
+        "usable",
+        "1.0",
+        10,
+        keys.payload("n"),
+        "train",
+        "{}",
+    ]
     names = [*keys.admission("g"), keys.rollouts, keys.void, keys.payload("n")]
     reply: Any = run.call("push", names, args)
-    assert reply[:2] == [b"busy", b"max_bytes"]
+    assert reply[:2] == [b"busy", b"group_bytes"]
     assert not fake.scripts.exists(keys.payload("n"))
     assert problems(run) == []
     assert script_call("push", [], []).script.name == "push"

@@ -12,8 +12,8 @@ from streamadv.connection import Connection
 
 FOLDER = resources.files("streamadv") / "lua"
 NAMES = sorted(path.name.removesuffix(".lua") for path in FOLDER.iterdir() if path.name.endswith(".lua"))
-#: May be refused above maxmemory: they bring data in. `status` and `server_id` write nothing.
-WRITERS_OF_NEW_DATA = {"push", "begin", "status", "server_id"}
+#: May be refused above maxmemory: they bring data in. `status`, `ahead` and `server_id` write nothing.
+WRITERS_OF_NEW_DATA = {"push", "begin", "status", "server_id", "ahead"}
 
 
 @pytest.mark.parametrize("name", NAMES)

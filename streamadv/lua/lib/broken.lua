@@ -2,7 +2,7 @@
 -- Returns the outcome and no data source.
 local function end_broken(keys, id, policy)
   local flat = redis.pcall('HGETALL', keys.group)
-  local held, highest, there, reserved = 0, -1, {}, nil
+  local held, highest, there, group = 0, -1, {}, {}
   for i = 1, flat.err and 0 or #flat, 2 do
     local index = string.match(flat[i], '^%d%d?%d?%d?$') and tonumber(flat[i])
     if index then
@@ -12,15 +12,18 @@ local function end_broken(keys, id, policy)
         held = held + 1
         redis.call('RPUSH', keys.garbage, key .. ' ' .. bytes)
       end
-    elseif flat[i] == 'reserved' and string.match(flat[i + 1], '^%d+$') and #flat[i + 1] < 16 then
-      reserved = flat[i + 1]
+    else
+      group[flat[i]] = flat[i + 1]
     end
   end
   local bitmap = {}
   for index = 0, highest do bitmap[#bitmap + 1] = there[index] or '0' end
   redis.call('DEL', keys.group)
   if redis.call('ZREM', keys.open, id) == 1 then redis.call('HINCRBY', keys.ledger, 'groups_open', -1) end
-  if reserved then redis.call('HINCRBY', keys.ledger, 'reserved_bytes', string.format('%d', -tonumber(reserved))) end
+  for _, name in ipairs({'unfilled', 'place_bytes'}) do
+    if not string.match(group[name] or '', '^%d+$') or #group[name] > 15 then group.unfilled = '0' end
+  end
+  give_back(keys, group)
   if held > 0 then redis.call('HINCRBY', keys.ledger, 'open', -held) end
   redis.call('HINCRBY', keys.ledger, 'outcome:malformed', 1)
   note_malformed(keys, 'group:' .. id, 'hash', held, 'size, places or counters are not what was written', '')

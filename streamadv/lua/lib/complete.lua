@@ -3,7 +3,7 @@
 --   'x'   ended without a usable trajectory (failed, cancelled, unscorable ...); already counted as dropped
 --   'u ...' usable: 'u <reward or -> <bytes> <payload key> <role> <reference JSON>'
 -- The hash counts them as usable (with a reward), unscored (usable, no reward yet) and unusable ('x').
---   keys    group, open, groups, ended, ended_before, ledger, garbage
+--   keys    group, open, groups, ended, ended_before, ledger, garbage, sizes
 --   policy  partial_min_usable ('' = drop), zero_variance ('1' = filter), difficulty_low, difficulty_high
 --           ('' = off), dedupe_groups
 
@@ -27,15 +27,23 @@ end
 
 -- 'none', 'open' or 'broken' (what stands there is not what the scripts wrote), and the counts of an open group.
 local function group_state(keys)
-  local n = redis.pcall('HMGET', keys.group, 'size', 'places', 'reserved', 'opened_ms', 'usable', 'unscored', 'unusable')
+  local n = redis.pcall('HMGET', keys.group, 'size', 'places', 'unfilled', 'place_bytes', 'opened_ms', 'usable', 'unscored',
+    'unusable')
   if n.err then return 'broken' end
   if not (n[1] or n[2] or n[3]) then return 'none' end
-  for i = 1, 7 do
-    if not string.match(n[i] or (i > 4 and '0' or ''), '^%-?%d+$') or #(n[i] or '') > 15 then return 'broken' end
+  for i = 1, 8 do
+    if not string.match(n[i] or (i > 5 and '0' or ''), '^%-?%d+$') or #(n[i] or '') > 15 then return 'broken' end
   end
-  local counts = {size = tonumber(n[1]), places = tonumber(n[2]), usable = tonumber(n[5] or '') or 0,
-    unusable = tonumber(n[7] or '') or 0}
+  local counts = {size = tonumber(n[1]), places = tonumber(n[2]), usable = tonumber(n[6] or '') or 0,
+    unusable = tonumber(n[8] or '') or 0}
   return counts.size > 0 and counts.places <= 8192 and 'open' or 'broken', counts
+end
+
+-- What an open group holds beside its members, when it ends.
+local function give_back(keys, group)
+  local unfilled = tonumber(group.unfilled)
+  if unfilled > 0 then reserve(keys.sizes, group.place_bytes, -unfilled) end
+  if group.abandoned == '1' then redis.call('HINCRBY', keys.ledger, 'groups_abandoned', -1) end
 end
 
 -- End the group for `outcome`: 'complete' and 'partial' go on to the groups log unless filtered, anything else
@@ -73,7 +81,7 @@ local function end_group(keys, id, outcome, letter, policy)
   redis.call('ZREM', keys.open, id)
   redis.call('DEL', keys.group)
   redis.call('HINCRBY', keys.ledger, 'groups_open', -1)
-  redis.call('HINCRBY', keys.ledger, 'reserved_bytes', string.format('%d', -tonumber(group.reserved)))
+  give_back(keys, group)
   if n_open > 0 then redis.call('HINCRBY', keys.ledger, 'open', -n_open) end
   if outcome == 'complete' or outcome == 'partial' then
     local references, scores, payloads = {}, {}, {}
