@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -26,10 +26,8 @@ from .plan import RowRef, plan
 from .results import Member, Result, numbers_of
 from .run import Run
 from .schema import TOKEN_COLUMNS
+from .suppliers import LateColumn, late_values
 from .wire import Payload, Reference
-
-#: Makes a late column: the micro-batch's columns in, [N] float32 out.
-LateColumn = Callable[[MicroBatch], Tensor]
 
 
 class Fetched(NamedTuple):
@@ -76,12 +74,13 @@ def deliver(
     there = ahead.columns if keys == ahead.keys else {}
     batch = _packed(mine, payloads, outputs, there, device)
     found = _advantages(batch, mine)
+    _check_finite(batch, mine, found, outputs)
     if kept and not mine:
         batch = batch.with_columns(**_no_tokens(run, kept, device))
-    chain = cut_chain(record.chain, record.late)[1]
-    if late:
+    if kept:  # else all groups are dead: there is no micro-batch, and nothing to be late for
         batch = batch.with_columns(**_late_columns(batch, mine, payloads, rows, late, device))
-    if chain.steps:
+    chain = cut_chain(record.chain, record.late)[1]
+    if chain.steps and kept:
         if world_size > 1 and chain.scope != "row":
             raise SettingError(
                 f"chain has {chain.scope}-scoped steps behind late columns {', '.join(record.late)}: "
@@ -226,6 +225,36 @@ def _no_tokens(run: Run, others: Sequence[Member], device: torch.device) -> dict
     return columns
 
 
+def _check_finite(
+    batch: PackedBatch,
+    mine: Sequence[Member],
+    found: Mapping[str, Tensor],
+    outputs: Sequence[Mapping[str, Array]],
+) -> None:
+    """Raise UndecodableGroupError for trajectories whose results are not finite; no worker publishes such."""
+    if not mine:
+        return
+    of_tokens = {name: batch.columns[name] for name in sorted(set().union(*outputs))} | dict(found)
+    trained = batch.columns["response_mask"].bool()
+    problems: dict[tuple[str, int], str] = {}
+
+    def note(name: str, wrong: Tensor, owner: Tensor) -> None:
+        if bool(wrong.any()):
+            for position in set(owner[wrong].tolist()):
+                reference = mine[position].reference
+                problems[mine[position].identity] = (
+                    f"{name} of rollout {reference.rollout_index} is not finite"
+                )
+
+    note("reward", ~batch.rewards.isfinite(), torch.arange(len(mine), device=batch.device))
+    note("step reward", ~batch.steps.rewards.isfinite(), batch.steps.trajectory)
+    owner = batch.row_trajectory[batch.token_row]
+    for name, values in of_tokens.items():
+        note(name, trained & ~values.isfinite(), owner)
+    if problems:
+        raise UndecodableGroupError(problems)
+
+
 def _advantages(batch: PackedBatch, mine: Sequence[Member]) -> dict[str, Tensor]:
     """The workers' advantages and returns, one number per token."""
     found = {}
@@ -246,17 +275,12 @@ def _late_columns(
     late: Mapping[str, LateColumn],
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Call each supplier on every micro-batch; values outside all micro-batches do not exist."""
+    """Call each supplier on every micro-batch; values outside them do not exist. Raises LateColumnError."""
     columns = {name: torch.zeros(batch.num_tokens, device=device) for name in late}
     micro_batches = _micro_batches(batch, mine, payloads, rows, device)
     for spans, micro_batch in zip(_token_spans(mine, rows), micro_batches, strict=True):
-        tokens = sum(stop - start for start, stop in spans)
         for name, supplier in late.items():
-            values = supplier(micro_batch).detach().to(torch.float32)
-            if values.shape != (tokens,):
-                raise SettingError(
-                    f"late column {name} has shape {tuple(values.shape)}, needs ({tokens},): one per token"
-                )
+            values = late_values(name, supplier, micro_batch)
             parts = torch.split(values, [stop - start for start, stop in spans])
             for (start, stop), part in zip(spans, parts, strict=True):
                 columns[name][start:stop] = part

@@ -26,7 +26,7 @@ from .batch_report import observe, passed_over
 from .batches import BatchRecord, Unit
 from .computing import Device, choose_device
 from .connection import Connection
-from .delivery import Fetched, LateColumn, deliver
+from .delivery import Fetched, deliver
 from .errors import BatchLostError, EpochFencedError, NoBatchError, SettingError, UndecodableGroupError
 from .isolation import Death
 from .lineage import Lineage, NamingSettings, Start, returning_since
@@ -37,7 +37,7 @@ from .read_ahead import ReadAhead
 from .ready import ReadyLogs
 from .results import Result, assign, batch_scope, misfit
 from .run import Run, open_run
-from .suppliers import pushed_columns
+from .suppliers import LateColumn, check_late, pushed_columns
 from .watchdog import Limits, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -100,6 +100,7 @@ class TrainerQueue(IterableDataset[Batch]):
         if commit not in ("each_batch", "manual"):
             raise SettingError(f"commit is {commit!r}, needs 'each_batch' or 'manual'")
         self._late = dict(late or {})
+        check_late(self._late)
         built = build_chain(chain)
         self._settings = NamingSettings(
             batch_groups=batch_groups,
