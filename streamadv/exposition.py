@@ -12,7 +12,7 @@ import socketserver
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,7 +146,7 @@ def _ledger_samples(status: Mapping[str, Any]) -> Iterator[tuple[str, list[str],
         yield "model_version", [], status["trainer"]["version"]
 
 
-def serve_metrics(registry: Collector, port: int, run: str | None, host: str) -> int:
+def serve_metrics(registry: Registry, port: int, run: str | None, host: str) -> int:
     """Serve `registry` at `/metrics` from a daemon thread; returns the port. See `metrics.serve`."""
     try:
         server = _Server((host, port), _Handler)
@@ -165,10 +165,18 @@ def serve_metrics(registry: Collector, port: int, run: str | None, host: str) ->
     return bound
 
 
+class Registry(Protocol):
+    """What prometheus-client's CollectorRegistry offers."""
+
+    def collect(self) -> Iterable[Metric]: ...
+
+    def restricted_registry(self, names: Iterable[str]) -> Any: ...
+
+
 class _View(Collector):
     """A registry with further labels on every sample, and without the `_created` series nobody plots."""
 
-    def __init__(self, registry: Collector, labels: dict[str, str]) -> None:
+    def __init__(self, registry: Registry, labels: dict[str, str]) -> None:
         self._registry, self._labels = registry, labels
 
     def collect(self) -> Iterator[Metric]:
@@ -180,6 +188,10 @@ class _View(Collector):
                 if not sample.name.endswith("_created")
             ]
             yield labelled
+
+    def restricted_registry(self, names: Iterable[str]) -> _View:
+        """What `/metrics?name[]=...` asks for: only these series."""
+        return _View(self._registry.restricted_registry(names), self._labels)
 
 
 class _Server(socketserver.ThreadingTCPServer):

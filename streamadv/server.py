@@ -254,7 +254,7 @@ class EmbeddedServer:
     def _launch(self, port: int) -> None:
         folder = self._data_dir or Path(self._folder.name)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make_private(folder)
             lock = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ServerError(
@@ -265,7 +265,7 @@ class EmbeddedServer:
             command = [str(self._binary), "-", *self._options(port, folder)]  # "-": reads the rest from stdin
             if sys.platform == "linux":
                 command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
-            with self._log_path.open("wb") as log:
+            with open(self._log_path, "wb", opener=_private) as log:
                 # A session of its own: Ctrl-C in the terminal is for the client processes. The server
                 # inherits the lock's descriptor, so the lock lasts exactly as long as the server does.
                 self._process = subprocess.Popen(
@@ -275,6 +275,7 @@ class EmbeddedServer:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     pass_fds=(lock,),
+                    umask=0o077,  # what is pushed is nobody else's on this machine
                 )
             self._send_secrets(self._process)
         finally:
@@ -361,6 +362,19 @@ class EmbeddedServer:
         """The last lines of the server's log, on one line."""
         lines = self._log_path.read_text(errors="replace").splitlines() if self._log_path.exists() else []
         return " | ".join(line.strip() for line in lines[-5:] if line.strip()) or "(empty log)"
+
+
+def _make_private(folder: Path) -> None:
+    """Have the folder for this user only; one that holds something else than a server's files keeps its rights."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if (folder / "server.lock").exists() or not any(folder.iterdir()):
+        with suppress(PermissionError):  # somebody else's folder
+            folder.chmod(0o700)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _check_bind(bind: str, password: str | None) -> None:

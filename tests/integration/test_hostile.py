@@ -15,6 +15,8 @@ from streamadv.cli import main
 from streamadv.connection import Connection
 from streamadv.dead_letters import list_dead, purge, requeue, show_dead
 from streamadv.errors import GroupEndedError, StreamadvError
+from streamadv.keys import RUNS, manifest_key
+from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.scorer import Scorer
 from streamadv.trainer_queue import TrainerQueue
@@ -392,3 +394,81 @@ def test_removed_items_are_shown_and_purged_and_cannot_be_requeued(
     assert list(list_dead(logged)) == []
     assert ledger(logged)["dead"] == {"malformed": 1}
     assert problems(logged) == []
+
+
+CODES = "\x1b[31m\x1b]0;title\x07\r\n  ledger balanced\u202e\u2028\x9b2J"
+
+
+def test_what_others_wrote_cannot_move_the_cursor_or_forge_a_line(
+    redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Producer names, fields of the ledger and the manifest, group ids, data sources, runs."""
+    with Producer(redis_url, run, name=f"me{CODES}") as producer:
+        joined = join(redis_url, run)
+        keys, scripts = joined.keys.home, joined.connection.scripts
+        scripts.hset(keys.producers, f"you{CODES}", "1000 open")
+        for field in ("pushed", "dropped:", "dead:", "outcome:", "scoring:"):
+            scripts.hincrby(keys.ledger, f"{field}{CODES}", 7)
+        scripts.hset(manifest_key(run), f"column.{CODES}", "x")
+        scripts.hset(manifest_key(run), "dead_bytes", CODES)
+        scripts.hset(RUNS, CODES, "1")
+        scripts.hset(RUNS, b"\xff" + CODES.encode(), CODES)
+        scripts.zadd(keys.open, {f"late{CODES}": 1})
+        scripts.xadd(keys.rollouts, {"group_id": CODES})
+        scripts.xadd(keys.groups, {"group_id": CODES, "data_source": CODES})
+        push_groups(producer, 1, data_source=f"d{CODES}")
+        capsys.readouterr()
+        for words in (
+            ["status"],
+            ["status", "--check", "--deep"],
+            ["status", "--json"],
+            ["dead", "list"],
+            ["dead", "list", "--json"],
+            ["dead", "show", CODES],
+            ["dead", "purge", CODES],
+            ["runs", "show"],
+            ["runs", "list"],
+            ["runs", "list", "--json"],
+        ):
+            main([*words, "--redis", redis_url, "--run", run])
+            group_all(joined)
+            told = capsys.readouterr()
+            for text in (told.out, told.err):
+                assert [char for char in text if not char.isprintable() and char != "\n"] == [], words
+            assert "\n  ledger balanced" not in told.out, words
+
+
+NAMES: dict[Any, Any] = {
+    b"\xff\xfe": b"1",
+    "": "1",
+    "a b": "1",
+    "x" * 10_000: "1",
+    "gone": "1700000000000",
+    "when": "soon",
+    "late": "9" * 40,
+    "../..": b"\xff",
+}
+
+
+def test_bad_names_on_the_list_of_runs(redis_url: str, run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    joined = join(redis_url, run)
+    joined.connection.scripts.hset(RUNS, mapping=NAMES)
+    assert main(["runs", "list", "--redis", redis_url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(NAMES) + 1
+    assert [line for line in lines if line.startswith(f"{run}  created")]
+    assert main(["runs", "list", "--json", "--redis", redis_url]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["run"] for each in found if each["problem"] is None] == [run]
+
+
+@pytest.mark.parametrize("place", ["open", "dead"])
+def test_members_that_are_no_text_are_named_by_the_deep_check(
+    redis_url: str, run: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    joined = join(redis_url, run)
+    joined.connection.scripts.zadd(getattr(joined.keys.home, place), {b"\xff\xfe": 1e15})
+    where = ["--redis", redis_url, "--run", run]
+    assert main(["status", "--check", "--deep", *where]) == 1
+    assert f"{place} has the member" in capsys.readouterr().out
+    assert main(["runs", "delete", *where]) == 0

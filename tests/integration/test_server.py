@@ -117,6 +117,36 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
             assert client.get("key") == b"value"
 
 
+@pytest.mark.parametrize("made", [False, True], ids=["new", "there and empty"])
+def test_what_is_kept_is_nobody_elses(tmp_path: Path, made: bool) -> None:
+    data = tmp_path / "above" / "data"
+    if made:
+        data.mkdir(parents=True)
+        data.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        with EmbeddedServer(data_dir=data) as server:
+            with redis.Redis.from_url(server.url) as client:
+                client.set("key", "x")
+                client.bgrewriteaof()
+            server.kill()
+            server.start()
+            found = {path: path.stat().st_mode & 0o777 for path in [data, *data.rglob("*")]}
+    finally:
+        os.umask(before)
+    assert len(found) > 3
+    for path, mode in found.items():
+        assert mode & 0o077 == 0, (path, oct(mode))
+
+
+def test_a_folder_with_other_things_in_it_keeps_its_rights(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    tmp_path.chmod(0o755)
+    with EmbeddedServer(data_dir=tmp_path):
+        assert tmp_path.stat().st_mode & 0o777 == 0o755
+        assert (tmp_path / "server.log").stat().st_mode & 0o777 == 0o600
+
+
 def test_without_a_data_dir_nothing_is_kept() -> None:
     with EmbeddedServer() as server:
         with redis.Redis.from_url(server.url) as client:

@@ -495,6 +495,18 @@ def test_only_metrics_is_served(port: int) -> None:
     assert "streamadv_build_info" in fetch(port, "/metrics?x=1")
 
 
+def test_single_series_can_be_asked_for(port: int) -> None:
+    def get(query: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics?{query}", timeout=10) as reply:
+            return str(reply.read().decode())
+
+    text = get("name[]=streamadv_delivered_batches_total&name[]=x")
+    assert "streamadv_delivered_batches_total{" in text
+    assert "streamadv_delivered_trajectories" not in text
+    for query in ("name[]=x", "name[]=%00%ff", "name[]", "name[]=" + "a" * 5000, "other=1"):
+        get(query)
+
+
 def test_a_taken_port_is_an_error_that_names_it(port: int) -> None:
     with pytest.raises(SettingError, match=f"^metrics_port {port}: .*0 for a free one$"):
         metrics.serve(port)
