@@ -33,6 +33,7 @@ class Role:
 
     name: str
     rules: Mapping[str, str]
+    scripts: bool = True  # whether it may run any
 
 
 PRODUCER: Final = Role(
@@ -80,10 +81,11 @@ OBSERVER: Final = Role(
         "garbage": "llen",
         "ready": "xlen",
         "groups": "xlen xrange",
-        "rollouts work scoring": "exists xinfo|groups xlen xrange",
+        "rollouts work scoring": "xinfo|groups xlen xrange",
         "dead": "zrange zscore",
         "malformed": "xrange",
     },
+    scripts=False,
 )
 
 ROLES: Final = (PRODUCER, PIPELINE, OBSERVER)
@@ -110,7 +112,8 @@ def _selectors(role: Role, run: str) -> Iterator[str]:
     for kinds, commands in role.rules.items():
         by_commands[commands] += [f"~{patterns[kind]}" for kind in kinds.split()]
     # Who runs a script needs all rights on the keys named with it; what it then does is judged command by command.
-    yield _selector("eval evalsha", dict.fromkeys(itertools.chain(*by_commands.values())))
+    if role.scripts:
+        yield _selector("eval evalsha", dict.fromkeys(itertools.chain(*by_commands.values())))
     for commands, found in by_commands.items():
         yield _selector(commands, found)
 

@@ -1,6 +1,6 @@
 """What a run looks like from outside: the ledger, depths and ages, who is alive; and whether it all adds up.
 
-Each shard is read by one script, so its figures belong to one moment and `check` holds while workers run.
+Each shard is read in one transaction, so its figures belong to one moment and `check` holds while workers run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from . import batches, naming
+from redis.exceptions import OutOfMemoryError, ResponseError
+
+from . import batches, naming, sizes
 from .keys import ShardKeys
 from .presence import PRODUCER_STATE, PRODUCER_TIMEOUT_S
 from .run import Run
@@ -19,6 +21,8 @@ from .streams import ADVANTAGE, GROUPER
 
 #: Places of the ledger that `queued` sums up.
 QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
+#: How often a shard is read that cannot be read at one moment, while its figures contradict each other.
+READ_AGAIN: Final = 4
 #: The ledger's counters without a reason.
 COUNTERS: Final = (
     *("pushed", "trained", *QUEUED, "in_flight", "duplicates", "groups_open", "groups_logged"),
@@ -74,32 +78,91 @@ class ShardState:
 
 
 def read_shard(run: Run, keys: ShardKeys) -> ShardState:
-    """One atomic reading of a shard."""
+    """One atomic reading of a shard.
+
+    Over maxmemory, where a server refuses transactions, its figures belong to several moments: then it is read again
+    while they contradict each other.
+    """
+    state, atomic = _read_shard(run, keys)
+    for _ in range(READ_AGAIN):
+        if atomic or not problems_of(state):
+            break
+        state, atomic = _read_shard(run, keys)
+    return state
+
+
+def _read_shard(run: Run, keys: ShardKeys) -> tuple[ShardState, bool]:
     streams = {"rollouts": (keys.rollouts, GROUPER), "work": (keys.work, ADVANTAGE)}
     streams |= {f"scoring:{name}": (keys.scoring(name), name) for name in run.manifest.scorers}
-    names = [keys.ledger, keys.trainer, keys.open, keys.groups, keys.ready, keys.applied]
-    names += [keys.ended, keys.ended_before, keys.garbage, keys.sizes, *[key for key, _ in streams.values()]]
-    reply = run.call(
-        "status", names, [run.manifest.max_trajectory_bytes, *[group for _, group in streams.values()]]
+
+    def read(transaction: bool) -> list[Any]:
+        # Plain commands, as whoever may only look should not be able to run scripts.
+        pipe: Any = run.connection.scripts.pipeline(transaction=transaction)
+        for key in (keys.ledger, keys.trainer, keys.sizes):
+            pipe.hgetall(key)
+        pipe.zcard(keys.open)
+        for key in (keys.groups, keys.ready):
+            pipe.xlen(key)
+        for key in (keys.applied, keys.ended, keys.ended_before):
+            pipe.hlen(key)
+        pipe.llen(keys.garbage)
+        for key, _ in streams.values():
+            pipe.xlen(key)
+            pipe.xrange(key, count=1)
+            pipe.xinfo_groups(key)  # last: where there is no stream it is an error
+        found: list[Any] = pipe.execute(raise_on_error=False)
+        return found
+
+    try:
+        reply, atomic = read(True), True
+    except OutOfMemoryError:
+        reply, atomic = read(False), False
+    for problem in reply:
+        if isinstance(problem, Exception) and not _is_missing(problem):
+            raise problem
+    now_s, microseconds = run.connection.scripts.time()
+    counters, trainer, known, groups_open, groups_logged, ready, applied, ended, ended_before, garbage = (
+        reply[:10]
     )
-    now_ms = int(reply[8])
-    counters = _pairs(reply[0])
-    return ShardState(
-        counters={name: int(value) for name, value in counters.items() if _is_whole(value)},
-        trainer=_pairs(reply[1]),
-        groups_open=reply[2],
-        groups_logged=reply[3],
-        ready=reply[4],
-        batches_applied=reply[5],
-        groups_remembered=reply[6],
-        garbage=reply[7],
-        reserved_bytes=int(reply[9]),
-        place_bytes=int(reply[10]),
+    per_stream = [reply[start : start + 3] for start in range(10, len(reply), 3)]
+    places = sizes.reserved(_pairs_of(known), run.manifest.max_trajectory_bytes)
+    numbers = _pairs_of(counters)
+    state = ShardState(
+        counters={name: int(value) for name, value in numbers.items() if _is_whole(value)},
+        trainer=_pairs_of(trainer),
+        groups_open=groups_open,
+        groups_logged=groups_logged,
+        ready=ready,
+        batches_applied=applied,
+        groups_remembered=ended + ended_before,
+        garbage=garbage,
+        reserved_bytes=places.total,
+        place_bytes=places.each,
         streams={
-            name: StreamState(state[0], state[1], state[2], state[3], _age_s(state[4], now_ms))
-            for name, state in zip(streams, reply[11:], strict=True)
+            name: _stream_state(length, oldest, groups, group, now_s * 1000 + microseconds // 1000)
+            for (name, (_, group)), (length, oldest, groups) in zip(streams.items(), per_stream, strict=True)
         },
-        broken=[name for name in COUNTERS if not _is_whole(counters.get(name, "0"))],
+        broken=[name for name in COUNTERS if not _is_whole(numbers.get(name, "0"))],
+    )
+    return state, atomic
+
+
+def _is_missing(error: Exception) -> bool:
+    """XINFO of a stream that nobody has made yet."""
+    return isinstance(error, ResponseError) and "no such key" in str(error)
+
+
+def _stream_state(length: int, oldest: Any, groups: Any, group: str, now_ms: int) -> StreamState:
+    """groups: of the stream's consumer groups, an error where there is no stream."""
+    found = [] if isinstance(groups, Exception) else map(_mapping, groups)
+    of: dict[str, Any] = next((each for each in found if each["name"] == group.encode()), {})
+    lag = of.get("lag")
+    return StreamState(
+        length=length,
+        pending=of.get("pending", 0),
+        lag=(-1 if lag is None else lag) if of else 0,
+        consumers=of.get("consumers", 0),
+        oldest_age_s=_age_s(oldest[0][0], now_ms) if oldest else None,
     )
 
 
@@ -246,14 +309,16 @@ def _reasons(total: Mapping[str, int], kind: str) -> dict[str, int]:
     }
 
 
-def _pairs(flat: list[bytes]) -> dict[str, str]:
-    return _pairs_of(dict(zip(flat[::2], flat[1::2], strict=True)))
+def _pairs_of(reply: Any) -> dict[str, str]:
+    return {name: value.decode(errors="backslashreplace") for name, value in _mapping(reply).items()}
 
 
-def _pairs_of(mapping: Any) -> dict[str, str]:
+def _mapping(reply: Any) -> dict[str, Any]:
+    """A map as it comes: a cluster's transactions give it flat."""
+    pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
     return {
-        name.decode(errors="backslashreplace"): value.decode(errors="backslashreplace")
-        for name, value in mapping.items()
+        name.decode(errors="backslashreplace") if isinstance(name, bytes) else name: value
+        for name, value in pairs
     }
 
 
@@ -265,5 +330,5 @@ def _is_whole(text: str) -> bool:
     return bool(re.fullmatch(r"-?[0-9]{1,18}", text))
 
 
-def _age_s(entry: bytes, now_ms: int) -> float | None:
-    return max(0, now_ms - int(entry.partition(b"-")[0])) / 1000 if entry else None
+def _age_s(entry: bytes, now_ms: int) -> float:
+    return max(0, now_ms - int(entry.partition(b"-")[0])) / 1000

@@ -202,6 +202,8 @@ def test_whoever_knows_another_value_stops(redis_url: str, run: str, name: str) 
         "max_bytes": (1 << 30, "2147483648"),
         "dedupe_groups": (10, "20"),
         "dead_bytes": (5, "6"),
+        "batch_groups": (8, "16"),
+        "max_staleness": (1, "2"),
     }
     mine, other = values[name]
     early = open_run(Connection(redis_url), run, RunSettings(**{name: mine}))
@@ -275,6 +277,8 @@ def test_every_setting_given_later_reaches_who_is_running(redis_url: str, run: s
         "max_bytes": 1 << 30,
         "dedupe_groups": 10,
         "dead_bytes": 5,
+        "batch_groups": 8,
+        "max_staleness": 1,
     }
     early = join(redis_url, run)
     open_run(Connection(redis_url), run, RunSettings(**{name: values[name]}))

@@ -102,3 +102,18 @@ def test_producers_that_are_silent_are_lost(fake: Connection) -> None:
         assert [p["state"] for p in read_status(run)["producers"]] == ["open"]
         fake.scripts.hset(run.keys.home.producers, name, "1000 open")
         assert [p["state"] for p in read_status(run)["producers"]] == ["lost"]
+
+
+@pytest.mark.parametrize("tokens", [5, 50, 700, 3000])
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_status_tells_what_admission_reserves(fake: Connection, tokens: int, count: int) -> None:
+    """It reads without scripts what admission computes in one."""
+    with producing(fake, "r") as producer:
+        push_groups(producer, count, size=4, tokens=tokens)
+        run = join(fake, "r")
+        group_all(run)
+        open_groups = [producer.begin_group(3) for _ in range(2)]
+        each = read_status(run)["place_bytes"]
+        key = run.keys.home.group(open_groups[-1].group_id)
+        assert str(each).encode() == fake.scripts.hget(key, "place_bytes")
+        assert read_status(run)["bytes"]["reserved"] == 2 * 3 * each
