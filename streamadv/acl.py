@@ -22,8 +22,8 @@ CLUSTER: Final = "asking cluster|slots command"
 
 _PIPELINE: Final = (
     "del exists hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx llen lrange lrem pexpire rename rpush "
-    "unlink xack xadd xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups xlen "
-    "xrange xread xreadgroup zadd zcard zrange zrangebyscore zrem zscore"
+    "unlink xack xadd xclaim xdel xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups xlen "
+    "xpending xrange xread xreadgroup zadd zcard zrange zrangebyscore zrem zscore"
 )
 
 

@@ -2,7 +2,8 @@
 
 An entry is delivered to one consumer of the stage's group and stays pending until a hand-off script acks it.
 After a start or a lost connection a consumer first asks for its own pending entries, since a reply that was
-lost on the wire is already among them; entries idle longer than the lease are taken over from others.
+lost on the wire is already among them. Entries that nobody has touched for a lease, by this process's own clock, are
+taken over from others: the server's may be set.
 """
 
 from __future__ import annotations
@@ -34,6 +35,43 @@ BLOCK_MS: Final = 1000
 #: Block on one stream while others may have entries, when a process serves several shards.
 SHARED_BLOCK_MS: Final = 50
 RETIRE_AFTER_MS: Final = 3_600_000
+
+
+#: Pending entries looked at in one call.
+PENDING_PAGE: Final = 1000
+#: Owns entries that were given back: anybody may take them at once.
+NOBODY: Final = "nobody"
+
+
+class Delivery(NamedTuple):
+    """Who has a pending entry, and how often it was delivered: one of both changes whenever somebody takes it."""
+
+    consumer: bytes
+    times: int
+
+
+class Leases:
+    """What is pending on a stream, and since when nobody has touched it, as one process has seen it."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._seen: dict[str, tuple[Delivery, float]] = {}
+
+    def look(self, pending: Mapping[str, Delivery], now: float) -> None:
+        """pending: all there is, by entry id."""
+        seen = self._seen
+        self._seen = {
+            entry: seen[entry] if entry in seen and seen[entry][0] == delivery else (delivery, now)
+            for entry, delivery in pending.items()
+        }
+
+    def over(self, now: float) -> list[tuple[str, Delivery]]:
+        """Entries whose lease is over, oldest first."""
+        return [
+            (entry, delivery)
+            for entry, (delivery, since) in self._seen.items()
+            if now - since >= self._lease_s or delivery.consumer == NOBODY.encode()
+        ]
 
 
 class Entry(NamedTuple):
@@ -68,13 +106,14 @@ class Consumer:
         self.stage = stage  # also the name of the consumer group
         self.name = name or consumer_name()
         self.streams = [stream(keys) for keys in run.keys.shards]
-        self.lease_ms = round(lease_s * 1000)
+        self.lease_s = lease_s
         self.stop = stop
         self._clock = clock
         self._backoff = Backoff(sleep=stop.wait)
         self._own: list[str | None] = ["0"] * len(self.streams)  # where to go on in the own pending entries
-        self._reclaim: list[str | None] = [None] * len(self.streams)  # XAUTOCLAIM cursor
-        self._reclaim_due = [0.0] * len(self.streams)
+        self._leases = [Leases(lease_s) for _ in self.streams]
+        self._free: list[list[tuple[str, Delivery]]] = [[] for _ in self.streams]  # to be taken over
+        self._look_due = [clock()] * len(self.streams)
         self._held: set[tuple[int, str]] = set()
         self._lock = threading.Lock()
         self._turn = 0
@@ -112,28 +151,26 @@ class Consumer:
         """On shutdown: let others take what is in hand at once instead of after the lease."""
         with self._lock:
             held, self._held = sorted(self._held), set()
-        self._set_idle(held, self.lease_ms + 1)
+        self._claim(held, NOBODY)
 
     def release(self, entries: Sequence[Entry]) -> None:
         """Let others take these at once: this process can do nothing with them."""
         self.done(entries)
-        self._set_idle([(entry.shard, entry.id) for entry in entries], self.lease_ms + 1)
+        self._claim([(entry.shard, entry.id) for entry in entries], NOBODY)
 
     def renew(self) -> None:
         """Begin the lease of all that is in hand anew: the work takes longer."""
         with self._lock:
             held = sorted(self._held)
-        self._set_idle(held, 0)
+        self._claim(held, self.name)
 
-    def _set_idle(self, held: Sequence[tuple[int, str]], idle_ms: int) -> None:
-        """As if read so long ago. Where the server is away, the lease goes on as it did."""
+    def _claim(self, held: Sequence[tuple[int, str]], owner: str) -> None:
+        """Have `owner` take these, one more delivery: others see that. Where the server is away, the lease goes on."""
         for shard, stream in enumerate(self.streams):
-            ids: list[Any] = [entry for owner, entry in held if owner == shard]
+            ids: list[Any] = [entry for where, entry in held if where == shard]
             if ids:
                 with suppress(*RETRYABLE), not_now():
-                    self.run.connection.scripts.xclaim(
-                        stream, self.stage, self.name, 0, ids, idle=idle_ms, justid=True
-                    )
+                    self.run.connection.scripts.xclaim(stream, self.stage, owner, 0, ids)
 
     def retire_others(self) -> None:
         """Forget consumers that are gone and have nothing pending."""
@@ -177,25 +214,45 @@ class Consumer:
                 return fresh
             if pending:
                 return []
-        if self._reclaim[shard] is None and self._clock() >= self._reclaim_due[shard]:
-            self._reclaim[shard] = "0-0"
-        cursor = self._reclaim[shard]
-        if cursor is not None:
-            next_cursor, claimed, *_ = self.run.connection.scripts.xautoclaim(
-                stream, self.stage, self.name, self.lease_ms, cursor, count
-            )
-            text = next_cursor.decode()
-            self._reclaim[shard] = None if text == "0-0" else text
-            if text == "0-0":
-                self._reclaim_due[shard] = self._clock() + self.lease_ms / 3000 * random.uniform(0.8, 1.2)
-                self.run.keep_up()
-                self.retire_others()
+        if self._clock() >= self._look_due[shard]:
+            self._look_due[shard] = self._clock() + self.lease_s / 3 * random.uniform(0.8, 1.2)
+            self._leases[shard].look(self._pending(stream), self._clock())
+            with self._lock:
+                held = {entry for owner, entry in self._held if owner == shard}
+            self._free[shard] = [
+                each for each in self._leases[shard].over(self._clock()) if each[0] not in held
+            ]
+            self.retire_others()
+            self.run.keep_up()
+        if self._free[shard]:
+            due, self._free[shard] = self._free[shard][:count], self._free[shard][count:]
+            names = [self.run.keys.shard(shard).void, stream]
+            args = [self.stage, self.name, *(part for entry, delivery in due for part in (entry, *delivery))]
+            claimed = [
+                (entry, dict(zip(fields[::2], fields[1::2], strict=True)))
+                for entry, fields in self.run.call("reclaim", names, args)
+            ]
             if fresh := self._take_in_hand(_entries(shard, claimed, reclaimed=True)):
                 metrics.entries(self.stage, "reclaimed", len(fresh))
                 return fresh
         fresh = self._take_in_hand(self._group_read(shard, ">", count, block_ms))
         metrics.entries(self.stage, "delivered", len(fresh))
         return fresh
+
+    def _pending(self, stream: str) -> dict[str, Delivery]:
+        """Everything pending on a stream, by entry id, in their order."""
+        found: dict[str, Delivery] = {}
+        start = "-"
+        while True:
+            page: Any = self.run.connection.scripts.xpending_range(
+                stream, self.stage, start, "+", PENDING_PAGE
+            )
+            for each in page:
+                entry = each["message_id"].decode()
+                found[entry] = Delivery(each["consumer"], each["times_delivered"])
+            if len(page) < PENDING_PAGE:
+                return found
+            start = f"({page[-1]['message_id'].decode()}"
 
     def _group_read(self, shard: int, start: str, count: int, block_ms: int | None) -> list[Entry]:
         client = self.run.connection.scripts if block_ms is None else self.run.connection.blocking(block_ms)
