@@ -10,12 +10,14 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from . import metrics
 from .dead_letters import trim_dead
 from .keys import ShardKeys
+from .lost_producers import LostProducers
 from .malformed import RECORD_FIELDS, is_payload_key, record_problem, reject_entry, reject_item, whole
 from .outages import RETRYABLE, Backoff, retried
 from .run import Run
@@ -31,6 +33,8 @@ TAKE_COUNT: Final = 64
 #: After a read that took all there was: the next one shares its two round trips among more records.
 GATHER_S: Final = 0.010
 HOUSEKEEPING_S: Final = 1.0
+#: Records wait no longer than about this for a grouper that has much to expire or to delete.
+HOUSEKEEPING_SLICE_S: Final = 0.5
 EXPIRE_COUNT: Final = 100
 SWEEP_COUNT: Final = 64
 
@@ -46,10 +50,10 @@ def run_grouper(
     """Group until `stop` is set. Redis being away is waited out."""
     consumer = Consumer(run, STAGE, lambda keys: keys.rollouts, lease_s=lease_s, stop=stop, name=name)
     backoff = Backoff(sleep=stop.wait)
-    due = clock()
+    chores, due, behind = Housekeeping(run, clock), clock(), False
     while not stop.is_set():
         try:
-            entries = consumer.read(TAKE_COUNT)
+            entries = consumer.read(TAKE_COUNT, wait=not behind)
             if entries:
                 run.keep_up()  # settings given before these were pushed are in force for them
                 with metrics.timed(STAGE, "take"):
@@ -58,8 +62,8 @@ def run_grouper(
                 if len(entries) < TAKE_COUNT:
                     stop.wait(GATHER_S)
             if clock() >= due:
-                housekeeping(run)
-                due = clock() + HOUSEKEEPING_S
+                behind = not chores.round()
+                due = clock() + (0 if behind else HOUSEKEEPING_S)
         except RETRYABLE as error:
             retried(STAGE, error, backoff)
             consumer.recover()
@@ -98,34 +102,68 @@ def take(run: Run, entries: Sequence[Entry]) -> list[str]:
     ]
 
 
+class Housekeeping:
+    """What a grouper does beside grouping: settings, deadlines, lost producers, dead letters, garbage."""
+
+    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run = run
+        self._clock = clock
+        self._lost = LostProducers(run, clock)
+
+    def round(self) -> bool:
+        """Once through everything; False when there was more than fits into HOUSEKEEPING_SLICE_S."""
+        run, until = self._run, self._clock() + HOUSEKEEPING_SLICE_S
+        run.refresh()
+        self._lost.look()
+        done = True
+        for shard, keys in enumerate(run.keys.shards):
+            while (full := expire(run, keys)) and self._clock() < until:
+                pass
+            pass_on_ended(run, shard)
+            trim_dead(run, keys)
+            while swept := sweep(run, keys):
+                if self._clock() >= until:
+                    break
+            done = done and not full and not swept
+        return done
+
+
 def housekeeping(run: Run) -> None:
-    """What is done every second: settings, deadlines, records nobody scores any more, dead letters, garbage."""
-    run.refresh()
-    for shard, keys in enumerate(run.keys.shards):
-        expire(run, keys)
-        pass_on_ended(run, shard)
-        trim_dead(run, keys)
-        sweep(run, keys)
+    """One round of Housekeeping, of a grouper that has just started."""
+    Housekeeping(run).round()
 
 
-def expire(run: Run, keys: ShardKeys) -> list[str]:
-    """End groups past their deadline; several groupers may try, the script decides."""
+def expire(run: Run, keys: ShardKeys) -> bool:
+    """End groups past their deadline, a page at most; True when there may be more of them.
+
+    Several groupers may try, the script decides.
+    """
     now_s, microseconds = run.connection.scripts.time()
     now_ms = now_s * 1000 + microseconds // 1000
     due: Any = run.connection.scripts.zrangebyscore(keys.open, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
-    outcomes = []
-    for member in [*due, *_foreign_members(run, keys)]:
+    waiting = []
+    for member in dict.fromkeys([*due, *_foreign_members(run, keys)]):
         try:
-            group_id = member.decode()
+            waiting.append(member.decode())
         except UnicodeDecodeError:
             reject_item(run, keys, keys.open, member, "no UTF-8", removal="ZREM")
-            continue
-        names = [keys.void, keys.open, keys.rollouts, keys.group(group_id), keys.groups]
-        names += [keys.ended, keys.ended_before, keys.ledger, keys.garbage, keys.malformed, keys.sizes]
-        if ended := run.call("expire", names, [group_id, *run.manifest.policy_args]):
-            outcomes.append(_ended(*ended))
-            logger.warning("group %s reached its deadline: %s", group_id, outcomes[-1])
-    return outcomes
+    fixed = [keys.void, keys.open, keys.rollouts, keys.groups, keys.ended, keys.ended_before, keys.ledger]
+    fixed += [keys.garbage, keys.malformed, keys.sizes]
+    ended: list[tuple[str, str]] = []
+    while waiting:
+        names = [*fixed, *map(keys.group, waiting)]
+        looked_at, *flat = run.call("expire", names, [*run.manifest.policy_args, *waiting])
+        ended += [
+            (group_id.decode(), _ended(outcome, source))
+            for group_id, outcome, source in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        ]
+        waiting = waiting[looked_at:]
+    if ended:
+        outcomes = ", ".join(f"{name} {count}" for name, count in Counter(name for _, name in ended).items())
+        logger.warning(
+            "%d groups reached their deadline, %s among them: %s", len(ended), ended[0][0], outcomes
+        )
+    return len(due) == EXPIRE_COUNT and bool(ended)
 
 
 def _foreign_members(run: Run, keys: ShardKeys) -> list[bytes]:
@@ -148,20 +186,22 @@ def _foreign_members(run: Run, keys: ShardKeys) -> list[bytes]:
 
 
 def sweep(run: Run, keys: ShardKeys) -> int:
-    """Delete the payloads of dropped trajectories, in slices that do not block the server."""
-    deleted = 0
+    """Delete payloads of dropped trajectories, a slice that does not block the server. Returns how many.
+
+    0: nothing is left, or another grouper is at it.
+    """
     while True:
         items: Any = run.connection.scripts.lrange(keys.garbage, 0, SWEEP_COUNT - 1)
         wrong = [item for item in items if not _is_garbage(keys, item)]
+        if not wrong:
+            break
         for item in wrong:
             reject_item(run, keys, keys.garbage, item, "no payload and its bytes", removal="LREM")
-        if wrong:
-            continue
-        payloads = [item.rpartition(b" ")[0].decode() for item in items]
-        swept = run.call("sweep", [keys.void, keys.garbage, keys.ledger, *payloads], items) if items else 0
-        deleted += swept
-        if not swept:  # nothing left, or another grouper is at it
-            return deleted
+    if not items:
+        return 0
+    payloads = [item.rpartition(b" ")[0].decode() for item in items]
+    swept: int = run.call("sweep", [keys.void, keys.garbage, keys.ledger, *payloads], items)
+    return swept
 
 
 def _is_garbage(keys: ShardKeys, item: bytes) -> bool:

@@ -358,7 +358,11 @@ class ProducerLogic:
         keys = self._keys(group_id)
         deadline_s = check_seconds("deadline_s", deadline_s, MAX_DEADLINE_S)
         milliseconds = round((deadline_s or self.joined.group_deadline_s) * 1000)
-        reply = yield script_call("touch", [keys.void, keys.open], [group_id, milliseconds])
+        reply = yield script_call(
+            "touch",
+            [keys.void, keys.open, keys.group(group_id), keys.ledger],
+            [group_id, milliseconds, self.name],
+        )
         return bool(reply)
 
     def _remembered(

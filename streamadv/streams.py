@@ -118,13 +118,15 @@ class Consumer:
         self._lock = threading.Lock()
         self._turn = 0
 
-    def read(self, count: int) -> list[Entry]:
+    def read(self, count: int, wait: bool = True) -> list[Entry]:
         """Up to `count` entries of one shard, or [] after a short wait. Entries in hand are not given twice."""
         for _ in self.streams:
             self._turn = (self._turn + 1) % len(self.streams)
             entries = self._guarded(self._turn, count, block_ms=None)
             if entries or self.stop.is_set():
                 return entries
+        if not wait:
+            return []
         block_ms = BLOCK_MS if len(self.streams) == 1 else SHARED_BLOCK_MS
         started = self._clock()
         entries = self._guarded(self._turn, count, block_ms)

@@ -1,8 +1,9 @@
--- End a group whose deadline has passed, unless records pushed before the deadline still wait in the rollouts
--- stream: the grouper's own downtime must not lose anything.
--- KEYS  void, open, rollouts, group, groups, ended, ended_before, ledger, garbage, malformed, sizes
--- ARGV  group id, partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups
--- Returns  {outcome, data source}, or {} when the group is not (or no longer) due
+-- End groups whose deadline has passed, unless records pushed before the deadline still wait in the rollouts stream:
+-- the grouper's own downtime must not lose anything. One call ends groups of EXPIRE_PLACES places, and the one that
+-- goes beyond.
+-- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, hash of each group ...
+-- ARGV  partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups, id of each group ...
+-- Returns  {groups looked at, id, outcome, data source of each that has ended ...}
 -- include clock
 -- include ended
 -- include malformed
@@ -10,26 +11,45 @@
 -- include complete
 -- include broken
 redis.call('DEL', KEYS[1])
-local keys = {open = KEYS[2], group = KEYS[4], groups = KEYS[5], ended = KEYS[6], ended_before = KEYS[7],
-  ledger = KEYS[8], garbage = KEYS[9], malformed = KEYS[10], sizes = KEYS[11]}
-local policy = {partial_min_usable = ARGV[2], zero_variance = ARGV[3], difficulty_low = ARGV[4],
-  difficulty_high = ARGV[5], dedupe_groups = tonumber(ARGV[6])}
-local id = ARGV[1]
-local deadline = tonumber(redis.call('ZSCORE', keys.open, id) or '')
-if not deadline then return {} end
-local state = group_state(keys)
-if state == 'none' then  -- a group is opened and ended in one step each
-  redis.call('ZREM', keys.open, id)
-  redis.call('DEL', keys.group)  -- foreign fields, if anything
-  if (tonumber(redis.call('HGET', keys.ledger, 'groups_open') or '') or 0) > redis.call('ZCARD', keys.open) then
-    redis.call('HINCRBY', keys.ledger, 'groups_open', -1)
-  end
-  note_malformed(keys, 'open', id, 0, 'there is no such group', '')
-  return {}
-end
-if state == 'broken' then return {end_broken(keys, id, policy)} end
-if deadline > now_ms() then return {} end
+local EXPIRE_PLACES = 1024
+local keys = {open = KEYS[2], groups = KEYS[4], ended = KEYS[5], ended_before = KEYS[6], ledger = KEYS[7],
+  garbage = KEYS[8], malformed = KEYS[9], sizes = KEYS[10]}
+local policy = {partial_min_usable = ARGV[1], zero_variance = ARGV[2], difficulty_low = ARGV[3],
+  difficulty_high = ARGV[4], dedupe_groups = tonumber(ARGV[5])}
+local first_group, first_id = 11, 6
+local now = now_ms()
 local oldest = redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', 1)
-if oldest[1] and tonumber(string.match(oldest[1][1], '^(%d+)')) <= deadline then return {} end
-local usable = tonumber(redis.call('HGET', keys.group, 'usable') or '') or 0
-return {end_group(keys, id, short_outcome(usable, policy, 'expired'), 'e', policy)}
+local waiting_since = oldest[1] and tonumber(string.match(oldest[1][1], '^(%d+)')) or now + 1
+
+-- Returns how many places the group had, its outcome and data source; 0 when it is not (or no longer) due.
+local function expire(id)
+  local deadline = tonumber(redis.call('ZSCORE', keys.open, id) or '')
+  if not deadline then return 0 end
+  local state, counts = group_state(keys)
+  if state == 'none' then  -- a group is opened and ended in one step each
+    redis.call('ZREM', keys.open, id)
+    redis.call('DEL', keys.group)  -- foreign fields, if anything
+    if (tonumber(redis.call('HGET', keys.ledger, 'groups_open') or '') or 0) > redis.call('ZCARD', keys.open) then
+      redis.call('HINCRBY', keys.ledger, 'groups_open', -1)
+    end
+    note_malformed(keys, 'open', id, 0, 'there is no such group', '')
+    return 1
+  end
+  if state == 'broken' then return 64, end_broken(keys, id, policy) end
+  if deadline > now or waiting_since <= deadline then return 0 end
+  return counts.places, end_group(keys, id, short_outcome(counts.usable, policy, 'expired'), 'e', policy)
+end
+
+local reply, places = {0}, 0
+for i = 0, #KEYS - first_group do
+  keys.group = KEYS[first_group + i]
+  local more, outcome, data_source = expire(ARGV[first_id + i])
+  places, reply[1] = places + more, i + 1
+  if outcome then
+    reply[#reply + 1] = ARGV[first_id + i]
+    reply[#reply + 1] = outcome
+    reply[#reply + 1] = data_source
+  end
+  if places >= EXPIRE_PLACES then break end
+end
+return reply

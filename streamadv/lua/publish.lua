@@ -5,7 +5,6 @@
 --       trajectories they are for, number of inline fields of the output columns, their field, value ...; then
 --       results (raw bytes) as field, value ...
 -- Returns  1, or 0 when somebody else has finished the entry or the batch is gone: the output is unlinked
--- include sizes
 redis.call('DEL', KEYS[1])
 local first = redis.call('XACK', KEYS[2], ARGV[1], ARGV[2]) == 1
 if first then redis.call('XDEL', KEYS[2], ARGV[2]) end
@@ -23,5 +22,9 @@ local entry = {'batch', ARGV[3], 'header', ARGV[4], 'output', output, 'output_by
 for i = at, #ARGV do entry[#entry + 1] = ARGV[i] end
 redis.call('XADD', KEYS[3], '*', unpack(entry))
 redis.call('HINCRBY', KEYS[5], 'live_bytes', ARGV[5])
-note_results(KEYS[6], tonumber(ARGV[6]), tonumber(ARGV[5]))
+-- How much results need beside their payloads (lib/sizes), the last GiB counting most.
+local into, out = redis.call('HINCRBY', KEYS[6], 'in', ARGV[6]), redis.call('HINCRBY', KEYS[6], 'out', ARGV[5])
+if into > 2 ^ 30 then
+  redis.call('HSET', KEYS[6], 'in', string.format('%d', into / 2), 'out', string.format('%d', out / 2))
+end
 return 1

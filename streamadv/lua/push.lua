@@ -15,6 +15,7 @@
 -- include clock
 -- include sizes
 -- include admit
+-- include play
 -- include ended
 local keys = {group = KEYS[1], open = KEYS[2], groups = KEYS[3], ended = KEYS[4], ended_before = KEYS[5],
   ledger = KEYS[6], trainer = KEYS[7], sizes = KEYS[8], rollouts = KEYS[9]}
@@ -116,10 +117,8 @@ local used = in_rollouts + in_scoring
 if used > 0 then
   redis.call('HINCRBY', keys.ledger, 'live_bytes', string.format('%d', bytes_in))
   if #sizes > 0 then note_sizes(keys.sizes, sizes) end
-  local group = redis.call('HMGET', keys.group, 'place_bytes', 'abandoned')
   redis.call('HINCRBY', keys.group, 'unfilled', -used)
-  reserve(keys.sizes, group[1], -used)
-  redis.call('HSET', keys.group, 'producer', spec.producer, 'abandoned', 0)
-  if group[2] == '1' then redis.call('HINCRBY', keys.ledger, 'groups_abandoned', -1) end  -- somebody plays it after all
+  reserve(keys.sizes, redis.call('HMGET', keys.group, 'place_bytes')[1], -used)
+  play(keys, spec.producer)
 end
 return codes

@@ -13,14 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import streamadv.presence
+import streamadv.producer
 from streamadv import batches, grouping
 from streamadv.connection import Connection
-from streamadv.errors import TrajectoryError
+from streamadv.errors import Busy, NoBatchError, TrajectoryError
 from streamadv.manifest import RunSettings
 from streamadv.producer import Producer
 from streamadv.run import Run
+from streamadv.status import read_status
 from streamadv.tickets import Ticket
+from streamadv.trainer_queue import TrainerQueue
 
+from ..clusters import until
 from ..support import (
     batches_read,
     consumer_of,
@@ -285,8 +290,7 @@ def test_garbage_is_swept_once(fake: Connection) -> None:
         while grouping.expire(run, run.keys.home):
             pass
         assert fake.scripts.llen(run.keys.home.garbage) == 100
-        assert grouping.sweep(run, run.keys.home) == 100
-        assert grouping.sweep(run, run.keys.home) == 0
+        assert [grouping.sweep(run, run.keys.home) for _ in range(3)] == [64, 36, 0]
     assert not [key for key in fake.scripts.keys("*") if b"payload" in key]
     assert problems(run) == []
 
@@ -501,3 +505,60 @@ def test_each_trajectory_is_in_one_place(seed: int, minimum: int | None) -> None
             pipeline.check()
     finally:
         pipeline.producer.close()
+
+
+def test_expiry_goes_on_while_full_pages_end(redis_url: str, run: str) -> None:
+    """A fleet that died leaves thousands of open groups: all end in one round of housekeeping."""
+    with producing(redis_url, run, {"shards": 2, "max_trajectory_bytes": 1024}) as producer:
+        joined = join(redis_url, run)
+        for number in range(600):
+            producer.begin_group(2, group_id=f"g{number}")
+        producer.push([trajectory("g7", 0)])
+        group_all(joined)
+        for number in range(600):
+            make_overdue(joined, f"g{number}")
+        grouping.housekeeping(joined)
+    status = read_status(joined)
+    assert status["groups"]["open"] == 0
+    assert status["groups"]["outcomes"] == {"expired": 600}
+    assert status["bytes"] == {"live": 0, "reserved": 0, "dead": 0}
+    assert problems(joined) == []
+
+
+def test_groups_of_a_lost_producer_do_not_count_in_pacing(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed with every admitted group open, it must not stop the others until the deadline."""
+    monkeypatch.setattr(streamadv.producer, "HEARTBEAT_S", 3600.0)
+    joined = join(redis_url, run)
+    queue = TrainerQueue(redis_url, run, batch_groups=2, max_staleness=1, chain={"estimator": "grpo"})
+    with pytest.raises(NoBatchError):
+        queue.next_batch(timeout=0)
+    killed = Producer(redis_url, run).open()
+    lost = [killed.begin_group(2, timeout=0) for _ in range(4)]
+    monkeypatch.setattr(streamadv.producer, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(streamadv.presence, "PRODUCER_TIMEOUT_S", 0.5)
+    with threads(lambda stop: grouping.run_grouper(joined, stop)), producing(redis_url, run) as other:
+        mine = [other.begin_group(2, timeout=30) for _ in range(4)]
+        with pytest.raises(Busy, match="4 groups begun"):
+            other.begin_group(2, timeout=0)
+        assert read_status(joined)["groups"]["open"] == 8
+        # What was handed on to a process that is alive counts again, and completes.
+        for ticket in lost[0].tickets:
+            other.rollout(ticket).push(input_ids=[1], response_mask=[1], reward=1.0)
+        until(lambda: joined.connection.scripts.xlen(joined.keys.home.groups) == 1, "it completes")
+        mine[0].cancel(2)
+        mine[1].cancel(2)
+        until(lambda: read_status(joined)["groups"]["open"] == 5, "two have ended")
+        other.begin_group(2, timeout=0)
+        with pytest.raises(Busy, match="4 groups begun"):
+            other.begin_group(2, timeout=0)
+    assert read_status(joined)["groups"]["abandoned"] == 3
+    assert problems(joined) == []
+    for group in lost[1:]:
+        make_overdue(joined, group.group_id)
+    group_all(joined)
+    assert read_status(joined)["groups"]["abandoned"] == 0
+    assert problems(joined) == []
+    killed.close()
+    queue.close()

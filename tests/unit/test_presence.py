@@ -9,6 +9,8 @@ import pytest
 from streamadv import presence
 from streamadv.connection import Connection
 from streamadv.errors import NoBatchError
+from streamadv.grouping import housekeeping
+from streamadv.status import read_status
 from streamadv.trainer_queue import TrainerQueue
 
 from ..support import join, producing
@@ -63,3 +65,39 @@ def test_a_producer_that_leaves_holds_nobody(fake: Connection) -> None:
             assert not ends(queue)
         assert ends(queue)
         assert fake.scripts.hlen(producers_of(fake)) == 1, "only the one that has finished stays on the list"
+
+
+def test_producers_of_the_past_are_forgotten_and_the_run_still_ends(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = join(fake, "r")
+    finished = {f"finished{number}": f"{number} finished" for number in range(1500)}
+    silent = {f"silent{number}": f"{number} open" for number in range(1500)}
+    fake.scripts.hset(producers_of(fake), mapping=finished | silent)
+    with producing(fake, "r") as alive:
+        housekeeping(run)
+        names = {producer["name"] for producer in read_status(run)["producers"]}
+        assert len(names - silent.keys()) == 101
+        assert {f"finished{number}" for number in range(1400, 1500)} < names, "the latest are kept"
+        queue = TrainerQueue(fake, "r", batch_groups=1)
+        assert not ends(queue), "one is alive"
+        alive.finish()
+        assert not ends(queue), "the silent ones may be alive, as far as this trainer knows"
+        monkeypatch.setattr(presence, "PRODUCER_TIMEOUT_S", -1.0)
+        assert ends(queue)
+        assert len(read_status(run)["producers"]) <= 200
+
+
+def test_a_finished_producer_that_is_off_the_list_has_finished(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = join(fake, "r")
+    monkeypatch.setattr(presence, "PAST_KEPT", 1)
+    queue = TrainerQueue(fake, "r", batch_groups=1)
+    for _ in range(3):
+        with producing(fake, "r") as producer:
+            assert not ends(queue)
+            producer.finish()
+    housekeeping(run)
+    assert [producer["state"] for producer in read_status(run)["producers"]] == ["finished"]
+    assert ends(queue)

@@ -75,12 +75,3 @@ local function note_sizes(key, sizes)
   end
   redis.call('HINCRBY', key, 'n', -forgotten)
 end
-
--- Results of `out` bytes were computed for payloads of `into` bytes.
-local function note_results(key, into, out)
-  local sum = redis.call('HINCRBY', key, 'in', string.format('%d', into))
-  local results = redis.call('HINCRBY', key, 'out', string.format('%d', out))
-  if sum > 2 ^ 30 then
-    redis.call('HSET', key, 'in', string.format('%d', sum / 2), 'out', string.format('%d', results / 2))
-  end
-end
