@@ -21,6 +21,14 @@ class TrajectoryError(StreamadvError):
     """A trajectory breaks the data model: wrong field, dtype, length, size or a non-finite number."""
 
 
+class ArgumentError(TrajectoryError, ValueError):
+    """A tensor, array or list of labels given to a function has the wrong shape, dtype, device or values."""
+
+
+class OptionError(SettingError, ValueError):
+    """An option given to a function is of the wrong type, unknown, out of range or contradicts another one."""
+
+
 class WireError(StreamadvError):
     """Bytes read from Redis are not a payload of a schema version this release understands."""
 

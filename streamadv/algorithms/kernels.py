@@ -337,3 +337,13 @@ def nonzero(values, result):
     """result [N] bool: where `values` differ from 0."""
     for t in range(len(values)):
         result[t] = values[t] != 0
+
+
+@kernel
+def flags(values, result):
+    """`nonzero`; returns whether all of `values` are 0 or 1."""
+    right = True
+    for t in range(len(values)):
+        result[t] = values[t] != 0
+        right &= (values[t] == 0) | (values[t] == 1)
+    return right

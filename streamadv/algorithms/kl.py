@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import SettingError
 from . import kernels, reward_kernels
+from .arguments import Elements, Logits, Measured, NotNegative, Positive
 from .padded_layout import PeerQuirks
 
 KLPenalty = Literal["k1", "k2", "k3", "kl", "abs", "mse", "low_var_kl"]
@@ -22,7 +23,7 @@ KL_PENALTIES: Final[tuple[str, ...]] = get_args(KLPenalty)
 K3: Final = ("k3", "low_var_kl")
 
 
-def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: str = "k1") -> Tensor:
+def approx_kl(log_probs: Elements, ref_log_probs: Elements, penalty: KLPenalty = "k1") -> Tensor:
     """Per-token estimate of KL(policy, reference), same shape and dtype as the inputs.
 
     With d = log_probs - ref_log_probs: k1 (kl) = d; abs = |d|; k2 (mse) = d^2 / 2;
@@ -42,7 +43,7 @@ def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: str = "k1") -> 
     raise SettingError(f"kl.penalty {penalty!r} is unknown: choose one of {', '.join(KL_PENALTIES)}")
 
 
-def column_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: str) -> Tensor:
+def column_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: KLPenalty) -> Tensor:
     """[N]: `approx_kl` of columns [N]; on a CPU in float32, without gradient, k3 computed in float64."""
     if not kernels.on_cpu(log_probs) or penalty not in K3:
         return approx_kl(log_probs.detach(), ref_log_probs.detach(), penalty).to(torch.float32)
@@ -51,7 +52,7 @@ def column_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: str) -> Tensor:
     return torch.from_numpy(kl)
 
 
-def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+def full_kl(logits: Logits, ref_logits: Logits) -> Tensor:
     """sum_v p(v) (log p(v) - log q(v)) over the last axis; logits (or log-probs) [..., V] -> [...]."""
     log_probs, ref = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     return (log_probs.exp() * (log_probs - ref)).sum(-1)
@@ -59,10 +60,10 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 def adapted_coefficient(
     coefficient: float,
-    current_kl: float,
-    target: float,
-    horizon: float,
-    n_steps: float,
+    current_kl: Measured,
+    target: Positive,
+    horizon: Positive,
+    n_steps: NotNegative,
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> float:

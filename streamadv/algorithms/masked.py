@@ -10,7 +10,8 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..errors import SettingError
+from ..errors import OptionError
+from .arguments import GREATEST, AnyMask, AnyShape, Mask, Positive, Rows, Threshold, Tokens
 from .padded_layout import PeerQuirks
 from .trainable import padded_tokens
 from .whitening import whiten
@@ -21,17 +22,19 @@ LossAggregation = Literal[
 LOSS_AGGREGATIONS: Final[tuple[str, ...]] = get_args(LossAggregation)
 
 
-def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+def masked_sum(values: AnyShape, mask: AnyMask, dim: int | None = None) -> Tensor:
     """Sum of `values` where `mask` is set, over everything or along `dim`."""
+    _check_dim(dim, values)
     return _sum(values, mask, dim).to(torch.float32)
 
 
-def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+def masked_mean(values: AnyShape, mask: AnyMask, dim: int | None = None) -> Tensor:
     """Mean of `values` where `mask` is set, over everything or along `dim`; 0 over nothing."""
+    _check_dim(dim, values)
     return _mean(values, mask, dim).to(torch.float32)
 
 
-def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+def masked_var(values: AnyShape, mask: AnyMask, unbiased: bool = True) -> Tensor:
     """Variance of the masked values, ddof 1 if `unbiased`; 0 below two values (ROLL and verl raise)."""
     centred = values.to(torch.float64) - _mean(values, mask, None)
     count = (mask != 0).sum()
@@ -39,14 +42,14 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     return (squares / (count - int(unbiased)).clamp(min=1)).to(torch.float32)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+def masked_whiten(values: Tokens, mask: Mask, shift_mean: bool = True) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) at every position, statistics over the mask; see `whitening.whiten`."""
-    flat = values.reshape(-1).to(torch.float32)
+    flat = torch.where(mask | (values.abs() <= GREATEST), values, 0.0).reshape(-1)
     return whiten(flat, padded_tokens(mask), shift_mean, everywhere=True).view(values.shape)
 
 
 def masked_normalize(
-    values: Tensor, mask: Tensor, eps: float = 1e-8, *, peer_quirks: PeerQuirks | None = None
+    values: Tokens, mask: Mask, eps: Positive = 1e-8, *, peer_quirks: PeerQuirks | None = None
 ) -> Tensor:
     """Each row to mean 0 and variance 1 over its masked values: (x - mean) / sqrt(max(var, eps)), ddof 0.
 
@@ -58,21 +61,23 @@ def masked_normalize(
     return (result if peer_quirks else torch.where(mask != 0, result, 0.0)).to(torch.float32)
 
 
-def clip_fraction(values: Tensor, clip_max: float, clip_min: float, mask: Tensor | None = None) -> Tensor:
+def clip_fraction(
+    values: AnyShape, clip_max: Threshold, clip_min: Threshold, mask: AnyMask | None = None
+) -> Tensor:
     """Share of values above `clip_max` or below `clip_min`, among masked ones; without a mask, all (ROLL)."""
     outside = ((values > clip_max) | (values < clip_min)).to(torch.float64)
     return _mean(outside, torch.ones_like(outside) if mask is None else mask, None)
 
 
 def agg_loss(
-    loss: Tensor,
-    mask: Tensor,
+    loss: Tokens,
+    mask: Mask,
     mode: LossAggregation = "token-mean",
-    weights: Tensor | None = None,
+    weights: Rows | None = None,
     *,
-    batch_num_tokens: float | None = None,
-    global_batch_size: float | None = None,
-    loss_scale_factor: float | None = None,
+    batch_num_tokens: Positive | None = None,
+    global_batch_size: Positive | None = None,
+    loss_scale_factor: Positive | None = None,
     peer_quirks: PeerQuirks | None = None,
 ) -> Tensor:
     """A scalar from token losses [B, T]; `weights` [B] multiply whole rows.
@@ -81,12 +86,8 @@ def agg_loss(
     tokens of the row's masked sum or mean. seq-mean-token-sum-norm: sum of row sums / T. The divisors can be
     given, as a micro-batch needs those of its whole batch: batch_num_tokens, global_batch_size (rows),
     loss_scale_factor (in place of T). ROLL divides by all rows and its token-mean sums what is outside the
-    mask too. Nothing at all gives 0 (theirs: NaN). Raises SettingError for another mode.
+    mask too. Nothing at all gives 0 (theirs: NaN).
     """
-    if mode not in LOSS_AGGREGATIONS:
-        raise SettingError(
-            f"loss aggregation {mode!r} is unknown: choose one of {', '.join(LOSS_AGGREGATIONS)}"
-        )
     weight = torch.ones(len(loss), device=loss.device) if weights is None else weights
     if mode == "token-mean":
         everything = torch.ones_like(mask) if peer_quirks == "roll" else mask
@@ -98,6 +99,11 @@ def agg_loss(
         return (total / (loss_scale_factor or mask.shape[1])).to(torch.float32)
     rows = torch.tensor(len(mask)) if peer_quirks == "roll" else (mask != 0).any(1).sum()
     return _over(total, global_batch_size, rows, peer_quirks)
+
+
+def _check_dim(dim: int | None, values: Tensor) -> None:
+    if dim is not None and not -values.dim() <= dim < values.dim():
+        raise OptionError(f"dim is {dim}, values has {values.dim()} dimensions: choose one of them")
 
 
 def _over(total: Tensor, given: float | None, count: Tensor, peer_quirks: PeerQuirks | None) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..errors import SettingError
+from ..errors import OptionError
 from .metrics import Metric
 from .off_policy_metrics import SAFETY_BOUND, rejection_metrics, rows_that_count, weight_metrics
 from .padded_layout import PeerQuirks
@@ -38,7 +38,7 @@ def at_level(level: RatioLevel, values: Tensor, tokens: Trainable) -> Tensor:
     """[N] float64: `values` [N] combined at a level and spread over its tokens (of a row: all tokens).
 
     token: as they are; sequence: their sum over the row; geometric: their mean over the row; segment: their
-    mean over the run of trainable tokens (one turn). Raises SettingError for another level.
+    mean over the run of trainable tokens (one turn). Raises OptionError for another level.
     """
     if level == "token":
         return values.to(torch.float64)
@@ -46,7 +46,7 @@ def at_level(level: RatioLevel, values: Tensor, tokens: Trainable) -> Tensor:
         return run_mean(values, tokens)
     if level not in ("sequence", "geometric"):
         known = ", ".join(get_args(RatioLevel))
-        raise SettingError(f"correction.level {level!r} is unknown: choose one of {known}")
+        raise OptionError(f"correction.level {level!r} is unknown: choose one of {known}")
     rows = tokens.row_sum(values) if level == "sequence" else tokens.row_mean(values)
     return spread(rows, tokens.offsets, len(values))
 
@@ -69,13 +69,13 @@ def importance_weights(
     outside them (IcePop). lower defaults to 1 / upper. batch_normalize divides by the mean bounded weight: over
     tokens, or for levels above the sum of the rows' means over the number of `rows` (0-d; None = those with
     trainable tokens, as verl; slime counts all, so every row without a token makes all weights larger). Raises
-    SettingError unless upper > 0, and 0 <= lower <= upper where lower counts.
+    OptionError unless upper > 0, and 0 <= lower <= upper where lower counts.
     """
     if not upper > 0:
-        raise SettingError(f"correction.upper is {upper}, needs a number above 0")
+        raise OptionError(f"correction.upper is {upper}, needs a number above 0")
     least = 1 / upper if lower is None else lower
     if mode != "truncate" and not 0 <= least <= upper:
-        raise SettingError(f"correction.lower is {least}, needs 0 .. upper ({upper})")
+        raise OptionError(f"correction.lower is {least}, needs 0 .. upper ({upper})")
     log_weights = at_level(level, log_ratio, tokens)
     weights = log_weights.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp_()
     metrics = weight_metrics(
@@ -115,17 +115,20 @@ class Rejection:
     def __post_init__(self) -> None:
         if self.kind not in get_args(RejectionKind):
             known = ", ".join(get_args(RejectionKind))
-            raise SettingError(f"rejection {self.kind!r} is unknown: choose one of {known}")
+            raise OptionError(f"rejection {self.kind!r} is unknown: choose one of {known}")
         if not self.upper > 0 or (self.lower is not None and not self.lower > 0):
-            raise SettingError(f"rejection {self.kind}: bounds {self.lower}, {self.upper} must be above 0")
+            raise OptionError(f"rejection {self.kind}: bounds {self.lower}, {self.upper} must be above 0")
+        if self.lower is not None and self.lower > self.upper:
+            raise OptionError(f"rejection {self.kind}: lower {self.lower} is above upper {self.upper}")
         if self.lower is not None and not self.kind.endswith("k1"):
-            raise SettingError(f"rejection {self.kind}: takes an upper bound only, remove lower {self.lower}")
+            raise OptionError(f"rejection {self.kind}: takes an upper bound only, remove lower {self.lower}")
 
     @property
     def bounds(self) -> tuple[float, float]:
         """The statistic's own bounds."""
         if self.kind.endswith("k1"):
-            return math.log(1 / self.upper if self.lower is None else self.lower), math.log(self.upper)
+            upper = math.log(self.upper)
+            return -upper if self.lower is None else math.log(self.lower), upper
         return -math.inf, self.upper
 
 
@@ -167,11 +170,11 @@ def veto(
     bad = torch.zeros_like(log_ratio, dtype=torch.bool)
     if threshold is not None:
         if not threshold > 0:
-            raise SettingError(f"correction.veto is {threshold}, needs a number above 0")
+            raise OptionError(f"correction.veto is {threshold}, needs a number above 0")
         bad |= log_ratio < math.log(threshold)
     if upper is not None:
         if not upper > 0:
-            raise SettingError(f"correction.veto_upper is {upper}, needs a number above 0")
+            raise OptionError(f"correction.veto_upper is {upper}, needs a number above 0")
         bad |= log_ratio > math.log(upper)
     return spread(tokens.row_sum(bad) == 0, tokens.offsets, len(log_ratio))
 

@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..errors import SettingError
+from ..errors import OptionError
+from .arguments import Call, Flags, Mask, Positive, Share, TokenRewards, Values, added, columns, settle
 from .estimators.gae import gae_scan
 from .kl import KLPenalty, approx_kl
 from .masked import masked_mean
 from .packed import PackedBatch
 from .padded_layout import PeerQuirks, as_batch
-from .padded_rewards import Metrics, aligned_mask
+from .padded_rewards import TOKENS, AdvEstimator, Metrics, aligned_mask, known_rewards
 from .runs import run_returns
 from .scan import reverse_scan
 from .token_rewards import credited_rewards
 from .trainable import Trainable, all_tokens, padded_tokens, trainable
 from .whitening import whiten
 
-#: The ones that are a plain return here: their group logic is in the reward normalisation.
-RETURN_ESTIMATORS: Final = ("reinforce", "grpo", "gigpo", "step_reinforce")
-
 
 def compute_advantage(
     batch: Mapping[str, Tensor],
     *,
-    adv_estimator: str = "gae",
-    gamma: float = 1.0,
-    lambd: float = 0.95,
+    adv_estimator: AdvEstimator = "gae",
+    gamma: Share = 1.0,
+    lambd: Share = 0.95,
     whiten_rewards: bool = False,
     whiten_advantages: bool = False,
-    advantage_clip: float | None = None,
+    advantage_clip: Positive | None = None,
     distill_coef: float = 0.0,
     distill_only: bool = False,
     distill_penalty: KLPenalty = "k1",
-    distill_from: str = "rollout_log_probs",
+    distill_from: Literal["rollout_log_probs", "old_log_probs"] = "rollout_log_probs",
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[dict[str, Tensor], Metrics]:
     """token_level_rewards to advantages; adds advantages, returns, raw_advantages, token_level_rewards.
@@ -48,30 +46,41 @@ def compute_advantage(
     are those before the last four. distill_only: nothing but the distillation term, which is the return too;
     the rewards stay as they are. Rewards on masked tokens go to the action before, all outputs are 0 outside
     the mask and critic/advantage_clip_frac counts trainable tokens. ROLL loses such rewards, runs gae and
-    returns over all tokens, leaves returns and raw_advantages unmasked and counts every position. Raises
-    SettingError for an unknown estimator.
+    returns over all tokens, leaves returns and raw_advantages unmasked and counts every position.
     """
-    rewards = batch["token_level_rewards"]
-    mask = aligned_mask(batch["response_mask"], rewards)
-    columns = {"token_level_rewards": rewards}
+    distills = distill_only or distill_coef != 0
+    if distill_only and distill_coef == 0:
+        raise OptionError("distill_coef is 0, which leaves nothing with distill_only: give it")
+    asked: dict[str, Values | Flags] = {
+        "response_mask": Flags(("B", "W")),
+        "token_level_rewards": Values(("B", "T"), spills=True),
+    }
     if adv_estimator == "gae" and not distill_only:
-        columns["values"] = batch["values"]
-    packed, _ = as_batch(mask, columns)
+        asked["values"] = TOKENS
+    if distills:
+        asked |= {distill_from: TOKENS, "teacher_log_probs": TOKENS}
+    call = Call()
+    taken = columns(batch, asked, call)
+    mask = aligned_mask(taken["response_mask"], taken["token_level_rewards"], call)
+    settle(call)
+    rewards = taken["token_level_rewards"] = known_rewards(taken["token_level_rewards"], mask)
+    packed, _ = as_batch(
+        mask, {name: taken[name] for name in ("token_level_rewards", "values") if name in taken}
+    )
     tokens = trainable(packed)
     if not distill_only:
         flat = rewards.reshape(-1)
         flat = credited_rewards(flat, tokens) if peer_quirks is None else tokens.only(flat)
         rewards = (whiten(flat, tokens) if whiten_rewards else flat).view(mask.shape)
-    distills = distill_only or distill_coef != 0
     if distills:
-        kl = approx_kl(batch[distill_from], batch["teacher_log_probs"], distill_penalty)
+        kl = approx_kl(taken[distill_from], taken["teacher_log_probs"], distill_penalty)
         distilled = -distill_coef * _masked(kl, tokens)
     if distill_only:
         advantages = returns = distilled
     else:
         packed = packed.with_columns(token_level_rewards=rewards.reshape(-1))
-        found = _estimate(packed, adv_estimator, gamma, lambd, peer_quirks)
-        advantages, returns = (value.view(mask.shape) for value in found)
+        estimate = _estimate(packed, adv_estimator, gamma, lambd, peer_quirks)
+        advantages, returns = (value.view(mask.shape) for value in estimate)
     raw = advantages
     if distills and not distill_only:
         advantages = advantages + distilled
@@ -82,20 +91,20 @@ def compute_advantage(
     metrics: Metrics = {}
     if advantage_clip is not None:
         outside = (advantages.abs() > advantage_clip).to(torch.float32)
-        share = outside.mean() if peer_quirks else masked_mean(outside, mask)
+        share = outside.mean() if peer_quirks and outside.numel() else masked_mean(outside, mask)
         metrics["critic/advantage_clip_frac"] = share.item()
         advantages = advantages.clamp(-advantage_clip, advantage_clip)
-    added = {
+    found = {
         "advantages": advantages,
         "returns": returns,
         "raw_advantages": raw,
         "token_level_rewards": rewards,
     }
-    return {**batch, **added}, metrics
+    return added(batch, found, call), metrics
 
 
 def compute_agentic_reinforce_return(
-    token_level_rewards: Tensor, mask: Tensor | None, gamma: float = 1.0
+    token_level_rewards: TokenRewards, mask: Mask | None, gamma: Share = 1.0
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns) [B, T]: a turn's reward (at its last token) plus gamma times the next turn's return.
 
@@ -108,7 +117,7 @@ def compute_agentic_reinforce_return(
 
 
 def _estimate(
-    batch: PackedBatch, name: str, gamma: float, lambd: float, peer_quirks: PeerQuirks | None
+    batch: PackedBatch, name: AdvEstimator, gamma: float, lambd: float, peer_quirks: PeerQuirks | None
 ) -> tuple[Tensor, Tensor]:
     rewards = batch.column("token_level_rewards")
     tokens = all_tokens(batch) if peer_quirks else trainable(batch)
@@ -116,11 +125,8 @@ def _estimate(
         return gae_scan(rewards, batch.column("values"), tokens, gamma, lambd)
     if name == "agentic_reinforce":
         returns = run_returns(rewards, trainable(batch), gamma)
-    elif name in RETURN_ESTIMATORS:
+    else:  # a plain return: their group logic is in the reward normalisation
         returns = reverse_scan(rewards, gamma, tokens)
-    else:
-        known_names = ", ".join(("gae", *RETURN_ESTIMATORS, "agentic_reinforce"))
-        raise SettingError(f"adv_estimator {name!r} is unknown: choose one of {known_names}")
     return returns, returns
 
 

@@ -12,12 +12,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from .arguments import Labels, Mask, NotNegative, Positive, Rows, Share, TokenRewards, Tokens
 from .estimators.gae import gae_scan
 from .estimators.singleton import Singleton
 from .estimators.token_baseline import baseline_scan, optimal_token_baseline
 from .packed import PackedBatch
-from .padded_layout import Labels, PeerQuirks, as_batch, to_padded
-from .padded_rewards import group_mean_std, group_scores
+from .padded_layout import PeerQuirks, as_batch, to_padded
+from .padded_rewards import group_mean_std, group_scores, known_rewards
 from .registry import Estimate, get_estimator
 from .scan import reverse_scan
 from .token_rewards import credited, row_rewards
@@ -30,11 +31,11 @@ COUNTING: Final = frozenset({"opo", "reinforce_plus_plus_baseline"})
 
 
 def compute_gae_advantage_return(
-    token_level_rewards: Tensor,
-    values: Tensor,
-    response_mask: Tensor,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    token_level_rewards: TokenRewards,
+    values: Tokens,
+    response_mask: Mask,
+    gamma: Share = 1.0,
+    lam: Share = 1.0,
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
@@ -55,10 +56,10 @@ def compute_gae_advantage_return(
 
 
 def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
     index: Labels,
-    epsilon: float = 1e-6,
+    epsilon: NotNegative = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     *,
     peer_quirks: PeerQuirks | None = None,
@@ -79,10 +80,10 @@ def compute_grpo_outcome_advantage(
 
 
 def compute_grpo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
     index: Labels,
-    epsilon: float = 1e-6,
+    epsilon: NotNegative = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     *,
     peer_quirks: PeerQuirks | None = None,
@@ -92,7 +93,7 @@ def compute_grpo_vectorized_outcome_advantage(
     verl's mean and std are those of `group_mean_std` with its quirks.
     """
     if peer_quirks:
-        scores = token_level_rewards.sum(1)
+        scores = known_rewards(token_level_rewards, response_mask).sum(1)
         mean, std, _ = group_mean_std(scores, index, epsilon, peer_quirks=peer_quirks)
         rows = (scores - mean) / (std + epsilon) if norm_adv_by_std_in_grpo else scores - mean
         advantages = rows[:, None] * response_mask
@@ -109,10 +110,10 @@ def compute_grpo_vectorized_outcome_advantage(
 
 
 def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
     index: Labels,
-    epsilon: float = 1e-6,
+    epsilon: NotNegative = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> Pair:
     """The best of each group gets its lead over the second best; a group of one gives 0 (verl raises)."""
@@ -127,8 +128,8 @@ def compute_grpo_passk_outcome_advantage(
 
 
 def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
     index: Labels,
     *,
     peer_quirks: PeerQuirks | None = None,
@@ -138,8 +139,8 @@ def compute_rloo_outcome_advantage(
 
 
 def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
     index: Labels,
     *,
     peer_quirks: PeerQuirks | None = None,
@@ -159,10 +160,10 @@ def compute_opo_outcome_advantage(
 
 
 def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
     index: Labels,
-    f_norm: float = 1.0,
+    f_norm: Positive = 1.0,
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
@@ -179,10 +180,10 @@ def compute_gpg_outcome_advantage(
 
 
 def compute_maxrl_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
     index: Labels,
-    epsilon: float = 1e-6,
+    epsilon: NotNegative = 1e-6,
     *,
     negative_means: bool = False,
     singleton: Singleton = "zero",
@@ -200,8 +201,8 @@ def compute_maxrl_outcome_advantage(
 
 
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
     index: Labels,
     *,
     peer_quirks: PeerQuirks | None = None,
@@ -217,9 +218,9 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
 
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    gamma: float = 1.0,
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
+    gamma: Share = 1.0,
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
@@ -236,9 +237,9 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
 
 def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor,
-    reward_baselines: Tensor,
-    response_mask: Tensor,
+    token_level_rewards: TokenRewards,
+    reward_baselines: Rows,
+    response_mask: Mask,
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
@@ -255,14 +256,14 @@ def compute_remax_outcome_advantage(
 
 
 def compute_optimal_token_baseline_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
     index: Labels,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
+    old_log_probs: Tokens,
+    sum_pi_squared: Tokens,
+    rollout_is_weights: Tokens | None = None,
     handle_zero_tail: bool = False,
-    epsilon: float = 1e-8,
+    epsilon: Positive = 1e-8,
 ) -> Pair:
     """The optimal token baseline with samples compared column by column; see `estimators.token_baseline`."""
     batch, order = _baseline_batch(
@@ -271,37 +272,37 @@ def compute_optimal_token_baseline_advantage(
     column = torch.arange(response_mask.shape[1], device=response_mask.device).repeat(len(response_mask))
     everyone = torch.ones(batch.num_rows, dtype=torch.bool, device=response_mask.device)
     estimate = baseline_scan(batch, trainable(batch), column, everyone, handle_zero_tail, epsilon)
-    return _token_baseline(estimate, batch, order)
+    return _token_baseline(estimate, batch, order, response_mask.shape)
 
 
 def compute_tir_optimal_token_baseline_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
     index: Labels,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
+    old_log_probs: Tokens,
+    sum_pi_squared: Tokens,
+    rollout_is_weights: Tokens | None = None,
     handle_zero_tail: bool = True,
-    epsilon: float = 1e-8,
+    epsilon: Positive = 1e-8,
 ) -> Pair:
     """The optimal token baseline with samples compared at equal numbers of trainable tokens."""
     batch, order = _baseline_batch(
         token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
     )
     estimate = optimal_token_baseline(batch, handle_zero_tail=handle_zero_tail, epsilon=epsilon)
-    return _token_baseline(estimate, batch, order)
+    return _token_baseline(estimate, batch, order, response_mask.shape)
 
 
-def _token_baseline(estimate: Estimate, batch: PackedBatch, order: Tensor) -> Pair:
+def _token_baseline(estimate: Estimate, batch: PackedBatch, order: Tensor, shape: torch.Size) -> Pair:
     """Advantages on trainable tokens, and returns carried over to masked ones as in verl."""
     assert estimate.returns is not None
     rewards = trainable(batch).only(batch.column("token_level_rewards"))
     returns = reverse_scan(rewards, 1.0, all_tokens(batch))
-    return to_padded(estimate.advantages, order), to_padded(returns, order)
+    return to_padded(estimate.advantages, order, shape), to_padded(returns, order, shape)
 
 
 def _outcome(
-    name: str, token_level_rewards: Tensor, response_mask: Tensor, index: Labels, **options: object
+    name: str, token_level_rewards: TokenRewards, response_mask: Mask, index: Labels, **options: object
 ) -> Pair:
     """An outcome estimator over row sums of the rewards, spread over trainable tokens."""
     scores = row_rewards(token_level_rewards, response_mask)
@@ -314,19 +315,19 @@ def _outcome(
 
 
 def _token_batch(
-    response_mask: Tensor, token_level_rewards: Tensor, peer_quirks: PeerQuirks | None, **columns: Tensor
+    response_mask: Mask, token_level_rewards: TokenRewards, peer_quirks: PeerQuirks | None, **columns: Tensor
 ) -> PackedBatch:
     batch, _ = as_batch(response_mask, {"token_level_rewards": token_level_rewards, **columns})
     return batch if peer_quirks else batch.with_columns(token_level_rewards=credited(batch))
 
 
 def _baseline_batch(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
     index: Labels,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None,
+    old_log_probs: Tokens,
+    sum_pi_squared: Tokens,
+    rollout_is_weights: Tokens | None,
 ) -> tuple[PackedBatch, Tensor]:
     columns = {
         "token_level_rewards": token_level_rewards,

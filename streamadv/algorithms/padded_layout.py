@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..columns import Array
-from ..errors import TrajectoryError
+from ..errors import ArgumentError
+from .arguments import Labels
 from .packed import PackedBatch, Steps
 from .trainable import as_bool, padded_offsets, token_counts
 
-Labels = Sequence[object] | Array | Tensor  # one per row; equal labels = the same group
 PeerQuirks = Literal["roll", "verl"]
 
 
@@ -48,20 +47,20 @@ def as_batch(
     mask holds 0 and 1. columns: [B, T] each, None = not even response_mask; rewards [B]; index: group labels
     [B], None = every row alone; counted False leaves row_trainable at -1, which saves reading the mask once
     more. Returns the batch and the row order [B] it stands in, for `to_padded`.
-    Raises TrajectoryError if shapes disagree.
+    Raises ArgumentError if shapes disagree.
     """
     rows, width = mask.shape
     device = mask.device
     for name, column in (columns or {}).items():
         if column.shape != mask.shape:
-            raise TrajectoryError(
+            raise ArgumentError(
                 f"{name} has shape {tuple(column.shape)}, response_mask {tuple(mask.shape)}: give both alike"
             )
     place = torch.arange(rows, device=device)
     order, group, groups = place, place, rows
     if index is not None:
         if len(index) != rows:
-            raise TrajectoryError(f"index has {len(index)} labels, response_mask {rows} rows: one each")
+            raise ArgumentError(f"index has {len(index)} labels, response_mask {rows} rows: one each")
         codes = label_codes(index)
         groups = int(codes.max()) + 1 if rows else 0
         codes = codes.to(device)
@@ -90,7 +89,7 @@ def as_batch(
     return batch, order
 
 
-def to_padded(values: Tensor, order: Tensor) -> Tensor:
-    """[B, T] float32: packed results back in the rows' own order."""
-    rows = values.reshape(len(order), -1).to(torch.float32)
+def to_padded(values: Tensor, order: Tensor, shape: torch.Size) -> Tensor:
+    """[B, T] float32: packed results in the rows' own order."""
+    rows = values.view(shape).to(torch.float32)
     return torch.empty_like(rows).index_copy_(0, order, rows)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..errors import SettingError
+from ..errors import OptionError
+from .arguments import Bound, Mask, NotNegative, Tokens
 from .metrics import Metric, fetch
 from .off_policy import BoundMode, RatioLevel, Rejection, RejectionKind, importance_weights, reject
 from .off_policy_metrics import off_policy_metrics
@@ -16,14 +17,14 @@ PREFIX = "rollout_corr/"
 
 
 def compute_rollout_correction_weights(
-    log_ratio: Tensor,
-    response_mask: Tensor,
+    log_ratio: Tokens,
+    response_mask: Mask,
     rollout_is: RatioLevel = "token",
-    rollout_is_threshold: float = 2.0,
+    rollout_is_threshold: Bound = 2.0,
     rollout_is_batch_normalize: bool = False,
     *,
     mode: BoundMode = "truncate",
-    rollout_is_lower: float | None = None,
+    rollout_is_lower: NotNegative | None = None,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Importance weights [B, T] from log_ratio = old - rollout log-probs; see `off_policy`.
@@ -31,6 +32,19 @@ def compute_rollout_correction_weights(
     verl knows the levels token and sequence and the mode truncate, and counts rows without tokens in its
     row metrics.
     """
+    if mode == "truncate":
+        if rollout_is_lower is not None:
+            raise OptionError(
+                f"rollout_is_lower {rollout_is_lower} has no part in mode 'truncate': leave it out"
+            )
+    elif rollout_is_lower is None and rollout_is_threshold < 1:
+        raise OptionError(
+            f"rollout_is_lower is missing: with rollout_is_threshold {rollout_is_threshold} it is above it"
+        )
+    elif rollout_is_lower is not None and rollout_is_lower > rollout_is_threshold:
+        raise OptionError(
+            f"rollout_is_lower {rollout_is_lower} is above rollout_is_threshold {rollout_is_threshold}"
+        )
     tokens = padded_tokens(response_mask)
     weights, metrics = importance_weights(
         log_ratio.reshape(-1),
@@ -46,8 +60,8 @@ def compute_rollout_correction_weights(
 
 
 def compute_rollout_rejection_mask(
-    log_ratio: Tensor,
-    response_mask: Tensor,
+    log_ratio: Tokens,
+    response_mask: Mask,
     rollout_rs: str,
     rollout_rs_threshold: str | float | None,
     *,
@@ -65,9 +79,9 @@ def compute_rollout_rejection_mask(
 
 
 def compute_offpolicy_metrics(
-    old_log_prob: Tensor | None,
-    rollout_log_prob: Tensor | None,
-    response_mask: Tensor,
+    old_log_prob: Tokens | None,
+    rollout_log_prob: Tokens | None,
+    response_mask: Mask,
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Metrics:
@@ -79,11 +93,11 @@ def compute_offpolicy_metrics(
 
 
 def compute_rollout_correction_and_rejection_mask(
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    response_mask: Tensor,
+    old_log_prob: Tokens,
+    rollout_log_prob: Tokens,
+    response_mask: Mask,
     rollout_is: RatioLevel | None = None,
-    rollout_is_threshold: float | None = 2.0,
+    rollout_is_threshold: Bound | None = 2.0,
     rollout_is_batch_normalize: bool = False,
     rollout_rs: str | None = None,
     rollout_rs_threshold: str | float | None = None,
@@ -95,6 +109,10 @@ def compute_rollout_correction_and_rejection_mask(
     The weights are those of all tokens of `response_mask`, rejected ones included: multiply by the mask. There
     are none if rollout_is or its threshold is None.
     """
+    if rollout_rs is None and rollout_rs_threshold is not None:
+        raise OptionError(
+            f"rollout_rs_threshold {rollout_rs_threshold!r} has no part without rollout_rs: name one"
+        )
     log_ratio = old_log_prob - rollout_log_prob
     metrics = compute_offpolicy_metrics(
         old_log_prob, rollout_log_prob, response_mask, peer_quirks=peer_quirks
@@ -122,14 +140,14 @@ def parse_rejections(names: str, thresholds: str | float | None) -> list[Rejecti
     """verl's comma-separated kinds and bounds as rejections; SettingError naming what does not fit."""
     kinds = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not kinds:
-        raise SettingError(f"rollout_rs {names!r} names no rejection: leave it out or name one")
+        raise OptionError(f"rollout_rs {names!r} names no rejection: leave it out or name one")
     if thresholds is None:
-        raise SettingError(f"rollout_rs_threshold is missing: rollout_rs {names!r} needs bounds")
+        raise OptionError(f"rollout_rs_threshold is missing: rollout_rs {names!r} needs bounds")
     specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
     if len(specs) == 1:
         specs *= len(kinds)
     if len(specs) != len(kinds):
-        raise SettingError(
+        raise OptionError(
             f"rollout_rs_threshold {thresholds!r} has {len(specs)} bounds for {len(kinds)} kinds"
         )
     return [_rejection(kind, spec) for kind, spec in zip(kinds, specs, strict=True)]
@@ -139,9 +157,9 @@ def _rejection(kind: str, spec: str) -> Rejection:
     try:
         bounds = [float(part) for part in spec.split("_")]
     except ValueError:
-        raise SettingError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper, in numbers") from None
+        raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper, in numbers") from None
     if len(bounds) > 2:
-        raise SettingError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper")
+        raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper")
     chosen: RejectionKind = kind  # type: ignore[assignment]  # Rejection checks the name
     return Rejection(chosen, bounds[-1], bounds[0] if len(bounds) == 2 else None)
 

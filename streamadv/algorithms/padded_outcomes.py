@@ -6,25 +6,37 @@ Labels as everywhere on the padded surface: one per row, equal ones belong toget
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from ..errors import TrajectoryError
+from ..errors import ArgumentError
+from .arguments import (
+    Each,
+    Instance,
+    Labels,
+    NotNegative,
+    Number,
+    NumberByName,
+    Positive,
+    Rows,
+    Share,
+    Values,
+)
 from .estimators.step_grpo import Baseline
-from .padded_layout import Labels, group_order
+from .padded_layout import group_order
 from .rewards import normalise
 from .segments import moments, segment_max, spread
 
 
 def compute_step_grpo_advantage(
-    rewards: Tensor,
+    rewards: Rows,
     index: Labels,
     step_index: Labels,
     baseline: Baseline = "mean",
     norm_by_std: bool = True,
-    epsilon: float = 1e-6,
+    epsilon: NotNegative = 1e-6,
 ) -> Tensor:
     """(r - mean) / (std + epsilon) among the rows of a group with equal step_index; see `estimators.step_grpo`.
 
@@ -40,7 +52,11 @@ def compute_step_grpo_advantage(
 
 
 def compute_hierarchical_grpo_advantage(
-    rewards: Tensor, index: Labels, agents: Labels, episodes: Labels, episode_agents: Collection[Hashable]
+    rewards: Rows,
+    index: Labels,
+    agents: Labels,
+    episodes: Labels,
+    episode_agents: Annotated[Collection[Hashable], Instance((list, tuple, set, frozenset))],
 ) -> Tensor:
     """r - mean over the rows of the same agent: of its episode for `episode_agents`, else of its group (prime-rl)."""
     labels = [
@@ -52,7 +68,10 @@ def compute_hierarchical_grpo_advantage(
 
 
 def compute_rae_advantage(
-    rewards: Tensor, agents: Labels, baselines: Mapping[Any, float] | None = None, decay: float = 0.95
+    rewards: Rows,
+    agents: Labels,
+    baselines: Annotated[Mapping[Any, float], NumberByName()] | None = None,
+    decay: Share = 0.95,
 ) -> tuple[Tensor, dict[Any, float]]:
     """Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119; prime-rl): a running baseline per agent.
 
@@ -70,7 +89,10 @@ def compute_rae_advantage(
 
 
 def compute_gdpo_outcome_advantage(
-    rewards: Tensor, index: Labels, weights: Tensor | None = None, epsilon: float = 1e-4
+    rewards: Annotated[Tensor, Values(("B", "K"), finite=False)],
+    index: Labels,
+    weights: Annotated[Tensor, Values(("K",))] | None = None,
+    epsilon: Positive = 1e-4,
 ) -> Tensor:
     """z over the batch of sum_k w_k z_k, z_k = (r_k - mean(group)) / (std(group) + epsilon); see `estimators.gdpo`.
 
@@ -91,7 +113,12 @@ def compute_gdpo_outcome_advantage(
     return _back(torch.where(scorable, whole, 0.0), order)
 
 
-def cost_penalty(rewards: Tensor, index: Labels, costs: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def cost_penalty(
+    rewards: Rows,
+    index: Labels,
+    costs: Annotated[Sequence[Tensor], Each(Values(("B",)), "K")],
+    weights: Annotated[Sequence[float], Each(Number(), "K")],
+) -> Tensor:
     """r - mean(r_g) * sum_j w_j c_j / max(c_j over the group): what a group can do, it should do cheaply (prime-rl).
 
     costs: [B] each, e.g. tokens written, tokens read, turns. Where a group's costs are all 0 nothing is taken.
@@ -116,7 +143,7 @@ def _pairs(first: Labels, second: Labels) -> list[tuple[Any, Any]]:
 
 def _groups(rewards: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     if len(labels) != len(rewards):
-        raise TrajectoryError(f"index has {len(labels)} labels, rewards {len(rewards)}: one each")
+        raise ArgumentError(f"index has {len(labels)} labels, rewards {len(rewards)}: one each")
     return group_order(labels, rewards.device)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Annotated, get_args
 
 import torch
 from torch import Tensor
 
+from ..errors import OptionError
+from .arguments import Bound, Choice, Each, Instance, Mask, Number, Positive, Tokens
 from .off_policy import RatioLevel, at_level
 from .off_policy_metrics import SAFETY_BOUND
 from .padded_layout import PeerQuirks
@@ -30,17 +32,27 @@ class RatioFilter:
     diff_low: float | None = None
     diff_high: float | None = None
 
+    def __post_init__(self) -> None:
+        Choice(get_args(RatioLevel)).take("level", self.level)
+        for low, high in (("ratio_low", "ratio_high"), ("diff_low", "diff_high")):
+            bounds = [getattr(self, name) for name in (low, high)]
+            for name, bound in zip((low, high), bounds, strict=True):
+                if bound is not None:
+                    Number(infinite=True).take(name, bound)
+            if None not in bounds and bounds[0] > bounds[1]:
+                raise OptionError(f"{low} {bounds[0]} is above {high} {bounds[1]}, which keeps nothing")
+
 
 def compute_train_infer_correction(
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    response_mask: Tensor,
+    old_log_probs: Tokens,
+    rollout_log_probs: Tokens,
+    response_mask: Mask,
     *,
     weight_level: RatioLevel | None = None,
-    upper_bound: float | None = 1.2,
-    filters: Sequence[RatioFilter] = (),
-    global_valid_samples: float | None = None,
-    global_valid_tokens: float | None = None,
+    upper_bound: Bound | None = 1.2,
+    filters: Annotated[Sequence[RatioFilter], Each(Instance((RatioFilter,)), "F")] = (),
+    global_valid_samples: Positive | None = None,
+    global_valid_tokens: Positive | None = None,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, Tensor, Metrics]:
     """(weights, mask, metrics), [B, T] float32 each: importance weights and the filters' verdicts, AND-ed.

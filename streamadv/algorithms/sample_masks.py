@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from .padded_layout import Labels
+from .arguments import Count, Flags, Labels, Length, Mask, Rows, Threshold
 from .padded_rewards import Metrics, group_scores
 
 
 def difficulty_mask(
-    scores: Tensor,
+    scores: Rows,
     *,
-    n_sample: int | None = None,
+    n_sample: Count | None = None,
     index: Labels | None = None,
-    low_threshold: float = 0.1,
-    high_threshold: float = 0.95,
+    low_threshold: Threshold = 0.1,
+    high_threshold: Threshold = 0.95,
 ) -> Tensor:
     """[B] float32: 1 where the group's mean score lies strictly between the thresholds.
 
@@ -27,18 +29,18 @@ def difficulty_mask(
 
 
 def sample_level_mask(
-    response_mask: Tensor,
-    scores: Tensor,
+    response_mask: Mask,
+    scores: Rows,
     *,
-    max_response_length: int,
-    n_sample: int | None = None,
+    max_response_length: Length,
+    n_sample: Count | None = None,
     index: Labels | None = None,
     max_len_mask: bool = False,
     use_difficulty_mask: bool = False,
-    difficulty_low_threshold: float = 0.0,
-    difficulty_high_threshold: float = 1.0,
+    difficulty_low_threshold: Threshold = 0.0,
+    difficulty_high_threshold: Threshold = 1.0,
     error_max_len_clip: bool = False,
-    error_max_len_threshold: float = float("inf"),
+    error_max_len_threshold: Threshold = float("inf"),
 ) -> tuple[Tensor, Metrics]:
     """`response_mask` [B, T] float32 without the rows a filter drops, and the share each filter keeps.
 
@@ -74,9 +76,7 @@ def sample_level_mask(
     return response_mask * final[:, None], metrics
 
 
-def sample_weights(
-    response_mask: Tensor, difficulty: Tensor | None = None, *, by_length: bool = False
-) -> Tensor:
+def sample_weights(response_mask: Mask, difficulty: Rows | None = None, *, by_length: bool = False) -> Tensor:
     """[B] float32 weights that sum to B: harder prompts and shorter responses count more.
 
     difficulty [B] in 0 .. 1: factor 0.5 + 1.5 d. by_length: factor 1.5 - (len - min) / (max - min), 1.5 for
@@ -108,11 +108,11 @@ def length_factor(lengths: Tensor, counted: Tensor) -> Tensor:
 
 
 def overlong_penalty(
-    rewards: Tensor,
-    lengths: Tensor,
+    rewards: Rows,
+    lengths: Rows,
     *,
-    max_length: int,
-    buffer: int,
+    max_length: Count,
+    buffer: Count,
     factor: float = 1.0,
     capped: bool = True,
 ) -> Tensor:
@@ -126,7 +126,9 @@ def overlong_penalty(
     return rewards - excess / buffer * factor
 
 
-def truncation_penalty(rewards: Tensor, truncated: Tensor, coefficient: float) -> Tensor:
+def truncation_penalty(
+    rewards: Rows, truncated: Annotated[Tensor, Flags(("B",), counts=False)], coefficient: float
+) -> Tensor:
     """Rewards [B] of `truncated` rows times coefficient, or replaced by it when negative (OpenRLHF)."""
     changed = torch.full_like(rewards, coefficient) if coefficient < 0 else rewards * coefficient
     return torch.where(truncated != 0, changed, rewards)

@@ -5,15 +5,16 @@ All tensors have one shape, packed [N] or padded [B, T], unless said otherwise.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import SettingError
+from .arguments import AnyMask, AnyShape, Elements, Mask, Positive, Threshold, Tokens, Values, Versions
 
 
-def m2po_mask(log_ratio: Tensor, mask: Tensor, threshold: float) -> Tensor:
+def m2po_mask(log_ratio: AnyShape, mask: AnyMask, threshold: Positive) -> Tensor:
     """`mask` without the tokens of largest squared log-ratio, so that the mean of the rest is below `threshold`.
 
     M2PO (arXiv:2510.01161) as in AReaL; statistics over everything passed in. At least one token stays.
@@ -29,7 +30,11 @@ def m2po_mask(log_ratio: Tensor, mask: Tensor, threshold: float) -> Tensor:
 
 
 def off_policy_sequence_mask(
-    advantages: Tensor, log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor, threshold: float
+    advantages: Annotated[Tensor, Values(("B", "T"), ("B", 1))],
+    log_probs: Tokens,
+    behaviour_log_probs: Tokens,
+    mask: Mask,
+    threshold: Threshold,
 ) -> Tensor:
     """[B, T] bool: False where the advantage is negative and the row's mean(behaviour - new) exceeds `threshold`.
 
@@ -43,9 +48,9 @@ def off_policy_sequence_mask(
 
 
 def proximal_log_probs(
-    behaviour_log_probs: Tensor,
-    log_probs: Tensor,
-    versions: Tensor,
+    behaviour_log_probs: Elements,
+    log_probs: Elements,
+    versions: Versions,
     current_version: int,
     method: Literal["loglinear", "linear", "rollout"] = "loglinear",
 ) -> Tensor:
@@ -67,7 +72,7 @@ def proximal_log_probs(
     raise SettingError(f"proximal method {method!r} is unknown: choose one of loglinear, linear, rollout")
 
 
-def version_staleness(versions: Tensor, mask: Tensor, current_version: int) -> dict[str, float]:
+def version_staleness(versions: Versions, mask: AnyMask, current_version: int) -> dict[str, float]:
     """Average, greatest and least age of trainable tokens, in policy versions; {} without any.
 
     staleness_theta counts from the policy being trained, staleness_proximal from the one before it.

@@ -18,6 +18,7 @@ from .. import padded
 from ..algorithms import build_chain, expand, run_chain
 from ..algorithms.kl import column_kl
 from ..algorithms.padded_layout import PeerQuirks
+from ..algorithms.padded_rewards import AdvEstimator
 from ..algorithms.registry import get_estimator
 from ..algorithms.step_returns import discounted_returns
 from ..algorithms.trainable import trainable
@@ -226,7 +227,7 @@ def _verl_gae_whitened(workload: Workload) -> Results:
     return verl.masked_whiten(advantages, mask), returns
 
 
-def _classic(estimator: str, peer_quirks: PeerQuirks | None = None) -> Way:
+def _classic(estimator: AdvEstimator, peer_quirks: PeerQuirks | None = None) -> Way:
     def run(workload: Workload) -> Results:
         found, _ = padded.compute_advantage(
             workload.padded, adv_estimator=estimator, gamma=GAMMA, lambd=LAM, peer_quirks=peer_quirks

@@ -117,7 +117,7 @@ def test_cheap_answers_of_able_groups_gain() -> None:
 
 
 def test_labels_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(TrajectoryError, match="index has 1 labels, rewards 2"):
+    with pytest.raises(TrajectoryError, match=r"index has shape \[1\], needs \[B = 2\] beside rewards"):
         padded.compute_gdpo_outcome_advantage(torch.zeros(2, 1), ["a"])
 
 

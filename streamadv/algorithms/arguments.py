@@ -1,0 +1,469 @@
+"""The door: what a public function is given is checked once, and what it returns is the caller's own.
+
+`checked(function)` reads the kinds of its arguments from their annotations (the aliases below). Behind it nothing
+is checked again: tensors are contiguous, on one device, of shapes that fit, masks are bool, options are in range.
+
+Letters in shapes stand for sizes that must agree within one call: B rows, T columns of tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..columns import Array
+from ..errors import ArgumentError, OptionError
+from ..problems import brief
+from . import kernels
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Dims = tuple[str | int, ...]
+GREATEST: Final = float(torch.finfo(torch.float32).max)  # what is above becomes infinite in the result
+FLAG_DTYPES: Final = (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)
+
+
+@dataclass(slots=True)
+class Call:
+    """What one call has shown so far."""
+
+    sizes: dict[str, tuple[Any, str]] = field(
+        default_factory=dict
+    )  # letter -> size, the argument that set it
+    device: tuple[torch.device, str] | None = None
+    numbers: list[tuple[str, Tensor, Values]] = field(default_factory=list)
+    masks: list[tuple[str, Tensor]] = field(default_factory=list)
+    bad_masks: list[tuple[str, Tensor]] = field(
+        default_factory=list
+    )  # on a device: 0-d bool, read at the end
+    memory: set[int] = field(default_factory=set)  # of tensors that belong to the caller
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Numbers as a tensor or NumPy array; float32 or float64 inside. The letter "*" is any shape."""
+
+    dims: Dims
+    or_dims: Dims | None = None
+    finite: bool = True  # where the call's mask of this shape is set; without one, everywhere
+    spills: bool = False  # an infinite one counts outside the mask too
+
+    def take(self, name: str, value: Any, call: Call) -> Tensor:
+        tensor = _tensor(name, value, call)
+        _fit(name, tensor.shape, self.dims, self.or_dims, call)
+        if tensor.dtype not in (torch.float32, torch.float64):
+            tensor = tensor.to(torch.float32 if tensor.is_floating_point() else torch.float64)
+        call.numbers.append((name, tensor, self))
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """A mask of 0 and 1 in any dtype; bool inside."""
+
+    dims: Dims
+    counts: bool = True  # says which numbers of its shape count
+
+    def take(self, name: str, value: Any, call: Call) -> Tensor:
+        tensor = _tensor(name, value, call)
+        _fit(name, tensor.shape, self.dims, None, call)
+        if tensor.dtype != torch.bool:
+            tensor = _as_bool(name, tensor, call)
+        if self.counts:
+            call.masks.append((name, tensor))
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Whole numbers, int64 inside; a floating point dtype is refused."""
+
+    dims: Dims
+    or_dims: Dims | None = None
+
+    def take(self, name: str, value: Any, call: Call) -> Tensor:
+        tensor = _tensor(name, value, call)
+        _fit(name, tensor.shape, self.dims, self.or_dims, call)
+        if tensor.is_floating_point():
+            raise ArgumentError(f"{name} has dtype {_dtype(tensor)}, needs whole numbers")
+        return tensor.to(torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Each:
+    """A sequence of `kind`, of a length that fits `size`."""
+
+    kind: Any
+    size: str
+
+    def take(self, name: str, value: Any, call: Call) -> list[Any]:
+        if not isinstance(value, list | tuple):
+            raise ArgumentError(f"{name} is {_what(value)}, needs a list")
+        _fit(name, (len(value),), (self.size,), None, call)
+        return [self.kind.take(f"{name}[{place}]", item, call) for place, item in enumerate(value)]
+
+
+@dataclass(frozen=True, slots=True)
+class LabelsOf:
+    """One hashable label per row: a list, a tuple, a 1-D tensor or NumPy array."""
+
+    size: str = "B"
+
+    def take(self, name: str, value: Any, call: Call) -> list[Any]:
+        if isinstance(value, str | bytes | Mapping | set | frozenset) or not isinstance(value, Sized):
+            raise ArgumentError(f"{name} is {_what(value)}, needs one label per row")
+        if isinstance(value, Tensor | np.ndarray) and value.ndim != 1:
+            raise ArgumentError(f"{name} has shape {_listed(value.shape)}, needs one label per row")
+        _fit(name, (len(value),), (self.size,), None, call)
+        items = value.tolist() if isinstance(value, Tensor | np.ndarray) else list(value)  # type: ignore[call-overload]
+        for place, label in enumerate(items):
+            if getattr(label, "__hash__", None) is None:
+                raise ArgumentError(
+                    f"{name}[{place}] is {_what(label)}, which cannot be compared: use text or a number"
+                )
+            if label != label:
+                raise ArgumentError(f"{name}[{place}] is NaN, which equals nothing: use text or a number")
+        return items
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number in low .. high; `above`: greater than that. bool is none. A tensor of one element is one."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+    whole: bool = False
+    infinite: bool = False  # inf has a meaning
+    nan: bool = False  # NaN too
+
+    def take(self, name: str, value: Any, call: Call | None = None) -> Any:
+        if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
+            value = value.item()
+        kind = numbers.Integral if self.whole else numbers.Real
+        if isinstance(value, bool | np.bool_) or not isinstance(value, kind):
+            raise OptionError(f"{name} is {_what(value)}, needs {self}")
+        number = int(value) if isinstance(value, numbers.Integral) else float(value)
+        if self.nan and number != number:
+            return number
+        fits = self.low <= number <= self.high and (number > self.above or self.above == -math.inf)
+        if not fits or (math.isinf(number) and not self.infinite):
+            raise OptionError(f"{name} is {number}, needs {self}")
+        return number
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        if self.above > -math.inf:
+            return f"{kind} above {self.above:g}"
+        if self.high < math.inf:
+            return f"{kind} in {self.low:g} .. {self.high:g}"
+        return f"{kind} of {self.low:g} or more" if self.low > -math.inf else f"a finite {kind[2:]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of some words."""
+
+    words: tuple[Any, ...]
+
+    def take(self, name: str, value: Any, call: Call | None = None) -> Any:
+        if not isinstance(value, str) or value not in self.words:
+            what = brief(value) if isinstance(value, str) else _what(value)
+            raise OptionError(f"{name} is {what}, which is unknown: choose one of {', '.join(self.words)}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An object of one of some classes."""
+
+    classes: tuple[type, ...]
+
+    def take(self, name: str, value: Any, call: Call | None = None) -> Any:
+        wrong_bool = isinstance(value, bool) and bool not in self.classes
+        if wrong_bool or not isinstance(value, self.classes):
+            needed = " or ".join(known.__name__ for known in self.classes)
+            raise OptionError(f"{name} is {_what(value)}, needs {needed}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class NumberByName:
+    """A mapping with finite numbers as values."""
+
+    def take(self, name: str, value: Any, call: Call) -> dict[Any, float]:
+        if not isinstance(value, Mapping):
+            raise OptionError(f"{name} is {_what(value)}, needs a mapping")
+        return {key: Number().take(f"{name}[{brief(key)}]", item) for key, item in value.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Optional:
+    """None, or `kind`."""
+
+    kind: Any
+
+    def take(self, name: str, value: Any, call: Call) -> Any:
+        return None if value is None else self.kind.take(name, value, call)
+
+
+Tokens = Annotated[Tensor, Values(("B", "T"))]
+TokenRewards = Annotated[Tensor, Values(("B", "T"), spills=True)]
+Mask = Annotated[Tensor, Flags(("B", "T"))]
+Rows = Annotated[Tensor, Values(("B",))]
+AnyShape = Annotated[Tensor, Values(("*",))]
+AnyMask = Annotated[Tensor, Flags(("*",))]
+Elements = Annotated[Tensor, Values(("*",), finite=False)]  # NaN stays at its own element
+Logits = Annotated[Tensor, Values(("*", "V"), finite=False)]
+Versions = Annotated[Tensor, Whole(("*",))]
+#: One for each row; equal labels are the same group.
+Labels = Annotated[Sequence[object] | Array | Tensor, LabelsOf()]
+Share = Annotated[float, Number(low=0, high=1)]
+NotNegative = Annotated[float, Number(low=0)]
+Positive = Annotated[float, Number(above=0)]
+Bound = Annotated[float, Number(above=0, infinite=True)]
+Threshold = Annotated[float, Number(infinite=True)]
+Measured = Annotated[float, Number(infinite=True, nan=True)]
+Count = Annotated[int, Number(low=1, whole=True)]
+Length = Annotated[int, Number(low=0, whole=True)]
+
+
+def checked(function: Callable[P, R], *, differentiable: bool = False) -> Callable[P, R]:
+    """`function` behind the door.
+
+    Tensors may be of any dtype of numbers, any strides, and NumPy arrays too; they are not changed. What comes
+    back is float32, contiguous, shares no memory with an argument or another result, and has no gradient unless
+    `differentiable`. Raises ArgumentError for an array and OptionError for anything else that does not fit, in
+    one line naming it; both are ValueErrors.
+    """
+    signature = inspect.signature(function)
+    hints = get_type_hints(function, include_extras=True)
+    kinds = {name: kind_of(hints[name]) for name in signature.parameters}
+    ordered = tuple(kinds)
+    positional = sum(p.kind is not p.KEYWORD_ONLY for p in signature.parameters.values())
+
+    @functools.wraps(function)
+    def entrance(*args: P.args, **kwargs: P.kwargs) -> R:
+        given: dict[str, Any] = dict(zip(ordered, args, strict=False))
+        if len(args) > positional or not given.keys().isdisjoint(kwargs) or not kwargs.keys() <= kinds.keys():
+            signature.bind(*args, **kwargs)  # raises TypeError as a plain call does
+        given |= kwargs
+        call = Call()
+        taken = {name: kinds[name].take(name, value, call) for name, value in given.items()}
+        settle(call)
+        if differentiable:
+            return own(function(**taken), call.memory)  # type: ignore[call-arg]
+        with torch.no_grad():
+            return own(function(**taken), call.memory)  # type: ignore[call-arg]
+
+    return entrance
+
+
+def kind_of(hint: Any) -> Any:
+    """The kind that an annotation names."""
+    if get_origin(hint) is Annotated:
+        return get_args(hint)[1]
+    if get_origin(hint) is Literal:
+        return Choice(get_args(hint))
+    if get_origin(hint) in (Union, types.UnionType):
+        options = [option for option in get_args(hint) if option is not type(None)]
+        kind = kind_of(options[0]) if len(options) == 1 else Instance(_classes(options))
+        return Optional(kind) if len(options) < len(get_args(hint)) else kind
+    if get_origin(hint) is Mapping:  # of columns: the function takes those it needs itself
+        return Instance((Mapping,))
+    if hint in (int, float):
+        return Number(whole=hint is int)
+    return Instance(_classes([hint]))
+
+
+def _classes(hints: Iterable[Any]) -> tuple[type, ...]:
+    wider: dict[Any, tuple[type, ...]] = {
+        bool: (bool, np.bool_),
+        float: (float, int, np.floating, np.integer),
+    }
+    return tuple(known for hint in hints for known in wider.get(hint, (hint,)))
+
+
+def columns(batch: Mapping[str, Tensor], kinds: Mapping[str, Any], call: Call) -> dict[str, Tensor]:
+    """The columns `kinds` names, taken from `batch`; ArgumentError for one that is missing."""
+    for name in kinds:
+        if batch.get(name) is None:
+            present = ", ".join(map(str, batch)) or "nothing"
+            raise ArgumentError(f"batch has no column {name}, it has {brief(present)}: add it")
+    return {name: kind.take(name, batch[name], call) for name, kind in kinds.items()}
+
+
+def added(batch: Mapping[str, Tensor], results: Mapping[str, Tensor], call: Call) -> dict[str, Tensor]:
+    """`batch` as it is, with `results` of their own memory in it."""
+    return {**batch, **{name: own(tensor, call.memory) for name, tensor in results.items()}}
+
+
+def settle(call: Call) -> None:
+    """The end of a call's checks: raises ArgumentError for a number that counts and is not finite, or a wrong mask."""
+    asked = [(name, tensor, kind) for name, tensor, kind in call.numbers if kind.finite and tensor.numel()]
+    sums = [tensor.detach().sum() for _, tensor, _ in asked]
+    if call.device is not None and call.device[0].type != "cpu":  # one wait for the device
+        parts = [*(bad.double() for _, bad in call.bad_masks), *(total.double() for total in sums)]
+        found = torch.stack(parts).tolist() if parts else []
+        for (name, _), bad in zip(call.bad_masks, found, strict=False):
+            if bad:
+                raise _not_a_mask(name)
+        found = found[len(call.bad_masks) :]
+    else:
+        found = [total.item() for total in sums]
+    for (name, tensor, kind), total in zip(asked, found, strict=True):
+        if not abs(total) <= GREATEST:  # a sum is quick, and not finite if an element is not
+            _check_finite(name, tensor, kind, call)
+
+
+def own(result: R, memory: set[int]) -> R:
+    """`result` with tensors in float32, contiguous, that share no memory with `memory` or each other."""
+    if isinstance(result, Tensor):
+        tensor = (result if torch.is_grad_enabled() else result.detach()).to(torch.float32).contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        if address and address in memory:
+            tensor = tensor.clone()
+            address = tensor.untyped_storage().data_ptr()
+        memory.add(address)
+        return tensor  # type: ignore[return-value]
+    if isinstance(result, tuple):
+        return tuple(own(item, memory) for item in result)  # type: ignore[return-value]
+    return result
+
+
+def _tensor(name: str, value: Any, call: Call) -> Tensor:
+    if isinstance(value, np.ndarray):
+        value = _from_numpy(name, value)
+    elif not isinstance(value, Tensor):
+        raise ArgumentError(f"{name} is {_what(value)}, needs a tensor or a NumPy array")
+    if value.layout is not torch.strided or value.is_complex() or value.is_quantized or value.is_meta:
+        raise ArgumentError(
+            f"{name} is a {value.layout} {value.dtype} tensor, needs a dense one of real numbers"
+        )
+    if call.device is None:
+        call.device = value.device, name
+    elif value.device != call.device[0]:
+        there, other = call.device
+        raise ArgumentError(f"{name} is on {value.device}, {other} on {there}: give both on one device")
+    if not torch.is_grad_enabled() or not value.requires_grad:
+        value = value.detach()
+    tensor: Tensor = value.resolve_neg().contiguous()
+    call.memory.add(tensor.untyped_storage().data_ptr())
+    return tensor
+
+
+def _from_numpy(name: str, value: Array) -> Tensor:
+    if value.dtype.kind not in "biuf":
+        raise ArgumentError(f"{name} has dtype {value.dtype}, needs numbers")
+    dtype = value.dtype.newbyteorder("=")
+    if dtype.kind == "u" and dtype.itemsize > 1:
+        dtype = np.dtype(np.int64 if dtype.itemsize < 8 else np.float64)
+    elif dtype.kind == "f" and dtype.itemsize > 8:
+        dtype = np.dtype(np.float64)
+    plain = np.asarray(value, dtype, order="C")
+    return torch.from_numpy(plain if plain.flags.writeable else plain.copy())
+
+
+def _fit(name: str, shape: Sequence[int], dims: Dims, or_dims: Dims | None, call: Call) -> None:
+    for wanted in (dims, or_dims):
+        if wanted is not None and (found := _matched(shape, wanted, call.sizes)) is not None:
+            for letter, size in found.items():
+                call.sizes.setdefault(letter, (size, name))
+            return
+    needed = " or ".join(_needed(wanted, call.sizes) for wanted in (dims, or_dims) if wanted is not None)
+    known = {call.sizes[d][1] for d in (*dims, *(or_dims or ())) if d in call.sizes}
+    beside = f" beside {', '.join(sorted(known))}" if known else ""
+    raise ArgumentError(f"{name} has shape {_listed(shape)}, needs {needed}{beside}")
+
+
+def _matched(shape: Sequence[int], dims: Dims, sizes: Mapping[str, tuple[Any, str]]) -> dict[str, Any] | None:
+    found: dict[str, Any] = {}
+    actual: tuple[Any, ...] = tuple(shape)
+    if dims[0] == "*":
+        head = len(actual) - len(dims) + 1
+        if head < 0:
+            return None
+        actual = (actual[:head], *actual[head:])
+    if len(actual) != len(dims):
+        return None
+    for size, letter in zip(actual, dims, strict=True):
+        want = letter if isinstance(letter, int) else sizes[letter][0] if letter in sizes else size
+        if size != want:
+            return None
+        if not isinstance(letter, int):
+            found[letter] = size
+    return found
+
+
+def _needed(dims: Dims, sizes: Mapping[str, tuple[Any, str]]) -> str:
+    if dims == ("*",):
+        return _listed(sizes["*"][0]) if "*" in sizes else "any shape"
+    parts = [f"{d} = {sizes[d][0]}" if d in sizes else str(d) for d in dims]  # type: ignore[index]
+    return f"[{', '.join(parts)}]"
+
+
+def _as_bool(name: str, mask: Tensor, call: Call) -> Tensor:
+    if mask.dtype not in FLAG_DTYPES:
+        mask = mask.to(torch.float32 if mask.is_floating_point() else torch.int64)
+    if not kernels.on_cpu(mask):
+        call.bad_masks.append((name, ((mask != 0) & (mask != 1)).any()))
+        return mask != 0
+    counted = torch.empty(mask.shape, dtype=torch.bool)
+    if not kernels.flags(kernels.array(mask).reshape(-1), kernels.array(counted).reshape(-1)):
+        raise _not_a_mask(name)
+    return counted
+
+
+def _not_a_mask(name: str) -> ArgumentError:
+    return ArgumentError(f"{name} holds values other than 0 and 1: give a mask, and weights apart from it")
+
+
+def _check_finite(name: str, tensor: Tensor, kind: Values, call: Call) -> None:
+    bad = ~(tensor.abs() <= GREATEST)
+    mask = next((mask for _, mask in call.masks if mask.shape == tensor.shape), None)
+    if mask is not None:
+        bad &= (mask | ~tensor.isnan()) if kind.spills else mask
+    places = bad.nonzero()
+    if len(places):
+        place = places[0].tolist()
+        where = "" if mask is None else " where the mask is set"
+        raise ArgumentError(
+            f"{name}{place} is {tensor[tuple(place)].item()}, needs a finite float32 number{where}"
+        )
+
+
+def _what(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, Tensor | np.ndarray):
+        return f"an array of shape {_listed(value.shape)}"
+    return f"{brief(value)} ({type(value).__name__})"
+
+
+def _listed(shape: Iterable[int]) -> str:
+    return str(list(shape))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
