@@ -7,7 +7,7 @@ Pure functions: nothing passed in is changed. The pipeline itself works on packe
     batch, metrics = compute_token_reward(batch, add_token_level_kl=True, kl_coef=0.01)
     batch, metrics = compute_advantage(batch, adv_estimator="grpo", gamma=1.0)
 
-Every function is checked at its entrance, here and nowhere behind it (`algorithms.arguments`):
+Every function is checked at its entrance, here and nowhere behind it (`algorithms.entrance`):
 
 - Tensors may have any dtype of numbers and any strides, NumPy arrays do too; masks hold 0 and 1 in any dtype; labels
   are a list, a tuple, a 1-D tensor or array. What is given is never changed.
@@ -33,7 +33,7 @@ from .algorithms import (
     sample_masks,
     staleness,
 )
-from .algorithms.arguments import checked
+from .algorithms.entrance import checked
 from .algorithms.padded_train_infer import RatioFilter
 
 adapted_coefficient = checked(kl.adapted_coefficient)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from .arguments import Call, Flags, Mask, Positive, Share, TokenRewards, Values, added, columns, settle
+from .arguments import Call, Flags, Mask, Positive, Share, TokenRewards, Values
+from .entrance import added, columns, settle
 from .estimators.gae import gae_scan
 from .kl import KLPenalty, approx_kl
 from .masked import masked_mean

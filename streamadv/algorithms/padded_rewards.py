@@ -26,10 +26,8 @@ from .arguments import (
     Tokens,
     Values,
     Whole,
-    added,
-    columns,
-    settle,
 )
+from .entrance import added, columns, settle
 from .kl import KLPenalty, approx_kl
 from .masked import masked_mean
 from .padded_layout import PeerQuirks, as_batch, group_order, label_codes
@@ -355,14 +353,14 @@ def apply_kl_penalty(
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, Metrics]:
     """token_level_scores [B, T] - kl_coef * KL on trainable tokens, and critic/kl, critic/kl_coef."""
-    kl = torch.where(response_mask, approx_kl(old_log_probs, ref_log_probs, kl_penalty), 0.0)
+    kl = torch.where(response_mask != 0, approx_kl(old_log_probs, ref_log_probs, kl_penalty), 0.0)
     metrics = {"critic/kl": _mean_kl(kl, response_mask, peer_quirks), "critic/kl_coef": kl_coef}
     return known_rewards(token_level_scores, response_mask) - kl_coef * kl, metrics
 
 
 def known_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     """`rewards` [B, T], 0 where one outside the mask is NaN."""
-    return torch.where(mask | ~rewards.isnan(), rewards, 0.0)
+    return torch.where((mask != 0) | ~rewards.isnan(), rewards, 0.0)
 
 
 def aligned_mask(response_mask: Tensor, like: Tensor | None, call: Call) -> Tensor:

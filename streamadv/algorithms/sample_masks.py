@@ -7,6 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from ..errors import OptionError
 from .arguments import Count, Flags, Labels, Length, Mask, Rows, Threshold
 from .padded_rewards import Metrics, group_scores
 
@@ -23,6 +24,10 @@ def difficulty_mask(
 
     A group of one says nothing about difficulty and is kept (so does ROLL for n_sample 1).
     """
+    if n_sample is None and index is None:
+        raise OptionError("n_sample and index are missing: the difficulty of a group needs one of them")
+    if not low_threshold < high_threshold:
+        raise OptionError(f"low_threshold {low_threshold} is not below high_threshold {high_threshold}")
     mean, size = group_scores(scores, n_sample, index)
     kept = (mean > low_threshold) & (mean < high_threshold)
     return (kept | (size < 2)).to(torch.float32)

@@ -30,7 +30,7 @@ def m2po_mask(log_ratio: AnyShape, mask: AnyMask, threshold: Positive) -> Tensor
 
 
 def off_policy_sequence_mask(
-    advantages: Annotated[Tensor, Values(("B", "T"), ("B", 1))],
+    advantages: Annotated[Tensor, Values(("B", 1), ("B", "T"))],
     log_probs: Tokens,
     behaviour_log_probs: Tokens,
     mask: Mask,

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from streamadv import padded
-from streamadv.algorithms import sample_masks, staleness
 from streamadv.algorithms.estimators.vtrace import vtrace_errors
 from streamadv.algorithms.off_policy import Rejection, importance_weights, reject, veto
 from streamadv.algorithms.trainable import padded_tokens
@@ -18,7 +17,7 @@ Result = dict[str, Any]
 
 
 def _areal_overlong(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    rewards = sample_masks.overlong_penalty(
+    rewards = padded.overlong_penalty(
         z["rewards"],
         z["loss_mask"].sum(1),
         max_length=kwargs["max_response_length"],
@@ -32,8 +31,8 @@ def _areal_overlong(z: Inputs, kwargs: dict[str, Any]) -> Result:
 def _openrlhf_length(z: Inputs, kwargs: dict[str, Any]) -> Result:
     if "stop_properly_penalty_coef" in kwargs:
         coefficient = kwargs["stop_properly_penalty_coef"]
-        return {"rewards": sample_masks.truncation_penalty(z["rewards"], z["truncated"], coefficient)}
-    rewards = sample_masks.overlong_penalty(
+        return {"rewards": padded.truncation_penalty(z["rewards"], z["truncated"], coefficient)}
+    rewards = padded.overlong_penalty(
         z["rewards"],
         z["response_length"],
         max_length=kwargs["max_new_tokens"],
@@ -45,15 +44,15 @@ def _openrlhf_length(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 def _m2po(z: Inputs, kwargs: dict[str, Any]) -> Result:
     log_ratio = z["prox_logp"] - z["old_logp"]
-    return {"loss_mask": staleness.m2po_mask(log_ratio, z["loss_mask"], kwargs["m2_threshold"])}
+    return {"loss_mask": padded.m2po_mask(log_ratio, z["loss_mask"], kwargs["m2_threshold"])}
 
 
 def _proximal(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    return {"prox_logp": staleness.proximal_log_probs(z["old_logp"], z["logprobs"], z["versions"], **kwargs)}
+    return {"prox_logp": padded.proximal_log_probs(z["old_logp"], z["logprobs"], z["versions"], **kwargs)}
 
 
 def _staleness(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    return {"metrics": staleness.version_staleness(z["versions"], z["mask"], **kwargs)}
+    return {"metrics": padded.version_staleness(z["versions"], z["mask"], **kwargs)}
 
 
 def _skyrl(function: Any, **fixed: Any) -> Function:
@@ -95,7 +94,7 @@ def _vtrace(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 
 def _trl_mask(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    keep = staleness.off_policy_sequence_mask(
+    keep = padded.off_policy_sequence_mask(
         z["advantages"],
         z["per_token_logps"],
         z["sampling_per_token_logps"],
@@ -107,10 +106,10 @@ def _trl_mask(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 def _slime_opsm(z: Inputs, kwargs: dict[str, Any]) -> Result:
     mask = z["loss_masks"]
-    keep = staleness.off_policy_sequence_mask(
+    keep = padded.off_policy_sequence_mask(
         z["advantages"], z["log_probs"], z["old_log_probs"], mask, kwargs["delta"]
     )
-    dropped = (~keep).sum(1)  # positions outside the mask count too
+    dropped = (keep == 0).sum(1)  # positions outside the mask count too
     dropped = dropped / mask.sum(1).clamp(min=1)
     return {"keep": keep, "clipfrac": dropped.sum()}
 

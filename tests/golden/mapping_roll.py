@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 from streamadv import padded
-from streamadv.algorithms import masked, sample_masks
-from streamadv.algorithms.kl import adapted_coefficient, approx_kl, full_kl
 from streamadv.algorithms.running import RunningMoments
 from streamadv.algorithms.runs import run_mean
 from streamadv.algorithms.trainable import padded_tokens
@@ -77,7 +75,7 @@ def _token_reward(z: Inputs, kwargs: dict[str, Any]) -> Result:
     )
     after = control.get("init_kl_coef", control.get("kl_coef"))
     if control["type"] == "adaptive":
-        after = adapted_coefficient(
+        after = padded.adapted_coefficient(
             after,
             metrics["critic/kl"],
             control["target"],
@@ -99,9 +97,9 @@ def _agentic_return(z: Inputs, kwargs: dict[str, Any]) -> Result:
 def _approx_kl(z: Inputs, kwargs: dict[str, Any]) -> Result:
     name = kwargs["kl_penalty"]
     if name == "full":
-        kl = full_kl(z["log_probs_vocab"], z["log_probs_base_vocab"])
+        kl = padded.full_kl(z["log_probs_vocab"], z["log_probs_base_vocab"])
     else:
-        kl = approx_kl(z["log_probs"], z["log_probs_base"], name)
+        kl = padded.approx_kl(z["log_probs"], z["log_probs_base"], name)
     return {"kl": kl * z["action_mask"] if kwargs.get("masked") else kl}
 
 
@@ -143,9 +141,7 @@ def _sample_weights(z: Inputs, kwargs: dict[str, Any]) -> Result:
     # A difficulty stored as objects is silently ignored by ROLL.
     by_difficulty = kwargs["difficulty_loss_weight"] and kwargs["difficulty_dtype"] != "object"
     difficulty = z["difficulty"] if by_difficulty else None
-    weights = sample_masks.sample_weights(
-        z["response_mask"], difficulty, by_length=kwargs["length_loss_weight"]
-    )
+    weights = padded.sample_weights(z["response_mask"], difficulty, by_length=kwargs["length_loss_weight"])
     return {"weights": weights}
 
 
@@ -156,7 +152,7 @@ def _segment_mean(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 
 def _difficulty_mask(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    return {"mask": sample_masks.difficulty_mask(z["scores"], **kwargs)}
+    return {"mask": padded.difficulty_mask(z["scores"], **kwargs)}
 
 
 def _expand(z: Inputs, kwargs: dict[str, Any]) -> Result:
@@ -169,7 +165,7 @@ def _expand(z: Inputs, kwargs: dict[str, Any]) -> Result:
 def _sample_level_mask(z: Inputs, kwargs: dict[str, Any]) -> Result:
     options = dict(kwargs)
     options["use_difficulty_mask"] = options.pop("difficulty_mask", False)
-    mask, metrics = sample_masks.sample_level_mask(
+    mask, metrics = padded.sample_level_mask(
         z["response_mask"], z["scores"], max_response_length=int(z["max_response_length"]), **options
     )
     return {"final_response_mask": mask[:, 1:], "metrics": metrics}
@@ -203,17 +199,17 @@ def _masked_ops(z: Inputs, kwargs: dict[str, Any]) -> Result:
             "global_batch_size": kwargs.get("global_valid_samples"),
         }
         mode = kwargs["loss_agg_mode"]
-        return {"value": masked.agg_loss(x, mask, mode, weights, **counts, peer_quirks="roll")}
+        return {"value": padded.agg_loss(x, mask, mode, weights, **counts, peer_quirks="roll")}
     if "unbiased" in kwargs:
-        return {"value": masked.masked_var(x, mask, kwargs["unbiased"])}
+        return {"value": padded.masked_var(x, mask, kwargs["unbiased"])}
     if "shift_mean" in kwargs or kwargs.get("mask") == "all zeros":
-        return {"value": masked.masked_whiten(x, mask, kwargs.get("shift_mean", True))}
+        return {"value": padded.masked_whiten(x, mask, kwargs.get("shift_mean", True))}
     if "eps" in kwargs:
-        return {"value": masked.masked_normalize(x, mask, kwargs["eps"], peer_quirks="roll")}
+        return {"value": padded.masked_normalize(x, mask, kwargs["eps"], peer_quirks="roll")}
     if "clip_max" in kwargs:
-        return {"value": masked.clip_fraction(x, **kwargs)}
+        return {"value": padded.clip_fraction(x, **kwargs)}
     dim = kwargs.get("dim")
-    operation = masked.masked_sum if z["variant"].startswith("sum") else masked.masked_mean
+    operation = padded.masked_sum if z["variant"].startswith("sum") else padded.masked_mean
     return {"value": operation(x, z["mask"], dim)}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from streamadv import padded
-from streamadv.algorithms import masked
-from streamadv.algorithms.kl import adapted_coefficient, approx_kl
 
 from .compare import Function, Inputs
 
@@ -91,13 +89,13 @@ def coefficients(z: Inputs, first: float, kind: str | None, target: float, horiz
     values = []
     for kl, steps in zip(z["current_kl"].tolist(), z["n_steps"].tolist(), strict=True):
         if kind != "fixed":
-            first = adapted_coefficient(first, kl, target, horizon, steps, peer_quirks="verl")
+            first = padded.adapted_coefficient(first, kl, target, horizon, steps, peer_quirks="verl")
         values.append(first)
     return values
 
 
 def _kl_penalty(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    return {"kl": approx_kl(z["logprob"], z["ref_logprob"], kwargs["kl_penalty"])}
+    return {"kl": padded.approx_kl(z["logprob"], z["ref_logprob"], kwargs["kl_penalty"])}
 
 
 def _controller(z: Inputs, kwargs: dict[str, Any]) -> Result:
@@ -119,7 +117,7 @@ def _apply_kl_penalty(z: Inputs, kwargs: dict[str, Any]) -> Result:
         kl_coef=control["init_kl_coef"],
         peer_quirks="verl",
     )
-    after = adapted_coefficient(
+    after = padded.adapted_coefficient(
         control["init_kl_coef"],
         metrics["critic/kl"],
         control["target_kl"],
@@ -169,20 +167,20 @@ def _masked_ops(z: Inputs, kwargs: dict[str, Any]) -> Result:
     if "loss_agg_mode" in kwargs:
         counts = _options(kwargs, "batch_num_tokens", "global_batch_size", "loss_scale_factor")
         mode = kwargs["loss_agg_mode"]
-        loss = masked.agg_loss(z["x"], z["mask"], mode, **counts, peer_quirks="verl")
+        loss = padded.agg_loss(z["x"], z["mask"], mode, **counts, peer_quirks="verl")
         # The number of ranks multiplies all but the last.
         ranks = 1 if mode.endswith("norm") else kwargs.get("dp_size", 1)
         return {"value": loss * ranks}
     if "unbiased" in kwargs:
-        return {"value": masked.masked_var(z["x"], z["mask"], kwargs["unbiased"])}
+        return {"value": padded.masked_var(z["x"], z["mask"], kwargs["unbiased"])}
     if "shift_mean" in kwargs:
-        return {"value": masked.masked_whiten(z["x"], z["mask"], kwargs["shift_mean"])}
+        return {"value": padded.masked_whiten(z["x"], z["mask"], kwargs["shift_mean"])}
     if "eps" in kwargs:
         mean, std, count = padded.group_mean_std(z["scores"], z["index"], kwargs["eps"], peer_quirks="verl")
         return {"mean": mean, "std": std, "count": count}
     values = z[kwargs.get("values", "x")]
     dim = kwargs.get("axis")
-    operation = masked.masked_sum if z["variant"].startswith("sum") else masked.masked_mean
+    operation = padded.masked_sum if z["variant"].startswith("sum") else padded.masked_mean
     return {"value": operation(values, z["mask"], dim)}
 
 

@@ -171,6 +171,9 @@ ENTRIES: dict[str, Entry] = {
     "off_policy_sequence_mask": Entry(
         {"advantages": "BT", "log_probs": "BT", "behaviour_log_probs": "BT", "mask": "BTm"}, ("BT",), {"threshold": 0.1}
     ),
+    "off_policy_sequence_mask:rows": Entry(
+        {"advantages": "B1", "log_probs": "BT", "behaviour_log_probs": "BT", "mask": "BTm"}, ("BT",), {"threshold": 0.1}
+    ),
     "overlong_penalty": Entry({"rewards": "B", "lengths": "Bi"}, ("B",), {"max_length": 8, "buffer": 2}),
     "proximal_log_probs": Entry(
         {"behaviour_log_probs": "BT", "log_probs": "BT", "versions": "BTi"}, ("BT",), {"current_version": 3},
@@ -223,7 +226,7 @@ class Case:
 
 
 def sizes_of(rows: int, tokens: int) -> dict[str, int]:
-    return {"B": rows, "T": tokens, "W": tokens + 1, "K": 3, "V": 5}
+    return {"B": rows, "T": tokens, "W": tokens + 1, "K": 3, "V": 5, "1": 1}
 
 
 def array_of(shape: str, sizes: Mapping[str, int], rng: np.random.Generator, filled: float) -> Any:
@@ -309,8 +312,8 @@ def fits_too(function: str, argument: str, shape: Sequence[int], case: Case) -> 
                 and "W" not in kinds.values()
             )
         return not others and len(shape) == 2 and shape[0] == case.sizes["B"] and shape[1] in width
-    if (function, argument) == ("off_policy_sequence_mask", "advantages"):
-        return tuple(shape) == (case.sizes["B"], 1)
+    if argument == "advantages":
+        return tuple(shape) in {(case.sizes["B"], 1), (case.sizes["B"], case.sizes["T"])}
     if len(shape) != len(kinds[argument]):
         return False
     elsewhere = set("".join(letters for name, letters in kinds.items() if name != argument))
@@ -406,14 +409,7 @@ def number_cases(argument: str, values: Tensor, case: Case, entry: Entry) -> Ite
         case, "same everywhere", argument, torch.full((1,) * values.dim(), 0.25).expand(values.shape)
     )
     yield changed(case, "with gradient", argument, values.clone().requires_grad_(), equal=True)
-    mask = next(
-        (
-            m
-            for m in (*case.arguments.values(), *case.columns.values())
-            if _is_mask(m) and m.shape == values.shape
-        ),
-        None,
-    )
+    mask = mask_of(values, case, entry)
     for wrong in (float("nan"), float("inf"), -float("inf"), 1e300):
         other = values.clone().double()
         counted = (0,) * other.dim() if mask is None else tuple(mask.nonzero()[0].tolist())
@@ -432,13 +428,14 @@ def number_cases(argument: str, values: Tensor, case: Case, entry: Entry) -> Ite
             yield changed(case, f"{wrong} outside", argument, other, works=wrong != wrong)
 
 
-def _is_mask(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.dtype == torch.int64
-        and value.dim() == 2
-        and bool((value <= 1).all())
-    )
+def mask_of(values: Tensor, case: Case, entry: Entry) -> Tensor | None:
+    """The mask that says which of `values` count, without its first column where it is one wider."""
+    for name, shape in {**entry.arrays, **entry.columns}.items():
+        if "mask" in name and shape.endswith("m"):
+            mask: Tensor = case.columns.get(name, case.arguments.get(name))
+            fitting = mask[:, 1:] if shape == "BWm" else mask
+            return fitting if fitting.shape == values.shape else None
+    return None
 
 
 def option_cases(function: str, entry: Entry, case: Case) -> Iterator[Case]:
@@ -518,7 +515,7 @@ def outcome(function: str, case: Case, wanted: Any) -> list[str]:
     else:
         problems = [*_wrong_result(entry, case, result, inputs), *(["not refused"] if case.refused else [])]
         if case.equal and not problems:
-            problems += _differs(result, wanted)
+            problems += _differs(result, wanted, 1e-4 if "float64" in case.name else 0.0)
     if [_bits(value) for value in inputs] != before:
         problems.append("an input was changed")
     return problems
@@ -591,24 +588,17 @@ def _free_shape(case: Case) -> bool:
     )
 
 
-def _differs(result: Any, wanted: Any) -> list[str]:
+def _differs(result: Any, wanted: Any, tolerance: float) -> list[str]:
     if isinstance(result, Mapping):
-        return [
-            problem for name in result if name in wanted for problem in _differs(result[name], wanted[name])
-        ]
+        names = [name for name in result if name in wanted]
+        return [problem for name in names for problem in _differs(result[name], wanted[name], tolerance)]
     if isinstance(result, tuple):
-        return [problem for pair in zip(result, wanted, strict=True) for problem in _differs(*pair)]
-    if (
-        isinstance(result, Tensor)
-        and isinstance(wanted, Tensor)
-        and result.dtype == wanted.dtype == torch.float32
-    ):
-        return (
-            []
-            if torch.allclose(result, wanted, 1e-6, 1e-6)
-            else [f"differs from the plain call by {(result - wanted).abs().max()}"]
-        )
-    return []
+        pairs = zip(result, wanted, strict=True)
+        return [problem for one, other in pairs for problem in _differs(one, other, tolerance)]
+    if not isinstance(result, Tensor) or result.dtype != torch.float32 or wanted.dtype != torch.float32:
+        return []
+    equal = torch.allclose(result, wanted, tolerance, tolerance)
+    return [] if equal else [f"differs from the plain call by {(result - wanted).abs().max()}"]
 
 
 def _bits(value: Any) -> Any:
