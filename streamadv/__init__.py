@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors
     from .algorithms.registry import estimator
+    from .async_group import AsyncGroup, AsyncRollout
+    from .async_producer import AsyncProducer
     from .connection import Connection
+    from .group import Group, Rollout
     from .manifest import RunSettings
     from .producer import Producer
     from .schema import Column, Role, Row, Status, Step, Trajectory
@@ -23,10 +26,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncGroup": "async_group",
+    "AsyncProducer": "async_producer",
+    "AsyncRollout": "async_group",
     "Column": "schema",
     "Connection": "connection",
+    "Group": "group",
     "Producer": "producer",
     "Role": "schema",
+    "Rollout": "group",
     "Row": "schema",
     "RunSettings": "manifest",
     "Scorer": "scorer",
@@ -41,10 +49,15 @@ _HOMES = {
 }
 
 __all__ = [
+    "AsyncGroup",
+    "AsyncProducer",
+    "AsyncRollout",
     "Column",
     "Connection",
+    "Group",
     "Producer",
     "Role",
+    "Rollout",
     "Row",
     "RunSettings",
     "Scorer",

@@ -80,7 +80,7 @@ def push_codes(reply: list[Any], group_id: str, size: int, places: int) -> list[
         raise TrajectoryError(f"group_size is {size}, group {group_id} is open with {int(reply[1])}")
     if state == "broken":
         raise broken_group_error(group_id)
-    codes = [code.decode() for code in reply[1:]]
+    codes = [code.decode().partition(" ")[0] for code in reply[1:]]
     metrics.producer_pushed(codes)
     if "range" in codes:
         raise TrajectoryError(f"record {codes.index('range')}: group {group_id} has no such place left")

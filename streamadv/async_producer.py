@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 from redis.exceptions import OutOfMemoryError
 
+from .async_group import AsyncGroup, AsyncRollout
 from .connection import AsyncConnection
 from .errors import ManifestMismatchError
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
 from .outages import RETRYABLE, Backoff, closed_under_way, retried
+from .places import Places
 from .presence import HEARTBEAT_S
 from .producing import STAGE, ProducerLogic
 from .schema import Trajectory
 from .scripts import run_script_async, run_transaction_async, server_ids_async
-from .tickets import PushResult, Ticket, prepare
+from .tickets import PushResult, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class AsyncProducer:
         self._closing = False
 
     async def open(self) -> Self:
+        """As `Producer.open`."""
         await self._connection.wait_until_ready()
         await self._drive(self._logic.open())
         self._heart = asyncio.create_task(self._beat(), name="streamadv-heartbeat")
@@ -54,7 +57,7 @@ class AsyncProducer:
         await self._connection.close()
 
     def group(self, size: int, **options: Any) -> _Admission:
-        """`async with producer.group(size) as group`: on leaving, rollouts not pushed are failed."""
+        """`async with producer.group(size) as group`: on leaving, rollouts not pushed are failed. See `AsyncGroup`."""
         return _Admission(self, size, options)
 
     async def begin_group(
@@ -78,7 +81,8 @@ class AsyncProducer:
 
     def rollout(self, ticket: Ticket) -> AsyncRollout:
         """The rollout of a ticket, for instance one received from another process."""
-        return AsyncRollout(self, ticket)
+        ticket.hand_out()
+        return AsyncRollout(self, Places(self._logic, [ticket]), ticket)
 
     async def score(
         self,
@@ -152,49 +156,6 @@ class AsyncProducer:
         return await run_script_async(self._connection.scripts, request)
 
 
-class AsyncGroup:
-    """As `producer.Group`."""
-
-    def __init__(self, producer: AsyncProducer, tickets: list[Ticket]) -> None:
-        self._producer = producer
-        self.tickets = tickets
-        self.group_id = tickets[0].group_id
-        self.size = tickets[0].group_size
-        self.model_version = tickets[0].model_version
-        self._rollouts = [AsyncRollout(producer, ticket) for ticket in tickets]
-
-    def __iter__(self) -> Iterator[AsyncRollout]:
-        return iter(self._rollouts)
-
-    def __len__(self) -> int:
-        return len(self._rollouts)
-
-    async def push(self, records: Sequence[Trajectory | Mapping[str, Any]]) -> PushResult:
-        """As `Group.push`."""
-        ready = prepare(records, self.tickets[0])
-        logic, ticket = self._producer._logic, self.tickets[0]
-        result = await self._producer._drive(logic.push(ready, ticket.epoch, ticket.places))
-        for trajectory in ready:
-            self._rollouts[trajectory.rollout_index].ended = True
-        return result
-
-    async def cancel(self, count: int) -> PushResult:
-        """As `Group.cancel`."""
-        logic = self._producer._logic
-        return await self._producer._drive(logic.end_places(self.tickets[0], [-1] * count, "cancelled"))
-
-    async def touch(self, deadline_s: float | None = None) -> bool:
-        """As `Group.touch`."""
-        return await self._producer.touch(self.group_id, deadline_s)
-
-    async def fail_missing(self) -> None:
-        """Fail every rollout that was not pushed through this object."""
-        missing = [rollout.rollout_index for rollout in self._rollouts if not rollout.ended]
-        if missing:
-            logic = self._producer._logic
-            await self._producer._drive(logic.end_places(self.tickets[0], missing, "failed"))
-
-
 class _Admission:
     """A group to be admitted on entering the block."""
 
@@ -210,51 +171,4 @@ class _Admission:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        await self._group.fail_missing()
-
-
-class AsyncRollout:
-    """As `producer.Rollout`."""
-
-    def __init__(self, producer: AsyncProducer, ticket: Ticket) -> None:
-        self._producer = producer
-        self.ticket = ticket
-        self.group_id = ticket.group_id
-        self.rollout_index = ticket.rollout_index
-        self.model_version = ticket.model_version
-        self.ended = False
-
-    @property
-    def cancelled(self) -> bool:
-        """As `Rollout.cancelled`."""
-        return self._producer._logic.too_late(self.ticket)
-
-    async def push(self, **fields: Any) -> str:
-        """As `Rollout.push`."""
-        fields.setdefault("model_version", self.model_version)
-        trajectories = prepare([fields], self.ticket)
-        logic = self._producer._logic
-        result = await self._producer._drive(logic.push(trajectories, self.ticket.epoch, self.ticket.places))
-        self.ended = True
-        return result.codes[0]
-
-    async def fail(self, reason: str = "failed") -> str:
-        """As `Rollout.fail`."""
-        if reason not in ("failed", "aborted"):
-            raise ValueError(f"reason is {reason!r}, needs 'failed' or 'aborted'")
-        logic = self._producer._logic
-        result = await self._producer._drive(logic.end_places(self.ticket, [self.rollout_index], reason))
-        self.ended = True
-        return result.codes[0]
-
-    async def __aenter__(self) -> Self:
-        version = self._producer._logic.version
-        self.model_version = version if version is not None else self.model_version
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if error is not None and not self.ended:
-            logger.warning("rollout %s/%s failed: %s", self.group_id, self.rollout_index, error)
-            await self.fail()
+        await self._group._leave(error)

@@ -73,6 +73,10 @@ class ProcessEndedError(StreamadvError):
     """A child process (of the demo, of a benchmark) keeps ending, or has stopped moving."""
 
 
+class ProducerClosedError(StreamadvError):
+    """The producer was closed, by another thread or task or before this call."""
+
+
 class Busy(StreamadvError):
     """Admission refused a group: the run is at its byte budget or as far ahead as max_staleness allows."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -18,14 +18,16 @@ from redis.exceptions import OutOfMemoryError
 from .connection import AsyncConnection, Connection
 from .errors import ManifestMismatchError
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
+from .group import Group, Rollout
 from .manifest import RunSettings
 from .outages import RETRYABLE, Backoff, retried
+from .places import Places
 from .presence import HEARTBEAT_S
 from .producing import STAGE, ProducerLogic
 from .resend import RESEND_WINDOW_S
 from .schema import Trajectory
 from .scripts import run_script, run_transaction, server_ids
-from .tickets import PushResult, Ticket, prepare
+from .tickets import PushResult, Ticket
 
 if TYPE_CHECKING:
     from .async_producer import AsyncProducer
@@ -81,7 +83,7 @@ class Producer:
             self._connection.close()
 
     def group(self, size: int, **options: Any) -> Group:
-        """`begin_group` for use in a with block: on leaving it, rollouts not pushed are failed."""
+        """`begin_group` for use in a with block: on leaving it, rollouts not pushed are failed. See `Group`."""
         return self.begin_group(size, **options)
 
     def begin_group(
@@ -109,7 +111,9 @@ class Producer:
 
     def rollout(self, ticket: Ticket) -> Rollout:
         """The rollout of a ticket, for instance one received from another process."""
-        return Rollout(self, ticket)
+        ticket.hand_out()
+        places = Places(self._logic, [ticket])
+        return Rollout(self, places, ticket)
 
     def score(
         self,
@@ -202,99 +206,3 @@ class Producer:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self._twin.close()
-
-
-class Group:
-    """An admitted group: its rollouts, and what can be done with it as a whole."""
-
-    def __init__(self, producer: Producer, tickets: list[Ticket]) -> None:
-        self._producer = producer
-        self.tickets = tickets
-        self.group_id = tickets[0].group_id
-        self.size = tickets[0].group_size
-        self.model_version = tickets[0].model_version
-        self._rollouts = [Rollout(producer, ticket) for ticket in tickets]
-
-    def __iter__(self) -> Iterator[Rollout]:
-        return iter(self._rollouts)
-
-    def __len__(self) -> int:
-        return len(self._rollouts)
-
-    def push(self, records: Sequence[Trajectory | Mapping[str, Any]]) -> PushResult:
-        """Push several rollouts of the group in one round trip; mappings name their `rollout_index`."""
-        ready = prepare(records, self.tickets[0])
-        result = self._producer._drive(
-            self._producer._logic.push(ready, self.tickets[0].epoch, self.tickets[0].places)
-        )
-        for trajectory in ready:
-            self._rollouts[trajectory.rollout_index].ended = True
-        return result
-
-    def cancel(self, count: int) -> PushResult:
-        """State that `count` of the rollouts will not come: fills the lowest free places."""
-        return self._producer._drive(
-            self._producer._logic.end_places(self.tickets[0], [-1] * count, "cancelled")
-        )
-
-    def touch(self, deadline_s: float | None = None) -> bool:
-        """Extend the deadline; False when the group has ended."""
-        return self._producer.touch(self.group_id, deadline_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        missing = [rollout.ticket.rollout_index for rollout in self._rollouts if not rollout.ended]
-        if missing:
-            self._producer._drive(self._producer._logic.end_places(self.tickets[0], missing, "failed"))
-
-
-class Rollout:
-    """One rollout of a group. `with rollout:` turns an exception inside it into `fail`."""
-
-    def __init__(self, producer: Producer, ticket: Ticket) -> None:
-        self._producer = producer
-        self.ticket = ticket
-        self.group_id = ticket.group_id
-        self.rollout_index = ticket.rollout_index
-        self.model_version = ticket.model_version
-        self.ended = False
-
-    @property
-    def cancelled(self) -> bool:
-        """True when it would be dropped as stale by now: stop playing it. As of the last heartbeat."""
-        return self._producer._logic.too_late(self.ticket)
-
-    def push(self, **fields: Any) -> str:
-        """Push this rollout: its columns (or `rows=`), `reward`, `steps` and other fields of a Trajectory."""
-        fields.setdefault("model_version", self.model_version)
-        trajectories = prepare([fields], self.ticket)
-        result = self._producer._drive(
-            self._producer._logic.push(trajectories, self.ticket.epoch, self.ticket.places)
-        )
-        self.ended = True
-        return result.codes[0]
-
-    def fail(self, reason: str = "failed") -> str:
-        """End this rollout without a trajectory: `reason` failed or aborted."""
-        if reason not in ("failed", "aborted"):
-            raise ValueError(f"reason is {reason!r}, needs 'failed' or 'aborted'")
-        logic = self._producer._logic
-        result = self._producer._drive(logic.end_places(self.ticket, [self.rollout_index], reason))
-        self.ended = True
-        return result.codes[0]
-
-    def __enter__(self) -> Self:
-        version = self._producer._logic.version
-        self.model_version = version if version is not None else self.model_version
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if error is not None and not self.ended:
-            logger.warning("rollout %s/%s failed: %s", self.group_id, self.rollout_index, error)
-            self.fail()

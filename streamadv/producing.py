@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -22,10 +22,20 @@ from . import metrics
 from .admission import NO_ROOM, broken_group_error, busy_error, byte_budget, check_room, push_codes
 from .errors import Busy, GroupEndedError, ManifestMismatchError, SettingError, TrajectoryError
 from .exchange import Memory, Pause, Request, Steps
+from .failures import Failures
 from .keys import ShardKeys
 from .manifest import MAX_DEADLINE_S, Manifest, RunSettings, manifest_call, parse_manifest, register_call
 from .outages import RETRYABLE, Backoff, retried
-from .records import Record, encode_record, push_request, slices
+from .records import (
+    MAX_SLICE_RECORDS,
+    Ending,
+    Record,
+    encode_record,
+    ended_places,
+    ending_request,
+    push_request,
+    slices,
+)
 from .resend import RESEND_WINDOW_S, ResendWindow
 from .schema import Trajectory
 from .scripts import script_call
@@ -64,6 +74,7 @@ class ProducerLogic:
         self._drop_after: int | None = None
         self._told_unpaced = False
         self._resend = ResendWindow(resend_window)
+        self.failures = Failures()
 
     @property
     def joined(self) -> Manifest:
@@ -89,6 +100,7 @@ class ProducerLogic:
 
     def heartbeat(self) -> Steps[None]:
         """Say that this producer is alive or finished, and hear of the newest model version."""
+        self.failures.tell()
         yield from self._agree()  # a setting that nobody had given may have been given since
         yield from self._say("finished" if self.finished else "open")
         try:
@@ -133,6 +145,7 @@ class ProducerLogic:
 
     def goodbye(self) -> Steps[None]:
         """On a clean exit: only a producer that has finished stays on the list."""
+        self.failures.tell(now=True)
         if self._refused is None:
             yield from self._say("finished" if self.finished else "gone")
 
@@ -306,26 +319,45 @@ class ProducerLogic:
         return (yield from self._remembered(first.group_id, send, records, admitted, first_try))
 
     def end_places(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
-        """Record that rollouts ended without a trajectory: `kind` failed, aborted or cancelled; -1 = lowest free."""
-        keys = self._keys(ticket.group_id)
+        """Record that these rollouts ended without a trajectory: `kind` failed, aborted or cancelled."""
+        return (yield from self._end(ticket, [Ending(index, kind, "") for index in indices], ""))
+
+    def cancel(self, ticket: Ticket, count: int, free: Collection[int]) -> Steps[PushResult]:
+        """Cancel `count` of the places `free`: the highest ones that nobody has ended elsewhere."""
+        allowed = "".join("1" if place in free else "0" for place in range(ticket.places))
+        endings = [Ending(-1, "cancelled", secrets.token_hex(8)) for _ in range(count)]
+        return (yield from self._end(ticket, endings, allowed))
+
+    def _end(self, ticket: Ticket, endings: Sequence[Ending], allowed: str) -> Steps[PushResult]:
         spec = self._admission(ticket.group_id, ticket.group_size, ticket.places, ticket.data_source, None)
-        args: list[Any] = [*spec, "0"]
-        for index in indices:
-            # The nonce makes a repeated call for "the lowest free place" take no second one.
-            args += [index, kind, "", 0, secrets.token_hex(8), "train", ""]
-        names = [*keys.admission(ticket.group_id), keys.rollouts, *[keys.void] * (1 + len(indices))]
 
         def send() -> Steps[PushResult]:
-            backoff = Backoff()
-            while True:
-                try:
-                    reply = yield from self._laid_out(partial(script_call, "push", names, args))
-                except OutOfMemoryError:
-                    yield from self._wait_for_room(backoff)
-                else:
-                    return PushResult(push_codes(reply, *spec[:3]))
+            codes, indices, rest = [], list[int](), allowed
+            for start in range(0, len(endings), MAX_SLICE_RECORDS):
+                part = endings[start : start + MAX_SLICE_RECORDS]
+                reply = yield from self._end_slice(spec, part, rest)
+                indices += ended_places(reply, part)
+                if b"range" in reply and allowed:
+                    raise TrajectoryError(
+                        f"cancel: {len(endings)} rollouts of group {ticket.group_id} were to be cancelled, the rest "
+                        f"has ended: {', '.join(map(str, indices)) or 'none'} cancelled now"
+                    )
+                codes += push_codes(reply, *spec[:3])
+                rest = rest[: min(indices, default=len(rest))] if rest else rest
+            return PushResult(codes, indices)
 
         return (yield from self._remembered(ticket.group_id, send, admitted=True))
+
+    def _end_slice(self, spec: list[Any], endings: Sequence[Ending], allowed: str) -> Steps[list[Any]]:
+        keys, backoff = self._keys(spec[0]), Backoff()
+        while True:
+            try:
+                reply: list[Any] = yield from self._laid_out(
+                    partial(ending_request, keys, spec, endings, allowed)
+                )
+                return reply
+            except OutOfMemoryError:
+                yield from self._wait_for_room(backoff)
 
     def score(
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
@@ -406,7 +438,10 @@ class ProducerLogic:
         keys = self._keys(spec(None)[0])
         for start, stop in slices([record.size for record in records]):
             codes += yield from self._push_slice(keys, spec, records[start:stop], epoch)
-        return PushResult(codes)
+        pushed = [
+            record.rollout_index for record, code in zip(records, codes, strict=True) if code == "pushed"
+        ]
+        return PushResult(codes, pushed)
 
     def _push_slice(
         self,

@@ -11,7 +11,7 @@ from .exchange import Transaction
 from .keys import ShardKeys
 from .manifest import Manifest
 from .schema import Trajectory
-from .scripts import script_call
+from .scripts import ScriptCall, script_call
 from .wire import encode_payload, encode_reference, payload_bytes, sent_reference
 
 #: Largest slice of a group sent in one MULTI.
@@ -45,6 +45,37 @@ def encode_record(trajectory: Trajectory, limit: int) -> Record:
             f"max_trajectory_bytes is {limit}: drop columns or raise it for the run"
         )
     return Record(*known, size, encode_reference(trajectory, fields, size), fields)
+
+
+class Ending(NamedTuple):
+    """A place that ends without a trajectory."""
+
+    rollout_index: int  # -1: the highest free one of those allowed
+    kind: str  # failed, aborted or cancelled
+    nonce: str  # a repeated call for any free place takes no second one
+
+
+def ending_request(
+    keys: ShardKeys, spec: Sequence[Any], endings: Sequence[Ending], allowed: str
+) -> ScriptCall:
+    """One call that ends places; `allowed`: '0' or '1' for each place from 0 on, for endings of any place."""
+    args: list[Any] = [*spec, "0"]
+    for ending in endings:
+        first = "" if ending is not endings[0] else allowed
+        args += [ending.rollout_index, ending.kind, "", 0, ending.nonce, "train", first]
+    return script_call(
+        "push", [*keys.admission(spec[0]), keys.rollouts, *[keys.void] * (1 + len(endings))], args
+    )
+
+
+def ended_places(reply: Sequence[bytes], endings: Sequence[Ending]) -> list[int]:
+    """Which places were ended by the call that was answered so."""
+    words = [code.split(b" ") for code in reply[1:]]
+    return [
+        int(word[1]) if len(word) > 1 else ending.rollout_index
+        for word, ending in zip(words, endings, strict=False)
+        if word[0] == b"pushed"
+    ]
 
 
 def push_request(

@@ -8,10 +8,10 @@ import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from numbers import Real
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from pydantic import TypeAdapter
 
@@ -22,8 +22,20 @@ from .schema import MAX_GROUP_SIZE, Trajectory, parse_trajectory
 MAX_METADATA_BYTES: Final = 1 << 16
 
 
+class _Watched:
+    """Something whose owner wants to know when it leaves the process; no field, so that copies are equal."""
+
+    __slots__ = ("_watch",)
+    _watch: set[int]
+
+    def watched_by(self, watch: set[int]) -> Self:
+        """This one, which puts its rollout_index into `watch` when it is handed out."""
+        object.__setattr__(self, "_watch", watch)
+        return self
+
+
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(_Watched):
     """The right to push one rollout of an admitted group, from any process: `to_json` and `from_json`."""
 
     group_id: str
@@ -37,7 +49,18 @@ class Ticket:
 
     def to_json(self) -> str:
         """One line of JSON, for `from_json` in whichever process plays the rollout."""
-        return json.dumps(asdict(self))
+        self.hand_out()
+        return json.dumps({each.name: getattr(self, each.name) for each in fields(self)})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.hand_out()
+        return Ticket, tuple(getattr(self, each.name) for each in fields(self))
+
+    def hand_out(self) -> None:
+        """Say that somebody else plays this rollout, as `to_json` and pickling do."""
+        watch: set[int] | None = getattr(self, "_watch", None)
+        if watch is not None:
+            watch.add(self.rollout_index)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Ticket:
@@ -57,10 +80,12 @@ class PushResult(NamedTuple):
     """What became of the records of one push, one code each.
 
     'pushed'; 'duplicate' (that place was taken before, nothing changed); 'surplus' or 'late' (the group had
-    ended: complete without it, or expired).
+    ended: complete without it, or expired). `indices`: the rollout_index of each that was 'pushed'; for `cancel`
+    the places that it has cancelled.
     """
 
     codes: list[str]
+    indices: Sequence[int] = ()
 
     def count(self, code: str) -> int:
         return self.codes.count(code)

@@ -2,12 +2,12 @@
 -- payloads; what is not registered is unlinked here, so a payload without a reference cannot stay behind.
 -- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes, rollouts, stream of the first scorer ('void'
 --       key without scorers), payload of each record ('void' key for a record without one) ...
--- ARGV  those of an admission, see lib/admit; '1' if the run has scorers, then for each record: index (-1 = lowest
---       free), kind, reward ('' = none yet),
---       bytes, payload key (a nonce for index -1), role, reference JSON
+-- ARGV  those of an admission, see lib/admit; '1' if the run has scorers, then for each record: index (-1 = the
+--       highest free one of those allowed), kind, reward ('' = none yet), bytes, payload key (a nonce for index -1),
+--       role, reference JSON (for the first -1 the places that are allowed: a '0' or '1' for each from place 0 on)
 --       kind is 'usable', or the reason the place ended: failed, aborted, cancelled, unscorable
--- Returns  {'ok', code of each record ...}  'pushed', 'duplicate', 'surplus' or 'late' (the group had ended),
---                                           'range' (no such place)
+-- Returns  {'ok', code of each record ...}  'pushed' ('pushed <index>' for index -1), 'duplicate', 'surplus' or
+--                                           'late' (the group had ended), 'range' (no such place)
 --          {'busy', reason, used, limit}    the group was unknown and is not admitted now
 --          {'mismatch', size}               open with another size
 --          {'layout'}                       the run may have another number of shards: read the manifest again
@@ -61,21 +61,31 @@ end
 
 local codes = {'ok'}
 local pushed, duplicates, in_rollouts, in_scoring, bytes_in, sizes, dropped = 0, 0, 0, 0, 0, {}, {}
+local allowed, next_free = '', 0  -- for -1: from next_free on all places are taken, or not allowed
 for i = 0, records - 1 do
   local at = first_record + i * width
   local index, kind, reward, bytes = tonumber(ARGV[at]), ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
   local code, registered
   if index == -1 then
     registered = false
+    if ARGV[at + 6] ~= '' then allowed, next_free = ARGV[at + 6], math.min(#ARGV[at + 6], places) end
+    local taken = not ended and redis.call('HGET', keys.group, 'cancel:' .. ARGV[at + 4])  -- this call comes again
+    taken = taken and string.match(taken, '^%d+$')
     if ended then
       code = string.sub(ended, 1, 1) == 'c' and 'surplus' or 'late'
-    elseif redis.call('HSETNX', keys.group, 'cancel:' .. ARGV[at + 4], 1) == 0 then
-      code = 'pushed'
+    elseif taken then
+      next_free = math.min(next_free, tonumber(taken))
+      code = 'pushed ' .. taken
     else
-      index = 0
-      while index < places and not take(index) do index = index + 1 end
-      registered = index < places
-      code = registered and 'pushed' or 'range'
+      while next_free > 0 and not registered do
+        next_free = next_free - 1
+        registered = string.sub(allowed, next_free + 1, next_free + 1) == '1' and take(next_free)
+      end
+      if registered then
+        index = next_free
+        redis.call('HSET', keys.group, 'cancel:' .. ARGV[at + 4], index)
+      end
+      code = registered and 'pushed ' .. index or 'range'
     end
   elseif index >= places then
     registered, code = false, 'range'
@@ -101,7 +111,8 @@ for i = 0, records - 1 do
         in_rollouts = in_rollouts + 1
       end
       redis.call('XADD', stream, '*', 'group_id', id, 'index', index, 'kind', kind, 'reward', reward,
-        'bytes', ARGV[at + 3], 'key', ARGV[at + 4], 'role', ARGV[at + 5], 'reference', ARGV[at + 6])
+        'bytes', ARGV[at + 3], 'key', ARGV[at + 4], 'role', ARGV[at + 5],
+        'reference', ARGV[at] == '-1' and '' or ARGV[at + 6])
     end
   end
   if not registered then redis.call('UNLINK', KEYS[first_payload + i]) end

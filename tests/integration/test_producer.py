@@ -140,6 +140,7 @@ def test_a_push_survives_a_restart_of_the_server(tmp_path: Path, run: str) -> No
 
             with threads(push):
                 server.start()
+            producer.finish()
         joined = join(Connection(server.url), run)
         group_all(joined)
         found = ledger(joined)
@@ -227,3 +228,24 @@ def test_a_forked_child_does_not_speak_for_its_parent(redis_url: str, run: str, 
         assert next_batch(queue, join(redis_url, run)) is not None
         assert not ends(queue)
         push_groups(producer, 1, prefix="more")
+
+
+@pytest.mark.parametrize("way", ["cancel", "leave"])
+def test_ending_many_rollouts_is_linear_and_keeps_nobody_waiting(
+    server: EmbeddedServer, redis_url: str, run: str, way: str
+) -> None:
+    count = 4096
+    with (
+        producing(redis_url, run, {"max_trajectory_bytes": 1024}) as producer,
+        redis.Redis.from_url(redis_url) as client,
+    ):
+        with producer.group(count) as group:
+            client.config_resetstat()
+            if way == "cancel":
+                assert group.cancel(count).indices == list(reversed(range(count)))
+        calls: Any = client.info("commandstats")
+        assert calls["cmdstat_hsetnx"]["calls"] <= 2 * count
+        assert calls["cmdstat_evalsha"]["calls"] + calls.get("cmdstat_eval", {"calls": 0})["calls"] >= 32
+    joined = join(redis_url, run)
+    assert group_all(joined) == ["incomplete"]
+    assert problems(joined) == []

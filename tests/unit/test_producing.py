@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pickle
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -135,10 +136,10 @@ def test_failed_cancelled_and_unscorable_places_end_without_a_trajectory(fake: C
         assert rollouts[3].fail() == "pushed"
         assert rollouts[3].fail() == "duplicate"
         assert rollouts[4].fail("aborted") == "pushed"
-        assert group.cancel(1).codes == ["pushed"]
-        assert rollouts[0].push(input_ids=[1], response_mask=[1], reward=1.0) == "duplicate"
+        assert group.cancel(1) == (["pushed"], [2])
+        assert rollouts[2].push(input_ids=[1], response_mask=[1], reward=1.0) == "duplicate"
         assert rollouts[1].push(input_ids=[1], response_mask=[1], reward=None) == "pushed"
-        assert rollouts[2].push(input_ids=[1], response_mask=[1], reward=1.0) == "pushed"
+        assert rollouts[0].push(input_ids=[1], response_mask=[1], reward=1.0) == "pushed"
         assert group_all(run) == ["incomplete"]
     want = {"aborted": 1, "cancelled": 1, "failed": 1, "incomplete": 1, "unscorable": 1}
     assert ledger(run) | {"dropped": want} == ledger(run)
@@ -164,24 +165,80 @@ def test_leaving_a_group_fails_what_was_not_pushed(fake: Connection) -> None:
 def test_a_cancel_that_is_sent_twice_takes_one_place(fake: Connection) -> None:
     """The client repeats a script whose reply was lost."""
     with producing(fake, "r") as producer:
-        group = producer.begin_group(3, group_id="g")
-        calls: list[ScriptCall] = []
-        steps = producer._logic.end_places(group.tickets[0], [-1], "cancelled")
-        calls.append(next(steps))  # type: ignore[arg-type]
-        replies = [fake.scripts.eval(*calls[0].by_text) for _ in range(3)]
-        assert replies == [[b"ok", b"pushed"]] * 3
-    assert ledger(join(fake, "r"))["pushed"] == 1
+        group = producer.begin_group(4, group_id="g")
+        steps = producer._logic.cancel(group.tickets[0], 2, [0, 1, 3])
+        call = cast(ScriptCall, next(steps))
+        replies = [fake.scripts.eval(*call.by_text) for _ in range(3)]
+        assert replies == [[b"ok", b"pushed 3", b"pushed 1"]] * 3
+    assert ledger(join(fake, "r"))["pushed"] == 2
 
 
-def test_cancelling_more_than_there_is_free_says_so(fake: Connection) -> None:
+def test_cancelling_takes_the_highest_places_that_nobody_plays(fake: Connection) -> None:
+    columns = {"input_ids": [1], "response_mask": [1], "reward": 1.0}
+    with producing(fake, "r") as producer, producing(fake, "r") as elsewhere:
+        run = join(fake, "r")
+        group = producer.begin_group(10, group_id="g")
+        rollouts = list(group)
+        with rollouts[9]:  # is being played
+            away = Ticket.from_json(group.tickets[8].to_json())
+            pickled = pickle.loads(pickle.dumps(group.tickets[7]))
+            assert elsewhere.begin_group(10, group_id="g").push(
+                [{"rollout_index": 6, **columns}]
+            ).indices == [6]
+            assert group.cancel(2) == (["pushed"] * 2, [5, 4])
+            assert [rollout.cancelled for rollout in rollouts] == [index in (4, 5) for index in range(10)]
+            assert rollouts[9].push(**columns) == "pushed"
+        assert elsewhere.rollout(away).push(**columns) == "pushed"
+        assert elsewhere.rollout(pickled).push(**columns) == "pushed"
+        assert [rollout.push(**columns) for rollout in rollouts[:4]] == ["pushed"] * 4
+        assert rollouts[5].push(**columns) == "duplicate"
+        assert group_all(run) == ["incomplete"]
+    assert ledger(run)["dropped"] == {"cancelled": 2, "incomplete": 8}
+    assert problems(run) == []
+
+
+def test_cancelling_rollouts_by_name(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         run = join(fake, "r")
-        group = producer.begin_group(2, group_id="g")
-        with pytest.raises(TrajectoryError, match="no such place left"):
+        group = producer.begin_group(4, group_id="g")
+        rollouts = list(group)
+        group.tickets[3].to_json()
+        rollouts[0].push(input_ids=[1], response_mask=[1], reward=1.0)
+        assert group.cancel(indices=[3, 0, 1]) == (["pushed", "duplicate", "pushed"], [3, 1])
+        assert [rollout.cancelled for rollout in rollouts] == [False, True, False, True]
+        for wrong in ({"indices": [4]}, {"indices": [-1]}, {"indices": ["0"]}, {"indices": [True]}):
+            with pytest.raises(TrajectoryError, match="group g has no rollout"):
+                group.cancel(**wrong)
+        for wrong in ({}, {"count": 1, "indices": [2]}, {"count": -1}, {"count": 1.5}):
+            with pytest.raises(SettingError, match="cancel: "):
+                group.cancel(**wrong)
+        assert group.cancel(0) == ([], ())
+        group_all(run)
+    assert ledger(run) | {"pushed": 3, "dropped": {"cancelled": 2}} == ledger(run)
+
+
+def test_cancelling_more_than_nobody_plays_says_so(fake: Connection) -> None:
+    with producing(fake, "r") as producer, producing(fake, "r") as elsewhere:
+        run = join(fake, "r")
+        group = producer.begin_group(3, group_id="g")
+        with pytest.raises(TrajectoryError, match="count is 4, of group g 3 rollouts are neither"):
+            group.cancel(4)
+        assert ledger(run)["pushed"] == 0
+        elsewhere.begin_group(3, group_id="g").cancel(indices=[1])
+        with pytest.raises(TrajectoryError, match=r"3 rollouts of group g .* 2, 0 cancelled now"):
             group.cancel(3)
         assert group_all(run) == ["incomplete"]
-        assert group.cancel(1).codes == ["surplus"]
-    assert ledger(run)["dropped"] == {"cancelled": 2}
+    assert ledger(run)["dropped"] == {"cancelled": 3}
+
+
+def test_leaving_a_group_leaves_what_was_handed_out_to_others(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        with producer.group(3, group_id="g") as group:
+            away = Ticket.from_json(group.tickets[1].to_json())
+        group_all(run)
+        assert ledger(run)["dropped"] == {"failed": 2}
+        assert producer.rollout(away).push(input_ids=[1], response_mask=[1], reward=1.0) == "pushed"
 
 
 def test_admission_by_bytes(fake: Connection) -> None:
