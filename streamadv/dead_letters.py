@@ -1,14 +1,15 @@
 """Dead letters: groups that could not be computed, kept with the reason until somebody decides about them.
 
 The unit is the group. Payloads are kept within the run's `dead_bytes`; above it the oldest dead group loses its
-payloads (it stays listed and counted). What was removed because nobody of the run had written it
-(`malformed.py`) is listed with them, under the place where it stood; it cannot be requeued.
+payloads and what is known of its members (it stays listed and counted), above DEAD_KEPT groups it is forgotten. What
+was removed because nobody of the run had written it (`malformed.py`) is listed with them, under the place where it
+stood; it cannot be requeued.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +18,9 @@ from .keys import ShardKeys
 from .malformed import Malformed, list_malformed, whole
 from .run import Run
 
+#: Dead groups known of in a shard; beyond it the oldest are forgotten, emptied ones first.
+DEAD_KEPT: Final = 10_000
+EMPTY_COUNT: Final = 100
 #: The reason of what was removed.
 MALFORMED: Final = "malformed"
 
@@ -40,7 +44,7 @@ def list_dead(run: Run) -> Iterator[DeadGroup]:
     """All dead groups, oldest first in each shard."""
     for keys in run.keys.shards:
         entries: Any = run.connection.scripts.zrange(keys.dead, 0, -1, withscores=True)
-        for member, when_ms in entries:
+        for member, when_ms in sorted(entries, key=lambda entry: abs(entry[1])):
             found = _read(run, keys, member.decode(errors="replace"), when_ms)
             if found is not None:
                 yield found
@@ -80,28 +84,34 @@ def purge(run: Run, group_id: str) -> None:
         for keys, item in _find_malformed(run, group_id):
             run.connection.scripts.xdel(keys.malformed, item.note)
         return
-    keys = _keys(run, group_id)
-    names = [keys.void, keys.ledger, keys.dead, keys.dead_group(group_id), keys.garbage]
-    run.call("empty_dead", names, [group_id, "purge"])
+    _empty(run, _keys(run, group_id), "purge", [group_id.encode()])
 
 
 def trim_dead(run: Run, keys: ShardKeys) -> None:
-    """Delete payloads of the oldest dead groups of a shard until the rest fits into `dead_bytes`."""
-    scripts = run.connection.scripts
-    if whole(scripts.hget(keys.ledger, "dead_bytes")) <= run.manifest.dead_bytes:
-        return
-    oldest: Any = scripts.zrange(keys.dead, 0, -1)
-    for member in oldest:
-        names = [
-            keys.void,
-            keys.ledger,
-            keys.dead,
-            keys.dead_group(member.decode(errors="replace")),
-            keys.garbage,
-        ]
-        run.call("empty_dead", names, [member, "keep"])
-        if whole(scripts.hget(keys.ledger, "dead_bytes")) <= run.manifest.dead_bytes:
+    """Forget the oldest dead groups beyond DEAD_KEPT; of others the oldest lose their payloads beyond `dead_bytes`."""
+    scripts: Any = run.connection.scripts
+    while (surplus := scripts.zcard(keys.dead) - DEAD_KEPT) > 0:
+        count = min(surplus, EMPTY_COUNT)
+        oldest = scripts.zrange(keys.dead, "(0", "-inf", desc=True, byscore=True, offset=0, num=count)
+        oldest = oldest or scripts.zrange(keys.dead, 0, count - 1)
+        _empty(run, keys, "purge", oldest)
+    limit = run.manifest.dead_bytes
+    while whole(scripts.hget(keys.ledger, "dead_bytes")) > limit:
+        oldest = scripts.zrange(keys.dead, "0", "+inf", byscore=True, offset=0, num=EMPTY_COUNT)
+        if not oldest:
             return
+        _empty(run, keys, "keep", oldest, limit)
+
+
+def _empty(run: Run, keys: ShardKeys, what: str, members: Sequence[bytes], limit: int = -1) -> None:
+    """Go through dead groups as long as `limit` bytes are exceeded."""
+    ids = [(member, keys.dead_group(member.decode(errors="replace"))) for member in members]
+    while ids:
+        names = [keys.void, keys.ledger, keys.dead, keys.garbage, *[name for _, name in ids]]
+        dealt: int = run.call("empty_dead", names, [what, limit, *[member for member, _ in ids]])
+        if not dealt:
+            return
+        ids = ids[dealt:]
 
 
 def _find_malformed(run: Run, place: str) -> list[tuple[ShardKeys, Malformed]]:
@@ -125,7 +135,7 @@ def _removed(item: Malformed) -> DeadGroup:
 
 
 def _age_s(when_ms: float) -> float:
-    return round(max(0.0, time.time() - when_ms / 1000), 1)
+    return round(max(0.0, time.time() - abs(when_ms) / 1000), 1)
 
 
 def _keys(run: Run, group_id: str) -> ShardKeys:

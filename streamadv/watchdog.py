@@ -61,6 +61,11 @@ def reasons_of(status: Mapping[str, Any]) -> list[str]:
     kept = sum(outcomes.get(name, 0) for name in metrics.KEPT)
     if filtered and not kept:
         reasons.append(f"all {filtered} groups so far were filtered away ({_listed(outcomes, FILTERED)})")
+    if (dead := outcomes.get("dead", 0)) and dead >= kept:
+        by_reason = ", ".join(f"{name} {count}" for name, count in status["ledger"]["dead"].items())
+        reasons.append(
+            f"all {dead} groups became dead letters (trajectories: {by_reason}): see `streamadv dead list`"
+        )
     if status["ready"] and (waiting := _untrained(status)) > 0:
         reasons.append(f"{waiting} batches are named and wait for results or for the trainer")
     return reasons
@@ -139,7 +144,7 @@ class Watchdog:
         manifest = self._run.manifest
         budget = byte_budget(manifest.max_bytes, self._run.connection.memory())
         groups = status["groups"]["logged"]
-        reserve = ledger["in_flight"] // max(1, groups) * manifest.max_trajectory_bytes
+        reserve = ledger["in_flight"] // max(1, groups) * status["place_bytes"]
         if status["bytes"]["live"] + status["bytes"]["reserved"] + reserve > budget:
             raise UncommittedBudgetError(
                 f"{uncommitted} trained but uncommitted batches hold {status['bytes']['live']} bytes of max_bytes "

@@ -21,6 +21,7 @@ end
 redis.call('HINCRBY', KEYS[4], place, string.format('%d', -tonumber(ARGV[7])))
 redis.call('HINCRBY', KEYS[4], 'groups_logged', -1)
 redis.call('HINCRBY', KEYS[4], 'dead:' .. ARGV[5], ARGV[7])
+redis.call('HINCRBY', KEYS[4], 'outcome:dead', 1)
 redis.call('HINCRBY', KEYS[4], 'live_bytes', string.format('%d', -tonumber(ARGV[8])))
 redis.call('HINCRBY', KEYS[4], 'dead_bytes', ARGV[8])
 return 1

@@ -1,20 +1,33 @@
--- Delete the payloads of a dead group; with 'purge' also what is known of it. It stays counted as dead.
--- KEYS  void, ledger, dead, hash of the dead group, garbage
--- ARGV  group id, 'purge' or 'keep'
--- Returns  1, or 0 when there was nothing to do
+-- Delete the payloads of dead groups; with 'purge' also what is known of them. They stay counted as dead. One call goes
+-- through groups of EMPTY_PAYLOADS payloads, and the one that goes beyond.
+-- KEYS  void, ledger, dead, garbage, hash of each dead group ...
+-- ARGV  'purge' or 'keep', bytes of dead groups above which to go on, id of each group ...
+-- Returns  groups dealt with, from the first on
+-- include dead_letter
 redis.call('DEL', KEYS[1])
-local group = redis.call('HMGET', KEYS[4], 'emptied', 'bytes', 'log:payloads')
-if not string.match(group[2] or '', '^%d+$') then return 0 end
-if not group[1] then
-  redis.call('HSET', KEYS[4], 'emptied', 1)
-  for item in string.gmatch(group[3] or '', '[^\n]+') do redis.call('RPUSH', KEYS[5], item) end
-  redis.call('HINCRBY', KEYS[2], 'dead_bytes', string.format('%d', -tonumber(group[2])))
-  redis.call('HINCRBY', KEYS[2], 'live_bytes', group[2])
-elseif ARGV[2] == 'keep' then
-  return 0
+local EMPTY_PAYLOADS = 1024
+local first_group, first_id = 5, 3
+local keys = {dead = KEYS[3]}
+local dealt, payloads = 0, 0
+for i = 0, #KEYS - first_group do
+  if payloads >= EMPTY_PAYLOADS then break end
+  if (tonumber(redis.call('HGET', KEYS[2], 'dead_bytes') or '') or 0) <= tonumber(ARGV[2]) then break end
+  dealt, keys.dead_group = i + 1, KEYS[first_group + i]
+  local id = ARGV[first_id + i]
+  local group = redis.call('HMGET', keys.dead_group, 'emptied', 'bytes', 'log:payloads')
+  if not group[1] and string.match(group[2] or '', '^%d+$') then
+    for item in string.gmatch(group[3] or '', '[^\n]+') do
+      redis.call('RPUSH', KEYS[4], item)
+      payloads = payloads + 1
+    end
+    redis.call('HINCRBY', KEYS[2], 'dead_bytes', string.format('%d', -tonumber(group[2])))
+    redis.call('HINCRBY', KEYS[2], 'live_bytes', group[2])
+  end
+  if ARGV[1] == 'purge' then
+    redis.call('DEL', keys.dead_group)
+    redis.call('ZREM', keys.dead, id)
+  else
+    empty_letter(keys, id)
+  end
 end
-if ARGV[2] == 'purge' then
-  redis.call('DEL', KEYS[4])
-  redis.call('ZREM', KEYS[3], ARGV[1])
-end
-return 1
+return dealt

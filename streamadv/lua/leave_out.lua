@@ -19,6 +19,6 @@ if string.find('\n' .. known, '\n' .. ARGV[2] .. ' ', 1, true) then
   redis.call('HINCRBY', KEYS[5], 'count', 1)
 else
   write_dead_letter({dead = KEYS[4], dead_group = KEYS[5]}, ARGV[3], found[1][2], ARGV[6], ARGV[7], 1, 0)
-  redis.call('HSET', KEYS[5], 'emptied', 1)
+  empty_letter({dead = KEYS[4], dead_group = KEYS[5]}, ARGV[3])
 end
 return 1

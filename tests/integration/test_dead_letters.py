@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from streamadv import computing
+from streamadv import computing, dead_letters
 from streamadv.advantage import prepare
 from streamadv.algorithms.registry import estimator
 from streamadv.cli import main
@@ -18,8 +18,10 @@ from streamadv.errors import ChainError, StreamadvError
 from streamadv.grouping import housekeeping
 from streamadv.isolation import MAX_ATTEMPTS
 from streamadv.run import Run
+from streamadv.status import read_status
 from streamadv.streams import ADVANTAGE
 from streamadv.trainer_queue import TrainerQueue
+from streamadv.watchdog import reasons_of
 from tests.support import (
     CPU,
     batches_read,
@@ -157,6 +159,44 @@ def test_dead_bytes_bound_what_is_kept(redis_url: str, run: str) -> None:
     assert dead.emptied
     with pytest.raises(StreamadvError, match="payloads"):
         requeue(joined, dead.group_id)
+    assert problems(joined) == []
+
+
+def test_emptied_letters_are_bounded_in_number_and_bytes(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every group dies, for as long as anybody pushes."""
+    monkeypatch.setattr(dead_letters, "DEAD_KEPT", 20)
+    connection = Connection(redis_url)
+    joined = join(connection, run)
+    queue = TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"], batch_groups=8)
+    sizes = []
+    with producing(connection, run, {"dead_bytes": 4000}) as producer:
+        for number in range(4):
+            push_groups(producer, 16, size=8, prefix=f"g{number}-")
+            with pytest.raises(StreamadvError, match="no new group"):
+                next_batch(queue, joined)
+            housekeeping(joined)
+            letters = list(list_dead(joined))
+            sizes.append(
+                sum(connection.scripts.memory_usage(key) or 0 for key in connection.scripts.keys("*:dead*"))
+            )
+            assert len(letters) <= 20
+            assert [letter.age_s for letter in letters] == sorted(
+                (each.age_s for each in letters), reverse=True
+            )
+            assert [letter.emptied for letter in letters] == sorted(
+                (each.emptied for each in letters), reverse=True
+            )
+            assert not letters[-1].emptied
+            assert letters[0].reason == "missing_column"
+            assert letters[0].trajectories == 8
+            assert read_status(joined)["bytes"]["dead"] <= 4000
+    assert sizes[-1] < 20 * 1000 + 4 * 4000
+    status = read_status(joined)
+    assert status["ledger"]["dead"] == {"missing_column": 4 * 16 * 8}  # what is forgotten stays counted
+    assert status["groups"]["outcomes"]["dead"] == 64
+    assert any("dead letter" in reason for reason in reasons_of(status))
     assert problems(joined) == []
 
 

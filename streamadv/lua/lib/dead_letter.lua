@@ -1,8 +1,21 @@
--- A dead letter: listed by its time, with the reason and the group's entry of the log.
+-- Dead letters, listed by the time of death (ms); of one that is emptied the score is negative, so that those with
+-- payloads stand together, the oldest first, behind the emptied ones, the latest first.
 --   keys  dead, hash of the dead group
+local DEAD_DETAIL = 2000  -- characters
+local DEAD_BULK = {'log:members', 'log:scores', 'log:payloads'}  -- what only a group that can be requeued needs
+
+local function empty_letter(keys, group_id)
+  redis.call('HDEL', keys.dead_group, unpack(DEAD_BULK))
+  redis.call('HSET', keys.dead_group, 'emptied', 1)
+  local when = tonumber(redis.call('ZSCORE', keys.dead, group_id) or '') or 0
+  redis.call('ZADD', keys.dead, string.format('%.17g', -math.abs(when)), group_id)
+end
+
+-- With the reason and the group's entry of the log.
 local function write_dead_letter(keys, group_id, fields, reason, detail, count, bytes)
   redis.call('DEL', keys.dead_group)
-  redis.call('HSET', keys.dead_group, 'reason', reason, 'detail', detail, 'count', count, 'bytes', bytes)
+  redis.call('HSET', keys.dead_group, 'reason', reason, 'detail', string.sub(detail, 1, DEAD_DETAIL), 'count', count,
+    'bytes', bytes)
   for i = 1, #fields, 2 do redis.call('HSET', keys.dead_group, 'log:' .. fields[i], fields[i + 1]) end
   redis.call('ZADD', keys.dead, string.format('%.17g', now_ms()), group_id)
 end
