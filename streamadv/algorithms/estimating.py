@@ -65,7 +65,7 @@ def _checked(chosen: Estimator, batch: PackedBatch, name: str, values: object) -
         raise EstimatorError(f"{where} is {_kind(values)}, needs a floating-point tensor")
     if not values.is_floating_point():
         raise EstimatorError(f"{where} has dtype {values.dtype}, needs float64 or float32")
-    count = {"row": batch.num_rows, "step": len(batch.steps), "token": batch.num_tokens}[chosen.level]
+    count = batch.count(chosen.level)
     if values.shape != (count,):
         raise EstimatorError(
             f"{where} has shape {tuple(values.shape)}, needs ({count},): one value for each {chosen.level}"

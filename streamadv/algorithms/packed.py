@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..columns import Array
-from ..errors import TrajectoryError
+from ..errors import SettingError, TrajectoryError
+from ..problems import brief
 from .segments import segment_sum
 from .trainable import spread_rows, trainable
 
 Level = Literal["row", "step", "token"]
+LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 
 
 class StepLike(Protocol):
@@ -132,12 +134,22 @@ class PackedBatch:
         return offsets_of(self.row_trajectory, self.num_trajectories)
 
     def column(self, name: str) -> Tensor:
-        """[N]: the column `name`. Raises TrajectoryError when the batch was packed without it."""
-        try:
-            return self.columns[name]
-        except KeyError:
+        """[N]: the column `name`. Raises TrajectoryError when the batch is without it, or it has another shape."""
+        column = self.columns.get(name)
+        if column is None:
             present = ", ".join(self.columns) or "none"
-            raise TrajectoryError(f"column {name} is needed, the batch has {present}: supply it") from None
+            raise TrajectoryError(f"column {name} is needed, the batch has {present}: supply it")
+        if column.shape != (self.num_tokens,):
+            raise TrajectoryError(
+                f"column {name} has shape {tuple(column.shape)}, needs ({self.num_tokens},): one value per token"
+            )
+        return column
+
+    def count(self, level: Level) -> int:
+        """How many values a result of `level` has: one for each row, step or token. SettingError for another."""
+        if level not in LEVELS:
+            raise SettingError(f"level {brief(level)} is unknown: choose one of {', '.join(LEVELS)}")
+        return {"row": self.num_rows, "step": len(self.steps), "token": self.num_tokens}[level]
 
     def with_columns(self, **columns: Tensor) -> PackedBatch:
         """A copy with columns added or replaced."""
@@ -200,8 +212,13 @@ def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
     """[N] float32: `values` of a level on the trainable tokens they belong to, 0 elsewhere.
 
     level "row": [R], on the row's trainable tokens; "step": [S], on those of the span (the later step where
-    spans overlap); "token": [N], times the mask. Needs the column response_mask.
+    spans overlap); "token": [N], times the mask. Needs the column response_mask. Raises TrajectoryError for
+    another number of values, SettingError for another level.
     """
+    if values.shape != (batch.count(level),):
+        raise TrajectoryError(
+            f"values of level {level!r} have shape {tuple(values.shape)}, need ({batch.count(level)},)"
+        )
     values = values.to(torch.float32)
     if level == "row":
         return spread_rows(values, batch.column("response_mask"), batch.cu_seqlens)

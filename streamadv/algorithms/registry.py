@@ -12,11 +12,10 @@ from torch import Tensor
 from ..columns import COLUMN_NAME
 from ..errors import SettingError
 from ..problems import brief
-from .packed import Level
+from .packed import LEVELS, Level
 
 Scope = Literal["row", "group", "batch"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)  # from narrow to wide
-LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 @dataclass(frozen=True, slots=True)

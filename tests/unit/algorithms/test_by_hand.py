@@ -88,6 +88,14 @@ def test_maxrl_needs_a_positive_mean() -> None:
     close(advantages({**turned, "epsilon": 2.0}, batch_of(group("b", [-3.0, -1.0]))), [0, 0])
 
 
+def test_opo_without_tokens_has_nothing_to_weigh() -> None:
+    pairs = [member("a", i, 5.0 + i, [[0]]) for i in (0, 1)] + [
+        member("b", 0, 1.0),
+        member("b", 1, 9.0, [[0]]),
+    ]
+    close(advantages("opo", batch_of(pairs)), [0, 0, 0, 0])
+
+
 def test_reinforce_plus_plus_baseline_counts_tokens_and_no_baselines() -> None:
     centred = np.array([-3, -1, 4, 0, 0.0])
     tokens = np.repeat(centred, [1, 2, 3, 1, 1])

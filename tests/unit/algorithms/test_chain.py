@@ -370,6 +370,31 @@ def test_expand_places_values_on_trainable_tokens() -> None:
     assert span_sum(batch, torch.arange(5.0)).tolist() == [3.0, 5.0]
 
 
+@pytest.mark.parametrize("level", ["row", "step", "token"])
+@pytest.mark.parametrize("apart", [-1, 1])
+def test_expand_takes_one_value_for_each(level: Any, apart: int) -> None:
+    batch = batch_of([member("a", 0, 0.0, masks=[[0, 1, 1], [1, 1]], steps=[Step(start=0, end=3)])])
+    size = {"row": 2, "step": 1, "token": 5}[level]
+    with pytest.raises(TrajectoryError, match=rf"\({size + apart},\).*\({size},\)"):
+        expand(batch, level, torch.zeros(size + apart))
+    with pytest.raises(TrajectoryError, match=rf"\({size}, 1\)"):
+        expand(batch, level, torch.zeros(size, 1))
+    with pytest.raises(SettingError, match="tokens"):
+        expand(batch, "tokens", torch.zeros(size))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["response_mask", "values", "token_level_rewards"])
+@pytest.mark.parametrize("shape", [(3,), (9000,), (5, 1), ()])
+def test_a_column_of_another_length_is_refused(name: str, shape: tuple[int, ...]) -> None:
+    batch = batch_of([member("a", i, 1.0, [[0, 1, 1, 0, 1]], values=[0.0] * 5) for i in (0, 1)])
+    dtype = torch.uint8 if name == "response_mask" else torch.float32
+    broken = batch.with_columns(token_level_rewards=torch.zeros(10)).with_columns(
+        **{name: torch.ones(shape, dtype=dtype)}
+    )
+    with pytest.raises(TrajectoryError, match=rf"{name} has shape.*\(10,\)"):
+        run({"estimator": "gae", "token_rewards": "column", "whiten_advantages": True}, broken)
+
+
 def test_configuration_travels_as_json() -> None:
     for config in CHAINS.values():
         chain = build_chain(config)
