@@ -103,6 +103,12 @@ class BatchRecord(BaseModel):
     tokens_per_micro_batch: int | None = None  # rows above it are not delivered
     kl_coefficient: float | None = None
     running: dict[str, float] | None = None  # moments of all rewards up to and with this batch
+    running_before: dict[str, float] | None = None  # those it was named with
+
+    @property
+    def knows_before(self) -> bool:
+        """Whether it says what `running` was before: an older release's record does not."""
+        return self.running is None or "running_before" in self.model_fields_set
 
     @property
     def trajectories(self) -> int:

@@ -5,6 +5,7 @@ Everything here is idempotent: only the call that deletes a log entry counts its
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -268,7 +269,9 @@ def take_apart(run: Run, record: BatchRecord, cursors: Mapping[int, str], epoch:
         before = _entry_before(pointer.entry)
         earlier[pointer.shard] = min(earlier[pointer.shard], before, key=entry_order)
     home = run.keys.home
-    args: list[Any] = [epoch, *(part for pair in earlier.items() for part in pair)]
+    before = json.dumps(record.running_before) if record.running_before else ""
+    running = before if record.knows_before else "as it is"
+    args: list[Any] = [epoch, running, *(part for pair in earlier.items() for part in pair)]
     check_fence(run, run.call("rewind", [home.void, home.lineage], args))
     _forget(run, record, epoch)
     return earlier

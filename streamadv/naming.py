@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,6 +15,22 @@ BATCH_ID: Final = re.compile(r"[0-9]+-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True)
+class NamingSettings:
+    """What the trainer queue decides about batches."""
+
+    batch_groups: int
+    min_groups: int  # enough to name a batch
+    prefetch: int
+    max_staleness: int | None
+    drop_after: int | None
+    keep_rolled_back: bool
+    needs: frozenset[str]  # columns producers must have pushed
+    chain: Mapping[str, Any]
+    late: tuple[str, ...]
+    tokens_per_micro_batch: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class NamingRules:
     """What decides whether a group goes into a batch."""
 
@@ -22,7 +38,9 @@ class NamingRules:
     needs: frozenset[str] = frozenset()  # columns producers must have pushed
     trained: Container[str] = frozenset()  # group ids already in the checkpoint lineage
     rolled_back_above: int | None = None  # version restored by load_state_dict
-    epoch: int = 0
+    branch: int = (
+        0  # epoch that load_state_dict took; those taken again after a restart of the server do not count
+    )
 
     def reason_against(self, group: LoggedGroup, k: int) -> str | None:
         """Why the group is not trained on at version k, or None."""
@@ -35,7 +53,7 @@ class NamingRules:
         restored = self.rolled_back_above
         if (
             restored is not None
-            and group.epoch < self.epoch
+            and begun_under(group) < self.branch
             and group.version is not None
             and group.version > restored
         ):
@@ -46,6 +64,11 @@ class NamingRules:
         if any(not self.needs <= set(member.columns) for member in group.members):
             return "dead:missing_column"
         return None
+
+
+def begun_under(group: LoggedGroup) -> int:
+    """The epoch in which the group was begun. Its tickets tell, where a server has lost the epoch with the group."""
+    return max(group.epoch, *(member.epoch for member in group.members))
 
 
 def staleness(member: Reference, k: int) -> int | None:

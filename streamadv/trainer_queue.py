@@ -8,15 +8,12 @@ then `commit` it.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from . import batches
@@ -27,16 +24,21 @@ from .batches import BatchRecord, Unit
 from .computing import Device, choose_device
 from .connection import Connection
 from .delivery import Fetched, deliver
-from .errors import BatchLostError, EpochFencedError, NoBatchError, SettingError, UndecodableGroupError
+from .errors import BatchLostError, NoBatchError, SettingError, UndecodableGroupError
 from .isolation import Death
-from .lineage import Lineage, NamingSettings, Start, returning_since
+from .job import check_job, count_queue, find_job, random_job
+from .lineage import Lineage
 from .manifest import RunSettings
 from .microbatch import Batch
+from .naming import NamingSettings
 from .outages import RETRYABLE, Backoff, T, patiently, retried
+from .patience import Patience
+from .progress import DURABILITY_WINDOW_S, Progress
 from .read_ahead import ReadAhead
 from .ready import ReadyLogs
 from .results import Result, assign, batch_scope, misfit
 from .run import Run, open_run
+from .session import Follower, NotHeldError, Session, Wanted
 from .suppliers import LateColumn, check_late, pushed_columns
 from .watchdog import Limits, Watchdog
 
@@ -56,8 +58,13 @@ class TrainerQueue(IterableDataset[Batch]):
     than this are dropped when a batch is named (default 2 x max_staleness). tokens_per_micro_batch: None = each
     rank runs its part at once. commit: "each_batch" commits when the next batch is asked for; with "manual"
     nothing is committed but by `commit`. min_kept_ratio, max_filtered_batches: warn when filters keep fewer groups,
-    raise StarvedError when they drop so many batches' worth since the last batch (None = never). epoch: of
-    rank 0, for other ranks without torch.distributed.
+    raise StarvedError when they drop so many batches' worth since the last batch (None = never).
+
+    job: id of this start of the training job, the same on all its ranks and of no other start; by default that of
+    torchrun or SLURM with the count of restarts, else one that the ranks find in torch.distributed's store. Rank 0
+    writes it into the run, the others wait until the run carries it. epoch: `queue.epoch` of rank 0, by which other
+    ranks may find their job instead. durability_window: seconds after which a server has its writes safe (Redis' AOF
+    `everysec` and failovers: about 2); until then committed groups stay in `state_dict`.
     """
 
     def __init__(
@@ -79,6 +86,8 @@ class TrainerQueue(IterableDataset[Batch]):
         commit: Literal["each_batch", "manual"] = "each_batch",
         device: Device = "cpu",
         epoch: int | None = None,
+        job: str | None = None,
+        durability_window: float = DURABILITY_WINDOW_S,
         keep_rolled_back: bool = False,
         min_kept_ratio: float = 0.05,
         max_filtered_batches: int | None = 10,
@@ -99,6 +108,8 @@ class TrainerQueue(IterableDataset[Batch]):
                 raise SettingError(f"{name} is {value}, needs {least} or more")
         if commit not in ("each_batch", "manual"):
             raise SettingError(f"commit is {commit!r}, needs 'each_batch' or 'manual'")
+        if not durability_window >= 0:
+            raise SettingError(f"durability_window is {durability_window}, needs 0 or more seconds")
         self._late = dict(late or {})
         check_late(self._late)
         built = build_chain(chain)
@@ -109,7 +120,6 @@ class TrainerQueue(IterableDataset[Batch]):
             max_staleness=max_staleness,
             drop_after=2 * max_staleness if drop_after is None and max_staleness is not None else drop_after,
             keep_rolled_back=keep_rolled_back,
-            rolled_back_above=None,
             needs=pushed_columns(built, self._late, pushed),
             chain=built.config.model_dump(mode="json"),
             late=tuple(sorted(self._late)),
@@ -120,19 +130,19 @@ class TrainerQueue(IterableDataset[Batch]):
         self._run_name, self._run_settings = run, settings
         self._rank, self._world_size = rank, world_size
         self._epoch = epoch
-        self._shared_epoch: int | None = None  # received, and not used yet
+        self._job = None if job is None else check_job(job)
+        self._number = count_queue(run, rank) if world_size > 1 else 0
         self._commit_mode = commit
         self._device = choose_device(device)
         self._limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches)
         self._stop = threading.Event()
         self._watchdog: Watchdog | None = None
         self._run: Run | None = None
-        self._lineage: Lineage | None = None
+        self._session: Session | None = None
+        self._is_stale = False  # the session: to be repeated on other servers
         self._greeted = False
         self._ahead: ReadAhead | None = None  # of the batch to be delivered next
-        self._job = secrets.token_hex(8)
-        self._begin = Start(job=self._job)
-        self._next = 0  # k of the batch to be delivered next
+        self._progress = Progress(durability_window)
         self._current: Batch | None = None
         self._ready = ReadyLogs()
 
@@ -148,13 +158,18 @@ class TrainerQueue(IterableDataset[Batch]):
 
     @property
     def epoch(self) -> int:
-        """This job's epoch: rank 0 hands it to the other ranks."""
+        """This job's epoch: another rank may find the job by it."""
         return self._patiently(lambda: self._start().epoch)
 
     @property
     def batches_waiting(self) -> int:
         """Batches that are named and not yet delivered: after a restart, those that come again."""
-        return self._patiently(lambda: sum(k >= self._next for k in self._start().records))
+        return self._patiently(lambda: sum(k >= self._next for k in batches.read_records(self._start().run)))
+
+    @property
+    def _next(self) -> int:
+        """k of the batch to be delivered next."""
+        return self._progress.delivered
 
     def next_batch(self, timeout: float | None = None, max_groups: int | None = None) -> Batch | None:
         """The next batch, or None when the run has ended. Marks the one before as trained.
@@ -164,44 +179,50 @@ class TrainerQueue(IterableDataset[Batch]):
         has taken over, BatchLostError when the server lost a named batch, and where waiting cannot end
         StarvedError and UncommittedBudgetError.
         """
-        started = progress = time.monotonic()
+        started = time.monotonic()
+        patience = Patience(timeout, self._stop)
         backoff = Backoff(sleep=self._stop.wait)
         while True:
             try:
-                lineage = self._start()
-                lineage.run.keep_up()
-                lineage = self._recover(lineage)
-                self._finish_current(lineage)
-                ended = lineage.find(self._next) is None and lineage.has_ended(self._next)
-                if lineage.look_ahead(ended, max_groups):
-                    progress = time.monotonic()
-                if (batch := self._collect(lineage)) is not None:
-                    with suppress(*RETRYABLE):  # the next call does it again
-                        lineage.look_ahead(False, max_groups)
-                        self._read_ahead(lineage, lineage.find(self._next))
+                session = self._finish_current()
+                ended = session.find(self._next) is None and session.has_ended(self._next)
+                if session.look_ahead(ended, max_groups):
+                    patience.progress()
+                if (batch := self._collect(session)) is not None:
+                    with suppress(*RETRYABLE, NotHeldError):  # the next call does it again
+                        session.look_ahead(False, max_groups)
+                        self._read_ahead(session, session.find(self._next))
                     self._current = batch
                     if self._watchdog is not None:
                         self._watchdog.progress()
                     if self._rank == 0:
                         observe(batch, time.monotonic() - started)
                     return batch
-                if ended and lineage.scanned and lineage.find(self._next) is None:
-                    lineage.tell_end(self._next)
+                if ended and session.scanned and session.find(self._next) is None:
+                    session.tell_end(self._next)
                     return None
-                if timeout is not None and time.monotonic() - progress > timeout:
+                patience.look(session)
+                if patience.is_over:
                     raise NoBatchError(
                         f"no new group for {timeout:g} s (run {self._run_name}, batch {self._next}): "
-                        f"{Watchdog(lineage.run, self._limits).reasons()}"
+                        f"{Watchdog(session.run, self._limits).reasons()}"
                     )
                 if self._watchdog is not None:
                     self._watchdog.look()
                 block_ms = BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1)
-                self._ready.wait(lineage, block_ms, max_groups, self._stop)
+                self._ready.wait(session, block_ms, max_groups, self._stop)
+            except NotHeldError as error:
+                if patience.is_over:
+                    raise NoBatchError(
+                        f"no batch within {timeout:g} s (run {self._run_name}, rank {self._rank}): {error}"
+                    ) from None
+                patience.wait(error)
             except RETRYABLE as error:
                 retried(STAGE, error, backoff)
                 backoff.wait()
             else:
                 backoff.reset()
+                patience.over()
 
     # What the training loop says
 
@@ -214,15 +235,22 @@ class TrainerQueue(IterableDataset[Batch]):
         self._patiently(lambda: self._trained(batch))
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save beside the weights: JSON-serialisable; pass it to `commit` after saving."""
-        lineage = self._patiently(self._start)
-        return {
+        """What to save beside the weights: JSON-serialisable; pass it to `commit` after saving.
+
+        Rank 0's is the one to save. It has the ids of all groups in the weights that the server may still have, or
+        have again: of batches that are not committed, or so lately that the server may lose it.
+        """
+        progress = self._progress
+        if progress.began is None:
+            self._patiently(self._start)
+        state: dict[str, Any] = {
             "run": self._run_name,
-            "epoch": lineage.epoch,
-            "version": lineage.version,
-            "groups": list(lineage.trained),
-            "kl": lineage.kl.to_json(),
+            "epoch": progress.epoch,
+            "version": progress.version,
+            "groups": progress.groups,
+            "kl": progress.kl or {},
         }
+        return {**state, "running": progress.running} if progress.knows_running else state
 
     def commit(self, state: Mapping[str, Any]) -> None:
         """The checkpoint holding `state` is saved: its batches are trained for good and deleted here.
@@ -234,21 +262,19 @@ class TrainerQueue(IterableDataset[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint: take over the run, repeat its commit, set the version back.
 
-        Batches recorded after it come again, in their order and composition, before new ones.
+        Batches recorded after it come again, in their order and composition, before new ones. Call it on every rank,
+        with the same state; `next_batch` of a rank above 0 waits for rank 0's call.
         """
         missing = {"run", "version", "groups"} - state.keys()
         if missing:
             raise SettingError(f"state has no {sorted(missing)[0]!r}: give what state_dict() returned")
         if state["run"] != self._run_name:
             raise SettingError(f"state is of run {state['run']!r}, this queue reads {self._run_name!r}")
-        version = int(state["version"])
-        self._settings = replace(self._settings, rolled_back_above=version)
-        trained = dict.fromkeys(state["groups"], returning_since(time.monotonic()))
-        self._begin = Start(
-            version, version, trained, kl=state.get("kl"), epoch=int(state["epoch"]), job=self._job
-        )
-        self._lineage = self._current = None
-        self._patiently(self._start)
+        self._progress.load(state)
+        self._session = self._current = None
+        self._stop_reading()
+        if self._rank == 0:
+            self._patiently(self._start)
 
     def close(self) -> None:
         """Disconnect. What was delivered and not marked as trained comes again."""
@@ -260,112 +286,136 @@ class TrainerQueue(IterableDataset[Batch]):
     # Inside
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        return patiently(call, STAGE, sleep=self._stop.wait)
+        """`call()`, again until the server answers and rank 0 has the run."""
+        patience = Patience(None, self._stop)
+
+        def called() -> T:
+            while True:
+                try:
+                    return call()
+                except NotHeldError as error:
+                    patience.wait(error)
+
+        return patiently(called, STAGE, sleep=self._stop.wait)
 
     def _trained(self, batch: Batch) -> None:
-        lineage = self._start()
-        record = lineage.find(batch.version)
+        record = self._note_trained(self._start(), batch)
+        (self._now() if self._rank == 0 else self._start()).tell_trained(record)
+
+    def _note_trained(self, session: Session, batch: Batch) -> BatchRecord:
+        record = session.records.get(batch.version)
         if record is None or record.id != batch.id:
             raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
-        lineage.advance(record, batch.metrics.get("critic/kl"))
+        session.note_trained(record, batch.metrics.get("critic/kl"))
+        return record
 
     def _commit(self, state: Mapping[str, Any]) -> None:
-        lineage = self._start()
-        if state["version"] > lineage.version:
+        session = self._now() if self._rank == 0 else self._start()
+        if state["version"] > session.version:
             raise SettingError(
-                f"state has version {state['version']}, this queue is at {lineage.version}: load it first"
+                f"state has version {state['version']}, this queue is at {session.version}: load it first"
             )
-        lineage.commit(state["version"])
+        session.commit(state["version"])
 
-    def _start(self) -> Lineage:
-        """Join the run, once; rank 0 takes it over."""
-        if self._lineage is None:
-            if (
-                not self._greeted
-            ):  # later on a refusal may pass as well: a server that restarts without its users
-                self._connection.check()
-                self._greeted = True
-            if self._run is None:
-                self._run = open_run(self._connection, self._run_name, self._run_settings)
-            else:
-                self._run.refresh()  # a server that lost the manifest gets back what is known of it
-            run = self._run
-            leads = self._rank == 0
-            # The other ranks wait until rank 0 has taken over before they read where to go on, and only once.
-            if not leads and self._shared_epoch is None:
-                self._shared_epoch = _share_epoch(self._epoch, self._rank)
-            alone = self._world_size == 1
-            lineage = Lineage(
-                run, self._settings, self._begin, leads=leads, alone=alone, epoch=self._shared_epoch
+    def _start(self) -> Session:
+        """The hold on the run, of whatever server; taken or joined at the first call."""
+        return self._session or self._join()
+
+    def _now(self) -> Session:
+        """The hold on the run on the servers as they are: after a restart or failover it is repeated there."""
+        if self._run is not None:
+            self._run.keep_up()
+        if self._session is not None and not self._is_stale and not self._session.has_same_servers():
+            logger.warning("%s: the server is not the one it was: repeating what it may have lost", STAGE)
+            self._progress.lost()
+            self._is_stale = True
+            self._stop_reading()
+        return self._join() if self._is_stale else self._start()
+
+    def _join(self) -> Session:
+        """Rank 0 takes the run; another rank raises NotHeldError until it has."""
+        if not self._greeted:  # later on a refusal may pass as well: a server that restarts without its users
+            self._connection.check()
+            self._greeted = True
+        if self._run is None:
+            self._run = open_run(self._connection, self._run_name, self._run_settings)
+        else:
+            self._run.refresh()  # a server that lost the manifest gets back what is known of it
+        run = self._run
+        session: Session
+        if self._rank == 0:
+            self._progress.job = self._progress.job or self._find_job() or random_job()
+            session = Lineage(run, self._settings, self._progress)
+            self._watchdog = Watchdog(run, self._limits)
+        else:
+            session = Follower(run, self._settings, self._progress, self._wanted())
+        self._session, self._is_stale = session, False
+        self._ready = ReadyLogs()
+        return session
+
+    def _find_job(self) -> str | None:
+        if self._job is not None or self._world_size == 1:
+            return self._job
+        return find_job(self._number)
+
+    def _wanted(self) -> Wanted:
+        """How a rank above 0 finds its job. Raises SettingError where it cannot."""
+        job = self._job if self._epoch is not None else self._find_job()
+        if job is None and self._epoch is None:
+            raise SettingError(
+                f"job is not given on rank {self._rank} of {self._world_size}: pass the same job= on every rank, "
+                "another one at each start, or use torchrun, SLURM or torch.distributed"
             )
-            if leads:
-                _share_epoch(lineage.epoch, self._rank)
-            self._shared_epoch = None
-            self._next = lineage.version
-            self._ready = ReadyLogs()
-            self._lineage = lineage
-            self._watchdog = Watchdog(run, self._limits) if leads else None
-        return self._lineage
+        return Wanted(job, self._epoch)
 
-    def _recover(self, lineage: Lineage) -> Lineage:
-        """After a restart or failover of the server: repeat what it may have lost of this job."""
-        if lineage.has_same_servers():
-            return lineage
-        logger.warning("%s: the server is not the one it was: repeating what it may have lost", STAGE)
-        current = self._current
-        if current is not None and current.version in lineage.records:  # else committed already
-            lineage.note_trained(lineage.records[current.version])  # the loop asks for the next one
-        self._begin, self._lineage = lineage.remember(), None
-        try:
-            return self._start()
-        except EpochFencedError:
-            self._lineage = lineage  # `state_dict` still tells what this job has trained
-            raise
-
-    def _finish_current(self, lineage: Lineage) -> None:
+    def _finish_current(self) -> Session:
+        """The batch before is trained, as the loop asks for another one."""
         batch = self._current
-        if batch is None:
-            return
-        if batch.version >= lineage.version:
-            self._trained(batch)
-        if self._commit_mode == "each_batch":
-            self._commit(self.state_dict())
+        if batch is not None and batch.version >= self._progress.version:
+            self._note_trained(self._start(), batch)
+        session = self._now()
+        if batch is not None and batch.version in session.records:
+            if session.told <= batch.version:
+                session.tell_trained(session.records[batch.version])
+            if self._commit_mode == "each_batch":
+                session.commit(session.version)
         self._current = None
+        return session
 
-    def _collect(self, lineage: Lineage) -> Batch | None:
+    def _collect(self, session: Session) -> Batch | None:
         """The next batch if all its results are there."""
-        record = lineage.find(self._next)
+        record = session.find(self._next)
         if record is None:
             return None
-        self._read_ahead(lineage, record)
+        self._read_ahead(session, record)
         units = batches.work_units(record, batch_scope(record))
-        self._ready.read(lineage)
+        self._ready.read(session)
         results = self._ready.results_of(record, units)
         if results is None:
             return None
         try:
-            batch = self._deliver(lineage, record, units, results)
+            batch = self._deliver(session, record, units, results)
         except BatchLostError:
-            if lineage.has_same_servers():
+            if session.has_same_servers():
                 raise
             return None  # lost a moment ago, with the last moments of a server: to be recovered from
         if batch is None:
             return None
-        batch.metrics.update(passed_over(lineage.passed_over, batch))
-        lineage.passed_over.clear()
+        batch.metrics.update(passed_over(session.passed_over, batch))
+        session.passed_over.clear()
         self._ready.forget(record)
         self._stop_reading()
-        self._next += 1
+        self._progress.deliver(record)
         return batch
 
-    def _read_ahead(self, lineage: Lineage, record: BatchRecord | None) -> None:
+    def _read_ahead(self, session: Session, record: BatchRecord | None) -> None:
         """Have the payloads fetched while results, or the trainer, are waited for. Errors are met again then."""
         if record is not None and (self._ahead is None or self._ahead.batch != record.id):
             self._stop_reading()
             with suppress(BatchLostError, *RETRYABLE):
-                groups = lineage.read_groups(record, ())
+                groups = session.read_groups(record, ())
                 self._ahead = ReadAhead(
-                    lineage.run,
+                    session.run,
                     record,
                     groups,
                     rank=self._rank,
@@ -379,7 +429,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._ahead = None
 
     def _deliver(
-        self, lineage: Lineage, record: BatchRecord, units: Sequence[Unit], results: Sequence[Result]
+        self, session: Session, record: BatchRecord, units: Sequence[Unit], results: Sequence[Result]
     ) -> Batch | None:
         """This rank's part of the batch without the groups that turn out to be dead.
 
@@ -389,8 +439,8 @@ class TrainerQueue(IterableDataset[Batch]):
         """
         deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
         while True:
-            dead, left_out = lineage.bury(record, deaths)
-            groups = lineage.read_groups(record, dead)
+            dead, left_out = session.bury(record, deaths)
+            groups = session.read_groups(record, dead)
             by_id = {group.group_id: group for group in groups}
             for unit, result in zip(units, results, strict=True):
                 problem = misfit(result, unit, by_id)
@@ -400,7 +450,7 @@ class TrainerQueue(IterableDataset[Batch]):
                     return None
             try:
                 return deliver(
-                    lineage.run,
+                    session.run,
                     record,
                     groups,
                     assign(units, {result.header.unit: result for result in results}, groups),
@@ -413,26 +463,15 @@ class TrainerQueue(IterableDataset[Batch]):
                     left_out=left_out,
                 )
             except UndecodableGroupError as error:
-                if not lineage.has_same_servers():
+                if not session.has_same_servers():
                     return None  # as in `_collect`: no fault of the data
                 logger.error("%s: %s", STAGE, error)
                 ids = {group_id for group_id, _ in error.problems}
                 found = [pointer for pointer in record.groups if pointer.group_id in ids]
-                batches.read_groups(lineage.run, found)  # lost with their payloads: BatchLostError
+                batches.read_groups(session.run, found)  # lost with their payloads: BatchLostError
                 if self._world_size > 1:
-                    if not lineage.leave_out(record, error.problems):
+                    if not session.leave_out(record, error.problems):
                         return None
                     continue
                 for (group_id, _), text in error.problems.items():
                     deaths.setdefault(group_id, Death("undecodable", text))
-
-
-def _share_epoch(epoch: int | None, rank: int) -> int:
-    """Rank 0's epoch, by torch.distributed or as given. Raises SettingError on a rank that has neither."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        number = torch.tensor([epoch or 0], dtype=torch.int64)
-        torch.distributed.broadcast(number, src=0)
-        return int(number)
-    if epoch is None:
-        raise SettingError(f"epoch is not given on rank {rank}: pass rank 0's, or use torch.distributed")
-    return epoch

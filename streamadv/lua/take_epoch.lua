@@ -1,16 +1,25 @@
 -- A training job takes over the run: whatever an older one still sends is refused from now on.
 -- KEYS  void, lineage
 -- ARGV  version to go on from ('' = the one after the last commit), epoch known to the job (its own, or of its
---       checkpoint: a server that lost its last moments may have gone back behind it), the job, '1' when it only goes
---       on after such a loss: then it must not take the run from a newer one
--- Returns  {epoch, version, committed}, or -1 when fenced
+--       checkpoint: a server that lost its last moments may have gone back behind it), the job, its session and the epoch
+--       that founded it ('' = a new session: it takes the run from anybody), a nonce for a new session, epoch of its branch
+--       ('' = it begins one), version at which that began ('' = that one to go on from), '1' if from a checkpoint
+-- Returns  {epoch, session, version, committed, branch before}, or -1 when fenced: a session founded later has the run
 redis.call('DEL', KEYS[1])
-local current = tonumber(redis.call('HGET', KEYS[2], 'epoch') or '') or 0
-local known = tonumber(ARGV[2])
-if ARGV[4] == '1' and current > known and redis.call('HGET', KEYS[2], 'job') ~= ARGV[3] then return -1 end
-local epoch = math.max(current, known) + 1
-local committed = redis.call('HGET', KEYS[2], 'committed') or '0'
+local found = redis.call('HMGET', KEYS[2], 'epoch', 'committed', 'job', 'session', 'branch')
+local current, committed = tonumber(found[1] or '') or 0, found[2] or '0'
+local epoch = string.format('%d', math.max(current, tonumber(ARGV[2])) + 1)
+local session = ARGV[4]
+if session == '' then
+  session = epoch .. '-' .. ARGV[6]
+elseif session == found[4] then
+  if found[3] ~= ARGV[3] then return -1 end  -- taken over by a release that knows no sessions
+elseif (tonumber(string.match(found[4] or '', '^(%d+)-') or '') or 0) >= tonumber(ARGV[5]) then
+  return -1
+end
+local branch = ARGV[7] ~= '' and ARGV[7] or epoch
 local version = ARGV[1] ~= '' and ARGV[1] or committed
-redis.call('HSET', KEYS[2], 'epoch', string.format('%d', epoch), 'job', ARGV[3], 'version', version)
+redis.call('HSET', KEYS[2], 'epoch', epoch, 'job', ARGV[3], 'session', session, 'version', version,
+  'branch', branch, 'loaded', ARGV[9] == '1' and branch or '', 'began', ARGV[8] ~= '' and ARGV[8] or version)
 redis.call('HDEL', KEYS[2], 'end')
-return {epoch, tonumber(version), tonumber(committed)}
+return {tonumber(epoch), session, tonumber(version), tonumber(committed), tonumber(found[5] or '') or 0}

@@ -14,7 +14,7 @@ from streamadv.status import ledger_of, problems_of, read_shard
 Identity = tuple[str, int]
 
 #: Keys that outlast a drained run; streams among them must be empty.
-LASTING: Final = ("ledger", "ended", "ended_before", "trainer", "lineage", "producers")
+LASTING: Final = ("ledger", "sizes", "ended", "ended_before", "trainer", "lineage", "producers")
 STREAMS: Final = ("rollouts", "groups", "work", "ready", "scoring:")
 
 

@@ -74,7 +74,7 @@ SCRIPTS: Final = {
             "leave_out",
             "end_run",
         ),
-        *("rewind", "unapply_batch"),
+        *("rewind", "settled", "unapply_batch"),
     },
 }
 OPERATORS: Final = {"status", "requeue", "empty_dead"}

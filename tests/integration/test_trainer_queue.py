@@ -479,9 +479,7 @@ def test_a_new_job_of_two_ranks_does_not_end_where_the_last_one_did(producer: Pr
         follower.next_batch(timeout=0)
 
 
-def test_other_ranks_look_at_the_run_after_rank_0_has_taken_it_over(
-    producer: Producer, joined: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_look_at_the_run_after_rank_0_has_taken_it_over(producer: Producer, joined: Run) -> None:
     """The version is set back by a checkpoint; whoever reads it earlier would go on from another batch."""
     push_groups(producer, 6)
     job = queue_of(joined, commit="manual")
@@ -492,27 +490,21 @@ def test_other_ranks_look_at_the_run_after_rank_0_has_taken_it_over(
         job.trained(batch)
         states.append(job.state_dict())
         job.commit(states[-1])
-    leader, follower = (queue_of(joined, rank=rank, world_size=2) for rank in range(2))
-    asked: list[int] = []
-
-    def broadcast(number: torch.Tensor, src: int) -> None:
-        asked.append(src)
-        if len(asked) == 1:  # the follower's: rank 0 is slower
-            leader.load_state_dict(states[0])
-            number.fill_(leader.epoch)
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    leader, follower = (queue_of(joined, rank=rank, world_size=2, job="second") for rank in range(2))
+    with pytest.raises(NoBatchError, match="waiting for rank 0 of job second"):
+        follower.next_batch(timeout=0)
+    leader.load_state_dict(states[0])
     assert follower.epoch == leader.epoch == 2
-    assert len(asked) == 2
     mine, theirs = next_batch(leader, joined), next_batch(follower, joined)
     assert mine is not None
     assert theirs is not None
     assert (mine.version, mine.id) == (theirs.version, theirs.id) == (1, mine.id)
 
 
-def test_other_ranks_need_an_epoch(producer: Producer, joined: Run) -> None:
-    with pytest.raises(SettingError, match="epoch is not given on rank 1"):
+def test_other_ranks_need_a_job(producer: Producer, joined: Run) -> None:
+    with pytest.raises(
+        SettingError, match=r"job is not given on rank 1 of 2: pass the same job= on every rank"
+    ):
         _ = queue_of(joined, rank=1, world_size=2).epoch
     with pytest.raises(SettingError, match="rank is 2"):
         queue_of(joined, rank=2, world_size=2)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv import commits
+from streamadv.batches import read_records
 from streamadv.connection import Connection
 from streamadv.dead_letters import list_dead, purge, requeue, show_dead
 from streamadv.errors import StreamadvError
@@ -213,7 +214,7 @@ def test_saying_it_again_changes_nothing(logged: Run) -> None:
     lose(logged, [("g2", 1)])
     ranks = start_job(logged.connection, logged.name, 2, batch_groups=4)
     parts = all_next(ranks, logged)
-    record = ranks[1]._start().records[0]
+    record = read_records(logged)[0]
     for _ in range(2):
         assert commits.leave_out(logged, record.groups[2], 1, "undecodable", "gone", record.id, 1)
     ranks[0].trained(parts[0])
@@ -225,7 +226,7 @@ def test_saying_it_again_changes_nothing(logged: Run) -> None:
 def test_nothing_is_counted_for_a_rank_that_comes_after_the_commit(logged: Run) -> None:
     ranks = start_job(logged.connection, logged.name, 2, batch_groups=4)
     (part,) = all_next(ranks[:1], logged)
-    record = ranks[1]._start().records[0]
+    record = read_records(logged)[0]
     ranks[0].trained(part)
     ranks[0].commit(ranks[0].state_dict())
     assert not commits.leave_out(logged, record.groups[0], 0, "undecodable", "gone", record.id, 1)

@@ -67,10 +67,10 @@ def test_groups_of_one_millisecond_stay_in_the_order_of_the_log() -> None:
         ({"drop_after": None}, {"members": (reference("g0", (0, 0)),)}, None),
         ({"needs": frozenset({"values"})}, {}, "dead:missing_column"),
         ({"needs": frozenset({"values"})}, {"members": (reference("g0", None, ("values",)),)}, None),
-        ({"rolled_back_above": 5, "epoch": 2}, {"version": 6}, "rolled_back"),
-        ({"rolled_back_above": 5, "epoch": 2}, {"version": 5}, None),
-        ({"rolled_back_above": 5, "epoch": 1}, {"version": 6}, None),
-        ({"rolled_back_above": 5, "epoch": 2}, {}, None),
+        ({"rolled_back_above": 5, "branch": 2}, {"version": 6}, "rolled_back"),
+        ({"rolled_back_above": 5, "branch": 2}, {"version": 5}, None),
+        ({"rolled_back_above": 5, "branch": 1}, {"version": 6}, None),
+        ({"rolled_back_above": 5, "branch": 2}, {}, None),
     ],
 )
 def test_why_a_group_is_not_trained_on(
@@ -120,7 +120,11 @@ def named(fake: Connection) -> tuple[Run, BatchRecord]:
         push_groups(producer, 8)
     run = join(fake, "r")
     group_all(run)
-    run.call("take_epoch", [run.keys.home.void, run.keys.home.lineage], ["", 0, "job", "0"])
+    run.call(
+        "take_epoch",
+        [run.keys.home.void, run.keys.home.lineage],
+        ["", 0, "job", "", "", "0123456789ab", "", "", "0"],
+    )
     logged = [each for shard in range(2) for each in batches.read_log(run, shard, "0-0", 100)]
     record = naming.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
     assert batches.name(run, record, {}, record.epoch)
@@ -218,9 +222,9 @@ def test_groups_marked_by_several_batches_are_in_flight_once(
 def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
     home = run.keys.home
-    run.call("take_epoch", [home.void, home.lineage], ["", 0, "job", "0"])
+    run.call("take_epoch", [home.void, home.lineage], ["", 0, "job", "", "", "0123456789ab", "", "", "0"])
     for keys in run.keys.shards:
-        run.call("set_trainer", [keys.void, keys.trainer], [2, 0, "", 1, 0, ""])
+        run.call("set_trainer", [keys.void, keys.trainer, keys.groups], [2, 0, "", 1, "", "0"])
     before = ledger(run)
     logged = batches.read_log(run, 0, "0-0", 1) or batches.read_log(run, 1, "0-0", 1)
     for attempt in (
