@@ -39,6 +39,7 @@ from .waiting import Reason
 
 _PING_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, redis.exceptions.ResponseError)
 
+MIN_BLOCK_MS: Final = 512
 BLOCK_MARGIN: Final = 5.0  # seconds on top of a read's block: the server re-arms blocks and may be late
 #: Inside the client; the loops around it go on for ever, and are to hear of a server that hangs within 30 s.
 SCRIPT_RETRIES: Final = 1
@@ -167,8 +168,11 @@ class Connection(_Common):
         return self._client("push", SOCKET_TIMEOUT, 0)
 
     def blocking(self, block_ms: int) -> redis.Redis:
-        """For reads that block up to `block_ms`: times out 5 s after it, never sends again."""
-        return self._client(f"blocking {block_ms}", block_ms / 1000 + BLOCK_MARGIN, 0)
+        """For reads that block up to `block_ms`: times out 5 s after the next power of two, never sends again."""
+        up_to_ms = max(
+            MIN_BLOCK_MS, 1 << (block_ms - 1).bit_length()
+        )  # blocks of any length share few clients
+        return self._client(f"blocking {up_to_ms}", up_to_ms / 1000 + BLOCK_MARGIN, 0)
 
     def check(self) -> None:
         """Ask the server once. Raises SettingError if it refuses (password, TLS, database) or is a cluster node and

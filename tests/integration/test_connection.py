@@ -103,6 +103,14 @@ def test_a_blocking_client_never_sends_twice(redis_url: str, lossy_url: str) -> 
     assert value(redis_url) == 1
 
 
+def test_blocks_of_many_lengths_share_connections(redis_url: str) -> None:
+    with Connection(redis_url) as connection:
+        before = len(connection.scripts.client_list())
+        for block_ms in range(0, 2000, 30):
+            connection.blocking(block_ms).ping()
+        assert len(connection.scripts.client_list()) <= before + 3
+
+
 def test_scripts_are_sent_again(redis_url: str, lossy_url: str) -> None:
     with Connection(lossy_url) as connection:
         assert connection.scripts.incr("n") == 2
