@@ -25,7 +25,9 @@ def grpo_passk(batch: PackedBatch, *, norm_by_std: bool = True, epsilon: float =
     lead = batch.rewards - segment_max(others, offsets)[group]
     stats = moments(batch.rewards, offsets, trained)
     if norm_by_std:
-        lead = lead / (stats.std[group] + epsilon)
+        lead = torch.where(
+            lead > 0, lead / (stats.std[group] + epsilon), 0.0
+        )  # a tie may leave no std at all
     alone = stats.size[group] < 2
-    advantages = torch.where(first & trained & ~alone, lead, 0.0)
+    advantages = torch.where(first & ~alone, lead, 0.0)
     return Estimate("row", advantages[batch.row_trajectory])

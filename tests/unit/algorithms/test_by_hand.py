@@ -80,6 +80,15 @@ def test_epsilon_stands_beside_the_std(name: str, options: dict[str, Any]) -> No
     close(shaped.numpy(), [-TINY / 2 / scale, TINY / 2 / scale])
 
 
+@pytest.mark.parametrize("name", ["grpo", "grpo_passk", "gdpo", "gigpo", "step_grpo", "step_reinforce"])
+def test_equals_are_zero_without_an_epsilon(name: str) -> None:
+    pairs = [turns("a", i, [2.0, 2.0], ["s", "t"]) for i in range(3)]
+    config: dict[str, Any] = {"estimator": name, "epsilon": 0.0}
+    if name == "step_reinforce":
+        config |= {"gamma": 0.0, "norm_by_std": True, "baseline": True}
+    close(advantages(config, batch_of(pairs)), 0.0)
+
+
 def test_maxrl_needs_a_positive_mean() -> None:
     batch = batch_of([*group("a", [-1.0, 1.0]), *group("b", [-3.0, -1.0]), *group("c", [0.0, 1.0])])
     close(advantages("maxrl", batch), [0, 0, 0, 0, -1, 1])
