@@ -113,6 +113,8 @@ def _ledger_families() -> Iterable[GaugeMetricFamily]:
         ("stream_lag_entries", "Entries not read yet.", "stream"),
         ("oldest_pending_age_seconds", "Age of the oldest entry in a stream.", "stream"),
         ("groups_open", "Groups begun and not ended."),
+        ("short_groups_ratio", "Share of the groups that ended short of usable rollouts and were dropped."),
+        ("short_trajectories_ratio", "Share of the usable trajectories that was dropped with such groups."),
         ("producers", "Producers by state; lost: not finished and no longer heard of.", "state"),
         ("live_bytes", "Bytes of the payloads stored."),
         ("reserved_bytes", "Bytes promised to members of open groups that have not come yet."),
@@ -137,6 +139,9 @@ def _ledger_samples(status: Mapping[str, Any]) -> Iterator[tuple[str, list[str],
         yield "stream_lag_entries", [stream], state["lag"]
         yield "oldest_pending_age_seconds", [stream], state["oldest_age_s"] or 0.0
     yield "groups_open", [], status["groups"]["open"]
+    short = status["groups"]["short"]
+    yield "short_groups_ratio", [], short["groups"] / max(1, short["ended"])
+    yield "short_trajectories_ratio", [], short["trajectories"] / max(1, short["usable"])
     yield "live_bytes", [], status["bytes"]["live"]
     yield "reserved_bytes", [], status["bytes"]["reserved"]
     states = Counter(producer["state"] for producer in status["producers"])

@@ -22,6 +22,7 @@ from .malformed import RECORD_FIELDS, is_payload_key, record_problem, reject_ent
 from .outages import RETRYABLE, Backoff, retried
 from .run import Run
 from .scoring import pass_on_ended
+from .short_groups import ShortGroups
 from .streams import GROUPER, Consumer, Entry
 
 logger = logging.getLogger(__name__)
@@ -109,12 +110,14 @@ class Housekeeping:
         self._run = run
         self._clock = clock
         self._lost = LostProducers(run, clock)
+        self._short = ShortGroups(run, clock)
 
     def round(self) -> bool:
         """Once through everything; False when there was more than fits into HOUSEKEEPING_SLICE_S."""
         run, until = self._run, self._clock() + HOUSEKEEPING_SLICE_S
         run.refresh()
         self._lost.look()
+        self._short.look()
         done = True
         for shard, keys in enumerate(run.keys.shards):
             while (full := expire(run, keys)) and self._clock() < until:

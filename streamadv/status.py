@@ -17,6 +17,7 @@ from . import batches, naming, sizes
 from .keys import ShardKeys
 from .presence import PRODUCER_STATE, PRODUCER_TIMEOUT_S
 from .run import Run
+from .short_groups import loss_of
 from .streams import ADVANTAGE, GROUPER
 
 #: Places of the ledger that `queued` sums up.
@@ -237,6 +238,7 @@ def read_status(run: Run) -> dict[str, Any]:
             "abandoned": total["groups_abandoned"],
             "remembered": sum(state.groups_remembered for state in shards),
             "outcomes": _reasons(total, "outcome"),
+            "short": loss_of(total)._asdict(),  # dropped since rollouts failed or did not come
         },
         "bytes": {
             "live": total["live_bytes"],

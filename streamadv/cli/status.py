@@ -12,6 +12,7 @@ from ..manifest import Manifest
 from ..outages import RETRYABLE, Backoff, retried
 from ..problems import printable
 from ..run import Run, find_run
+from ..short_groups import Loss
 from ..status import read_status
 from ..watchdog import reasons_of
 from . import FAILED, add_redis_options, add_wait_option, connect_once, settings_from
@@ -102,6 +103,9 @@ def lines_of(status: dict[str, Any], manifest: Manifest, deep: bool = False) -> 
         f"  groups: open {groups['open']}, in the log {groups['logged']}"
         + (f"; {outcomes}" if outcomes else "")
     )
+    loss = Loss(**groups["short"])
+    if loss.is_much:
+        lines.append(f"  LOST {loss}")
     live, reserved = status["bytes"]["live"], status["bytes"]["reserved"]
     budget = "" if manifest.max_bytes is None else f" of max_bytes {manifest.max_bytes}"
     lines.append(

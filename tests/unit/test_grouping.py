@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import streamadv.presence
 import streamadv.producer
-from streamadv import batches, grouping
+from streamadv import batches, cli, grouping
 from streamadv.connection import Connection
 from streamadv.errors import Busy, NoBatchError, TrajectoryError
 from streamadv.manifest import RunSettings
@@ -346,7 +346,7 @@ class Pipeline:
         ticket = Ticket(group_id, 0, SIZE, PLACES, 0, None)
         group = self.groups.setdefault(group_id, Group())
         free = [index for index in range(PLACES) if index not in group.pushed]
-        steps = self.producer._logic.end_places(ticket, [-1], "cancelled")
+        steps = self.producer._logic.cancel(ticket, 1, range(PLACES))
         try:
             (code,) = self.producer._drive(steps).codes
         except TrajectoryError:
@@ -356,7 +356,7 @@ class Pipeline:
         if group.letter:
             assert code == {"c": "surplus", "e": "late"}[group.letter]
         else:
-            self._register(group_id, free[0], "cancelled", code)
+            self._register(group_id, free[-1], "cancelled", code)
 
     def _register(self, group_id: str, index: int, kind: str, code: str) -> None:
         group = self.groups[group_id]
@@ -562,3 +562,47 @@ def test_groups_of_a_lost_producer_do_not_count_in_pacing(
     assert problems(joined) == []
     killed.close()
     queue.close()
+
+
+def push_some_failed(producer: Producer, groups: int, failing: int) -> None:
+    """Groups of 4; in the first `failing` of them one rollout fails."""
+    for number in range(groups):
+        group = producer.begin_group(4)
+        members = [
+            {"rollout_index": index, "input_ids": [1], "response_mask": [1], "reward": 1.0}
+            for index in range(3)
+        ]
+        group.push(members)
+        if number < failing:
+            list(group)[3].fail()
+        else:
+            group.push([{**members[0], "rollout_index": 3}])
+
+
+@pytest.mark.parametrize("failing", [3, 8])
+def test_what_failed_rollouts_cost_is_said(
+    redis_url: str,
+    run: str,
+    failing: int,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Short groups are dropped by default, never silently: from a fifth of the groups on."""
+    joined = join(redis_url, run)
+    with threads(lambda stop: grouping.run_grouper(joined, stop)), producing(redis_url, run) as producer:
+        until(lambda: joined.connection.scripts.exists(joined.keys.home.rollouts), "the grouper reads")
+        push_some_failed(producer, 30, failing)
+        until(lambda: read_status(joined)["groups"]["open"] == 0, "all have ended")
+        if failing == 8:
+            until(lambda: "partial_min_usable" in caplog.text, "it is said")
+    assert read_status(joined)["groups"]["short"] == {
+        "groups": failing,
+        "ended": 30,
+        "trajectories": 3 * failing,
+        "usable": 120 - failing,
+    }
+    assert ("8 of 30 groups" in caplog.text or "partial_min_usable" in caplog.text) == (failing == 8)
+    assert cli.main(["status", "--redis", redis_url, "--run", run]) == 0
+    out = capsys.readouterr().out
+    assert (f"{failing} of 30 groups ended short" in out) == (failing == 8)
+    assert ("partial_min_usable" in out) == (failing == 8)

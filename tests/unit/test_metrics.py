@@ -41,7 +41,7 @@ STATUS: dict[str, Any] = {
         "in_flight": 3,
     },
     "balanced": True,
-    "groups": {"open": 2},
+    "groups": {"open": 2, "short": {"groups": 3, "ended": 12, "trajectories": 20, "usable": 100}},
     "bytes": {"live": 1000, "reserved": 500},
     "streams": {
         "rollouts": {"length": 5, "pending": 2, "lag": 3, "oldest_age_s": 1.5},
@@ -121,6 +121,7 @@ def report_everything() -> None:
     metrics.group_ended("complete", "math")
     metrics.producer_pushed(["pushed"])
     metrics.backpressure(0.5)
+    metrics.unscorable("scorer", "value")
     compute_unit(
         rewards=[1.0],
         advantages=[0.5],
@@ -241,6 +242,7 @@ def test_backpressure_adds_up(delta: Delta) -> None:
     delta("backpressure_seconds_total")
     metrics.backpressure(0.25)
     metrics.backpressure(0.5)
+    metrics.unscorable("scorer", "value")
     assert delta("backpressure_seconds_total") == pytest.approx(0.75)
 
 
@@ -424,6 +426,8 @@ def test_the_ledger_shows_what_status_says(ledger: None) -> None:
     assert value("groups_open") == 2
     assert value("live_bytes") == 1000
     assert value("reserved_bytes") == 500
+    assert value("short_groups_ratio") == 0.25
+    assert value("short_trajectories_ratio") == 0.2
     assert value("producers", state="open") == 2
     assert value("producers", state="finished") == 0
     assert value("model_version") == 7
