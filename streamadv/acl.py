@@ -22,7 +22,7 @@ CLUSTER: Final = "asking cluster|slots command"
 
 _PIPELINE: Final = (
     "del exists hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx llen lrange lrem pexpire rename rpush "
-    "unlink xack xadd xclaim xdel xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups xlen "
+    "unlink xack xadd xclaim xdel xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups xinfo|stream xlen "
     "xpending xrange xread xreadgroup zadd zcard zrange zrangebyscore zrem zscore"
 )
 
@@ -76,12 +76,13 @@ OBSERVER: Final = Role(
     {
         "manifest runs": "hgetall",
         "ledger sizes trainer lineage producers dead_group": "hgetall",
-        "open": "zcard",
+        "open": "zcard zrange",
+        "group": "hmget",
         "applied ended ended_before batches": "hlen",
         "garbage": "llen",
-        "ready": "xlen",
-        "groups": "xlen xrange",
-        "rollouts work scoring": "xinfo|groups xlen xrange",
+        "ready": "xinfo|stream xlen",
+        "groups": "xinfo|stream xlen xrange",
+        "rollouts work scoring": "xinfo|consumers xinfo|groups xinfo|stream xlen xrange",
         "dead": "zrange zscore",
         "malformed": "xrange",
     },

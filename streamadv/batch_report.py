@@ -3,24 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter
+from typing import Final
 
 from . import metrics
 from .batches import LoggedGroup
 from .microbatch import Batch
 
+#: Reasons and sources told apart; further sources are "other".
+MAX_NAMES: Final = 256
 
-def passed_over(dropped: Iterable[tuple[str, LoggedGroup]], batch: Batch) -> dict[str, float]:
-    """What was dropped at naming since the batch before, by reason and source, and how its length compares."""
-    tokens: dict[str, list[int]] = defaultdict(list)
-    groups: Counter[str] = Counter()
-    for reason, group in dropped:
+
+class PassedOver:
+    """What was dropped at naming since the last batch, in figures: a trainer may wait long while everything is."""
+
+    def __init__(self) -> None:
+        self._groups: Counter[str] = Counter()
+        self._trajectories: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+
+    def append(self, dropped: tuple[str, LoggedGroup]) -> None:
+        """Count a group with the reason."""
+        reason, group = dropped
         name = f"dropped/{reason}/{group.data_source or 'unknown'}"
-        groups[name] += 1
-        tokens[name] += [sum(member.row_trainable) for member in group.members]
-    found = {f"{name}/groups": float(count) for name, count in groups.items()}
-    found |= {f"{name}/response_length/mean": sum(n) / len(n) for name, n in tokens.items() if n}
+        name = name if name in self._groups or len(self._groups) < MAX_NAMES else f"dropped/{reason}/other"
+        self._groups[name] += 1
+        self._trajectories[name] += len(group.members)
+        self._tokens[name] += sum(sum(member.row_trainable) for member in group.members)
+
+    def __len__(self) -> int:
+        """Groups."""
+        return self._groups.total()
+
+    def clear(self) -> None:
+        """It is told."""
+        for counts in (self._groups, self._trajectories, self._tokens):
+            counts.clear()
+
+    def figures(self) -> dict[str, float]:
+        """Groups, and mean length of their trajectories, by reason and source."""
+        found = {f"{name}/groups": float(count) for name, count in self._groups.items()}
+        means = {name: self._tokens[name] / count for name, count in self._trajectories.items() if count}
+        return found | {f"{name}/response_length/mean": mean for name, mean in means.items()}
+
+
+def passed_over(dropped: PassedOver, batch: Batch) -> dict[str, float]:
+    """What was dropped at naming since the batch before, by reason and source, and how its length compares."""
+    found = dropped.figures()
     if batch.num_trajectories:
         found["response_length/mean"] = batch.num_tokens / batch.num_trajectories
     return found

@@ -111,7 +111,7 @@ class _Common:
             raise ServerUnreachableError(
                 f"no answer from {self.safe_url} within {patience.timeout:g} s ({reason.text}): {reason.remedy}"
             ) from None
-        patience.backoff.because(self.safe_url, "the server", reason, first_s=0.0)
+        patience.backoff.because(self.safe_url, "waiting for the server", reason, first_s=0.0)
         return False
 
     def _unknown_sentinels(self) -> Reason | None:

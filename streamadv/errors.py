@@ -90,7 +90,7 @@ class NoBatchError(StreamadvError):
 
 
 class StarvedError(StreamadvError):
-    """Filters drop everything that is produced: no batch will come."""
+    """Everything that is produced is filtered away, stale, rolled back or dead: no batch will come."""
 
 
 class EpochFencedError(StreamadvError):
@@ -103,3 +103,7 @@ class BatchLostError(StreamadvError):
 
 class UncommittedBudgetError(StreamadvError):
     """Trained but uncommitted batches fill the byte budget, so nothing new can arrive."""
+
+
+class BatchBudgetError(StreamadvError):
+    """max_bytes holds fewer groups than a batch needs, so none can ever be formed."""

@@ -83,7 +83,7 @@ class Backoff:
         self._sleep(self.delay())
 
     def because(self, who: str, what: str, *reasons: Reason, first_s: float = SAY_S) -> None:
-        """Why `who` waits for `what`: said after `first_s` seconds, then every SAY_S."""
+        """Why `who` is in the state `what`: said after `first_s` seconds, then every SAY_S."""
         if self._waiting is None:
             self._waiting = Waiting(who, what, first_s)
         self._waiting.because(*reasons)
@@ -99,7 +99,7 @@ class Backoff:
 def retried(stage: str, error: Exception, backoff: Backoff) -> None:
     """Count and say what will be tried again; the caller then waits. `backoff` tells one outage from the next."""
     metrics.retried(stage, reason_of(error))
-    backoff.because(stage, "the server", server_reason(error), first_s=0.0)
+    backoff.because(stage, "waiting for the server", server_reason(error), first_s=0.0)
 
 
 def server_reason(error: Exception) -> Reason:

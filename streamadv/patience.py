@@ -42,7 +42,7 @@ class Patience:
         """A moment, for rank 0. Says why after a while."""
         if self._stop.is_set():
             raise NoBatchError(f"the queue was closed: {reason}")
-        self._backoff.because("trainer", "rank 0", Reason("other_rank", str(reason)))
+        self._backoff.because("trainer", "waiting for rank 0", Reason("other_rank", str(reason)))
         self._backoff.wait()
 
     def over(self) -> None:

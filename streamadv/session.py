@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from . import batches, commits
 from .algorithms.config import ChainConfig
+from .batch_report import PassedOver
 from .batch_statistics import KLCoefficients
 from .batches import BatchRecord, LoggedGroup, Pointer
 from .errors import BatchLostError, EpochFencedError, StreamadvError
@@ -116,7 +117,7 @@ class Session:
         self.server_ids = run.server_ids()
         self.told = 0  # version that the run was told by rank 0
         #: Groups dropped at naming, with the reason, until somebody reports and clears them.
-        self.passed_over: list[tuple[str, LoggedGroup]] = []
+        self.passed_over = PassedOver()
         #: Groups of batches that are not trained yet.
         self._groups: dict[int, dict[Pointer, LoggedGroup]] = {}
         #: Last entry of each shard's groups log that was read.

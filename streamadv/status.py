@@ -5,7 +5,6 @@ Each shard is read in one transaction, so its figures belong to one moment and `
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +13,10 @@ from typing import Any, Final
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from . import batches, naming, sizes
+from .facts import read_facts
 from .keys import ShardKeys
 from .presence import PRODUCER_STATE, PRODUCER_TIMEOUT_S
+from .replies import as_mapping, as_texts, whole
 from .run import Run
 from .short_groups import loss_of
 from .streams import ADVANTAGE, GROUPER
@@ -93,8 +94,10 @@ def read_shard(run: Run, keys: ShardKeys) -> ShardState:
 
 
 def _read_shard(run: Run, keys: ShardKeys) -> tuple[ShardState, bool]:
-    streams = {"rollouts": (keys.rollouts, GROUPER), "work": (keys.work, ADVANTAGE)}
-    streams |= {f"scoring:{name}": (keys.scoring(name), name) for name in run.manifest.scorers}
+    streams = {
+        name: (keys.scoring(group) if kind == "scoring" else getattr(keys, kind), group)
+        for name, (kind, group) in _streams(run).items()
+    }
 
     def read(transaction: bool) -> list[Any]:
         # Plain commands, as whoever may only look should not be able to run scripts.
@@ -126,11 +129,11 @@ def _read_shard(run: Run, keys: ShardKeys) -> tuple[ShardState, bool]:
         reply[:10]
     )
     per_stream = [reply[start : start + 3] for start in range(10, len(reply), 3)]
-    places = sizes.reserved(_pairs_of(known), run.manifest.max_trajectory_bytes)
-    numbers = _pairs_of(counters)
+    places = sizes.reserved(as_texts(known), run.manifest.max_trajectory_bytes)
+    numbers = as_texts(counters)
     state = ShardState(
-        counters={name: int(value) for name, value in numbers.items() if _is_whole(value)},
-        trainer=_pairs_of(trainer),
+        counters={name: n for name, value in numbers.items() if (n := whole(value)) is not None},
+        trainer=as_texts(trainer),
         groups_open=groups_open,
         groups_logged=groups_logged,
         ready=ready,
@@ -143,9 +146,15 @@ def _read_shard(run: Run, keys: ShardKeys) -> tuple[ShardState, bool]:
             name: _stream_state(length, oldest, groups, group, now_s * 1000 + microseconds // 1000)
             for (name, (_, group)), (length, oldest, groups) in zip(streams.items(), per_stream, strict=True)
         },
-        broken=[name for name in COUNTERS if not _is_whole(numbers.get(name, "0"))],
+        broken=[name for name in COUNTERS if whole(numbers.get(name, "0")) is None],
     )
     return state, atomic
+
+
+def _streams(run: Run) -> dict[str, tuple[str, str]]:
+    """Each stream that has workers: kind of its keys, and their consumer group."""
+    scoring = {f"scoring:{name}": ("scoring", name) for name in run.manifest.scorers}
+    return {"rollouts": ("rollouts", GROUPER), "work": ("work", ADVANTAGE), **scoring}
 
 
 def _is_missing(error: Exception) -> bool:
@@ -155,7 +164,7 @@ def _is_missing(error: Exception) -> bool:
 
 def _stream_state(length: int, oldest: Any, groups: Any, group: str, now_ms: int) -> StreamState:
     """groups: of the stream's consumer groups, an error where there is no stream."""
-    found = [] if isinstance(groups, Exception) else map(_mapping, groups)
+    found = [] if isinstance(groups, Exception) else map(as_mapping, groups)
     of: dict[str, Any] = next((each for each in found if each["name"] == group.encode()), {})
     lag = of.get("lag")
     return StreamState(
@@ -208,7 +217,8 @@ def read_status(run: Run) -> dict[str, Any]:
     problems = [
         f"shard {number}: {problem}" for number, state in enumerate(shards) for problem in problems_of(state)
     ]
-    lineage = _pairs_of(run.connection.scripts.hgetall(run.keys.home.lineage))
+    facts = read_facts(run, shards, _streams(run))
+    lineage = as_texts(run.connection.scripts.hgetall(run.keys.home.lineage))
     streams: dict[str, dict[str, Any]] = {}
     for name in shards[0].streams:
         states = [state.streams[name] for state in shards]
@@ -219,6 +229,7 @@ def read_status(run: Run) -> dict[str, Any]:
             "lag": sum(max(0, state.lag) for state in states),
             "consumers": sum(state.consumers for state in states),
             "oldest_age_s": max(ages, default=None),
+            "alive": facts["alive"][name],
         }
     total = Counter[str]()
     for state in shards:
@@ -239,6 +250,8 @@ def read_status(run: Run) -> dict[str, Any]:
             "remembered": sum(state.groups_remembered for state in shards),
             "outcomes": _reasons(total, "outcome"),
             "short": loss_of(total)._asdict(),  # dropped since rollouts failed or did not come
+            "since_batch": facts["since_batch"],
+            "lack": facts["lack"],
         },
         "bytes": {
             "live": total["live_bytes"],
@@ -256,7 +269,10 @@ def read_status(run: Run) -> dict[str, Any]:
             "batches": run.connection.scripts.hlen(run.keys.home.batches),
         },
         "staleness": staleness_of(run, _number(lineage, "version")),
-        "producers": _producers(run),
+        "producers": _producers(run, facts["now_ms"]),
+        "admission": facts["admission"],
+        "server": facts["server"],
+        "quiet_s": facts["quiet_s"],
     }
 
 
@@ -284,12 +300,9 @@ def staleness_of(run: Run, version: int) -> dict[str, float | None]:
     return {"mean": sum(values) / len(values) if values else None, "max": max(values, default=None)}
 
 
-def _producers(run: Run) -> list[dict[str, Any]]:
+def _producers(run: Run, now_ms: int) -> list[dict[str, Any]]:
     """One look cannot tell by change who is alive, as the trainer does: it compares times of the server."""
-    scripts = run.connection.scripts
-    entries = _pairs_of(scripts.hgetall(run.keys.home.producers))
-    now: Any = scripts.time()
-    now_s = now[0] + now[1] / 1e6
+    entries = as_texts(run.connection.scripts.hgetall(run.keys.home.producers))
     found = []
     for name, value in sorted(entries.items()):
         if not PRODUCER_STATE.fullmatch(value):
@@ -297,7 +310,7 @@ def _producers(run: Run) -> list[dict[str, Any]]:
         seen, state, *_ = value.split(" ")
         if state == "gone":
             continue
-        silent_s = max(0.0, now_s - int(seen) / 1000)
+        silent_s = max(0, now_ms - int(seen)) / 1000
         if state == "open" and silent_s > PRODUCER_TIMEOUT_S:
             state = "lost"
         found.append({"name": name, "state": state, "silent_s": round(silent_s, 1)})
@@ -311,25 +324,8 @@ def _reasons(total: Mapping[str, int], kind: str) -> dict[str, int]:
     }
 
 
-def _pairs_of(reply: Any) -> dict[str, str]:
-    return {name: value.decode(errors="backslashreplace") for name, value in _mapping(reply).items()}
-
-
-def _mapping(reply: Any) -> dict[str, Any]:
-    """A map as it comes: a cluster's transactions give it flat."""
-    pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
-    return {
-        name.decode(errors="backslashreplace") if isinstance(name, bytes) else name: value
-        for name, value in pairs
-    }
-
-
 def _number(fields: Mapping[str, str], name: str) -> int:
-    return int(fields[name]) if _is_whole(fields.get(name, "")) else 0
-
-
-def _is_whole(text: str) -> bool:
-    return bool(re.fullmatch(r"-?[0-9]{1,18}", text))
+    return whole(fields.get(name, "")) or 0
 
 
 def _age_s(entry: bytes, now_ms: int) -> float:

@@ -58,7 +58,8 @@ class TrainerQueue(IterableDataset[Batch]):
     than this are dropped when a batch is named (default 2 x max_staleness). tokens_per_micro_batch: None = each
     rank runs its part at once. commit: "each_batch" commits when the next batch is asked for; with "manual"
     nothing is committed but by `commit`. min_kept_ratio, max_filtered_batches: warn when filters keep fewer groups,
-    raise StarvedError when they drop so many batches' worth since the last batch (None = never).
+    raise StarvedError when so many batches' worth were filtered, stale, rolled back or dead since the last one (None =
+    never).
 
     job: id of this start of the training job, the same on all its ranks and of no other start; by default that of
     torchrun or SLURM with the count of restarts, else one that the ranks find in torch.distributed's store. Rank 0
@@ -134,7 +135,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._number = count_queue(run, rank) if world_size > 1 else 0
         self._commit_mode = commit
         self._device = choose_device(device)
-        self._limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches)
+        self._limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches, min_groups)
         self._stop = threading.Event()
         self._watchdog: Watchdog | None = None
         self._run: Run | None = None
@@ -177,7 +178,7 @@ class TrainerQueue(IterableDataset[Batch]):
         max_groups: a batch that is named now gets no more groups than this (default batch_groups).
         Raises NoBatchError after `timeout` seconds without a new group, EpochFencedError when a newer trainer
         has taken over, BatchLostError when the server lost a named batch, and where waiting cannot end
-        StarvedError and UncommittedBudgetError.
+        StarvedError, UncommittedBudgetError and BatchBudgetError.
         """
         started = time.monotonic()
         patience = Patience(timeout, self._stop)

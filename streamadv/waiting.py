@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 SAY_S: Final = 25.0
 #: Shorter waits belong to a pipeline that runs: they are no matter of the metric.
 BLOCKED_S: Final = 1.0
+#: A wait whose last turn is longer ago has been given up. A server that hangs makes turns of 20 s.
+TURN_S: Final = 30.0
 
 
 class Kind(NamedTuple):
@@ -151,25 +153,29 @@ _lock = threading.Lock()
 
 
 class Waiting:
-    """One wait of somebody, until `over` or forgotten: says why after `first_s` seconds and then every SAY_S."""
+    """One wait of somebody, until `over` or forgotten: says why after `first_s` seconds and then every SAY_S.
 
-    def __init__(self, who: str, what: str, first_s: float = SAY_S) -> None:
+    what: the state of it, as in "no batch" or "waiting for the server".
+    """
+
+    def __init__(self, who: str, what: str, first_s: float = SAY_S, since: float | None = None) -> None:
         self._who, self._what = who, what
-        self._since = now()
+        self._since = now() if since is None else since
         self._say_due = self._since + first_s
         self._blocked_from = self._since + min(first_s, BLOCKED_S)
         self._names: frozenset[str] = frozenset()
+        self._turn = self._since
         with _lock:
             _live.add(self)
 
     def because(self, *reasons: Reason) -> None:
         """To be called at each turn of the wait, with what holds now."""
         self._names = frozenset(reason.name for reason in reasons)
-        moment = now()
+        self._turn = moment = now()
         if moment >= self._say_due:
             self._say_due = moment + SAY_S
-            waited = f" (for {moment - self._since:.0f} s)" if moment - self._since >= 1 else ""
-            logger.warning("%s: waiting for %s: %s%s", self._who, self._what, listed(reasons), waited)
+            waited = f" for {moment - self._since:.0f} s" if moment - self._since >= 1 else ""
+            logger.warning("%s: %s%s: %s", self._who, self._what, waited, listed(reasons))
 
     def over(self) -> None:
         """The wait has ended."""
@@ -178,7 +184,8 @@ class Waiting:
 
     def is_for(self, name: str) -> bool:
         """Whether this reason holds, and has for longer than a moment."""
-        return name in self._names and now() >= self._blocked_from
+        moment = now()
+        return name in self._names and self._blocked_from <= moment < self._turn + TURN_S
 
 
 def _is_blocked(name: str) -> bool:

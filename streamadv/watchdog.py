@@ -1,33 +1,34 @@
-"""Why nothing moves: found out while the trainer waits, and by `streamadv status`.
-
-`reasons_of` reads a status; the Watchdog looks at it while rank 0 waits for a batch, says what it finds, and
-raises where waiting cannot end: everything is filtered away, or uncommitted batches fill the byte budget.
-"""
+"""Looks at a run while its trainer waits: says why nothing comes, and raises where waiting cannot end."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from . import metrics
-from .admission import byte_budget
-from .errors import StarvedError, UncommittedBudgetError
+from . import metrics, waiting
+from .causes import LOST, QUIET_S, budget_reason, lost_since, ordinary, reasons_of, told, untrained
+from .errors import BatchBudgetError, StarvedError, UncommittedBudgetError
+from .outages import RETRYABLE
 from .run import Run
 from .status import read_status
+from .waiting import REASONS, Reason, Waiting, listed
 
 logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-SAY_S: Final = 30.0
-#: An entry this old in front of a consumer group means that nobody works there.
-STUCK_S: Final = 20.0
 #: Batch-equivalents of groups after which the share of kept ones is judged.
 KEPT_WINDOW: Final = 4
-
-FILTERED: Final = ("zero_variance", "difficulty", "no_train_members")
+#: Losses at which a trainer gives up, after `max_filtered_batches`, and what is said of the groups.
+GIVES_UP_ON: Final = {
+    "filtered": "were filtered away",
+    "stale": "were too old for their batch",
+    "rolled_back": "were of versions behind the checkpoint that was loaded",
+    "dead": "became dead letters",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,131 +37,114 @@ class Limits:
 
     batch_groups: int
     min_kept_ratio: float  # warn below
-    max_filtered_batches: int | None  # raise after so many batches' worth of filtered groups without a batch
-
-
-def reasons_of(status: Mapping[str, Any]) -> list[str]:
-    """What stands still in a run and since when, one line each; [] when everything moves."""
-    reasons = []
-    for name, stream in status["streams"].items():
-        stage = {"rollouts": "grouper", "work": "advantage worker"}.get(
-            name, f"scorer {name.partition(':')[2]}"
-        )
-        age = stream["oldest_age_s"]
-        if age is not None and (age > STUCK_S or not stream["consumers"]):
-            who = f"{stream['consumers']} known" if stream["consumers"] else "none known"
-            reasons.append(
-                f"{stream['length']} entries wait for a {stage} ({who}), the oldest for {age:.0f} s"
-            )
-    states = [producer["state"] for producer in status["producers"]]
-    if "open" not in states and (status["groups"]["open"] or "finished" not in states):
-        told = f"{states.count('finished')} finished, {states.count('lost')} lost"
-        reasons.append(f"no producer is alive ({told}), {status['groups']['open']} groups are open")
-    outcomes = status["groups"]["outcomes"]
-    filtered = sum(outcomes.get(name, 0) for name in FILTERED)
-    kept = sum(outcomes.get(name, 0) for name in metrics.KEPT)
-    if filtered and not kept:
-        reasons.append(f"all {filtered} groups so far were filtered away ({_listed(outcomes, FILTERED)})")
-    if (dead := outcomes.get("dead", 0)) and dead >= kept:
-        by_reason = ", ".join(f"{name} {count}" for name, count in status["ledger"]["dead"].items())
-        reasons.append(
-            f"all {dead} groups became dead letters (trajectories: {by_reason}): see `streamadv dead list`"
-        )
-    if status["ready"] and (waiting := _untrained(status)) > 0:
-        reasons.append(f"{waiting} batches are named and wait for results or for the trainer")
-    return reasons
+    max_filtered_batches: int | None  # raise after so many batches' worth of lost groups without a batch
+    min_groups: int | None = None  # enough to name a batch, if fewer than batch_groups
 
 
 class Watchdog:
     """Looks at the run while rank 0 waits."""
 
-    def __init__(self, run: Run, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run: Run, limits: Limits) -> None:
         self._run = run
         self._limits = limits
-        self._clock = clock
-        self._since = self._look_due = clock()
-        self._say_due = self._since + SAY_S
-        self._outcomes: dict[str, int] | None = None  # when the last batch came
+        self._since = self._look_due = waiting.now()
+        self._waiting: Waiting | None = None
+        self._has_delivered = False
+        self._ended = self._read_ended()  # how groups had ended when the last batch came, or this began
         self._warned = False
 
     def progress(self) -> None:
         """A batch was delivered."""
-        self._since = self._clock()
+        self._since = waiting.now()
         self._look_due = self._since + LOOK_S  # while batches come there is nothing to look for
-        self._say_due = self._since + SAY_S
-        self._outcomes = None
+        self._has_delivered = True
+        self._ended = self._read_ended()
+        if self._waiting is not None:
+            self._waiting.over()
+        self._waiting = None
         metrics.no_progress(0.0)
 
     def look(self) -> None:
-        """Called while waiting. Raises StarvedError, UncommittedBudgetError."""
-        now = self._clock()
+        """Called while waiting. Raises StarvedError, UncommittedBudgetError, BatchBudgetError."""
+        now = waiting.now()
         if now < self._look_due:
             return
         self._look_due = now + LOOK_S
         metrics.no_progress(now - self._since)
-        status = read_status(self._run)
-        self._check_filters(status)
+        status = self._read()
+        self._check_losses(status)
         self._check_budget(status)
-        if now >= self._say_due:
-            self._say_due = now + SAY_S
-            reasons = "; ".join(reasons_of(status)) or "producers are at work"
-            logger.warning("no batch for %.0f s: %s", now - self._since, reasons)
+        if self._waiting is None:
+            self._waiting = Waiting("trainer", "no batch", since=self._since)
+        self._waiting.because(*_reasons(status))
 
     def reasons(self) -> str:
         """What to add to an error: why there is no batch."""
-        return "; ".join(reasons_of(read_status(self._run))) or "producers are at work"
+        return listed(_reasons(self._read()))
 
-    def _check_filters(self, status: Mapping[str, Any]) -> None:
-        outcomes = status["groups"]["outcomes"]
+    def _read(self) -> dict[str, Any]:
+        """The status, as seen by a trainer of these limits."""
+        status = read_status(self._run)
+        status["admission"]["batch_groups"] = self._needed
+        if self._has_delivered and self._ended is not None:
+            status["groups"]["since_batch"] = dict(Counter(status["groups"]["outcomes"]) - self._ended)
+        return status
+
+    @property
+    def _needed(self) -> int:
+        return self._limits.min_groups or self._limits.batch_groups
+
+    def _read_ended(self) -> Counter[str] | None:
+        """How many groups have ended in which way; None while the server is away."""
+        pipe = self._run.connection.scripts.pipeline(transaction=False)
+        for keys in self._run.keys.shards:
+            pipe.hgetall(keys.ledger)
+        ended = Counter[str]()
+        with suppress(*RETRYABLE):
+            for ledger in pipe.execute():
+                for name, count in ledger.items():
+                    kind, _, outcome = name.decode(errors="replace").partition(":")
+                    if kind == "outcome" and count.isdigit():
+                        ended[outcome] += int(count)
+            return ended
+        return None
+
+    def _check_losses(self, status: Mapping[str, Any]) -> None:
+        outcomes = Counter[str](status["groups"]["outcomes"])
         # A named batch waits for a worker, not for groups.
-        if self._outcomes is None or _untrained(status) > 0:
-            self._outcomes = outcomes
-        before, size = self._outcomes, self._limits.batch_groups
-        filtered = sum(outcomes.get(name, 0) - before.get(name, 0) for name in FILTERED)
-        kept = sum(outcomes.get(name, 0) - before.get(name, 0) for name in metrics.KEPT)
-        limit = self._limits.max_filtered_batches
-        if limit is not None and filtered >= limit * size:
-            raise StarvedError(
-                f"{filtered} groups were filtered away since the last batch ({_listed(outcomes, FILTERED)} in all), "
-                f"max_filtered_batches is {limit}: the tasks are too easy or too hard, or turn the filter off"
+        if self._ended is None or untrained(status) > 0:
+            self._ended = outcomes
+        ended = outcomes - self._ended
+        lost, produced = lost_since(ended)
+        lost = {reason: count for reason, count in lost.items() if reason in GIVES_UP_ON}
+        limit, size = self._limits.max_filtered_batches, self._limits.batch_groups
+        total = sum(lost.values())
+        if limit is not None and total >= limit * size:
+            what = "; ".join(
+                f"{count} groups {GIVES_UP_ON[reason]} since the last batch "
+                f"({told({name: outcomes[name] for name in LOST[reason]})} in all): {REASONS[reason].remedy}"
+                for reason, count in lost.items()
             )
-        produced = kept + filtered
+            raise StarvedError(f"{what}; max_filtered_batches is {limit}")
+        kept = produced - total - ended["incomplete"] - ended["expired"] - ended["cancelled"]
         if (
             produced >= KEPT_WINDOW * size
             and kept < self._limits.min_kept_ratio * produced
             and not self._warned
         ):
             self._warned = True
-            logger.warning(
-                "only %d of the last %d groups were kept: %s", kept, produced, _listed(outcomes, FILTERED)
-            )
+            logger.warning("only %d of the last %d groups were kept: %s", kept, produced, told(ended))
 
     def _check_budget(self, status: Mapping[str, Any]) -> None:
-        """Producers wait for bytes that only a commit frees, and the trainer waits for producers."""
-        ledger, uncommitted = status["ledger"], _uncommitted(status)
-        waiting = ledger["queued"] or status["groups"]["open"] or _untrained(status) > 0
-        if uncommitted <= 0 or waiting or not ledger["in_flight"]:
+        """Producers wait for bytes that only a commit frees, or nothing, and the trainer waits for producers."""
+        reason = budget_reason(status, self._needed)
+        if reason is None:
             return
-        manifest = self._run.manifest
-        budget = byte_budget(manifest.max_bytes, self._run.connection.memory())
-        groups = status["groups"]["logged"]
-        reserve = ledger["in_flight"] // max(1, groups) * status["place_bytes"]
-        if status["bytes"]["live"] + status["bytes"]["reserved"] + reserve > budget:
-            raise UncommittedBudgetError(
-                f"{uncommitted} trained but uncommitted batches hold {status['bytes']['live']} bytes of max_bytes "
-                f"{budget}, so no group can be admitted: commit more often, or raise max_bytes"
-            )
+        if reason.name == "uncommitted":
+            raise UncommittedBudgetError(str(reason))
+        if (status["quiet_s"] or 0.0) >= QUIET_S:  # groups of another size might still find room
+            raise BatchBudgetError(str(reason))
 
 
-def _untrained(status: Mapping[str, Any]) -> int:
-    """Batches that are named and not yet trained on."""
-    return int(status["trainer"]["batches"]) - _uncommitted(status)
-
-
-def _uncommitted(status: Mapping[str, Any]) -> int:
-    """Batches that are trained on and not yet committed."""
-    return (status["trainer"]["version"] or 0) - int(status["trainer"]["committed"])
-
-
-def _listed(outcomes: Mapping[str, int], names: tuple[str, ...]) -> str:
-    return ", ".join(f"{name} {outcomes[name]}" for name in names if outcomes.get(name))
+def _reasons(status: Mapping[str, Any]) -> list[Reason]:
+    return reasons_of(status) or [ordinary(status)]

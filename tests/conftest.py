@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import fakeredis
 import pytest
 import redis
 import redis.asyncio.cluster
 
+from streamadv import waiting
 from streamadv.connection import Connection
 from streamadv.errors import ServerError
 from streamadv.server import EmbeddedServer, find_server_binary
@@ -74,3 +76,17 @@ def run() -> str:
 def fake() -> Connection:
     """An empty in-process server: no INFO, and reads with COUNT and BLOCK return at once."""
     return Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+
+
+@pytest.fixture
+def forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets time go on for everybody who waits, and for the fake server's clock."""
+    passed = [0.0]
+    monotonic, wall = time.monotonic, time.time
+    monkeypatch.setattr(waiting, "now", lambda: monotonic() + passed[0])
+    monkeypatch.setattr(time, "time", lambda: wall() + passed[0])
+
+    def go_on(seconds: float) -> None:
+        passed[0] += seconds
+
+    return go_on

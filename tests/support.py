@@ -29,6 +29,8 @@ from streamadv.streams import ADVANTAGE, GROUPER, Consumer
 from streamadv.tickets import PushResult
 from streamadv.trainer_queue import TrainerQueue
 
+Forward = Callable[[float], None]
+
 CPU = computing.choose_device("cpu")
 
 

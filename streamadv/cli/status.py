@@ -7,6 +7,7 @@ import json
 import time
 from typing import Any, Final
 
+from ..causes import reasons_of
 from ..inventory import deep_problems
 from ..manifest import Manifest
 from ..outages import RETRYABLE, Backoff, retried
@@ -14,7 +15,6 @@ from ..problems import printable
 from ..run import Run, find_run
 from ..short_groups import Loss
 from ..status import read_status
-from ..watchdog import reasons_of
 from . import FAILED, add_redis_options, add_wait_option, connect_once, settings_from
 
 WATCH_SECONDS: Final = 1.0
@@ -71,7 +71,12 @@ def show(run: Run, arguments: argparse.Namespace) -> bool:
         status["problems"] += deep_problems(run)
         status["balanced"] = not status["problems"]
     if arguments.json:
-        more = {"waiting": reasons_of(status), "ignored": run.manifest.ignored}
+        reasons = reasons_of(status)
+        more = {
+            "waiting": [str(reason) for reason in reasons],
+            "blocked": [reason.name for reason in reasons],
+            "ignored": run.manifest.ignored,
+        }
         print(json.dumps({**status, **more}), flush=True)
     else:
         lines = lines_of(status, run.manifest, deep=arguments.deep)

@@ -22,4 +22,11 @@ redis.call('HSET', KEYS[3], ARGV[2], table.concat(ARGV, ' ', 5, work - 1))
 redis.call('HINCRBY', KEYS[4], 'grouped', string.format('%d', -count))
 redis.call('HINCRBY', KEYS[4], 'in_flight', string.format('%d', count))
 for i = work, #ARGV do redis.call('XADD', KEYS[5], '*', 'work', ARGV[i]) end
+-- How groups had ended by now: what comes of them from here on is what the next batch waits for.
+local flat, ended = redis.call('HGETALL', KEYS[4]), {}
+for i = 1, #flat, 2 do
+  local outcome = string.match(flat[i], '^outcome:(.+)$')
+  if outcome then ended[#ended + 1] = outcome .. '=' .. flat[i + 1] end
+end
+redis.call('HSET', KEYS[2], 'ended_before_batch', table.concat(ended, ' '))
 return 1

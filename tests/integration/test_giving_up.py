@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -129,6 +130,8 @@ def test_commands_that_read_work_while_the_server_refuses_writes(
         for words in (["status"], ["status", "--check"], ["runs", "list"], ["dead", "list"]):
             assert cli.main([*words, "--run", run, "--redis", url]) == 0, words
         capsys.readouterr()
+        assert cli.main(["status", "--json", "--run", run, "--redis", url]) == 0
+        assert "misconf" in json.loads(capsys.readouterr().out)["blocked"]
         assert cli.main(["runs", "delete", "--wait", "0.2", "--run", run, "--redis", url]) == 1
         assert "MISCONF" in capsys.readouterr().err.splitlines()[-1]
 
@@ -157,3 +160,13 @@ def test_a_process_that_starts_while_the_server_refuses_writes_waits(
         finally:
             process.kill()
             process.communicate()
+
+
+def test_status_names_what_a_server_lacks(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with EmbeddedServer(maxmemory="40mb") as server, redis.Redis.from_url(server.url) as client:
+        with producing(server.url, run) as producer:
+            push_groups(producer, 1)
+        client.config_set("min-replicas-to-write", 1)
+        client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
+        assert cli.main(["status", "--json", "--run", run, "--redis", server.url]) == 0
+        assert {"maxmemory", "noreplicas"} <= set(json.loads(capsys.readouterr().out)["blocked"])

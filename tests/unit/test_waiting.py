@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,7 @@ from prometheus_client import generate_latest
 from streamadv import metrics, waiting
 from streamadv.outages import Backoff, NotNowError, retried, server_reason
 from streamadv.waiting import REASONS, SAY_S, Reason, Waiting
-
-Forward = Callable[[float], None]
-
-
-@pytest.fixture
-def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
-    """Lets time go on for everybody who waits."""
-    moment = [1000.0]
-    monkeypatch.setattr(waiting, "now", lambda: moment[0])
-
-    def go_on(seconds: float) -> None:
-        moment[0] += seconds
-
-    return go_on
+from tests.support import Forward
 
 
 def blocked() -> set[str]:
@@ -42,7 +28,7 @@ def blocked() -> set[str]:
 def test_a_wait_is_told_after_a_while_and_then_at_a_bounded_rate(
     forward: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wait = Waiting("producer p", "admission")
+    wait = Waiting("producer p", "not admitted")
     said = []
     for second in range(int(4 * SAY_S)):
         wait.because(Reason("max_bytes", "5 of 6 bytes"))
@@ -52,11 +38,12 @@ def test_a_wait_is_told_after_a_while_and_then_at_a_bounded_rate(
     assert said == [SAY_S, 2 * SAY_S, 3 * SAY_S]
     assert SAY_S + 5 <= 30
     assert caplog.messages[0] == (
-        f"producer p: waiting for admission: 5 of 6 bytes: {REASONS['max_bytes'].remedy} [max_bytes] (for {SAY_S:g} s)"
+        f"producer p: not admitted for {SAY_S:g} s: 5 of 6 bytes: {REASONS['max_bytes'].remedy} [max_bytes]"
     )
 
 
 def test_the_gauge_shows_the_reasons_of_waits_that_last(forward: Forward) -> None:
+    forward(1000)  # whatever waited before has been given up
     assert blocked() == set()
     one, other = Waiting("a", "x"), Waiting("b", "y")
     one.because(Reason("pacing", ""), Reason("no_trainer", ""))
@@ -65,6 +52,10 @@ def test_the_gauge_shows_the_reasons_of_waits_that_last(forward: Forward) -> Non
     forward(waiting.BLOCKED_S)
     assert blocked() == {"pacing", "no_trainer"}
     one.over()
+    assert blocked() == {"pacing"}
+    forward(waiting.TURN_S)
+    assert blocked() == set()
+    other.because(Reason("pacing", ""))
     assert blocked() == {"pacing"}
     del other
     assert blocked() == set()
@@ -86,13 +77,15 @@ def test_an_outage_is_told_at_once_with_its_reason(
     error: Exception, name: str, forward: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert server_reason(error).name == name
+    forward(1000)
     backoff = Backoff()
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
             retried("grouper", error, backoff)
             forward(2.0)
     assert len(caplog.messages) == 2
-    assert all(f"grouper: waiting for the server: {error}: " in message for message in caplog.messages)
+    assert caplog.messages[0].startswith(f"grouper: waiting for the server: {error}: ")
+    assert caplog.messages[1].startswith(f"grouper: waiting for the server for 26 s: {error}: ")
     assert f"[{name}]" in caplog.messages[0]
     assert blocked() == {name}
     backoff.reset()

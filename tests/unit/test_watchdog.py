@@ -1,153 +1,469 @@
-"""Waiting that cannot end becomes an error; waiting that is stuck gets a reason."""
+"""Why nothing comes: the status and the trainer name the same reason, and waiting that cannot end is an error."""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from streamadv import cli
 from streamadv.connection import Connection
-from streamadv.errors import NoBatchError, StarvedError, UncommittedBudgetError
+from streamadv.errors import BatchBudgetError, NoBatchError, StarvedError, UncommittedBudgetError
 from streamadv.producer import Producer
-from streamadv.status import read_status
 from streamadv.trainer_queue import TrainerQueue
-from streamadv.watchdog import LOOK_S, SAY_S, Limits, Watchdog, reasons_of
+from streamadv.waiting import SAY_S
 from tests.support import (
+    Forward,
+    compute_all,
+    consumer_of,
+    ended,
     group_all,
     join,
+    make_overdue,
     next_batch,
     producing,
     push_groups,
     push_one,
     trajectory,
+    unscored,
 )
 
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+Blocked = Callable[[], list[str]]
 
 
-def test_a_run_without_anything_names_the_missing_producers(fake: Connection) -> None:
-    (reason,) = reasons_of(read_status(join(fake, "r")))
-    assert "no producer is alive" in reason
+@pytest.fixture
+def status(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Any]:
+    """What `streamadv status` prints of run r on the fake server."""
+    monkeypatch.setattr("streamadv.cli.status.connect_once", lambda *_, **__: fake)
+    monkeypatch.setattr("streamadv.cli.set_up_logging", lambda _: None)  # it would replace caplog's handler
+
+    def printed(*words: str) -> Any:
+        capsys.readouterr()
+        cli.main(["status", "--run", "r", *words])
+        text = capsys.readouterr().out
+        return json.loads(text) if "--json" in words else text
+
+    return printed
 
 
-def test_a_live_producer_is_no_reason(fake: Connection) -> None:
-    with producing(fake, "r"):
-        assert reasons_of(read_status(join(fake, "r"))) == []
+@pytest.fixture
+def blocked(status: Callable[..., Any]) -> Blocked:
+    """Names of the reasons in `status --json`."""
+
+    def named() -> list[str]:
+        found = status("--json")
+        assert len(found["blocked"]) == len(found["waiting"])
+        assert ("WAITING" in status()) == bool(found["blocked"])
+        return list(found["blocked"])
+
+    return named
 
 
-def test_entries_nobody_takes_are_named_with_their_age(fake: Connection) -> None:
-    with producing(fake, "r") as producer:
-        push_one(producer, trajectory())
-        status = read_status(join(fake, "r"))
-    status["streams"]["rollouts"]["oldest_age_s"] = 33.0
-    (reason,) = reasons_of(status)
-    assert "1 entries wait for a grouper (none known), the oldest for 33 s" in reason
+@pytest.fixture
+def producer(fake: Connection) -> Iterator[Producer]:
+    with producing(fake, "r") as one:
+        yield one
 
 
-def test_everything_filtered_is_named(fake: Connection) -> None:
-    with producing(fake, "r", {"zero_variance_filter": True}) as producer:
-        push_groups(producer, 3, reward=1.0)
-        run = join(fake, "r")
-        group_all(run)
-        assert reasons_of(read_status(run)) == [
-            "all 3 groups so far were filtered away (zero_variance 3)",
-        ]
+def trainer_says(
+    queue: TrainerQueue, forward: Forward, caplog: pytest.LogCaptureFixture, timeout: float = 0.05
+) -> str:
+    """The line in which a trainer that waits for long says why."""
+    with pytest.raises(NoBatchError) as caught:
+        queue.next_batch(timeout=0)
+    forward(SAY_S)
+    with caplog.at_level(logging.WARNING), pytest.raises(NoBatchError) as caught:
+        queue.next_batch(timeout=timeout)
+    line = next(message for message in caplog.messages if message.startswith("trainer: no batch for "))
+    assert line.partition(": no batch for ")[2].partition(": ")[2][:20] in str(caught.value)
+    return line
 
 
-def filtering_run(fake: Connection, groups: int, kept: int, watchdog: Watchdog, producer: Producer) -> None:
-    """Push filtered and kept groups, then let the watchdog look."""
-    push_groups(producer, groups, prefix="same", reward=1.0)
-    push_groups(producer, kept, prefix="kept")
+def test_a_run_without_anything_lacks_producers(
+    fake: Connection, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = TrainerQueue(fake, "r", batch_groups=2)
+    line = trainer_says(queue, forward, caplog)
+    assert "no producer is alive (0 finished, 0 lost)" in line
+    assert "[no_producer]" in line
+    assert blocked() == ["no_producer"]
+
+
+def test_a_live_producer_is_no_reason(producer: Producer, blocked: Blocked) -> None:
+    assert blocked() == []
+
+
+def test_producers_that_do_nothing_are_named(
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    push_groups(producer, 1)
     group_all(join(fake, "r"))
-    watchdog.look()
+    queue = TrainerQueue(fake, "r", batch_groups=2)
+    line = trainer_says(queue, forward, caplog)
+    assert "1 producers are alive, no group is open, nothing moved for 25 s" in line
+    assert blocked() == ["producers_idle"]
 
 
-def test_starvation_is_an_error_after_max_filtered_batches(fake: Connection) -> None:
-    clock = Clock()
-    with producing(fake, "r", {"zero_variance_filter": True}) as producer:
-        watchdog = Watchdog(join(fake, "r"), Limits(2, 0.05, 3), clock)
-        watchdog.look()
-        clock.now += LOOK_S
-        filtering_run(fake, 5, 0, watchdog, producer)
-        clock.now += LOOK_S
-        push_groups(producer, 1, prefix="last", reward=0.0)
+def test_groups_that_lack_a_rollout_are_named(
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(3):
+        producer.push([trajectory(f"g{number}", index, 4) for index in range(3)])
+    producer.begin_group(4)
+    group_all(join(fake, "r"))
+    line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+    assert (
+        "4 of 4 open groups lack 7 of 16 rollouts, nothing moved for 25 s, the oldest is open for 25 s"
+        in line
+    )
+    assert blocked() == ["incomplete_groups"]
+
+
+def test_groups_that_lack_a_reward_are_named(
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer.push([unscored("g", 0), unscored("g", 1)])
+    group_all(join(fake, "r"))
+    line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+    assert "1 of 1 open groups lack the rewards of 2 rollouts" in line
+    assert blocked() == ["missing_scores"]
+
+
+def test_entries_nobody_takes_are_named_at_once(
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    push_one(producer, trajectory())
+    assert blocked() == ["no_grouper"]
+    line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+    assert (
+        "1 entries wait for a grouper (none known), the oldest for 25 s: start `streamadv worker grouper`"
+        in line
+    )
+
+
+def test_a_scorer_that_is_not_there_is_named(
+    fake: Connection, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    with producing(fake, "r", {"scorers": ("judge",)}) as producer:
+        producer.push([unscored("g", 0), trajectory("g", 1)])
         group_all(join(fake, "r"))
-        with pytest.raises(StarvedError, match="6 groups were filtered away"):
-            watchdog.look()
+        assert blocked() == ["no_scorer"]
+        line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+        assert "1 entries wait for a scorer judge (none known)" in line
 
 
-def test_a_batch_in_between_forgives(fake: Connection) -> None:
-    clock = Clock()
-    with producing(fake, "r", {"zero_variance_filter": True}) as producer:
-        watchdog = Watchdog(join(fake, "r"), Limits(2, 0.05, 3), clock)
-        filtering_run(fake, 5, 0, watchdog, producer)
-        watchdog.progress()
-        clock.now += LOOK_S
-        watchdog.look()
-        clock.now += LOOK_S
-        push_groups(producer, 5, prefix="more", reward=1.0)
-        group_all(join(fake, "r"))
-        watchdog.look()
+def test_work_that_nobody_computes_is_named(
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    push_groups(producer, 2)
+    group_all(join(fake, "r"))
+    line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+    assert "1 entries wait for an advantage worker (none known)" in line
+    assert blocked()[0] == "no_advantage_worker"
 
 
-def test_a_named_batch_that_waits_for_a_worker_is_not_starvation(fake: Connection) -> None:
-    clock = Clock()
-    with producing(fake, "r", {"zero_variance_filter": True}) as producer:
-        run = join(fake, "r")
-        watchdog = Watchdog(run, Limits(1, 0.05, 3), clock)
-        push_groups(producer, 1, prefix="kept")
+def test_a_stage_that_does_not_keep_up_is_named(
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward
+) -> None:
+    run = join(fake, "r")
+    push_groups(producer, 2)
+    consumer = consumer_of(run, name="slow")
+    assert consumer.read(1)
+    assert blocked() == []
+    forward(31)
+    consumer.read(1)
+    assert "backlog" in blocked()
+    forward(31)
+    assert "no_grouper" in blocked()
+
+
+def test_groups_without_a_trainer_are_named(fake: Connection, producer: Producer, blocked: Blocked) -> None:
+    push_groups(producer, 2)
+    group_all(join(fake, "r"))
+    assert blocked() == ["no_trainer"]
+
+
+def test_a_run_in_motion_has_no_reason(fake: Connection, producer: Producer, blocked: Blocked) -> None:
+    run = join(fake, "r")
+    queue = TrainerQueue(fake, "r", batch_groups=2)
+    with pytest.raises(NoBatchError, match=r"\[groups_coming\]"):
+        queue.next_batch(timeout=0)
+    worker = consumer_of(run, "advantage")
+    compute_all(run, worker)
+    for number in range(6):
+        producer.push([trajectory(f"open{number}", 0)])
+        push_groups(producer, 2, prefix=f"p{number}", model_version=number)
         group_all(run)
-        queue = TrainerQueue(fake, "r", batch_groups=1)
-        with pytest.raises(NoBatchError):
-            queue.next_batch(timeout=0)
-        watchdog.look()
-        for prefix in ("same", "more"):
-            clock.now += LOOK_S
-            push_groups(producer, 4, prefix=prefix, reward=1.0)
-            group_all(run)
-            watchdog.look()
-        queue.close()
+        assert blocked() == []
+        if number == 0:
+            with pytest.raises(NoBatchError, match=r"\[computing\]"):
+                queue.next_batch(timeout=0)
+            assert blocked() == []
+        compute_all(run, worker)
+        assert next_batch(queue, run) is not None
+        assert blocked() == []
+        producer.push([trajectory(f"open{number}", 1)])
 
 
-def test_few_kept_groups_are_warned_of(fake: Connection, caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
-    with producing(fake, "r", {"zero_variance_filter": True}) as producer:
-        watchdog = Watchdog(join(fake, "r"), Limits(2, 0.3, None), clock)
-        watchdog.look()
-        clock.now += LOOK_S
-        filtering_run(fake, 7, 2, watchdog, producer)
-    assert "only 2 of the last 9 groups were kept" in caplog.text
-
-
-def test_the_reason_is_said_every_half_minute(fake: Connection, caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
-    watchdog = Watchdog(join(fake, "r"), Limits(1, 0.05, 10), clock)
+def test_the_reason_is_said_at_a_bounded_rate(
+    fake: Connection, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = TrainerQueue(fake, "r", batch_groups=1)
     with caplog.at_level(logging.WARNING):
         for _ in range(int(3 * SAY_S)):
-            clock.now += 1
-            watchdog.look()
-    said = [record.message for record in caplog.records if record.message.startswith("no batch for")]
-    assert len(said) == 3
-    assert "no producer is alive" in said[0]
+            forward(1)
+            with pytest.raises(NoBatchError):
+                queue.next_batch(timeout=0.001)
+    said = [message for message in caplog.messages if "no batch for" in message]
+    assert 2 <= len(said) <= 3
 
 
-def test_uncommitted_batches_that_fill_the_budget_are_an_error(fake: Connection) -> None:
-    """The producer waits for bytes that only a commit frees; the trainer would wait for the producer."""
-    settings = {"max_trajectory_bytes": 300_000, "max_bytes": 1_200_000}
-    with producing(fake, "r", settings) as producer:
-        run = join(fake, "r")
+# What happens to all that comes
+
+
+def filtering(fake: Connection) -> Any:
+    return producing(fake, "r", {"zero_variance_filter": True})
+
+
+def test_filters_that_leave_nothing_are_named(
+    fake: Connection, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    with filtering(fake) as producer:
+        push_groups(producer, 3, reward=1.0)
+        group_all(join(fake, "r"))
+        assert blocked() == ["filtered"]
+        line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+        assert "3 of 3 groups that ended since the last batch are lost (zero_variance 3)" in line
+
+
+def test_groups_that_end_short_are_named(
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = join(fake, "r")
+    producer.push([trajectory("a", 0), ended("a", 1, 2, "failed")])
+    producer.push([trajectory("b", 0)])
+    group_all(run)
+    make_overdue(run, "b")
+    group_all(run)
+    line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+    assert "2 of 2 groups that ended since the last batch are lost (expired 1, incomplete 1)" in line
+    assert "ended_short" in blocked()
+
+
+def trained_to(queue: TrainerQueue, fake: Connection, producer: Producer, version: int) -> None:
+    """Train so many batches of fresh groups."""
+    for k in range(version):
+        push_groups(producer, 2, prefix=f"fresh{k}", model_version=k)
+        batch = next_batch(queue, join(fake, "r"))
+        assert batch is not None
+        queue.trained(batch)
+        queue.commit(queue.state_dict())
+
+
+def test_stale_groups_only_are_an_error_after_max_filtered_batches(
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = TrainerQueue(
+        fake, "r", batch_groups=2, max_staleness=1, drop_after=1, max_filtered_batches=3, commit="manual"
+    )
+    trained_to(queue, fake, producer, 3)
+    push_groups(producer, 2, prefix="old", model_version=0)
+    group_all(join(fake, "r"))
+    line = trainer_says(queue, forward, caplog)
+    assert "2 of 2 groups that ended since the last batch are lost (stale 2): raise drop_after" in line
+    assert "stale" in blocked()
+    for number in range(2):
+        push_groups(producer, 2, prefix=f"older{number}", model_version=0)
+        group_all(join(fake, "r"))
+        with pytest.raises(NoBatchError):
+            queue.next_batch(timeout=0)
+    forward(2)
+    with pytest.raises(
+        StarvedError, match=r"6 groups were too old .*stale 6.*model_version.*max_filtered_batches is 3"
+    ):
+        queue.next_batch(timeout=0.05)
+
+
+def test_what_was_dropped_is_told_with_the_next_batch_in_figures(
+    fake: Connection, producer: Producer
+) -> None:
+    queue = TrainerQueue(fake, "r", batch_groups=2, max_staleness=1, drop_after=1, max_filtered_batches=None)
+    trained_to(queue, fake, producer, 3)
+    for number in range(3):
+        push_groups(producer, 2, prefix=f"old{number}", model_version=0, tokens=6 + number)
+        group_all(join(fake, "r"))
+        with pytest.raises(NoBatchError):
+            queue.next_batch(timeout=0)
+    push_groups(producer, 2, prefix="new", model_version=3)
+    batch = next_batch(queue, join(fake, "r"))
+    assert batch is not None
+    assert batch.metrics["dropped/stale/unknown/groups"] == 6
+    assert batch.metrics["dropped/stale/unknown/response_length/mean"] == 5
+
+
+def test_dead_groups_only_are_an_error_too(
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward
+) -> None:
+    queue = TrainerQueue(
+        fake, "r", batch_groups=2, chain={"estimator": "gae"}, pushed=("values",), max_filtered_batches=2
+    )
+    with pytest.raises(NoBatchError):
+        queue.next_batch(timeout=0)
+    for number in range(2):
+        push_groups(producer, 2, prefix=f"bad{number}")
+        group_all(join(fake, "r"))
+        with pytest.raises(NoBatchError):
+            queue.next_batch(timeout=0)
+    assert "dead" in blocked()
+    forward(2)
+    with pytest.raises(StarvedError, match=r"4 groups became dead letters .*dead 4.*streamadv dead list"):
+        queue.next_batch(timeout=0.05)
+
+
+def test_what_a_checkpoint_leaves_behind_is_no_starvation(
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward
+) -> None:
+    """Groups that wait when an older checkpoint is loaded are dropped once; those after them count."""
+    queue = TrainerQueue(fake, "r", batch_groups=2, max_staleness=None, commit="manual")
+    states = [queue.state_dict()]
+    trained_to(queue, fake, producer, 2)
+    push_groups(producer, 20, prefix="after", model_version=2)
+    group_all(join(fake, "r"))
+    again = TrainerQueue(fake, "r", batch_groups=2, max_staleness=None, max_filtered_batches=2)
+    again.load_state_dict(states[0])
+    for _ in range(12):
+        forward(2)
+        with pytest.raises(NoBatchError):
+            again.next_batch(timeout=0.001)
+    assert "rolled_back" in json.dumps(blocked()) or "producers_idle" in blocked()
+
+
+def look(queue: TrainerQueue, forward: Forward) -> None:
+    """Let the trainer wait for a moment."""
+    forward(2)
+    with pytest.raises(NoBatchError):
+        queue.next_batch(timeout=0.05)
+
+
+def test_filtered_groups_only_are_an_error_after_max_filtered_batches(
+    fake: Connection, forward: Forward
+) -> None:
+    with filtering(fake) as producer:
+        queue = TrainerQueue(fake, "r", batch_groups=2, max_filtered_batches=3)
+        look(queue, forward)
+        push_groups(producer, 5, prefix="same", reward=1.0)
+        group_all(join(fake, "r"))
+        look(queue, forward)
+        push_groups(producer, 1, prefix="last", reward=0.0)
+        group_all(join(fake, "r"))
+        forward(2)
+        with pytest.raises(StarvedError, match="6 groups were filtered away"):
+            queue.next_batch(timeout=0.05)
+
+
+def test_a_batch_in_between_forgives(fake: Connection, forward: Forward) -> None:
+    with filtering(fake) as producer:
+        queue = TrainerQueue(fake, "r", batch_groups=2, max_filtered_batches=3)
+        look(queue, forward)
+        for number in range(3):
+            push_groups(producer, 5, prefix=f"same{number}", reward=1.0)
+            group_all(join(fake, "r"))
+            look(queue, forward)
+            push_groups(producer, 2, prefix=f"kept{number}")
+            assert next_batch(queue, join(fake, "r")) is not None
+
+
+def test_a_named_batch_that_waits_for_a_worker_is_not_starvation(fake: Connection, forward: Forward) -> None:
+    with filtering(fake) as producer:
+        queue = TrainerQueue(fake, "r", batch_groups=1, max_filtered_batches=3)
+        push_groups(producer, 1, prefix="kept")
+        group_all(join(fake, "r"))
+        look(queue, forward)
+        for prefix in ("same", "more"):
+            push_groups(producer, 4, prefix=prefix, reward=1.0)
+            group_all(join(fake, "r"))
+            look(queue, forward)
+
+
+def test_few_kept_groups_are_warned_of(
+    fake: Connection, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    with filtering(fake) as producer:
+        queue = TrainerQueue(
+            fake, "r", batch_groups=3, min_kept_ratio=0.3, max_filtered_batches=None, max_staleness=None
+        )
+        look(queue, forward)
+        push_groups(producer, 10, prefix="same", reward=1.0)
+        push_groups(producer, 2, prefix="kept")
+        group_all(join(fake, "r"))
+        look(queue, forward)
+    assert "only 2 of the last 12 groups were kept" in caplog.text
+
+
+# Admission
+
+
+def test_producers_as_far_ahead_as_allowed_are_named_when_nothing_moves(
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward
+) -> None:
+    queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=1)
+    with pytest.raises(NoBatchError):
+        queue.next_batch(timeout=0)
+    push_groups(producer, 2)
+    group_all(join(fake, "r"))
+    assert "pacing" not in blocked()
+    forward(20)
+    assert "pacing" in blocked()
+
+
+def test_bytes_that_open_groups_hold_are_named(
+    fake: Connection, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    with producing(fake, "r", {"max_trajectory_bytes": 300_000, "max_bytes": 1_200_000}) as producer:
+        producer.begin_group(2)
+        producer.begin_group(2)
+        line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+        assert "[max_bytes]" in line
+        assert "[incomplete_groups]" in line
+        assert blocked() == ["max_bytes", "incomplete_groups"]
+
+
+def test_a_batch_larger_than_the_budget_is_an_error(
+    fake: Connection, blocked: Blocked, forward: Forward
+) -> None:
+    with producing(fake, "r", {"max_trajectory_bytes": 300_000, "max_bytes": 1_200_000}) as producer:
+        queue = TrainerQueue(fake, "r", batch_groups=8, max_staleness=None)
         push_groups(producer, 2, tokens=20_000)
+        group_all(join(fake, "r"))
+        look(queue, forward)
+        forward(20)
+        assert blocked() == ["batch_over_budget"]
+        with pytest.raises(
+            BatchBudgetError, match=r"2 groups hold .* of max_bytes 1200000.* batch_groups is 8.*raise max"
+        ):
+            queue.next_batch(timeout=0.05)
+
+
+@pytest.mark.parametrize(("waiting", "tokens"), [(0, 20_000), (1, 14_000)])
+def test_uncommitted_batches_that_fill_the_budget_are_an_error(
+    waiting: int, tokens: int, fake: Connection, blocked: Blocked, forward: Forward
+) -> None:
+    """The producer waits for bytes that only a commit frees; the trainer would wait for the producer."""
+    with producing(fake, "r", {"max_trajectory_bytes": 300_000, "max_bytes": 1_200_000}) as producer:
+        run = join(fake, "r")
         queue = TrainerQueue(fake, "r", batch_groups=2, commit="manual", max_staleness=None)
+        push_groups(producer, 2 + waiting, tokens=tokens)
         batch = next_batch(queue, run)
         assert batch is not None
         queue.trained(batch)
-        watchdog = Watchdog(run, Limits(2, 0.05, 10))
+        forward(11)
+        assert blocked() == ["uncommitted"]
         with pytest.raises(UncommittedBudgetError, match="commit more often, or raise max_bytes"):
-            watchdog.look()
+            queue.next_batch(timeout=0.05)
         queue.commit(queue.state_dict())
-        Watchdog(run, Limits(2, 0.05, 10)).look()
+        look(queue, forward)

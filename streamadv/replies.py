@@ -1,0 +1,25 @@
+"""What stands in replies of the server that anybody may have written: read without trusting it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+def as_mapping(reply: Any) -> dict[str, Any]:
+    """A map as it comes: a cluster's transactions give it flat."""
+    pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
+    return {
+        name.decode(errors="backslashreplace") if isinstance(name, bytes) else name: value
+        for name, value in pairs
+    }
+
+
+def as_texts(reply: Any) -> dict[str, str]:
+    """A map of texts."""
+    return {name: value.decode(errors="backslashreplace") for name, value in as_mapping(reply).items()}
+
+
+def whole(text: str) -> int | None:
+    """The whole number that `text` is, or None."""
+    return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
