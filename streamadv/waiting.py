@@ -55,6 +55,10 @@ REASONS: Final[dict[str, Kind]] = {
     "no_advantage_worker": Kind(
         "no advantage worker asks for the work of named batches", "start `streamadv worker advantage`"
     ),
+    "unknown_estimator": Kind(
+        "an advantage worker was given a batch whose chain it does not know, and leaves it to others",
+        "start it with --import MODULE, or install the package that brings the estimator",
+    ),
     "backlog": Kind(
         "a stage is at work, and slower than what comes", "start more of its processes, or look at their logs"
     ),
