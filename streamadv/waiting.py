@@ -93,7 +93,7 @@ REASONS: Final[dict[str, Kind]] = {
     ),
     "max_bytes": Kind(
         "live and reserved bytes fill max_bytes",
-        "wait for commits, raise max_bytes, or lower max_trajectory_bytes, which is reserved for each place",
+        "wait for commits, or raise max_bytes",
     ),
     "batch_over_budget": Kind(
         "max_bytes holds fewer groups than a batch needs",
