@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -36,8 +37,12 @@ GATHER_S: Final = 0.010
 HOUSEKEEPING_S: Final = 1.0
 #: Records wait no longer than about this for a grouper that has much to expire or to delete.
 HOUSEKEEPING_SLICE_S: Final = 0.5
+#: How often the list of scores is looked at, while records come.
+SCORES_S: Final = 0.05
 EXPIRE_COUNT: Final = 100
 SWEEP_COUNT: Final = 64
+
+_SCORED: Final = re.compile(r"[0-9]{1,4} \S{1,200}")
 
 
 def run_grouper(
@@ -52,6 +57,7 @@ def run_grouper(
     consumer = Consumer(run, STAGE, lambda keys: keys.rollouts, lease_s=lease_s, stop=stop, name=name)
     backoff = Backoff(sleep=stop.wait)
     chores, due, behind = Housekeeping(run, clock), clock(), False
+    scores_due = due
     while not stop.is_set():
         try:
             entries = consumer.read(TAKE_COUNT, wait=not behind)
@@ -65,6 +71,10 @@ def run_grouper(
             if clock() >= due:
                 behind = not chores.round()
                 due = clock() + (0 if behind else HOUSEKEEPING_S)
+            elif clock() >= scores_due:
+                for keys in run.keys.shards:
+                    apply_scores(run, keys)
+                scores_due = clock() + SCORES_S
         except RETRYABLE as error:
             retried(STAGE, error, backoff)
             consumer.recover()
@@ -120,6 +130,7 @@ class Housekeeping:
         self._short.look()
         done = True
         for shard, keys in enumerate(run.keys.shards):
+            apply_scores(run, keys)  # before a deadline ends what they complete
             while (full := expire(run, keys)) and self._clock() < until:
                 pass
             pass_on_ended(run, shard)
@@ -134,6 +145,25 @@ class Housekeeping:
 def housekeeping(run: Run) -> None:
     """One round of Housekeeping, of a grouper that has just started."""
     Housekeeping(run).round()
+
+
+def apply_scores(run: Run, keys: ShardKeys) -> None:
+    """Fill in what `producer.score` brought, and end the groups that it completes."""
+    while True:
+        items: Any = run.connection.scripts.lrange(keys.scored, 0, TAKE_COUNT - 1)
+        if not items:
+            return
+        wrong = [item for item in items if not _SCORED.fullmatch(item.decode(errors="replace"))]
+        for item in wrong:
+            reject_item(run, keys, keys.scored, item, "no place of a group", removal="LREM")
+        if wrong:
+            continue
+        names = [keys.void, keys.scored, keys.open, keys.groups, keys.ended, keys.ended_before, keys.ledger]
+        ids = [item.partition(b" ")[2].decode(errors="replace") for item in items]
+        names += [keys.garbage, keys.sizes, *map(keys.group, ids)]
+        ended = run.call("apply_scores", names, [*run.manifest.policy_args, *items])
+        for outcome, source in zip(ended[::2], ended[1::2], strict=True):
+            _ended(outcome, source)
 
 
 def expire(run: Run, keys: ShardKeys) -> bool:

@@ -143,7 +143,7 @@ def delete_run(run: Run) -> int:
         names = [*found.payloads, *found.outputs, *found.dead, *_group_keys(keys, found)]
         names += [keys.rollouts, keys.open, keys.groups, keys.work, keys.ready, keys.applied, keys.ledger]
         names += [keys.trainer, keys.ended, keys.ended_before, keys.garbage, keys.dead, keys.attempts]
-        names += [keys.malformed, keys.sizes]
+        names += [keys.malformed, keys.sizes, keys.scored]
         names += [keys.scoring(scorer) for scorer in run.manifest.scorers]
         names += [keys.lineage, keys.batches, keys.producers]
         for start in range(0, len(names), DELETE_SLICE):

@@ -120,6 +120,10 @@ class ShardKeys:
         return self._key("malformed")
 
     @property
+    def scored(self) -> str:
+        return self._key("scored")
+
+    @property
     def attempts(self) -> str:
         return self._key("attempts")
 
@@ -161,8 +165,8 @@ class ShardKeys:
 #: Kinds of keys of a shard that exist once, and those of which there are many.
 SINGLE_KINDS: Final = (
     *("void", "rollouts", "open", "groups", "work", "ready", "applied", "ledger", "sizes", "trainer"),
-    "ended",
-    *("ended_before", "garbage", "dead", "malformed", "attempts", "lineage", "batches", "producers"),
+    *("ended", "ended_before", "garbage", "scored", "dead", "malformed", "attempts", "lineage", "batches"),
+    "producers",
 )
 MANY_KINDS: Final = ("dead_group", "group", "scoring", "payload", "output")
 

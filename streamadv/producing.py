@@ -370,12 +370,11 @@ class ProducerLogic:
                 )
         keys = self._keys(group_id)
         score: dict[str, Any] = {"reward": reward} | ({"rewards": dict(rewards)} if rewards else {})
-        ending = [keys.ended, keys.ended_before, keys.ledger, keys.garbage, keys.sizes]
         value = "" if reward is None else repr(float(reward))
         call = script_call(
             "score",
-            [keys.void, keys.group(group_id), keys.open, keys.groups, *ending],
-            [group_id, rollout_index, value, json.dumps(score), *self.joined.policy_args],
+            [keys.void, keys.group(group_id), keys.ended, keys.ended_before, keys.scored],
+            [group_id, rollout_index, value, json.dumps(score)],
         )
 
         def send() -> Steps[PushResult]:

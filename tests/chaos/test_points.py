@@ -14,8 +14,12 @@ from .checks import problems, total
 from .scenario import World
 from .victim import points, script_names
 
-#: Scripts that need a death, garbage, a second rank, or a server without its last moments, or only look.
-ELSEWHERE = {"attempt", "discard", "leave_out", "reject", "rewind", "status", "unapply_batch"}
+#: Scripts that need a death, garbage, a second rank, several shards, a run without scorers, or a server without
+#: its last moments.
+ELSEWHERE = {
+    *("abandon", "ahead", "apply_scores", "attempt", "discard", "forget_producers", "leave_out", "reclaim"),
+    *("reject", "rewind", "unapply_batch"),
+}
 
 
 def play(url: str, run: str, dies: Callable[[str, int], bool]) -> World:

@@ -178,6 +178,7 @@ def test_a_producer_can_do_its_job_and_needs_all_it_is_allowed(empty: Guarded) -
             with empty.watch(used):
                 assert producer.score(group_id, 0, None) == "scored"
                 assert producer.score(group_id, 1, 1.0) == "scored"
+            group_all(run)
         with empty.watch(used):
             for number in (1, 2):  # tombstones of two generations
                 assert producer.push([trajectory(f"judged{number}", 2, 1)]).codes == ["surplus"]

@@ -174,6 +174,8 @@ def test_scores_may_come_before_or_after_the_grouper(fake: Connection) -> None:
         assert producer.score("g", 0, 0.9) == "duplicate"
         assert producer.score("g", 1, 0.2) == "scored"
         assert producer.score("g", 2, 0.3) == "scored"
+        assert producer.score("g", 2, 0.3) == "duplicate"
+        group_all(run)
         assert producer.score("g", 2, 0.3) == "ended"
     assert rewards_of(run) == [0.1, 0.2, 0.3]
     assert logged(run)["g"].members[0].rewards == {"style": 0.1}
@@ -372,6 +374,7 @@ class Pipeline:
 
     def score(self, group_id: str, index: int, reward: float | None) -> None:
         code = self.producer.score(group_id, index, reward)
+        grouping.apply_scores(self.run, self.run.keys.home)
         group = self.groups.get(group_id)
         if group is None:
             assert code == "unknown"

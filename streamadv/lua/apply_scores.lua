@@ -1,0 +1,50 @@
+-- The grouper fills in rewards that `producer.score` brought for members it had taken before, and ends their groups if
+-- those were the last ones missing.
+-- KEYS  void, scored, open, groups, ended, ended_before, ledger, garbage, sizes, hash of the group of each item ...
+-- ARGV  partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups, then items as they stand in the
+--       list: '<index> <group id>' ...
+-- Returns  {outcome, data source, ...} of the groups that have ended
+-- include ended
+-- include sizes
+-- include complete
+redis.call('DEL', KEYS[1])
+local keys = {open = KEYS[3], groups = KEYS[4], ended = KEYS[5], ended_before = KEYS[6], ledger = KEYS[7],
+  garbage = KEYS[8], sizes = KEYS[9]}
+local policy = {partial_min_usable = ARGV[1], zero_variance = ARGV[2], difficulty_low = ARGV[3],
+  difficulty_high = ARGV[4], dedupe_groups = tonumber(ARGV[5])}
+
+local function fill_in(index)
+  local found = redis.call('HMGET', keys.group, index, 'score_value:' .. index)
+  local reward, bytes, key, role, reference = member_fields(found[1] or '')
+  local value = found[2]
+  if reward ~= '-' or not value then return end
+  redis.call('HINCRBY', keys.group, 'unscored', -1)
+  if value == 'x' then
+    redis.call('HSET', keys.group, index, 'x')
+    redis.call('HINCRBY', keys.group, 'unusable', 1)
+    redis.call('HINCRBY', keys.ledger, 'open', -1)
+    redis.call('HINCRBY', keys.ledger, 'dropped:unscorable', 1)
+    redis.call('RPUSH', keys.garbage, key .. ' ' .. bytes)
+  else
+    redis.call('HSET', keys.group, index, 'u ' .. value .. ' ' .. bytes .. ' ' .. key .. ' ' .. role .. ' ' .. reference)
+    redis.call('HINCRBY', keys.group, 'usable', 1)
+  end
+end
+
+local ended = {}
+for i = 6, #ARGV do
+  if redis.call('LREM', KEYS[2], 1, ARGV[i]) == 1 then
+    local index, id = string.match(ARGV[i], '^(%d+) (.+)$')
+    keys.group = KEYS[i + 4]
+    if group_state(keys) == 'open' then
+      fill_in(index)
+      local _, counts = group_state(keys)
+      if counts and is_complete(counts) then
+        local outcome, data_source = complete(keys, id, counts, policy)
+        ended[#ended + 1] = outcome
+        ended[#ended + 1] = data_source
+      end
+    end
+  end
+end
+return ended
