@@ -12,6 +12,7 @@ import logging
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -21,10 +22,12 @@ from pydantic import ValidationError
 from redis.exceptions import OutOfMemoryError
 
 from . import metrics
-from .batches import ENTRY_ID, Unit, find_record, read_groups, work_units
+from .algorithms.chain import cut_chain
+from .batches import ENTRY_ID, Unit, find_record, read_groups, read_records, work_units
 from .columns import Array
 from .computing import Computed, Device, Prepared, choose_device, compute_safely, worker_chain
-from .errors import BatchLostError, WireError
+from .errors import BatchLostError, SettingError, WireError
+from .hangs import Stopped
 from .isolation import Death
 from .keys import ShardKeys
 from .malformed import reject_entry
@@ -36,11 +39,15 @@ from .run import Run
 from .schema import Status
 from .scripts import run_transaction, script_call
 from .streams import ADVANTAGE, Consumer, Entry
+from .waiting import Reason, Waiting
 
 logger = logging.getLogger(__name__)
 
 STAGE: Final = ADVANTAGE
 LEASE_S: Final = 15.0
+#: From the end of the last computation, for what is in hand and for the server to answer.
+LEAVE_S: Final = 8.0
+SAY_S: Final = 2.0
 #: Units of work read ahead of the one being computed.
 PREFETCH: Final = 2
 
@@ -84,7 +91,10 @@ def run_worker(
             break
         try:
             with metrics.timed(STAGE, "compute"):
-                result = compute_safely(run, item, where)
+                result = compute_safely(run, item, where, stop)
+        except Stopped as error:  # still in hand, so given back below
+            logger.warning("%s", error)
+            break
         except RETRYABLE as error:  # tries at a suspect group are counted on the server
             retried(STAGE, error, backoff)
             consumer.done([item.entry])  # still pending: taken up again when its lease is over
@@ -93,23 +103,45 @@ def run_worker(
         backoff.reset()
         _put(computed, result, stop)
     stop.set()
-    reader.join()
-    while publisher.is_alive():  # it may have ended with the queue full
-        with suppress(queue.Full):
-            computed.put(None, timeout=0.2)
-            break
-    publisher.join()
+    deadline = time.monotonic() + LEAVE_S
+    ended = _join(reader, "the server's reply to its last read", deadline)
+    with suppress(queue.Full):  # the publisher may have ended with the queue full
+        computed.put(None, timeout=max(0.0, deadline - time.monotonic()) if publisher.is_alive() else 0.0)
+    ended = _join(publisher, "the hand-off of its last results", deadline) and ended
     if failures:
         raise failures[0]
-    consumer.give_back()
+    if ended:  # else the server does not answer, and the leases end by themselves
+        consumer.give_back()
+
+
+def _join(thread: threading.Thread, what: str, deadline: float) -> bool:
+    """Whether the thread ended in time; says what is waited for."""
+    thread.join(min(SAY_S, max(0.0, deadline - time.monotonic())))
+    if thread.is_alive():
+        logger.warning("%s: is to end, and waits for %s", STAGE, what)
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if thread.is_alive():
+        logger.warning("%s: ends without %s: another worker does that work again", STAGE, what)
+    return not thread.is_alive()
 
 
 def _read(
     run: Run, consumer: Consumer, prepared: queue.Queue[Prepared | None], stop: threading.Event
 ) -> None:
-    backoff = Backoff(sleep=stop.wait)
+    backoff, unknown = Backoff(sleep=stop.wait), Backoff(1.0, 10.0, sleep=stop.wait)
+    waiting: Waiting | None = None
+    checked = False
     while not stop.is_set():
-        for entry in consumer.read(1):
+        try:
+            if not checked:
+                check_chains(run)
+                checked = True
+            entries = consumer.read(1)
+        except RETRYABLE as error:
+            retried(STAGE, error, backoff)
+            backoff.wait()
+            continue
+        for entry in entries:
             try:
                 with metrics.timed(STAGE, "read"):
                     item = prepare_or_discard(run, entry)
@@ -119,11 +151,30 @@ def _read(
                 consumer.recover_own()
                 backoff.wait()
                 continue
+            except SettingError as error:  # no chain for this worker; another one may know it
+                consumer.release([entry])
+                waiting = waiting or Waiting(STAGE, "a worker that knows the chain of a batch", first_s=0)
+                waiting.because(Reason("unknown_estimator", str(error)))
+                unknown.wait()
+                continue
             backoff.reset()
+            unknown.reset()
+            if waiting is not None:
+                waiting.over()
+                waiting = None
             if item is None:
                 consumer.done([entry])
             else:
                 _put(prepared, item, stop)
+
+
+def check_chains(run: Run) -> None:
+    """Raise SettingError if a batch is named whose chain this process cannot build."""
+    for record in read_records(run).values():
+        try:
+            cut_chain(record.chain, record.late)
+        except SettingError as error:
+            raise SettingError(f"batch {record.k} of run {run.name}: {error}") from error
 
 
 def prepare_or_discard(run: Run, entry: Entry) -> Prepared | None:
@@ -185,7 +236,9 @@ def _unit_of(run: Run, entry: Entry) -> Unit:
         raise WireError("work: names an entry of the groups log by something else than its id")
     record = find_record(run, unit.k)
     if record is not None and (
-        record.id != unit.batch or unit not in work_units(record, batch_scope(record))
+        record.id != unit.batch
+        or record.chain != unit.chain  # before a chain is built that nobody of the run has asked for
+        or unit not in work_units(record, batch_scope(record))
     ):
         raise WireError(f"work: is none of batch {unit.k}")
     return unit
@@ -218,7 +271,7 @@ def _publish_all(
     run: Run, consumer: Consumer, computed: queue.Queue[Computed | None], stop: threading.Event
 ) -> None:
     while (item := computed.get()) is not None:
-        backoff = Backoff()
+        backoff = Backoff(sleep=stop.wait)
         while True:
             try:
                 with metrics.timed(STAGE, "publish"):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from .batch_statistics import running_of
 from .batches import LoggedGroup, Unit
 from .columns import Array
 from .errors import ChainError, SettingError
+from .hangs import call_within
 from .isolation import Death, isolate
 from .results import counts_of
 from .run import Run
@@ -29,6 +31,9 @@ from .streams import ADVANTAGE, Entry
 logger = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda"]
+
+#: For one computation: far above what the largest takes, the first one included, which compiles.
+TIMEOUT_S: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +78,26 @@ def worker_chain(unit: Unit) -> Chain:
     return cut_chain(unit.chain, unit.late)[0]
 
 
-def compute_safely(run: Run, prepared: Prepared, device: torch.device) -> Computed:
-    """`compute`, leaving out groups whose data break it (`isolation.py`). Raises ChainError if all do."""
+def compute_safely(
+    run: Run,
+    prepared: Prepared,
+    device: torch.device,
+    stop: threading.Event | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Computed:
+    """`compute`, leaving out groups whose data break it (`isolation.py`). Raises ChainError if all do.
+
+    timeout_s: for one computation; a group that takes longer alone is left out. Raises Stopped when `stop` is set
+    and a computation goes on.
+    """
+    what = f"{ADVANTAGE}: the chain ({prepared.unit.chain.get('estimator')}) on batch {prepared.unit.batch}"
+
+    def bounded(part: Prepared) -> Computed:
+        return call_within(lambda: compute(part, device), timeout_s, what, stop)
+
     if not prepared.entry.reclaimed:
         try:
-            return compute(prepared, device)
+            return bounded(prepared)
         except SettingError:
             raise
         except Exception as error:  # some group's data: found out below
@@ -86,7 +106,7 @@ def compute_safely(run: Run, prepared: Prepared, device: torch.device) -> Comput
             )
 
     def compute_alone(group: LoggedGroup) -> object:
-        return compute(replace(prepared, groups=[group]), device)
+        return bounded(replace(prepared, groups=[group]))
 
     living = [group for group in prepared.groups if group.group_id not in prepared.dead]
     dead = isolate(run, living, compute_alone)
@@ -94,7 +114,7 @@ def compute_safely(run: Run, prepared: Prepared, device: torch.device) -> Comput
         raise ChainError(
             f"batch {prepared.unit.batch}: every group fails, as with {next(iter(dead.values())).detail}"
         )
-    return compute(replace(prepared, dead=prepared.dead | dead), device)
+    return bounded(replace(prepared, dead=prepared.dead | dead))
 
 
 def compute(prepared: Prepared, device: torch.device) -> Computed:

@@ -31,10 +31,14 @@ REPEAT_S: Final = 1.0  # a function may catch whatever interrupts it
 
 
 def call_within(call: Callable[[], T], timeout_s: float, what: str, stop: threading.Event | None = None) -> T:
-    """`call()`. Raises HungError after `timeout_s`, or GRACE_S after `stop` was set; `what` is for messages."""
+    """`call()`. Raises HungError after `timeout_s`, Stopped GRACE_S after `stop` was set; `what` is for messages."""
     limit = _Limit(timeout_s, what, stop)
     on_main = threading.current_thread() is threading.main_thread()
     return _interrupted(call, limit) if on_main else _abandoned(call, limit)
+
+
+class Stopped(BaseException):
+    """The process is to end, and a call was given up for that: no fault of the function's."""
 
 
 class _OverdueError(BaseException):
@@ -74,8 +78,10 @@ class _Limit:
                 logger.warning("%s has not returned after %.0f s%s", self._what, now - self._started, ending)
         return True
 
-    def error(self) -> HungError:
+    def error(self) -> HungError | Stopped:
         seconds = time.monotonic() - self._started
+        if self._stopped is not None:
+            return Stopped(f"{self._what} was given up after {seconds:.1f} s, as this process is to end")
         return HungError(f"{self._what} did not return within {seconds:.1f} s: bound what it waits for")
 
 

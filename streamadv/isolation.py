@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from .batches import LoggedGroup
-from .errors import ChainError, EstimatorError, SettingError
+from .errors import ChainError, EstimatorError, HungError, SettingError
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,9 @@ def _try_alone(run: Run, group: LoggedGroup, compute_alone: Callable[[LoggedGrou
             compute_alone(group)
         except SettingError:
             raise
+        except HungError as error:  # another try would take as long
+            detail = str(error)
+            break
         except Exception as error:  # whatever its data provoke: that is what is being found out
             if isinstance(error.__cause__ if isinstance(error, EstimatorError) else error, CODE_ERRORS):
                 raise ChainError(f"the chain fails by itself: {type(error).__name__}: {error}") from error

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from . import metrics
 from .connection import Connection
 from .errors import HungError, SettingError, UndecodableGroupError
-from .hangs import call_within
+from .hangs import Stopped, call_within
 from .malformed import RECORD_FIELDS, record_problem, reject_entry
 from .manifest import RunSettings
 from .outages import RETRYABLE, Backoff, patiently, retried
@@ -101,7 +101,7 @@ class Scorer:
         for setting, value in (("batch_size", batch_size), ("tries", tries)):
             if value < 1:
                 raise SettingError(f"{setting} is {value}, needs 1 or more")
-        if not timeout_s > 0:
+        if not 0 < timeout_s < threading.TIMEOUT_MAX:
             raise SettingError(f"timeout_s is {timeout_s:g}, needs seconds above 0")
         connection = Connection(connection) if isinstance(connection, str) else connection
         connection.wait_until_ready()
@@ -121,13 +121,24 @@ class Scorer:
         self._tries = tries
 
     def run(self, score: ScoreFunction, stop: threading.Event) -> None:
-        """Score until `stop` is set. `score` may be a coroutine function. What it fails on becomes unscorable."""
+        """Score until `stop` is set. `score` may be a coroutine function. What it fails on becomes unscorable.
+
+        Raises SettingError for a function that cannot be called with references and payloads.
+        """
+        with suppress(ValueError):  # some functions of C have no signature
+            try:
+                inspect.signature(score).bind((), ())
+            except TypeError as error:
+                raise SettingError(
+                    f"scorer {self._name}: {getattr(score, '__name__', score)} cannot be called with two arguments, "
+                    f"needs references and payloads: {error}"
+                ) from None
         consumer = Consumer(
             self._run, self._name, lambda keys: keys.scoring(self._name), lease_s=self._lease_s, stop=stop
         )
         suspects: list[_Suspect] = []
         backoff = Backoff(sleep=stop.wait)
-        with self._leases_kept(consumer):
+        with self._leases_kept(consumer), suppress(Stopped):
             while not stop.is_set():
                 try:
                     now = time.monotonic()
@@ -156,10 +167,7 @@ class Scorer:
         if alone:
             waiting = self._by_tries(waiting)
         elif waiting:
-            try:
-                waiting = self._together(consumer, waiting, score)
-            except HungError:  # as this process is to end
-                return []
+            waiting = self._together(consumer, waiting, score)
         suspects: list[_Suspect] = []
         for each in waiting:
             if consumer.stop.is_set():
@@ -211,7 +219,7 @@ class Scorer:
     def _together(
         self, consumer: Consumer, waiting: Sequence[_Waiting], score: ScoreFunction
     ) -> list[_Waiting]:
-        """One call for all. Those without a score afterwards. Raises HungError when the process is to end."""
+        """One call for all. Those without a score afterwards."""
         try:
             scores = self._ask(waiting, score, consumer.stop)
         except ScoreError as error:
@@ -234,8 +242,6 @@ class Scorer:
                 raise ScoreError("crash", "the process ended each time")
             (answer,) = self._ask([each], score, consumer.stop)
             scored = self._scored(each, answer)
-        except HungError:  # as this process is to end
-            return []
         except ScoreError as error:
             if number < self._tries:
                 delay = FIRST_DELAY_S * 2 ** (number - 1) * random.uniform(0.5, 1)
@@ -249,7 +255,7 @@ class Scorer:
         return []
 
     def _ask(self, waiting: Sequence[_Waiting], score: ScoreFunction, stop: threading.Event) -> list[Any]:
-        """The function's scores. Raises ScoreError, and HungError when the process is to end."""
+        """The function's scores. Raises ScoreError, and Stopped when the process is to end."""
 
         def call() -> Any:
             given = score([each.reference for each in waiting], [each.payload for each in waiting])
@@ -259,8 +265,6 @@ class Scorer:
             with metrics.timed(self._name, "score"):
                 answer = call_within(call, self._timeout_s, f"scorer {self._name}", stop)
         except HungError as error:
-            if stop.is_set():
-                raise
             raise ScoreError("hang", str(error)) from error
         except (Exception, SystemExit) as error:  # whatever the user's function raises
             raise ScoreError("exception", f"{type(error).__name__}: {error}") from error

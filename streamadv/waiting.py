@@ -55,6 +55,10 @@ REASONS: Final[dict[str, Kind]] = {
     "no_advantage_worker": Kind(
         "no advantage worker asks for the work of named batches", "start `streamadv worker advantage`"
     ),
+    "unknown_estimator": Kind(
+        "an advantage worker was given a batch whose chain it does not know, and leaves it to others",
+        "start it with --import MODULE, or install the package that brings the estimator",
+    ),
     "backlog": Kind(
         "a stage is at work, and slower than what comes", "start more of its processes, or look at their logs"
     ),
@@ -89,7 +93,7 @@ REASONS: Final[dict[str, Kind]] = {
     ),
     "max_bytes": Kind(
         "live and reserved bytes fill max_bytes",
-        "wait for commits, raise max_bytes, or lower max_trajectory_bytes, which is reserved for each place",
+        "wait for commits, or raise max_bytes",
     ),
     "batch_over_budget": Kind(
         "max_bytes holds fewer groups than a batch needs",

@@ -9,7 +9,7 @@ from streamadv.malloc import keep_freed_memory
 from streamadv.manifest import RunSettings
 from streamadv.settings import Settings
 
-from .process import join_run, stop_on_signals
+from .process import join_run, leave, stop_on_signals
 
 
 def main(settings: Settings, wanted: RunSettings | None = None) -> int:
@@ -19,4 +19,4 @@ def main(settings: Settings, wanted: RunSettings | None = None) -> int:
     stop = stop_on_signals()
     run = join_run(settings, wanted, stop)
     run_worker(run, stop, device=settings.device)
-    return 0
+    leave()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import sys
 import threading
 from types import FrameType
+from typing import NoReturn
 
 from streamadv import metrics
 from streamadv.connection import Connection
@@ -30,6 +33,14 @@ def stop_on_signals() -> threading.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     return stop
+
+
+def leave() -> NoReturn:
+    """End this process with status 0 at once: taking down torch takes seconds on a busy machine."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Event) -> Run:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ..errors import SettingError
+from ..plugins import REMEDY
 from ..problems import brief
 from .config import ChainConfig, parse_config
 from .registry import estimator_names
@@ -52,7 +53,9 @@ def preset(name: str) -> ChainConfig:
         return parse_config(PRESETS[name])
     if name in estimator_names():
         return parse_config({"estimator": name})
-    raise SettingError(f"preset {brief(name)} is unknown: choose one of {', '.join(preset_names())}")
+    raise SettingError(
+        f"preset {brief(name)} is unknown: choose one of {', '.join(preset_names())}; if it is an estimator, {REMEDY}"
+    )
 
 
 def preset_names() -> list[str]:

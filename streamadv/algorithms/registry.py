@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..columns import COLUMN_NAME
 from ..errors import SettingError
+from ..plugins import REMEDY, load_estimators
 from ..problems import brief
 from .packed import LEVELS, Level
 
@@ -104,15 +105,18 @@ def _options(name: str, function: Callable[..., Estimate]) -> tuple[dict[str, An
 
 
 def get_estimator(name: str) -> Estimator:
-    """The estimator registered as `name`; SettingError listing the known ones if there is none."""
+    """The estimator registered as `name`, by an entry point too; SettingError with the known ones if there is none."""
+    if name not in _REGISTRY:
+        load_estimators()
     try:
         return _REGISTRY[name]
     except KeyError:
         raise SettingError(
-            f"estimator {brief(name)} is unknown: choose one of {', '.join(estimator_names())}"
+            f"estimator {brief(name)} is unknown: {REMEDY}, or choose one of {', '.join(estimator_names())}"
         ) from None
 
 
 def estimator_names() -> list[str]:
     """Names of all registered estimators, sorted."""
+    load_estimators()
     return sorted(_REGISTRY)

@@ -19,6 +19,7 @@ import redis.exceptions
 from .. import __version__
 from ..connection import Connection
 from ..errors import SettingError, StreamadvError
+from ..plugins import import_module
 from ..problems import printable
 from ..settings import Settings, likely_typos, load_settings
 
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_up_logging(settings_from(arguments).log_level)
         for message in likely_typos():
             logger.warning(message)
+        for module in vars(arguments).get("modules") or ():
+            import_module(module)
         status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
@@ -133,6 +136,17 @@ def add_metrics_option(parser: argparse.ArgumentParser) -> None:
         "--metrics-host",
         metavar="ADDRESS",
         help="address that /metrics is served at (default: 127.0.0.1; 0.0.0.0: all, for a Prometheus elsewhere)",
+    )
+
+
+def add_import_option(parser: argparse.ArgumentParser) -> None:
+    """Of commands that compute; `main` imports what is given before it runs the command."""
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        metavar="MODULE",
+        help="import a module first, which registers estimators; may be given several times",
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SettingError, TrajectoryError
 from ..interchange import read_trajectories, write_trajectory
 from ..schema import Role, Status, Step, Trajectory
+from . import add_import_option
 
 if TYPE_CHECKING:
     from ..algorithms import Chain, ChainResult, PackedBatch
@@ -34,6 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def add_chain_options(parser: argparse.ArgumentParser) -> None:
     """Options that choose the advantage chain; read them with `chain_from`."""
+    add_import_option(parser)
     chain = parser.add_mutually_exclusive_group()
     chain.add_argument("--preset", default="grpo", help="chain by name (default: grpo)")
     chain.add_argument("--config", type=Path, help="chain from a JSON file")

@@ -43,6 +43,11 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument("--json", action="store_true", help="one JSON object")
         parser.set_defaults(run=action)
     add_run_options(create)
+    pacing = create.add_argument_group("pacing until a trainer says its own")
+    pacing.add_argument("--batch-groups", type=int, metavar="N", help="groups of a batch")
+    pacing.add_argument(
+        "--max-staleness", type=int, metavar="N", help="(N + 1) x batch_groups groups may be begun"
+    )
     delete = actions.add_parser("delete", help="deletes all that is stored of the run given by --run")
     add_redis_options(delete)
     add_wait_option(delete)

@@ -1,4 +1,4 @@
-"""`streamadv worker grouper` and `worker advantage`: one worker process."""
+"""`streamadv worker grouper`, `worker advantage` and `worker scorer`: one worker process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import importlib
 from typing import Any
 
 from ..manifest import RunSettings, run_settings
-from . import add_metrics_option, add_redis_options, settings_from
+from ..plugins import function_of
+from . import add_import_option, add_metrics_option, add_redis_options, settings_from
 
 STAGES = {
     "grouper": "takes pushed trajectories into groups and ends groups",
     "advantage": "computes rewards, returns and advantages of named batches",
+    "scorer": "brings rewards by a function of yours",
 }
 
 
@@ -27,8 +29,33 @@ def add_parser(subparsers: Any) -> None:
         add_metrics_option(worker)
         if stage == "advantage":
             worker.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to compute")
+            add_import_option(worker)
+        if stage == "scorer":
+            add_scorer_options(worker)
         add_run_options(worker)
         worker.set_defaults(run=run, stage=stage)
+
+
+def add_scorer_options(parser: argparse.ArgumentParser) -> None:
+    """The function, and how it is called; an option that is not given is left to the `Scorer`."""
+    parser.add_argument(
+        "function",
+        metavar="MODULE:FUNCTION",
+        help="called with references and payloads of a micro-batch, returns a score for each; the module may be in the "
+        "current directory",
+    )
+    parser.add_argument(
+        "--name", help="which of the run's scorers it is (default: its own name, or the only one)"
+    )
+    parser.add_argument("--columns", type=_names, metavar="A,B", help="that it reads (default: all)")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="trajectories of one call (default 32)")
+    parser.add_argument("--timeout-s", type=float, metavar="S", help="of one call (default 120)")
+    parser.add_argument(
+        "--tries", type=int, metavar="N", help="at a trajectory alone before it is unscorable (default 3)"
+    )
+    parser.add_argument(
+        "--lease-s", type=float, metavar="S", help="until others take over from a dead process (default 15)"
+    )
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +108,13 @@ def run_settings_from(arguments: argparse.Namespace) -> RunSettings:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the worker until a signal."""
+    settings, wanted = settings_from(arguments), run_settings_from(arguments)
     module = importlib.import_module(f"workers.{arguments.stage}")
-    status: int = module.main(settings_from(arguments), run_settings_from(arguments))
+    options: dict[str, Any] = {}
+    if arguments.stage == "scorer":
+        names = ("name", "columns", "batch_size", "timeout_s", "tries", "lease_s")
+        given = {name: getattr(arguments, name) for name in names}
+        options = {name: value for name, value in given.items() if value is not None}
+        options["function"] = function_of(arguments.function)
+    status: int = module.main(settings, wanted, **options)
     return status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 
 import pytest
 
@@ -206,11 +207,13 @@ def brittle(batch: object) -> object:
     from streamadv.algorithms.estimators.grpo import grpo
 
     if brittle.broken or float(batch.rewards[0]) == 13.0 or 13.0 in batch.rewards.tolist():  # type: ignore[attr-defined]
+        brittle.wait()  # type: ignore[attr-defined]
         raise ZeroDivisionError("thirteen")
     return grpo(batch)  # type: ignore[arg-type]
 
 
 brittle.broken = False  # type: ignore[attr-defined]
+brittle.wait = lambda: None  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -248,6 +251,19 @@ def test_a_group_that_kills_its_worker_is_left_out_after_ten_attempts(named: Run
     dead = json.loads(compute_safely(named, reclaimed, CPU).header)["dead"]
     assert sorted(dead) == ["g0001", "x0000"]
     assert "crashed the process" in dead["g0001"][1]
+
+
+def test_a_group_on_which_the_computation_does_not_end_is_left_out(
+    named: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(brittle, "wait", threading.Event().wait)
+    ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
+    computed = compute_safely(named, prepare(named, entry), CPU, timeout_s=0.5)
+    dead = json.loads(computed.header)["dead"]
+    assert list(dead) == ["x0000"]
+    assert "the chain (brittle)" in dead["x0000"][1]
+    assert "did not return within" in dead["x0000"][1]
+    assert not named.connection.scripts.exists(named.keys.home.attempts)
 
 
 def test_a_chain_that_breaks_on_every_group_stops_the_worker(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import streamadv.producer
+from streamadv import cli
 from streamadv.batches import read_log
 from streamadv.connection import Connection
 from streamadv.errors import Busy, NoBatchError, SettingError
@@ -323,6 +324,27 @@ def test_a_producer_without_a_trainer_says_what_limits_it(
     with producing(fake, "r") as producer:
         producer.begin_group(1)
     assert not [record for record in caplog.records if "no trainer" in record.message]
+
+
+def test_a_run_is_created_with_pacing_for_the_time_before_its_trainer(
+    redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "runs",
+        "create",
+        "--redis",
+        redis_url,
+        "--run",
+        run,
+        "--batch-groups",
+        "3",
+        "--max-staleness",
+        "1",
+    ]
+    assert cli.main(words) == 0
+    assert "max_staleness" in capsys.readouterr().out
+    with producing(redis_url, run) as producer:
+        assert begin_until_busy(producer, 1, 100) == 6
 
 
 def test_pacing_before_the_first_trainer_by_the_settings_of_the_run(fake: Connection) -> None:

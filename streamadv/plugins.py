@@ -1,0 +1,71 @@
+"""The user's code that a process brings along: modules, functions, and estimators of installed packages.
+
+Modules are looked for where Python's packages are, and in the current directory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from .errors import SettingError
+from .problems import brief, one_line
+
+logger = logging.getLogger(__name__)
+
+#: Entry points of this group are loaded when an estimator is asked for that nobody has registered yet.
+ESTIMATORS: Final = "streamadv.estimators"
+#: How to bring an estimator, for messages.
+REMEDY: Final = f"bring it with --import MODULE, or by an entry point of the group {ESTIMATORS}"
+
+
+def import_module(name: str, option: str = "--import") -> ModuleType:
+    """The module. Raises SettingError naming `option` for whatever its import raises."""
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        text = f"{option} {name}: cannot be imported: {type(error).__name__}: {error}"
+        raise SettingError(
+            one_line(f"{text} (looked for beside Python's packages and in {folder})")
+        ) from error
+
+
+def function_of(target: str) -> Callable[..., Any]:
+    """The function that 'MODULE:FUNCTION' names (FUNCTION may have dots). Raises SettingError."""
+    module, _, path = target.partition(":")
+    if not module or not path:
+        raise SettingError(f"{brief(target)} is no function: write MODULE:FUNCTION")
+    found: Any = import_module(module, "module")
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    if not callable(found):
+        raise SettingError(f"{target}: module {module} has no function {path}")
+    function: Callable[..., Any] = found
+    return function
+
+
+_loaded = False
+
+
+def load_estimators() -> None:
+    """Import what entry points name, once; one that cannot be imported is a warning, the others count."""
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True  # an estimator's module may ask for another one
+    for point in metadata.entry_points(group=ESTIMATORS):
+        try:
+            point.load()
+        except (Exception, SystemExit) as error:
+            package = point.dist.name if point.dist is not None else "unknown"
+            text = f"entry point {point.name} = {point.value} of package {package} cannot be loaded"
+            logger.warning("%s: %s: %s", text, type(error).__name__, error)

@@ -1,0 +1,41 @@
+"""A scorer process: brings rewards by a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from streamadv.errors import SettingError
+from streamadv.manifest import RunSettings
+from streamadv.scorer import Scorer
+from streamadv.settings import Settings
+
+from .process import join_run, leave, stop_on_signals
+
+
+def main(
+    settings: Settings,
+    wanted: RunSettings | None,
+    function: Callable[..., Any],
+    name: str | None = None,
+    **options: Any,
+) -> int:
+    """Score with `function` until SIGTERM or SIGINT. name, options: of the `Scorer`."""
+    stop = stop_on_signals()
+    run = join_run(settings, wanted, stop)
+    chosen = name or name_of(function, run.manifest.scorers, run.name)
+    Scorer(run.connection, run.name, chosen, **options).run(function, stop)
+    leave()
+
+
+def name_of(function: Callable[..., Any], scorers: Sequence[str], run: str) -> str:
+    """Which of the run's scorers a function is: the one called so, or the only one. Raises SettingError."""
+    own = getattr(function, "__name__", "")
+    if own in scorers:
+        return own
+    if len(scorers) == 1:
+        return scorers[0]
+    remedy = (
+        "say which by --name" if scorers else f"name them when the run is created, or here by --scorers {own}"
+    )
+    raise SettingError(f"run {run} has the scorers {', '.join(scorers) or 'none'}, not {own!r}: {remedy}")
