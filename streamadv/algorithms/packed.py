@@ -8,8 +8,9 @@ workers or the order of arrival.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, Protocol, get_args
 
 import numpy as np
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..columns import Array
-from ..errors import SettingError, TrajectoryError
+from ..errors import ArgumentError, OptionError, TrajectoryError
 from ..problems import brief
+from .packed_checks import BUILT, check_shapes, check_steps, check_values, layout_of
 from .segments import segment_sum
 from .trainable import spread_rows, trainable
 
@@ -75,6 +77,9 @@ class Steps:
     state: Tensor  # int64: equal numbers = equal state_key; -1 = no state_key
     num_tokens: int  # tokens in all spans
 
+    def __post_init__(self) -> None:
+        check_steps(self)
+
     def __len__(self) -> int:
         return len(self.trajectory)
 
@@ -83,7 +88,8 @@ class Steps:
 class PackedBatch:
     """Rows of a batch, or of some of its groups, with everything an algorithm may ask for.
 
-    Scalars that decide numbers are float64; columns are float32 as they came, rounded once at the end.
+    Scalars that decide numbers are float64; columns are float32 as they came, rounded once at the end. Raises
+    ArgumentError for lengths, dtypes, devices or indices that do not fit: nothing behind it checks them again.
     """
 
     cu_seqlens: Tensor  # [R + 1] int64: row r holds tokens cu_seqlens[r] : cu_seqlens[r + 1]
@@ -100,6 +106,18 @@ class PackedBatch:
     scores: Tensor | None = None  # [M] float64: the trajectory's reward as it came; None = `rewards`
     truncated: Tensor | None = None  # [M] bool: status is truncated; None = nobody's
     given_mask: Tensor | None = None  # [N] response_mask as packed; None = no step has narrowed it
+    layout: tuple[Any, ...] | None = field(
+        default=None, repr=False, compare=False
+    )  # as checked; copies keep it
+
+    def __post_init__(self) -> None:
+        check_shapes(self)
+        layout = layout_of(self)
+        if self.layout is None or (
+            self.layout and any(own is not known for own, known in zip(layout, self.layout, strict=True))
+        ):
+            check_values(self)
+        object.__setattr__(self, "layout", layout)
 
     @property
     def num_rows(self) -> int:
@@ -146,9 +164,9 @@ class PackedBatch:
         return column
 
     def count(self, level: Level) -> int:
-        """How many values a result of `level` has: one for each row, step or token. SettingError for another."""
+        """How many values a result of `level` has: one for each row, step or token. OptionError for another."""
         if level not in LEVELS:
-            raise SettingError(f"level {brief(level)} is unknown: choose one of {', '.join(LEVELS)}")
+            raise OptionError(f"level {brief(level)} is unknown: choose one of {', '.join(LEVELS)}")
         return {"row": self.num_rows, "step": len(self.steps), "token": self.num_tokens}[level]
 
     def with_columns(self, **columns: Tensor) -> PackedBatch:
@@ -187,9 +205,9 @@ def pack(
     groups = _codes([member.group_id for member in members])
 
     def tensor(values: Any, dtype: Any) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype)).to(device)
+        return torch.from_numpy(np.asarray(values, dtype))
 
-    return PackedBatch(
+    batch = PackedBatch(
         cu_seqlens=tensor(cu_seqlens, np.int64),
         row_trajectory=tensor(np.repeat(np.arange(len(members)), np.diff(first_row)), np.int64),
         row_trainable=tensor(
@@ -201,10 +219,27 @@ def pack(
         steps=_steps(members, cu_seqlens, first_row, tensor),
         num_tokens=int(cu_seqlens[-1]),
         num_groups=groups[-1] + 1 if groups else 0,
-        columns=_columns(members, columns, names, device) if columns is not None else {},
         components={name: tensor(values, np.float64) for name, values in _components(members).items()},
         scores=tensor([member.reward for member in members], np.float64),
         truncated=tensor([getattr(member, "status", None) == "truncated" for member in members], np.bool_),
+    )
+    batch = _moved(batch, torch.device(device))
+    return batch if columns is None else replace(batch, columns=_columns(members, columns, names, device))
+
+
+def _moved(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """`batch`, checked on the host, on `device`."""
+    if device.type == "cpu":
+        return batch
+    steps = {f.name: getattr(batch.steps, f.name) for f in fields(Steps) if f.name != "num_tokens"}
+    tensors = {f.name: getattr(batch, f.name) for f in fields(PackedBatch)}
+    tensors = {name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)}
+    return replace(
+        batch,
+        **tensors,
+        steps=replace(batch.steps, **{name: value.to(device) for name, value in steps.items()}),
+        components={name: value.to(device) for name, value in batch.components.items()},
+        layout=BUILT,
     )
 
 
@@ -212,19 +247,27 @@ def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
     """[N] float32: `values` of a level on the trainable tokens they belong to, 0 elsewhere.
 
     level "row": [R], on the row's trainable tokens; "step": [S], on those of the span (the later step where
-    spans overlap); "token": [N], times the mask. Needs the column response_mask. Raises TrajectoryError for
-    another number of values, SettingError for another level.
+    spans overlap); "token": [N], times the mask. Needs the column response_mask. The result has
+    memory of its own and no gradient. Raises ArgumentError for another number of values, OptionError for another
+    level.
     """
-    if values.shape != (batch.count(level),):
-        raise TrajectoryError(
-            f"values of level {level!r} have shape {tuple(values.shape)}, need ({batch.count(level)},)"
+    count = batch.count(level)
+    if not isinstance(values, Tensor) or values.is_complex() or values.device != batch.device:
+        what = (
+            f"{values.dtype} on {values.device}"
+            if isinstance(values, Tensor)
+            else f"a {type(values).__name__}"
         )
-    values = values.to(torch.float32)
+        raise ArgumentError(f"values is {what}, needs a tensor of real numbers on {batch.device}")
+    if values.shape != (count,):
+        raise ArgumentError(f"values of level {level!r} have shape {tuple(values.shape)}, need ({count},)")
+    given, values = values, values.detach().to(torch.float32)
     if level == "row":
         return spread_rows(values, batch.column("response_mask"), batch.cu_seqlens)
     tokens = trainable(batch)
     if level == "token":
-        return tokens.only(values)
+        kept = tokens.only(values)
+        return kept.clone() if kept.data_ptr() == given.data_ptr() else kept
     known = torch.cat([values, values.new_zeros(1)])
     return tokens.only(known[token_step(batch)])  # outside all spans -1: the zero
 
@@ -260,6 +303,8 @@ def _check_order(members: Sequence[Packable]) -> None:
             raise TrajectoryError(f"member {identity} follows {previous}: sort by (group_id, rollout_index)")
         if member.reward is None:
             raise TrajectoryError(f"member {identity} has reward None: leave unscorable members out")
+        if not math.isfinite(member.reward):
+            raise TrajectoryError(f"member {identity} has reward {member.reward}, needs a finite number")
         previous = identity
 
 
@@ -281,6 +326,10 @@ def _steps(members: Sequence[Packable], cu_seqlens: Array, first_row: Array, ten
     rows, starts, ends, rewards, states, trajectories = [], [], [], [], [], []
     for index, member in enumerate(members):
         for step in member.steps:
+            if not 0 <= step.row < len(member.row_lengths):
+                raise TrajectoryError(
+                    f"{_where(member)}: a step is in row {step.row} of {len(member.row_lengths)}"
+                )
             row = int(first_row[index]) + step.row
             trajectories.append(index)
             rows.append(row)
@@ -317,6 +366,8 @@ def _columns(
         arrays: list[Array] = []
         for member, mapping, shape in zip(members, columns, shapes, strict=True):
             array = mapping.get(name)
+            if array is not None and np.asarray(array).dtype.kind not in "biuf":
+                raise TrajectoryError(f"{_where(member)}: {name} has dtype {array.dtype}, needs numbers")
             if array is None:
                 raise TrajectoryError(
                     f"{_where(member)} has no column {name}, others have: supply it for all"
@@ -337,6 +388,8 @@ def empty_column(length: int, dtype: np.dtype[Any], device: torch.device) -> Ten
 
 
 def _end_to_end(arrays: Sequence[Array], device: torch.device) -> Tensor:
+    if not arrays:
+        return torch.zeros(0)
     if device.type != "cuda":
         return torch.from_numpy(np.concatenate(arrays))
     column = empty_column(sum(map(len, arrays)), np.result_type(*arrays), device)

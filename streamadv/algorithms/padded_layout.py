@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from .arguments import Labels
 from .packed import PackedBatch, Steps
+from .packed_checks import BUILT
 from .trainable import as_bool, padded_offsets, token_counts
 
 PeerQuirks = Literal["roll", "verl"]
@@ -85,6 +86,7 @@ def as_batch(
         num_tokens=rows * width,
         num_groups=groups,
         columns={name: laid_out(column) for name, column in tokens.items()},
+        layout=BUILT,
     )
     return batch, order
 

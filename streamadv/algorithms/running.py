@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..errors import ArgumentError
 from .segments import moments, whole
 
 
@@ -20,6 +21,15 @@ class RunningMoments:
     count: float = 0.0
     mean: float = 0.0
     squares: float = 0.0  # sum of squared deviations from the mean
+
+    def __post_init__(self) -> None:
+        if not (
+            self.count >= 0 and self.squares >= 0 and math.isfinite(self.count + self.mean + self.squares)
+        ):
+            raise ArgumentError(
+                f"moments count {self.count}, mean {self.mean}, squares {self.squares}: finite numbers are needed, "
+                "count and squares of 0 or more"
+            )
 
     @classmethod
     def of(cls, values: Tensor) -> RunningMoments:

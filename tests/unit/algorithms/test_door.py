@@ -22,8 +22,8 @@ from .door_cases import ENTRIES, RECORDS
 class Child:
     """A process that makes the calls: what it reads out of bounds may end it, and that is a failure too."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-X", "faulthandler", "-m", f"{__package__}.door_cases"]
+    def __init__(self, cases: str = "door_cases") -> None:
+        command = [sys.executable, "-X", "faulthandler", "-m", f"{__package__}.{cases}"]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -90,6 +90,14 @@ def test_at_any_size(children: Children, function: str, rows: int, tokens: int, 
     assert children.ask(function=function, rows=rows, tokens=tokens, seed=seed) == {}
 
 
+def test_packed_batches_are_checked_where_they_are_made() -> None:
+    child = Child("packed_door_cases")
+    try:
+        assert child.ask() == {}
+    finally:
+        child.end()
+
+
 def test_errors_name_the_argument_what_came_and_what_is_needed() -> None:
     rewards, mask = torch.zeros(3, 5), torch.ones(4, 6)
     with pytest.raises(ArgumentError) as wrong_shape:
@@ -128,8 +136,8 @@ def test_groups_must_be_told_where_statistics_are_over_groups() -> None:
 
 
 def test_what_a_loss_is_made_of_keeps_its_gradient() -> None:
-    log_probs = torch.randn(2, 3, requires_grad=True)
-    loss = padded.agg_loss(padded.approx_kl(log_probs, torch.zeros(2, 3), "k3"), torch.ones(2, 3))
+    log_probs = torch.tensor([[0.1, -0.2], [0.3, -0.4]], requires_grad=True)
+    loss = padded.agg_loss(padded.approx_kl(log_probs, torch.zeros(2, 2), "k3"), torch.ones(2, 2))
     loss.backward()  # type: ignore[no-untyped-call]
     assert log_probs.grad is not None
     assert bool((log_probs.grad != 0).all())

@@ -1,0 +1,155 @@
+"""What must hold of a packed batch: everything behind it indexes by these tensors and checks no bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..columns import Array
+from ..errors import ArgumentError
+
+if TYPE_CHECKING:
+    from .packed import PackedBatch, Steps
+
+#: The layout of a batch whose builder has made it right.
+BUILT: tuple[Any, ...] = ()
+
+
+def layout_of(batch: PackedBatch) -> tuple[Any, ...]:
+    """What `check_values` reads; a copy of a batch that keeps these very objects is right if the batch was."""
+    steps = batch.steps
+    indices = (batch.cu_seqlens, batch.row_trajectory, batch.trajectory_group)
+    spans = (steps.trajectory, steps.row, steps.start, steps.end, steps.state)
+    # Elsewhere a look at a narrowed mask would wait for the device.
+    mask = batch.columns.get("response_mask") if batch.rewards.device.type == "cpu" else None
+    return (*indices, *spans, steps.num_tokens, batch.num_tokens, batch.num_groups, mask)
+
+
+def check_steps(steps: Steps) -> None:
+    """Raise ArgumentError unless all tensors of `steps` have one length."""
+    size = _length("steps.trajectory", steps.trajectory)
+    for name in ("trajectory", "row", "start", "end", "state"):
+        _check(f"steps.{name}", getattr(steps, name), size, "S", "whole")
+    _check("steps.rewards", steps.rewards, size, "S", "floating")
+
+
+def check_shapes(batch: PackedBatch) -> None:
+    """Raise ArgumentError unless lengths, dtypes and devices fit; reads no values."""
+    offsets, tokens = _length("cu_seqlens", batch.cu_seqlens), batch.num_tokens
+    if not offsets:
+        raise ArgumentError("cu_seqlens is empty, needs one offset more than there are rows")
+    trajectories = _length("trajectory_group", batch.trajectory_group)
+    sized: list[tuple[str, Tensor | None, int, str, str]] = [
+        ("cu_seqlens", batch.cu_seqlens, offsets, "R + 1", "whole"),
+        ("row_trajectory", batch.row_trajectory, offsets - 1, "R", "whole"),
+        ("row_trainable", batch.row_trainable, offsets - 1, "R", "whole"),
+        ("trajectory_group", batch.trajectory_group, trajectories, "M", "whole"),
+        ("rewards", batch.rewards, trajectories, "M", "floating"),
+        ("baseline", batch.baseline, trajectories, "M", "bool"),
+        ("scores", batch.scores, trajectories, "M", "floating"),
+        ("truncated", batch.truncated, trajectories, "M", "bool"),
+        ("given_mask", batch.given_mask, tokens, "N", ""),
+        *((f"columns[{name!r}]", column, tokens, "N", "") for name, column in batch.columns.items()),
+        *((f"components[{name!r}]", own, trajectories, "M", "") for name, own in batch.components.items()),
+    ]
+    for name, tensor, length, letter, dtype in sized:
+        if tensor is not None:
+            _check(name, tensor, length, letter, dtype)
+            if tensor.device != batch.rewards.device:
+                raise ArgumentError(
+                    f"{name} is on {tensor.device}, rewards on {batch.rewards.device}: give both on one device"
+                )
+
+
+def check_values(batch: PackedBatch) -> None:
+    """Raise ArgumentError unless rows, trajectories, groups and steps lie where the others say.
+
+    Waits for a device: batches that `pack` has laid out are not looked at again.
+    """
+    if batch.rewards.is_meta:
+        return
+    offsets, row_trajectory, group, trainable = _arrays(
+        (batch.cu_seqlens, batch.row_trajectory, batch.trajectory_group, batch.row_trainable)
+    )
+    lengths = np.diff(offsets)
+    if offsets[0] != 0 or (lengths < 0).any():
+        raise ArgumentError(
+            "cu_seqlens does not begin with 0 and ascend: give where each row starts, and the end"
+        )
+    if offsets[-1] != batch.num_tokens:
+        raise ArgumentError(
+            f"cu_seqlens ends at {offsets[-1]}, num_tokens is {batch.num_tokens}: they are one number"
+        )
+    _ascending("row_trajectory", row_trajectory, len(group), "trajectories")
+    _ascending("trajectory_group", group, batch.num_groups, "groups")
+    if len(np.unique(group)) != batch.num_groups:
+        raise ArgumentError(
+            f"trajectory_group leaves out some of the {batch.num_groups} groups: number without gaps"
+        )
+    if (trainable < -1).any() or (trainable > lengths).any():
+        raise ArgumentError("row_trainable is not in 0 .. length of the row (-1: not known)")
+    _check_spans(batch, offsets, row_trajectory)
+    mask = batch.columns.get("response_mask")
+    if mask is not None and mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+        raise ArgumentError("columns['response_mask'] holds values other than 0 and 1")
+
+
+def _check_spans(batch: PackedBatch, offsets: Array, row_trajectory: Array) -> None:
+    steps = batch.steps
+    if not len(steps):
+        if steps.num_tokens:
+            raise ArgumentError(f"steps.num_tokens is {steps.num_tokens} without steps, needs 0")
+        return
+    trajectory, row, start, end, state = _arrays(
+        (steps.trajectory, steps.row, steps.start, steps.end, steps.state)
+    )
+    if (row < 0).any() or (row >= len(row_trajectory)).any():
+        raise ArgumentError(f"steps.row is not in 0 .. {len(row_trajectory) - 1}")
+    if (row_trajectory[row] != trajectory).any():
+        raise ArgumentError("steps.trajectory is not that of the step's row")
+    if (start < offsets[row]).any() or (end < start).any() or (end > offsets[row + 1]).any():
+        raise ArgumentError(
+            "steps.start and end are not inside the step's row, counted from the start of the batch"
+        )
+    if (end - start).sum() != steps.num_tokens:
+        raise ArgumentError(f"steps.num_tokens is {steps.num_tokens}, the spans hold {(end - start).sum()}")
+    if (state < -1).any():
+        raise ArgumentError("steps.state is below -1: number the states from 0, -1 = none")
+
+
+def _ascending(name: str, labels: Array, count: int, what: str) -> None:
+    if len(labels) and (labels[0] < 0 or labels[-1] >= count or (np.diff(labels) < 0).any()):
+        raise ArgumentError(f"{name} does not ascend inside 0 .. {count - 1}, the {what} there are")
+
+
+def _arrays(tensors: Iterable[Tensor]) -> Iterator[Array]:
+    return (tensor.cpu().numpy() for tensor in tensors)
+
+
+def _length(name: str, tensor: Any) -> int:
+    if not isinstance(tensor, Tensor) or tensor.dim() != 1:
+        what = (
+            f"a tensor of shape {list(tensor.shape)}"
+            if isinstance(tensor, Tensor)
+            else f"a {type(tensor).__name__}"
+        )
+        raise ArgumentError(f"{name} is {what}, needs a tensor of one dimension")
+    return len(tensor)
+
+
+def _check(name: str, tensor: Any, length: int, letter: str, dtype: str) -> None:
+    if _length(name, tensor) != length:
+        raise ArgumentError(f"{name} has shape {list(tensor.shape)}, needs [{letter} = {length}]")
+    right = {
+        "": not tensor.is_complex(),
+        "whole": tensor.dtype == torch.int64,
+        "floating": tensor.is_floating_point(),
+        "bool": tensor.dtype == torch.bool,
+    }
+    if not right[dtype]:
+        needed = {"whole": "int64", "floating": "float64", "bool": "bool", "": "real numbers"}[dtype]
+        raise ArgumentError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, needs {needed}")
