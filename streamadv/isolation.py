@@ -34,18 +34,25 @@ def isolate(
 ) -> dict[str, Death]:
     """Compute every group alone; those that cannot be computed, by id.
 
-    Raises SettingError and ChainError when it is the chain that is wrong.
+    Raises SettingError and ChainError when it is the chain that is wrong: what looks like a fault of its code is one
+    unless another group computes.
     """
     dead = {}
+    faults: list[Exception] = []
     for group in groups:
-        death = _try_alone(run, group, compute_alone)
+        death = _try_alone(run, group, compute_alone, faults)
         if death is not None:
             dead[group.group_id] = death
             logger.error("group %s is dead (%s): %s", group.group_id, death.reason, death.detail)
+    if faults and len(dead) == len(groups):
+        raise ChainError(f"the chain fails by itself: {_told(faults[0])}") from faults[0]
     return dead
 
 
-def _try_alone(run: Run, group: LoggedGroup, compute_alone: Callable[[LoggedGroup], object]) -> Death | None:
+def _try_alone(
+    run: Run, group: LoggedGroup, compute_alone: Callable[[LoggedGroup], object], faults: list[Exception]
+) -> Death | None:
+    """Why the group cannot be computed, if so; what looks like a fault of the code goes to `faults` too."""
     keys = run.keys.shard(group.shard)
     names = [keys.void, keys.attempts]
     detail = f"crashed the process {MAX_ATTEMPTS} times"
@@ -54,15 +61,21 @@ def _try_alone(run: Run, group: LoggedGroup, compute_alone: Callable[[LoggedGrou
             compute_alone(group)
         except SettingError:
             raise
-        except HungError as error:  # another try would take as long
-            detail = str(error)
-            break
         except Exception as error:  # whatever its data provoke: that is what is being found out
-            if isinstance(error.__cause__ if isinstance(error, EstimatorError) else error, CODE_ERRORS):
-                raise ChainError(f"the chain fails by itself: {type(error).__name__}: {error}") from error
-            detail = f"{type(error).__name__}: {error}"[:500]
+            detail = _told(error)[:500]
+            is_fault = isinstance(
+                error.__cause__ if isinstance(error, EstimatorError) else error, CODE_ERRORS
+            )
+            if is_fault:
+                faults.append(error)
+            if is_fault or isinstance(error, HungError):  # the next try would end, or last, as this one
+                break
             continue
         run.call("attempt", names, [group.group_id, "0"])
         return None
     run.call("attempt", names, [group.group_id, "0"])
     return Death("compute_error", detail)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -52,7 +52,7 @@ def late_values(name: str, function: LateColumn, micro_batch: MicroBatch) -> Ten
     copy = MicroBatch(own, micro_batch.row_lengths, micro_batch.references, micro_batch.extras)
     try:
         found: Any = function(copy)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LateColumnError(one_line(f"{where}: {by} raised {type(error).__name__}: {error}")) from error
     if not isinstance(found, Tensor):
         kind = "None" if found is None else f"a {type(found).__name__}"

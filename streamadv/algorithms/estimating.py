@@ -28,7 +28,7 @@ def estimate(chosen: Estimator, batch: PackedBatch, options: Mapping[str, Any]) 
         found: object = chosen.function(batch, **options)
     except StreamadvError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = f"estimator {chosen.name} raised {type(error).__name__}: {error}"
         raise EstimatorError(one_line(text.partition("\n")[0])) from error
     if not isinstance(found, Estimate):

@@ -253,6 +253,21 @@ def test_a_group_that_kills_its_worker_is_left_out_after_ten_attempts(named: Run
     assert "crashed the process" in dead["g0001"][1]
 
 
+@pytest.mark.parametrize("error", [TypeError("no number"), SystemExit("bye")], ids=["code", "exit"])
+def test_what_looks_like_a_fault_of_the_code_is_one_of_the_data_where_others_compute(
+    named: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(brittle, "wait", fail)
+    ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
+    dead = json.loads(compute_safely(named, prepare(named, entry), CPU).header)["dead"]
+    assert list(dead) == ["x0000"]
+    assert f"estimator brittle raised {type(error).__name__}: {error}" in dead["x0000"][1]
+    assert not named.connection.scripts.exists(named.keys.home.attempts)
+
+
 def test_a_group_on_which_the_computation_does_not_end_is_left_out(
     named: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

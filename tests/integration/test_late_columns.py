@@ -57,6 +57,10 @@ def fails(_: MicroBatch) -> torch.Tensor:
     raise redis.exceptions.ConnectionError("the critic's\nserver is away")
 
 
+def leaves(_: MicroBatch) -> torch.Tensor:
+    raise SystemExit(3)
+
+
 WRONG: list[tuple[Callable[..., Any], str]] = [
     (lambda mb: None, "is None, needs a tensor"),
     (lambda mb: [1.0] * len(mb.input_ids), "is a list, needs a tensor"),
@@ -66,6 +70,7 @@ WRONG: list[tuple[Callable[..., Any], str]] = [
     (with_nan, r"not finite .* trainable tokens, first nan in g0000/0"),
     (too_large, "not finite"),
     (fails, r"function .* raised ConnectionError: the critic's.{1,4}server is away"),
+    (leaves, "function .* raised SystemExit: 3"),
 ]
 
 
