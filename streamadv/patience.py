@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
-from .errors import NoBatchError
 from .outages import Backoff
 from .session import Session
-from .waiting import Reason
+from .waiting import Reason, Waiting
 
 #: Between two looks at whether rank 0 has the run.
 WAIT_CAP_S: Final = 0.5
@@ -18,10 +17,11 @@ WAIT_CAP_S: Final = 0.5
 class Patience:
     """Of one call. It is over `timeout` seconds after the last progress: a new group, or a batch that is named."""
 
-    def __init__(self, timeout: float | None, stop: threading.Event) -> None:
-        self._timeout, self._stop = timeout, stop
+    def __init__(self, timeout: float | None, pause: Callable[[float], object]) -> None:
+        self._timeout = timeout
         self._last = time.monotonic()
-        self._backoff = Backoff(cap=WAIT_CAP_S, sleep=stop.wait)
+        self._backoff = Backoff(cap=WAIT_CAP_S, sleep=pause)
+        self._waiting = Waiting("trainer", "a batch")
         self._seen: list[int] = []
 
     @property
@@ -39,15 +39,17 @@ class Patience:
         self._seen = seen
 
     def wait(self, reason: Exception) -> None:
-        """A moment, for rank 0. Says why after a while."""
-        if self._stop.is_set():
-            raise NoBatchError(f"the queue was closed: {reason}")
-        self._backoff.because("trainer", "waiting for rank 0", Reason("other_rank", str(reason)))
+        """A moment, for rank 0 to take the run. Says why after a while."""
+        self._backoff.because("trainer", "rank 0", Reason("other_rank", str(reason)))
         self._backoff.wait()
 
     def over(self) -> None:
         """Rank 0 has the run."""
         self._backoff.reset()
+
+    def because(self, reason: Reason) -> None:
+        """Why there is no batch yet: said after a while."""
+        self._waiting.because(reason)
 
 
 def _logged(session: Session) -> list[int]:

@@ -25,6 +25,7 @@ from .isolation import Death
 from .naming import NamingSettings
 from .progress import Progress
 from .run import Run
+from .waiting import Reason
 
 _SESSION: Final = re.compile(r"([0-9]+)-[0-9a-f]+")
 _FIELDS: Final = ("job", "session", "epoch", "settled", "branch", "loaded", "began", "committed")
@@ -173,6 +174,10 @@ class Session:
 
     def has_ended(self, k: int) -> bool:
         """Whether no batch k can come."""
+        raise NotImplementedError
+
+    def waits_for(self, k: int) -> Reason:
+        """Why a rank above 0 has no batch k yet."""
         raise NotImplementedError
 
     def tell_end(self, k: int) -> None:
@@ -333,6 +338,11 @@ class Follower(Session):
                 raise BatchLostError(f"{text}: restart the trainer from its checkpoint")
             raise NotHeldError(f"{text}: waiting for another rank 0 of job {self._hold.job}")
         return record
+
+    def waits_for(self, k: int) -> Reason:
+        if batches.find_record(self.run, k) is None:
+            return Reason("other_rank", f"rank 0 has not named batch {k}")
+        return Reason("computing", f"results of batch {k}")
 
     def has_ended(self, k: int) -> bool:
         end: Any = self.run.connection.scripts.hget(self.run.keys.home.lineage, "end")

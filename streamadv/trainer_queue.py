@@ -24,7 +24,13 @@ from .batches import BatchRecord, Unit
 from .computing import Device, choose_device
 from .connection import Connection
 from .delivery import Fetched, deliver
-from .errors import BatchLostError, NoBatchError, SettingError, UndecodableGroupError
+from .errors import (
+    BatchLostError,
+    NoBatchError,
+    ServerUnreachableError,
+    SettingError,
+    UndecodableGroupError,
+)
 from .isolation import Death
 from .job import check_job, count_queue, find_job, random_job
 from .lineage import Lineage
@@ -181,8 +187,8 @@ class TrainerQueue(IterableDataset[Batch]):
         StarvedError, UncommittedBudgetError and BatchBudgetError.
         """
         started = time.monotonic()
-        patience = Patience(timeout, self._stop)
-        backoff = Backoff(sleep=self._stop.wait)
+        patience = Patience(timeout, self._pause)
+        backoff = Backoff(sleep=self._pause)
         while True:
             try:
                 session = self._finish_current()
@@ -210,6 +216,8 @@ class TrainerQueue(IterableDataset[Batch]):
                     )
                 if self._watchdog is not None:
                     self._watchdog.look()
+                else:
+                    patience.because(session.waits_for(self._next))
                 block_ms = BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1)
                 self._ready.wait(session, block_ms, max_groups, self._stop)
             except NotHeldError as error:
@@ -288,7 +296,7 @@ class TrainerQueue(IterableDataset[Batch]):
 
     def _patiently(self, call: Callable[[], T]) -> T:
         """`call()`, again until the server answers and rank 0 has the run."""
-        patience = Patience(None, self._stop)
+        patience = Patience(None, self._pause)
 
         def called() -> T:
             while True:
@@ -297,7 +305,11 @@ class TrainerQueue(IterableDataset[Batch]):
                 except NotHeldError as error:
                     patience.wait(error)
 
-        return patiently(called, STAGE, sleep=self._stop.wait)
+        return patiently(called, STAGE, sleep=self._pause)
+
+    def _pause(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise ServerUnreachableError(f"run {self._run_name}: the queue was closed while it waited")
 
     def _trained(self, batch: Batch) -> None:
         record = self._note_trained(self._start(), batch)
@@ -327,7 +339,8 @@ class TrainerQueue(IterableDataset[Batch]):
         if self._run is not None:
             self._run.keep_up()
         if self._session is not None and not self._is_stale and not self._session.has_same_servers():
-            logger.warning("%s: the server is not the one it was: repeating what it may have lost", STAGE)
+            if self._rank == 0:
+                logger.warning("%s: the server is not the one it was: repeating what it may have lost", STAGE)
             self._progress.lost()
             self._is_stale = True
             self._stop_reading()

@@ -20,7 +20,13 @@ from typing import Any
 import pytest
 
 from streamadv.connection import Connection
-from streamadv.errors import BatchLostError, EpochFencedError, NoBatchError, SettingError
+from streamadv.errors import (
+    BatchLostError,
+    EpochFencedError,
+    NoBatchError,
+    ServerUnreachableError,
+    SettingError,
+)
 from streamadv.microbatch import Batch
 from streamadv.outages import RETRYABLE
 from streamadv.run import Run
@@ -60,6 +66,9 @@ class Server:
     def keep(self) -> None:
         shutil.rmtree(self._kept, ignore_errors=True)
         shutil.copytree(self._data, self._kept)
+
+    def kill(self) -> None:
+        self._server.kill()
 
     def restart(self) -> None:
         self._server.kill()
@@ -358,15 +367,45 @@ def test_a_rank_that_asks_before_rank_0_after_a_restart(
         theirs = given(ranks[1], joined)
         assert (theirs.version, theirs.id) == (mine.version, mine.id)
         server_of_job.restart()
-        ranks[1].trained(theirs)
+        if prefetch:
+            theirs = given(ranks[1], joined)  # rank 0 has not said that it has trained
+            assert theirs.version == mine.version + 1
+        else:
+            with pytest.raises(NoBatchError):
+                ranks[1].next_batch(timeout=0)
+        server_of_job.restart()
         ranks[0].trained(mine)
-    server_of_job.restart()
-    if not prefetch:
-        with pytest.raises(NoBatchError):
-            ranks[1].next_batch(timeout=0)  # rank 0 has not asked for it
+        mine = given(ranks[0], joined)
+        if not prefetch:
+            theirs = given(ranks[1], joined)
+        assert (theirs.version, theirs.id) == (mine.version, mine.id)
+        for queue, batch in zip(ranks, (mine, theirs), strict=True):
+            queue.trained(batch)
     train(ranks, joined)
     save(ranks[0])
-    assert (ledger(joined)["trained"], problems(joined)) == (16, [])
+    assert (ledger(joined)["trained"], problems(joined)) == (24, [])
+
+
+def test_a_rank_that_came_by_an_epoch_leaves_out_what_it_cannot_read(server_of_job: Server, run: str) -> None:
+    """Also when rank 0 has taken another epoch since."""
+    joined = filled(server_of_job.connection, run, 4)
+    options: Any = {"batch_groups": 2, "commit": "manual", "max_staleness": None, "world_size": 2}
+    leader = TrainerQueue(joined.connection, run, rank=0, **options)
+    ranks = [leader, TrainerQueue(joined.connection, run, rank=1, epoch=leader.epoch, **options)]
+    train(ranks, joined)
+    server_of_job.restart()
+    mine = given(leader, joined)
+    assert leader.epoch == 2
+    scripts: Any = joined.connection.scripts
+    for _, fields in scripts.xrange(joined.keys.home.groups):
+        scripts.delete(*(line.rpartition(b" ")[0] for line in fields[b"payloads"].split(b"\n")))
+    theirs = given(ranks[1], joined)
+    assert (theirs.id, theirs.delivered) == (mine.id, [])
+    for queue, batch in zip(ranks, (mine, theirs), strict=True):
+        queue.trained(batch)
+    save(leader)
+    assert ledger(joined)["dead"] == {"undecodable": 2}
+    assert problems(joined) == []
 
 
 @pytest.mark.parametrize("way", ["job", "epoch"])
@@ -437,6 +476,20 @@ def test_a_rank_says_what_it_waits_for(server_of_job: Server, run: str) -> None:
         second[1].next_batch(timeout=0)
     second[1].load_state_dict(state)
     train(second, joined)
+
+
+@pytest.mark.parametrize("waits_for", ["rank 0", "the server"])
+def test_a_queue_that_is_closed_waits_for_nobody(server_of_job: Server, run: str, waits_for: str) -> None:
+    joined = filled(server_of_job.connection, run, 2)
+    ranks = ranks_of(joined, 2)
+    rank = 1 if waits_for == "rank 0" else 0
+    if rank == 0:
+        assert ranks[0].epoch
+        server_of_job.kill()
+    ranks[rank].close()
+    for call in (ranks[rank].next_batch, lambda: ranks[rank].commit({"version": 0})):
+        with pytest.raises(ServerUnreachableError, match="the queue was closed while it waited"):
+            call()
 
 
 def test_a_job_that_goes_back_and_forth(server_of_job: Server, run: str) -> None:
