@@ -7,9 +7,13 @@ from typing import Any, Final
 
 from . import metrics
 from .errors import Busy, GroupEndedError, SettingError, TrajectoryError
+from .waiting import Reason
 
 FALLBACK_MAX_BYTES: Final = 1 << 30
 MAX_BYTES_SHARE: Final = 0.7  # of maxmemory
+LOST_GROUPS_FIRST: Final = Reason(
+    "lost_groups_first", "there is no room yet for groups that the server has lost"
+)
 NO_ROOM: Final = -1  # a budget that opens no group; those that are open go on
 
 
@@ -31,21 +35,31 @@ def byte_budget(max_bytes: int | None, memory: Mapping[str, Any]) -> int:
     return max_bytes
 
 
-def busy_error(reply: Sequence[bytes], timeout: float | None) -> Busy:
+def refusal(reply: Sequence[Any], shard: int | None = None) -> Reason:
+    """Why a group was not admitted. shard: which one refused, where there are several."""
+    name, used, limit, *figures = (part.decode() if isinstance(part, bytes) else part for part in reply[1:])
+    where = "" if shard is None else f"shard {shard}: "
+    if name == "maxmemory":
+        return Reason("maxmemory", "the server is above its maxmemory")
+    if name == "max_staleness":
+        text = f"{where}{used} groups begun and not yet trained, max_staleness allows {limit}"
+        return Reason("pacing", text)
+    if float(limit) == NO_ROOM:
+        return LOST_GROUPS_FIRST
+    text = f"{where}{used} bytes live or reserved of max_bytes {limit}"
+    open_groups, logged, moving, batch_groups = (int(figure or 0) for figure in figures)
+    if shard is None and not open_groups and not moving and logged < batch_groups:
+        return Reason("batch_over_budget", f"{text} by {logged} groups, batch_groups is {batch_groups}")
+    return Reason(
+        "max_bytes", f"{text}, {open_groups} groups are open and {logged} wait for their training or commit"
+    )
+
+
+def busy_error(reply: Sequence[Any], timeout: float | None, shard: int | None = None) -> Busy:
     """Busy with the figures of a refusal."""
-    reason, used, limit = (part.decode() if isinstance(part, bytes) else part for part in reply[1:4])
     waited = "" if timeout is None else f" after {timeout:g} s"
-    if reason == "max_bytes" and float(limit) == NO_ROOM:
-        return Busy(
-            f"not admitted{waited}: there is no room yet for groups the server has lost, which come first"
-        )
-    if reason == "maxmemory":
-        return Busy(f"not admitted{waited}: the server is above its maxmemory")
-    if reason == "max_staleness":
-        return Busy(
-            f"not admitted{waited}: {used} groups begun and not yet trained, max_staleness allows {limit}"
-        )
-    return Busy(f"not admitted{waited}: {used} bytes live or reserved of max_bytes {limit}")
+    reason = refusal(reply, shard)
+    return Busy(f"not admitted{waited}: {reason}", (reason.name, reason.text))
 
 
 def check_room(reply: Sequence[bytes], places: int) -> None:

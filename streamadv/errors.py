@@ -78,7 +78,14 @@ class ProducerClosedError(StreamadvError):
 
 
 class Busy(StreamadvError):
-    """Admission refused a group: the run is at its byte budget or as far ahead as max_staleness allows."""
+    """Admission refused a group: the run is at its byte budget or as far ahead as max_staleness allows.
+
+    reason: one of `waiting.REASONS`, with its figures of this moment.
+    """
+
+    def __init__(self, message: str, reason: tuple[str, str] = ("max_bytes", "")) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class GroupEndedError(StreamadvError):

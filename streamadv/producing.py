@@ -19,7 +19,16 @@ from typing import Any, Final
 from redis.exceptions import OutOfMemoryError
 
 from . import metrics
-from .admission import NO_ROOM, broken_group_error, busy_error, byte_budget, check_room, push_codes
+from .admission import (
+    LOST_GROUPS_FIRST,
+    NO_ROOM,
+    broken_group_error,
+    busy_error,
+    byte_budget,
+    check_room,
+    push_codes,
+    refusal,
+)
 from .errors import Busy, GroupEndedError, ManifestMismatchError, SettingError, TrajectoryError
 from .exchange import Memory, Pause, Request, Steps
 from .failures import Failures
@@ -40,6 +49,7 @@ from .resend import RESEND_WINDOW_S, ResendWindow
 from .schema import Trajectory
 from .scripts import script_call
 from .tickets import PushResult, Ticket, check_group, check_seconds, new_group_id
+from .waiting import Reason, Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +58,7 @@ STAGE: Final = "producer"
 ADMISSION_WAIT_S: Final = 0.005
 #: Between heartbeats while the server has no room for what it has lost.
 CATCH_UP_S: Final = 1.0
+ABOVE_MAXMEMORY: Final = Reason("maxmemory", "the server is above its maxmemory")
 
 
 class ProducerLogic:
@@ -74,6 +85,8 @@ class ProducerLogic:
         self._drop_after: int | None = None
         self._told_unpaced = False
         self._resend = ResendWindow(resend_window)
+        self._who = f"{STAGE} {self.name}"
+        self._not_admitted = Waiting(self._who, "not admitted")  # of all threads and tasks together
         self.failures = Failures()
 
     @property
@@ -170,6 +183,7 @@ class ProducerLogic:
         """No more groups will come from this producer."""
         backoff = Backoff()
         while not (yield from self._resend.check(self.joined.keys.voids)):
+            backoff.because(self._who, "not finished", LOST_GROUPS_FIRST)
             yield Pause(backoff.delay())
         self.finished = True
         yield from self.heartbeat()
@@ -207,6 +221,7 @@ class ProducerLogic:
                 reply = yield from self._begin(chosen, size, places, data_source, deadline_s, elsewhere)
             state = reply[0].decode()
             if state in ("ok", "open"):
+                self._not_admitted.over()
                 places = int(reply[3])
                 self.version = version = int(reply[2] or 0)
                 return [
@@ -229,9 +244,11 @@ class ProducerLogic:
             if state == "mismatch":
                 raise TrajectoryError(f"group_size is {size}, group {chosen} is open with {int(reply[1])}")
             check_room(reply, places)
+            shard = self.joined.keys.shard_of(chosen) if len(self.joined.keys.salts) > 1 else None
+            self._not_admitted.because(refusal(reply, shard))
             delay = backoff.delay()
             if give_up is not None and time.monotonic() + delay > give_up:
-                raise busy_error(reply, timeout)
+                raise busy_error(reply, timeout, shard)
             metrics.backpressure(delay)
             yield Pause(delay)
 
@@ -415,10 +432,10 @@ class ProducerLogic:
             try:
                 result = yield from (first_try or send)()
                 break
-            except Busy:
+            except Busy as busy:
                 if not admitted:
                     raise
-                yield from self._wait_for_room(backoff)
+                yield from self._wait_for_room(backoff, Reason(*busy.reason))
         self._resend.remember(shard, server_id, sum(record.size for record in records), send)
         return result
 
@@ -470,7 +487,8 @@ class ProducerLogic:
                 continue
             return push_codes(reply, *args[:3])
 
-    def _wait_for_room(self, backoff: Backoff) -> Steps[None]:
+    def _wait_for_room(self, backoff: Backoff, reason: Reason = ABOVE_MAXMEMORY) -> Steps[None]:
+        backoff.because(self._who, "a push waits", reason)
         delay = backoff.delay()
         metrics.backpressure(delay)
         yield Pause(delay)

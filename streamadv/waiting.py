@@ -7,6 +7,7 @@ them in what a run stores; the rest is met by the process that waits (a server t
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import weakref
@@ -157,34 +158,50 @@ _lock = threading.Lock()
 
 
 class Waiting:
-    """One wait of somebody, until `over` or forgotten: says why after `first_s` seconds and then every SAY_S.
+    """Somebody's wait, from its first turn until `over` or given up: says why after `first_s` s and then every SAY_S.
 
     what: the state of it, as in "no batch" or "waiting for the server".
     """
 
-    def __init__(self, who: str, what: str, first_s: float = SAY_S, since: float | None = None) -> None:
-        self._who, self._what = who, what
-        self._since = now() if since is None else since
-        self._say_due = self._since + first_s
-        self._blocked_from = self._since + min(first_s, BLOCKED_S)
+    def __init__(self, who: str, what: str, first_s: float = SAY_S) -> None:
+        self._whose, self._first_s = (who, what), first_s
         self._names: frozenset[str] = frozenset()
-        self._turn = self._since
-        with _lock:
-            _live.add(self)
+        self._said = self._turn = -math.inf
+        self._since = self._say_due = self._blocked_from = math.inf
+
+    def _begin(self, since: float) -> None:
+        self._since = since
+        self._say_due = since + self._first_s
+        self._blocked_from = since + min(self._first_s, BLOCKED_S)
 
     def because(self, *reasons: Reason) -> None:
         """To be called at each turn of the wait, with what holds now."""
-        self._names = frozenset(reason.name for reason in reasons)
-        self._turn = moment = now()
-        if moment >= self._say_due:
+        moment = now()
+        if moment >= self._turn + TURN_S:
+            self._begin(moment)  # it had been given up
+        with _lock:
+            _live.add(self)
+            self._turn, self._names = moment, frozenset(reason.name for reason in reasons)
+            if moment < self._say_due:
+                return
             self._say_due = moment + SAY_S
-            waited = f" for {moment - self._since:.0f} s" if moment - self._since >= 1 else ""
-            logger.warning("%s: %s%s: %s", self._who, self._what, waited, listed(reasons))
+            same = [wait for wait in _live if wait._whose == self._whose]
+            if any(wait._said > moment - SAY_S for wait in same if wait is not self):
+                return  # another thread or task of the same process waits as well
+            self._said = moment
+        waited = f" for {moment - self._since:.0f} s" if moment - self._since >= 1 else ""
+        logger.warning("%s: %s%s: %s", *self._whose, waited, listed(reasons))
 
     def over(self) -> None:
-        """The wait has ended."""
+        """The wait has ended; the next turn begins another one."""
         with _lock:
             _live.discard(self)
+            self._turn = -math.inf
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted at its last turn."""
+        return max(0.0, self._turn - self._since)
 
     def is_for(self, name: str) -> bool:
         """Whether this reason holds, and has for longer than a moment."""

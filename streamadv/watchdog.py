@@ -47,21 +47,18 @@ class Watchdog:
     def __init__(self, run: Run, limits: Limits) -> None:
         self._run = run
         self._limits = limits
-        self._since = self._look_due = waiting.now()
-        self._waiting: Waiting | None = None
+        self._look_due = waiting.now()
+        self._waiting = Waiting("trainer", "no batch")
         self._has_delivered = False
         self._ended = self._read_ended()  # how groups had ended when the last batch came, or this began
         self._warned = False
 
     def progress(self) -> None:
         """A batch was delivered."""
-        self._since = waiting.now()
-        self._look_due = self._since + LOOK_S  # while batches come there is nothing to look for
+        self._look_due = waiting.now() + LOOK_S  # while batches come there is nothing to look for
         self._has_delivered = True
         self._ended = self._read_ended()
-        if self._waiting is not None:
-            self._waiting.over()
-        self._waiting = None
+        self._waiting.over()
         metrics.no_progress(0.0)
 
     def look(self) -> None:
@@ -70,13 +67,11 @@ class Watchdog:
         if now < self._look_due:
             return
         self._look_due = now + LOOK_S
-        metrics.no_progress(now - self._since)
         status = self._read()
+        self._waiting.because(*_reasons(status))
+        metrics.no_progress(self._waiting.seconds)
         self._check_losses(status)
         self._check_budget(status)
-        if self._waiting is None:
-            self._waiting = Waiting("trainer", "no batch", since=self._since)
-        self._waiting.because(*_reasons(status))
 
     def reasons(self) -> str:
         """What to add to an error: why there is no batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import uuid
@@ -78,12 +79,16 @@ def fake() -> Connection:
     return Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
 
 
+#: Apart, so that no test meets the waits of another one.
+_ERAS: Iterator[int] = itertools.count(10**9, 10**6)
+
+
 @pytest.fixture
 def forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Lets time go on for everybody who waits, and for the fake server's clock."""
-    passed = [0.0]
+    passed, era = [0.0], next(_ERAS)
     monotonic, wall = time.monotonic, time.time
-    monkeypatch.setattr(waiting, "now", lambda: monotonic() + passed[0])
+    monkeypatch.setattr(waiting, "now", lambda: era + monotonic() + passed[0])
     monkeypatch.setattr(time, "time", lambda: wall() + passed[0])
 
     def go_on(seconds: float) -> None:

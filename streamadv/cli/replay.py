@@ -16,6 +16,7 @@ from ..interchange import read_trajectories
 from ..outages import Backoff
 from ..producer import Producer
 from ..schema import Trajectory
+from ..waiting import Reason
 from . import add_metrics_option, add_redis_options, connect, settings_from
 from .worker import add_run_options, run_settings_from
 
@@ -103,26 +104,24 @@ def replay(
 
 def _try(
     producer: Producer, members: list[Trajectory], aside: dict[str, list[Trajectory]], codes: Counter[str]
-) -> bool:
+) -> Busy | None:
     try:
         codes.update(producer.push(members).codes)
-    except Busy:
+    except Busy as busy:
         aside[members[0].group_id] = members
-        return False
-    return True
+        return busy
+    return None
 
 
 def _retry(
     producer: Producer, aside: dict[str, list[Trajectory]], codes: Counter[str], backoff: Backoff
 ) -> None:
     """Try every group that was refused; wait when none got in."""
-    admitted = False
-    for group_id in list(aside):
-        members = aside.pop(group_id)
-        admitted |= _try(producer, members, aside, codes)
-    if admitted:
+    refusals = [_try(producer, aside.pop(group_id), aside, codes) for group_id in list(aside)]
+    if None in refusals:
         backoff.reset()
     else:
+        backoff.because("replay", "not admitted", *{Reason(*busy.reason) for busy in refusals[:1] if busy})
         backoff.wait()
 
 

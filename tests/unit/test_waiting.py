@@ -43,7 +43,6 @@ def test_a_wait_is_told_after_a_while_and_then_at_a_bounded_rate(
 
 
 def test_the_gauge_shows_the_reasons_of_waits_that_last(forward: Forward) -> None:
-    forward(1000)  # whatever waited before has been given up
     assert blocked() == set()
     one, other = Waiting("a", "x"), Waiting("b", "y")
     one.because(Reason("pacing", ""), Reason("no_trainer", ""))
@@ -56,6 +55,7 @@ def test_the_gauge_shows_the_reasons_of_waits_that_last(forward: Forward) -> Non
     forward(waiting.TURN_S)
     assert blocked() == set()
     other.because(Reason("pacing", ""))
+    forward(waiting.BLOCKED_S)
     assert blocked() == {"pacing"}
     del other
     assert blocked() == set()
@@ -77,7 +77,6 @@ def test_an_outage_is_told_at_once_with_its_reason(
     error: Exception, name: str, forward: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert server_reason(error).name == name
-    forward(1000)
     backoff = Backoff()
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
@@ -98,3 +97,24 @@ def test_the_list_of_reasons_is_the_one_documented() -> None:
         r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", text[text.index("## Why somebody waits") :], re.MULTILINE
     )
     assert {name: (meaning, remedy) for name, meaning, remedy in rows} == REASONS
+
+
+def test_many_that_wait_for_the_same_say_it_once(forward: Forward, caplog: pytest.LogCaptureFixture) -> None:
+    waits = [Waiting("producer p", "not admitted") for _ in range(64)]
+    for _ in range(int(3 * SAY_S)):
+        for wait in waits:
+            wait.because(Reason("pacing", "4 of 4 groups"))
+        forward(1.0)
+    assert 2 <= len(caplog.messages) <= 3
+
+
+def test_a_wait_that_was_given_up_begins_anew(forward: Forward, caplog: pytest.LogCaptureFixture) -> None:
+    wait = Waiting("producer p", "not admitted")
+    wait.because(Reason("pacing", ""))
+    forward(3600)
+    wait.because(Reason("pacing", ""))
+    assert not caplog.messages
+    wait.over()
+    forward(SAY_S)
+    wait.because(Reason("pacing", ""))
+    assert not caplog.messages

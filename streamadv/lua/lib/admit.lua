@@ -22,7 +22,8 @@ end
 
 -- open_group(keys, spec): admit and open a group, or say why not.
 --   keys  group, open, groups, ledger, trainer, sizes
--- Returns nil when opened, else {'busy', reason, used, limit}, or {'layout'} where nobody has confirmed that the run has so
+-- Returns nil when opened, else {'busy', reason, used, limit}, for max_bytes with {open groups, groups logged, trajectories in
+-- streams and in flight, batch_groups or ''}, or {'layout'} where nobody has confirmed that the run has so
 -- many shards: the server may have lost its manifest, and nobody may read what is pushed here.
 -- What is reserved is a function of the open groups' unfilled places, so no credit can leak.
 local function open_group(keys, spec)
@@ -44,7 +45,10 @@ local function open_group(keys, spec)
   if used + spec.places * each > spec.max_bytes then
     local reason = spec.max_bytes >= 0 and spec.places * each > spec.max_bytes and 'group_bytes' or 'max_bytes'
     if reason == 'group_bytes' then used = each end
-    return {'busy', reason, string.format('%.17g', used), string.format('%.17g', spec.max_bytes)}
+    local on_way = redis.call('HMGET', keys.ledger, 'rollouts', 'scoring', 'in_flight')
+    local moving = (tonumber(on_way[1] or '') or 0) + (tonumber(on_way[2] or '') or 0) + (tonumber(on_way[3] or '') or 0)
+    return {'busy', reason, string.format('%.17g', used), string.format('%.17g', spec.max_bytes),
+      redis.call('ZCARD', keys.open), redis.call('XLEN', keys.groups), moving, batch_groups or ''}
   end
   local now = now_ms()
   redis.call('HSET', keys.group, 'size', spec.size, 'places', spec.places, 'data_source', spec.data_source,
