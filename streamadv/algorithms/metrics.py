@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import ArgumentError
 from . import kernels
 
 GREATEST: Final = ("/max", "_max", "_max_deviation")  # endings of names that merge to the greatest
@@ -93,11 +94,17 @@ def merge_metrics(
     """(metrics, weights) of a whole from those of its parts, as if computed from all at once.
 
     Means are weighted, maxima and minima are the extremes. Standard deviations are merged with the means they
-    were taken around (Chan, Golub, LeVeque 1979), and an effective sample size follows from them.
+    were taken around (Chan, Golub, LeVeque 1979), and an effective sample size follows from them. Raises
+    ArgumentError for a metric without a weight above 0.
     """
     values: dict[str, float] = {}
     weights: dict[str, float] = {}
     for metrics, counts in parts:
+        for name in metrics:
+            if not counts.get(name, 0.0) > 0:
+                raise ArgumentError(
+                    f"metric {name} has weight {counts.get(name)}, needs one above 0 in each part"
+                )
         merged = {}
         for name, value in metrics.items():
             if name not in values:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from streamadv import padded
+from streamadv import algorithms, padded
 from streamadv.errors import ArgumentError, OptionError, SettingError, TrajectoryError
 
 from .door_cases import ENTRIES, RECORDS
@@ -96,6 +96,26 @@ def test_packed_batches_are_checked_where_they_are_made() -> None:
         assert child.ask() == {}
     finally:
         child.end()
+
+
+#: Every public name of `streamadv.algorithms`, and where wrong arguments of it are tested.
+PACKED = {
+    "packed_door_cases": {"PackedBatch", "RunningMoments", "Steps", "expand", "pack", "run_chain"},
+    "test_own_estimators": {"Estimate", "check_estimator", "estimator"},
+    "test_chain": {"Chain", "ChainConfig", "ChainResult", "build_chain"},
+    "here": {"merge_metrics"},
+    "takes no arguments": {"estimator_names", "preset_names"},
+}
+
+
+def test_every_name_of_the_algorithms_has_its_place() -> None:
+    assert set(algorithms.__all__) == set().union(*PACKED.values())
+
+
+def test_metrics_merge_by_their_weights() -> None:
+    for weights in ({}, {"m": 0.0}, {"m": float("nan")}, {"m": -1.0}):
+        with pytest.raises(ArgumentError, match="metric m has weight"):
+            algorithms.merge_metrics([({"m": 1.0}, weights), ({"m": 1.0}, {"m": 1.0})])
 
 
 def test_errors_name_the_argument_what_came_and_what_is_needed() -> None:
