@@ -133,7 +133,8 @@ class Housekeeping:
             apply_scores(run, keys)  # before a deadline ends what they complete
             while (full := expire(run, keys)) and self._clock() < until:
                 pass
-            pass_on_ended(run, shard)
+            while pass_on_ended(run, shard) and self._clock() < until:
+                pass
             trim_dead(run, keys)
             while swept := sweep(run, keys):
                 if self._clock() >= until:

@@ -51,9 +51,13 @@ def waits_for_score(run: Run, entries: Sequence[Entry]) -> list[bool]:
     ]
 
 
-def pass_on_ended(run: Run, shard: int) -> None:
-    """Send what waits for a scorer although its group has ended to the grouper: no scorer may be there to do so."""
+def pass_on_ended(run: Run, shard: int) -> int:
+    """Send what waits for a scorer although its group has ended to the grouper: no scorer may be there to do so.
+
+    A page of each scorer's stream at most. Returns how many were sent.
+    """
     keys = run.keys.shard(shard)
+    passed = 0
     for scorer in run.manifest.scorers:
         found: Any = run.connection.scripts.xrange(keys.scoring(scorer), "-", "+", LOOK_COUNT)
         entries = [
@@ -67,4 +71,5 @@ def pass_on_ended(run: Run, shard: int) -> None:
         records = [entry for entry in entries if record_problem(run, shard, entry.fields) is None]
         waiting = waits_for_score(run, records)
         ended = [unchanged(entry) for entry, waits in zip(records, waiting, strict=True) if not waits]
-        pass_on(run, keys, scorer, ended, None)
+        passed += pass_on(run, keys, scorer, ended, None)
+    return passed

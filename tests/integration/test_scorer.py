@@ -286,17 +286,19 @@ def test_a_function_slower_than_the_lease_scores_everything_once(redis_url: str,
 def test_a_run_ends_although_nobody_scores(redis_url: str, run: str, scorers: Any, read: bool) -> None:
     with producing(redis_url, run, {"scorers": scorers}) as producer:
         joined = join(redis_url, run)
-        producer.push([unscored("g", 0, 1)])
+        names = [f"g{number:03d}" for number in range(150)]
+        push_alone(producer, names)
         if read:
             assert consumer_of(joined, scorers[0]).read(1)
-        make_overdue(joined, "g")
+        for name in names:
+            make_overdue(joined, name)
         producer.finish()
-        group_all(joined)
-        group_all(joined)
+        for _ in range(4):
+            group_all(joined)
     queue = TrainerQueue(redis_url, run, batch_groups=1)
     assert queue.next_batch(timeout=10) is None
     queue.close()
-    assert (ledger(joined)["queued"], ledger(joined)["dropped"]) == (0, {"late": 1})
+    assert (ledger(joined)["queued"], ledger(joined)["dropped"]) == (0, {"late": 150})
     assert problems(joined) == []
 
 
