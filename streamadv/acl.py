@@ -22,8 +22,8 @@ CLUSTER: Final = "asking cluster|slots command"
 
 _PIPELINE: Final = (
     "del exists hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx llen lrange lrem pexpire rename rpush "
-    "unlink xack xadd xclaim xdel xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups xinfo|stream xlen "
-    "xpending xrange xread xreadgroup zadd zcard zrange zrangebyscore zrem zscore"
+    "unlink xack xadd xclaim xdel xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups xinfo|stream "
+    "xlen xpending xrange xread xreadgroup zadd zcard zrange zrangebyscore zrem zscore"
 )
 
 
@@ -43,7 +43,7 @@ PRODUCER: Final = Role(
         "manifest_void runs_void": "del",
         "runs": "hsetnx",
         "void": "del unlink",
-        "group": "hget hincrby hmget hset hsetnx",
+        "group": "hdel hget hincrby hmget hset hsetnx",
         "open": "zadd zcard zscore",
         "groups": "xlen",
         "ended ended_before": "hget hset",

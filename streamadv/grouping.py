@@ -13,13 +13,25 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
+
+from redis.exceptions import OutOfMemoryError
 
 from . import metrics
 from .dead_letters import trim_dead
 from .keys import ShardKeys
 from .lost_producers import LostProducers
-from .malformed import RECORD_FIELDS, is_payload_key, record_problem, reject_entry, reject_item, whole
+from .malformed import (
+    MAX_BYTES,
+    RECORD_FIELDS,
+    is_payload_key,
+    record_problem,
+    reject_entry,
+    reject_item,
+    whole,
+)
+from .manifest import MAX_DEADLINE_S
 from .outages import RETRYABLE, Backoff, retried
 from .run import Run
 from .scoring import pass_on_ended
@@ -130,6 +142,7 @@ class Housekeeping:
         self._short.look()
         done = True
         for shard, keys in enumerate(run.keys.shards):
+            mend_streams(run, keys)
             apply_scores(run, keys)  # before a deadline ends what they complete
             while (full := expire(run, keys)) and self._clock() < until:
                 pass
@@ -146,6 +159,14 @@ class Housekeeping:
 def housekeeping(run: Run) -> None:
     """One round of Housekeeping, of a grouper that has just started."""
     Housekeeping(run).round()
+
+
+def mend_streams(run: Run, keys: ShardKeys) -> None:
+    """Have streams that producers may write go on whose last id somebody has set to the last possible one."""
+    for stream in (keys.rollouts, *map(keys.scoring, run.manifest.scorers)):
+        place = stream.partition("}:")[2]
+        if run.call("mend_stream", [keys.void, stream, keys.ledger, keys.malformed], [place]):
+            logger.error("%s: somebody has set its last id, it was made anew with all its entries", place)
 
 
 def apply_scores(run: Run, keys: ShardKeys) -> None:
@@ -175,6 +196,7 @@ def expire(run: Run, keys: ShardKeys) -> bool:
     now_s, microseconds = run.connection.scripts.time()
     now_ms = now_s * 1000 + microseconds // 1000
     due: Any = run.connection.scripts.zrangebyscore(keys.open, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
+    _shorten_deadlines(run, keys, now_ms)
     waiting = []
     for member in dict.fromkeys([*due, *_foreign_members(run, keys)]):
         try:
@@ -200,6 +222,20 @@ def expire(run: Run, keys: ShardKeys) -> bool:
     return len(due) == EXPIRE_COUNT and bool(ended)
 
 
+def _shorten_deadlines(run: Run, keys: ShardKeys, now_ms: int) -> None:
+    """Deadlines that nobody may give, or that the server's clock has left far behind, keep a run from ending."""
+    farthest = now_ms + round(2 * MAX_DEADLINE_S * 1000)
+    scripts = run.connection.scripts
+    beyond: Any = scripts.zrangebyscore(keys.open, f"({farthest}", "+inf", start=0, num=EXPIRE_COUNT)
+    if beyond:
+        deadline = now_ms + round(run.manifest.group_deadline_s * 1000)
+        with suppress(OutOfMemoryError):  # above maxmemory: later
+            scripts.zadd(keys.open, dict.fromkeys(beyond, deadline), xx=True)
+        logger.warning(
+            "%d open groups had deadlines farther than any may be: they get the run's", len(beyond)
+        )
+
+
 def _foreign_members(run: Run, keys: ShardKeys) -> list[bytes]:
     """Members of the open set without a group, looked for where there are more than the ledger knows of.
 
@@ -215,8 +251,9 @@ def _foreign_members(run: Run, keys: ShardKeys) -> list[bytes]:
     members: Any = run.connection.scripts.zrange(keys.open, start, start + EXPIRE_COUNT - 1)
     pipe = run.connection.scripts.pipeline(transaction=False)
     for member in members:
-        pipe.exists(keys.group("").encode() + member)
-    return [member for member, exists in zip(members, pipe.execute(), strict=True) if not exists]
+        pipe.hexists(keys.group("").encode() + member, "size")
+    found = pipe.execute(raise_on_error=False)  # something else than a hash
+    return [member for member, exists in zip(members, found, strict=True) if exists != 1]
 
 
 def sweep(run: Run, keys: ShardKeys) -> int:
@@ -240,7 +277,12 @@ def sweep(run: Run, keys: ShardKeys) -> int:
 
 def _is_garbage(keys: ShardKeys, item: bytes) -> bool:
     key, _, size = item.rpartition(b" ")
-    return size.isdigit() and len(size) < 16 and is_payload_key(keys, key.decode(errors="replace"))
+    return (
+        size.isdigit()
+        and len(size) < 11
+        and int(size) <= MAX_BYTES
+        and is_payload_key(keys, key.decode(errors="replace"))
+    )
 
 
 def _ended(outcome: bytes, data_source: bytes) -> str:

@@ -37,7 +37,7 @@ AT_NAMING: Final = ("missing_column", "stale", "oversize", "rolled_back")
 #: Why a stage has to try again: see `connection.reason_of`.
 RETRY_REASONS: Final = (
     "connection", "timeout", "loading", "readonly", "masterdown", "clusterdown", "tryagain", "moved", "ask",
-    "noreplicas", "misconf", "busy",
+    "noreplicas", "misconf", "busy", "streamend",
 )  # fmt: skip
 #: Why a scorer gave a trajectory up: see `scores.ScoreError`.
 UNSCORABLE_KINDS: Final = ("exception", "value", "hang", "crash")

@@ -39,7 +39,7 @@ RETRYABLE: Final[tuple[type[Exception], ...]] = (
 
 # Too few replicas (min-replicas-to-write), snapshots that fail, somebody's script that runs long. redis-py may put in
 # front which command it was, and the reply in the brackets of a tuple.
-_NOT_NOW: Final = re.compile(r"""(?:^|: |\(['"])(NOREPLICAS|MISCONF|BUSY) """)
+_NOT_NOW: Final = re.compile(r"""(?:^|: |\(['"])(NOREPLICAS|MISCONF|BUSY|STREAMEND) """)
 # What EXEC refuses, as it checks all conditions once more for the transaction as a whole.
 _DISCARDED: Final = re.compile(r"Transaction discarded because of: (\w+) ")
 _CLASSES: Final[dict[str, type[redis.exceptions.RedisError]]] = {
@@ -116,6 +116,7 @@ _WAITS_FOR: Final = {
     "loading": "server_loading",
     "busy": "server_busy",
     "misconf": "misconf",
+    "streamend": "stream_end",
     "noreplicas": "noreplicas",
 }
 

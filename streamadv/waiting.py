@@ -114,8 +114,11 @@ REASONS: Final[dict[str, Kind]] = {
         "the server takes the connection and does not reply in time", "look at the server and its machine"
     ),
     "server_loading": Kind("the server reads its data after a start", "wait"),
-    "server_busy": Kind("somebody's script keeps the server busy", "wait, or end it with SCRIPT KILL"),
+    "server_busy": Kind("somebody's script keeps the server busy", "wait, or end it: SECURITY.md says how"),
     "failover": Kind("another server takes over, or a slot moves", "wait; look at Sentinels or the cluster"),
+    "stream_end": Kind(
+        "somebody has given a stream its last possible id", "wait for a grouper, which makes it anew"
+    ),
     "misconf": Kind(
         "the server refuses writes, since it cannot save its data", "make room on its disk and see its log"
     ),

@@ -11,5 +11,5 @@ for i = 4, #KEYS do
     abandoned = abandoned + 1
   end
 end
-if abandoned > 0 then redis.call('HINCRBY', KEYS[2], 'groups_abandoned', abandoned) end
+if abandoned > 0 then redis.pcall('HINCRBY', KEYS[2], 'groups_abandoned', abandoned) end
 return abandoned

@@ -19,8 +19,8 @@ for i = 5, work - 1, 2 do
   if there and not is_marked(counted, ARGV[i]) then count = count + tonumber(ARGV[i + 1]) end
 end
 redis.call('HSET', KEYS[3], ARGV[2], table.concat(ARGV, ' ', 5, work - 1))
-redis.call('HINCRBY', KEYS[4], 'grouped', string.format('%d', -count))
-redis.call('HINCRBY', KEYS[4], 'in_flight', string.format('%d', count))
+redis.pcall('HINCRBY', KEYS[4], 'grouped', string.format('%d', -count))
+redis.pcall('HINCRBY', KEYS[4], 'in_flight', string.format('%d', count))
 for i = work, #ARGV do redis.call('XADD', KEYS[5], '*', 'work', ARGV[i]) end
 -- How groups had ended by now: what comes of them from here on is what the next batch waits for.
 local flat, ended = redis.call('HGETALL', KEYS[4]), {}

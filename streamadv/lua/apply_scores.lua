@@ -22,8 +22,8 @@ local function fill_in(index)
   if value == 'x' then
     redis.call('HSET', keys.group, index, 'x')
     redis.call('HINCRBY', keys.group, 'unusable', 1)
-    redis.call('HINCRBY', keys.ledger, 'open', -1)
-    redis.call('HINCRBY', keys.ledger, 'dropped:unscorable', 1)
+    redis.pcall('HINCRBY', keys.ledger, 'open', -1)
+    redis.pcall('HINCRBY', keys.ledger, 'dropped:unscorable', 1)
     redis.call('RPUSH', keys.garbage, key .. ' ' .. bytes)
   else
     redis.call('HSET', keys.group, index, 'u ' .. value .. ' ' .. bytes .. ' ' .. key .. ' ' .. role .. ' ' .. reference)

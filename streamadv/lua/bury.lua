@@ -18,10 +18,10 @@ if ARGV[4] ~= '' then
   local known = redis.call('HGET', KEYS[7], 'dead:' .. ARGV[4])  -- a batch that comes again must not miss it
   redis.call('HSET', KEYS[7], 'dead:' .. ARGV[4], (known and known .. '\n' or '') .. ARGV[3])
 end
-redis.call('HINCRBY', KEYS[4], place, string.format('%d', -tonumber(ARGV[7])))
-redis.call('HINCRBY', KEYS[4], 'groups_logged', -1)
-redis.call('HINCRBY', KEYS[4], 'dead:' .. ARGV[5], ARGV[7])
-redis.call('HINCRBY', KEYS[4], 'outcome:dead', 1)
-redis.call('HINCRBY', KEYS[4], 'live_bytes', string.format('%d', -tonumber(ARGV[8])))
-redis.call('HINCRBY', KEYS[4], 'dead_bytes', ARGV[8])
+redis.pcall('HINCRBY', KEYS[4], place, string.format('%d', -tonumber(ARGV[7])))
+redis.pcall('HINCRBY', KEYS[4], 'groups_logged', -1)
+redis.pcall('HINCRBY', KEYS[4], 'dead:' .. ARGV[5], ARGV[7])
+redis.pcall('HINCRBY', KEYS[4], 'outcome:dead', 1)
+redis.pcall('HINCRBY', KEYS[4], 'live_bytes', string.format('%d', -tonumber(ARGV[8])))
+redis.pcall('HINCRBY', KEYS[4], 'dead_bytes', ARGV[8])
 return 1

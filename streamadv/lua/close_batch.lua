@@ -8,7 +8,7 @@ if fenced(KEYS[2], ARGV[1]) then return -1 end
 for i = 3, #ARGV, 2 do
   if redis.call('XDEL', KEYS[3], ARGV[i]) == 1 then
     if redis.call('UNLINK', KEYS[6 + (i - 3) / 2]) == 1 then  -- 0 for a copy of an entry
-      redis.call('HINCRBY', KEYS[5], 'live_bytes', string.format('%d', -tonumber(ARGV[i + 1])))
+      redis.pcall('HINCRBY', KEYS[5], 'live_bytes', string.format('%d', -tonumber(ARGV[i + 1])))
     end
   end
 end

@@ -20,23 +20,23 @@ while at <= #ARGV do
   if redis.call('XDEL', KEYS[3], entry) == 1 then
     groups, bytes = groups + 1, bytes + tonumber(ARGV[tail])
     local count, dead = trained, math.min(trained, left_out[entry] or 0)
-    if trained > dead then redis.call('HINCRBY', KEYS[4], 'trained', trained - dead) end
-    if dead > 0 then redis.call('HINCRBY', KEYS[4], 'dead:undecodable', dead) end
+    if trained > dead then redis.pcall('HINCRBY', KEYS[4], 'trained', trained - dead) end
+    if dead > 0 then redis.pcall('HINCRBY', KEYS[4], 'dead:undecodable', dead) end
     for i = 0, others - 1 do
       local n = tonumber(ARGV[at + 4 + 2 * i])
-      redis.call('HINCRBY', KEYS[4], 'dropped:' .. ARGV[at + 3 + 2 * i], n)
+      redis.pcall('HINCRBY', KEYS[4], 'dropped:' .. ARGV[at + 3 + 2 * i], n)
       count = count + n
     end
     local place = (known[1] or is_marked(marks, entry)) and 'in_flight' or 'grouped'
-    redis.call('HINCRBY', KEYS[4], place, -count)
+    redis.pcall('HINCRBY', KEYS[4], place, -count)
     for i = 0, payloads - 1 do redis.call('UNLINK', KEYS[payload + i]) end
   end
   payload = payload + payloads
   at = tail + 2
 end
 if groups > 0 then
-  redis.call('HINCRBY', KEYS[4], 'groups_logged', -groups)
-  redis.call('HINCRBY', KEYS[4], 'live_bytes', string.format('%d', -bytes))
-  redis.call('HINCRBY', KEYS[2], 'held', -groups)
+  redis.pcall('HINCRBY', KEYS[4], 'groups_logged', -groups)
+  redis.pcall('HINCRBY', KEYS[4], 'live_bytes', string.format('%d', -bytes))
+  redis.pcall('HINCRBY', KEYS[2], 'held', -groups)
 end
 return groups

@@ -12,10 +12,10 @@ while at <= #ARGV do
   local entry, reason, count = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2])
   if redis.call('XDEL', KEYS[3], entry) == 1 then
     local counter = reason == 'trained' and reason or 'dropped:' .. reason
-    redis.call('HINCRBY', KEYS[4], is_marked(marks, entry) and 'in_flight' or 'grouped', -count)
-    redis.call('HINCRBY', KEYS[4], 'groups_logged', -1)
-    redis.call('HINCRBY', KEYS[4], counter, count)
-    redis.call('HINCRBY', KEYS[4], 'outcome:' .. reason, 1)
+    redis.pcall('HINCRBY', KEYS[4], is_marked(marks, entry) and 'in_flight' or 'grouped', -count)
+    redis.pcall('HINCRBY', KEYS[4], 'groups_logged', -1)
+    redis.pcall('HINCRBY', KEYS[4], counter, count)
+    redis.pcall('HINCRBY', KEYS[4], 'outcome:' .. reason, 1)
     for i = 1, count do redis.call('RPUSH', KEYS[5], ARGV[at + 2 + i]) end
     dropped = dropped + 1
   end

@@ -20,8 +20,8 @@ for i = 0, #KEYS - first_group do
       redis.call('RPUSH', KEYS[4], item)
       payloads = payloads + 1
     end
-    redis.call('HINCRBY', KEYS[2], 'dead_bytes', string.format('%d', -tonumber(group[2])))
-    redis.call('HINCRBY', KEYS[2], 'live_bytes', group[2])
+    redis.pcall('HINCRBY', KEYS[2], 'dead_bytes', string.format('%d', -tonumber(group[2])))
+    redis.pcall('HINCRBY', KEYS[2], 'live_bytes', group[2])
   end
   if ARGV[1] == 'purge' then
     redis.call('DEL', keys.dead_group)

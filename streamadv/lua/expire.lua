@@ -30,7 +30,7 @@ local function expire(id)
     redis.call('ZREM', keys.open, id)
     redis.call('DEL', keys.group)  -- foreign fields, if anything
     if (tonumber(redis.call('HGET', keys.ledger, 'groups_open') or '') or 0) > redis.call('ZCARD', keys.open) then
-      redis.call('HINCRBY', keys.ledger, 'groups_open', -1)
+      redis.pcall('HINCRBY', keys.ledger, 'groups_open', -1)
     end
     note_malformed(keys, 'open', id, 0, 'there is no such group', '')
     return 1

@@ -3,6 +3,8 @@
 -- ARGV  shards
 -- Returns  1
 redis.call('DEL', KEYS[1])
-local there = tonumber(redis.call('HMGET', KEYS[2], 'shards')[1] or '') or 0
-redis.call('HINCRBY', KEYS[2], 'shards', string.format('%d', tonumber(ARGV[1]) - there))
+local there = redis.call('HMGET', KEYS[2], 'shards')[1] or '0'
+local back = string.sub(there, 1, 1) == '-' and string.sub(there, 2) or '-' .. there  -- as text: it may be any number
+redis.pcall('HINCRBY', KEYS[2], 'shards', back)
+redis.pcall('HINCRBY', KEYS[2], 'shards', ARGV[1])
 return 1

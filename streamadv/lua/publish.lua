@@ -21,7 +21,7 @@ local output = tonumber(ARGV[5]) > 0 and KEYS[7] or ''
 local entry = {'batch', ARGV[3], 'header', ARGV[4], 'output', output, 'output_bytes', ARGV[5]}
 for i = at, #ARGV do entry[#entry + 1] = ARGV[i] end
 redis.call('XADD', KEYS[3], '*', unpack(entry))
-redis.call('HINCRBY', KEYS[5], 'live_bytes', ARGV[5])
+redis.pcall('HINCRBY', KEYS[5], 'live_bytes', ARGV[5])
 -- How much results need beside their payloads (lib/sizes), the last GiB counting most.
 local into, out = redis.call('HINCRBY', KEYS[6], 'in', ARGV[6]), redis.call('HINCRBY', KEYS[6], 'out', ARGV[5])
 if into > 2 ^ 30 then

@@ -59,7 +59,7 @@ local function take(index)
   return redis.call('HSETNX', keys.group, index, 'p') == 1
 end
 
-local codes = {'ok'}
+local codes, stuck = {'ok'}, nil
 local pushed, duplicates, in_rollouts, in_scoring, bytes_in, sizes, dropped = 0, 0, 0, 0, 0, {}, {}
 local allowed, next_free = '', 0  -- for -1: from next_free on all places are taken, or not allowed
 for i = 0, records - 1 do
@@ -102,34 +102,40 @@ for i = 0, records - 1 do
       dropped[reason] = (dropped[reason] or 0) + 1
       registered = false
     else
-      bytes_in = bytes_in + bytes
-      if bytes > 0 then sizes[#sizes + 1] = bytes end
-      local stream = keys.rollouts
-      if scored_later and kind == 'usable' and reward == '' then
-        stream, in_scoring = KEYS[10], in_scoring + 1
-      else
-        in_rollouts = in_rollouts + 1
-      end
-      redis.call('XADD', stream, '*', 'group_id', id, 'index', index, 'kind', kind, 'reward', reward,
+      local to_scorer = scored_later and kind == 'usable' and reward == ''
+      local added = redis.pcall('XADD', to_scorer and KEYS[10] or keys.rollouts, '*', 'group_id', id, 'index', index, 'kind', kind, 'reward', reward,
         'bytes', ARGV[at + 3], 'key', ARGV[at + 4], 'role', ARGV[at + 5],
         'reference', ARGV[at] == '-1' and '' or ARGV[at + 6])
+      if added.err then  -- it has had its last possible id: nothing of this record stays, nor do those that follow come
+        redis.call('HDEL', keys.group, index, 'cancel:' .. ARGV[at + 4])
+        stuck, pushed = i, pushed - 1
+      else
+        bytes_in = bytes_in + bytes
+        if bytes > 0 then sizes[#sizes + 1] = bytes end
+        if to_scorer then in_scoring = in_scoring + 1 else in_rollouts = in_rollouts + 1 end
+      end
     end
   end
+  if stuck then break end
   if not registered then redis.call('UNLINK', KEYS[first_payload + i]) end
   codes[#codes + 1] = code
 end
 
-if pushed > 0 then redis.call('HINCRBY', keys.ledger, 'pushed', pushed) end
-if duplicates > 0 then redis.call('HINCRBY', keys.ledger, 'duplicates', duplicates) end
-if in_rollouts > 0 then redis.call('HINCRBY', keys.ledger, 'rollouts', in_rollouts) end
-if in_scoring > 0 then redis.call('HINCRBY', keys.ledger, 'scoring', in_scoring) end
+if pushed > 0 then redis.pcall('HINCRBY', keys.ledger, 'pushed', pushed) end
+if duplicates > 0 then redis.pcall('HINCRBY', keys.ledger, 'duplicates', duplicates) end
+if in_rollouts > 0 then redis.pcall('HINCRBY', keys.ledger, 'rollouts', in_rollouts) end
+if in_scoring > 0 then redis.pcall('HINCRBY', keys.ledger, 'scoring', in_scoring) end
 for reason, count in pairs(dropped) do redis.call('HINCRBY', keys.ledger, 'dropped:' .. reason, count) end
 local used = in_rollouts + in_scoring
 if used > 0 then
-  redis.call('HINCRBY', keys.ledger, 'live_bytes', string.format('%d', bytes_in))
+  redis.pcall('HINCRBY', keys.ledger, 'live_bytes', string.format('%d', bytes_in))
   if #sizes > 0 then note_sizes(keys.sizes, sizes) end
   redis.call('HINCRBY', keys.group, 'unfilled', -used)
   reserve(keys.sizes, redis.call('HMGET', keys.group, 'place_bytes')[1], -used)
   play(keys, spec.producer)
+end
+if stuck then
+  for i = stuck, records - 1 do redis.call('UNLINK', KEYS[first_payload + i]) end
+  return redis.error_reply('STREAMEND ' .. keys.rollouts .. ' or the stream of the first scorer takes no more entries: a grouper mends it')
 end
 return codes

@@ -16,7 +16,7 @@ else
 end
 if removed == 0 then return 0 end
 if ARGV[4] == 'pushed' then
-  redis.call('HINCRBY', keys.ledger, 'pushed', 1)
+  redis.pcall('HINCRBY', keys.ledger, 'pushed', 1)
 elseif ARGV[4] ~= '' then
   local length = 0
   for i = 5, #KEYS do length = length + redis.call('XLEN', KEYS[i]) end

@@ -6,7 +6,9 @@
 -- Returns  number of entries passed on; one that somebody else has finished (XDEL 0) is skipped. Not each is
 --          pending, so XACK does not tell: no scorer need ever have read what the grouper sends on.
 -- include malformed
+-- include last_id
 redis.call('DEL', KEYS[1])
+if is_at_end(KEYS[3]) then return redis.error_reply('STREAMEND ' .. KEYS[3] .. ' takes no more entries: a grouper mends it') end
 local keys = {ledger = KEYS[4]}
 local function in_scoring()
   local length = 0
@@ -26,6 +28,6 @@ for at = 3, #ARGV, 9 do
   end
 end
 if ARGV[2] == '1' and passed > 0 then
-  redis.call('HINCRBY', KEYS[4], 'rollouts', passed)
+  redis.pcall('HINCRBY', KEYS[4], 'rollouts', passed)
 end
 return passed

@@ -11,5 +11,5 @@ for i, item in ipairs(ARGV) do
     deleted = deleted + 1
   end
 end
-if deleted > 0 then redis.call('HINCRBY', KEYS[3], 'live_bytes', string.format('%d', -bytes)) end
+if deleted > 0 then redis.pcall('HINCRBY', KEYS[3], 'live_bytes', string.format('%d', -bytes)) end
 return deleted

@@ -20,7 +20,7 @@ local policy = {partial_min_usable = ARGV[2], zero_variance = ARGV[3], difficult
   difficulty_high = ARGV[5], dedupe_groups = tonumber(ARGV[6])}
 
 local function drop(at, reason)
-  redis.call('HINCRBY', keys.ledger, 'dropped:' .. reason, 1)
+  redis.pcall('HINCRBY', keys.ledger, 'dropped:' .. reason, 1)
   if ARGV[at + 6] ~= '0' then redis.call('RPUSH', keys.garbage, ARGV[at + 7] .. ' ' .. ARGV[at + 6]) end
 end
 
@@ -95,7 +95,7 @@ local function take_open(records, first, counts)
   if usable > 0 then redis.call('HINCRBY', keys.group, 'usable', usable) end
   if unscored > 0 then redis.call('HINCRBY', keys.group, 'unscored', unscored) end
   if unusable > 0 then redis.call('HINCRBY', keys.group, 'unusable', unusable) end
-  if usable + unscored > 0 then redis.call('HINCRBY', keys.ledger, 'open', usable + unscored) end
+  if usable + unscored > 0 then redis.pcall('HINCRBY', keys.ledger, 'open', usable + unscored) end
   if #members > 0 and is_complete(counts) then return last, complete(keys, ARGV[records[last] + 2], counts, policy) end
   return last
 end

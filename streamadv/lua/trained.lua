@@ -9,6 +9,6 @@ if fenced(KEYS[2], ARGV[1]) then return -1 end
 local version = tonumber(redis.call('HGET', KEYS[2], 'version') or '') or 0
 if tonumber(ARGV[2]) <= version then return 0 end
 redis.call('HSET', KEYS[2], 'version', ARGV[2])
-redis.call('HINCRBY', KEYS[2], 'held', ARGV[3])
+redis.pcall('HINCRBY', KEYS[2], 'held', ARGV[3])
 if ARGV[4] ~= '' then redis.call('HSET', KEYS[2], 'kl', ARGV[4]) end
 return 1

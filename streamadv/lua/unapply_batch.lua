@@ -15,6 +15,6 @@ for entry, trajectories in string.gmatch(members, '(%d+%-%d+) (%d+)') do
   local there = #redis.call('XRANGE', KEYS[5], entry, entry) > 0
   if there and not is_marked(still, entry) then count = count + tonumber(trajectories) end
 end
-redis.call('HINCRBY', KEYS[4], 'grouped', string.format('%d', count))
-redis.call('HINCRBY', KEYS[4], 'in_flight', string.format('%d', -count))
+redis.pcall('HINCRBY', KEYS[4], 'grouped', string.format('%d', count))
+redis.pcall('HINCRBY', KEYS[4], 'in_flight', string.format('%d', -count))
 return 1

@@ -27,6 +27,7 @@ from tests.support import (
     ledger,
     make_overdue,
     next_batch,
+    now_ms,
     problems,
     producing,
     push_groups,
@@ -472,3 +473,124 @@ def test_members_that_are_no_text_are_named_by_the_deep_check(
     assert main(["status", "--check", "--deep", *where]) == 1
     assert f"{place} has the member" in capsys.readouterr().out
     assert main(["runs", "delete", *where]) == 0
+
+
+LAST_IDS = ["18446744073709551615-18446744073709551615", "18446744073709551615-18446744073709551613"]
+
+
+@pytest.mark.parametrize("last_id", LAST_IDS, ids=["the last", "two before it"])
+@pytest.mark.parametrize("place", ["rollouts", "scoring:judge"])
+def test_a_stream_that_has_had_its_last_id_goes_on(
+    redis_url: str, run: str, place: str, last_id: str
+) -> None:
+    """Nothing is half done meanwhile: producers and scorers wait until a grouper has mended it."""
+    with producing(redis_url, run, {"scorers": ["judge"]}) as producer:
+        joined = join(redis_url, run)
+        keys, scripts = joined.keys.home, joined.connection.scripts
+        push_groups(producer, 2, prefix="early")
+        producer.push([unscored("waits", index, 2) for index in range(2)])
+        stream = keys.rollouts if place == "rollouts" else keys.scoring("judge")
+        scripts.xadd(stream, {"junk": "1"}, id=last_id)
+        judge = Scorer(redis_url, run, "judge")
+        trained: set[str] = set()
+        queue = TrainerQueue(redis_url, run, batch_groups=4)
+        with threads(
+            lambda stop: judge.run(lambda refs, payloads: [0.5 * r.rollout_index for r in refs], stop),
+            lambda stop: advantage.run_worker(join(redis_url, run), stop, device="cpu"),
+            lambda stop: grouping.run_grouper(join(redis_url, run), stop),
+        ):
+            for number in range(6):
+                make = unscored if number % 2 else trajectory
+                records = [make(f"late{number}", index, 2) for index in range(2)]
+                assert set(producer.push(records).codes) <= {"pushed", "duplicate"}
+            producer.finish()
+            for batch in queue:
+                trained |= {reference.group_id for reference in batch.references}
+    assert trained == {"early0000", "early0001", "waits", *(f"late{number}" for number in range(6))}
+    assert ledger(joined)["trained"] == 18
+    assert problems(joined) == []
+
+
+@pytest.mark.parametrize("value", [2**63 - 1, -(2**63)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["pushed", "rollouts", "open", "grouped", "groups_open", "groups_logged", "in_flight", "trained"],
+        ["outcome:complete", "dropped:surplus", "dropped:late", "duplicates", "malformed", "dead:malformed"],
+        ["shards"],
+    ],
+    ids=lambda names: names[0],
+)
+def test_counters_at_the_end_of_their_range_stop_nobody(
+    redis_url: str, run: str, value: int, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 1, prefix="early")
+        joined = join(redis_url, run)
+        for name in names:
+            there = int(joined.connection.scripts.hget(joined.keys.home.ledger, name) or 0)  # type: ignore[arg-type]
+            joined.connection.scripts.hincrby(
+                joined.keys.home.ledger, name, value - there if value > 0 else value
+            )
+        push_groups(producer, 3)
+        push_groups(producer, 1)
+        joined.connection.scripts.xadd(joined.keys.home.rollouts, {"junk": "1"})
+        queue = TrainerQueue(redis_url, run, batch_groups=4)
+        batch = next_batch(queue, joined)
+        assert batch is not None
+        assert {each.group_id for each in batch.references} == {"early0000", "g0000", "g0001", "g0002"}
+        queue.trained(batch)
+        queue.commit(queue.state_dict())
+    capsys.readouterr()
+    code = main(["status", "--check", "--redis", redis_url, "--run", run])
+    assert code == (0 if names == ["shards"] else 1)
+    assert joined.connection.scripts.xlen(joined.keys.home.groups) == 0
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_foreign_groups_with_far_deadlines_do_not_keep_a_run_from_ending(
+    redis_url: str, run: str, shards: int
+) -> None:
+    with producing(redis_url, run, {"shards": shards}) as producer:
+        push_groups(producer, 4)
+        producer.finish()
+        joined = join(redis_url, run)
+        scripts = joined.connection.scripts
+        for keys in joined.keys.shards:
+            for number, fields in enumerate(({"junk": "1"}, {"0": "p"}, {"usable": "1", "score:0": "{}"})):
+                scripts.zadd(keys.open, {f"far{number}": 1e18})
+                scripts.hset(keys.group(f"far{number}"), mapping=fields)
+            scripts.zadd(keys.open, {"text": 1e18, "none": float("inf")})
+            scripts.set(keys.group("text"), "x")
+        queue = TrainerQueue(redis_url, run, batch_groups=4)
+        assert next_batch(queue, joined) is not None
+        group_all(joined)
+        assert next_batch(queue, joined) is None
+    assert not [key for keys in joined.keys.shards for key in scripts.keys(keys.group("*"))]
+
+
+def test_a_group_opened_with_a_deadline_that_nobody_may_give_gets_the_runs(redis_url: str, run: str) -> None:
+    with producing(redis_url, run) as producer:
+        producer.begin_group(2, group_id="g")
+        joined = join(redis_url, run)
+        joined.connection.scripts.zadd(joined.keys.home.open, {"g": 1e18})
+        group_all(joined)
+        deadline = joined.connection.scripts.zscore(joined.keys.home.open, "g")
+        assert isinstance(deadline, float)
+        assert deadline < now_ms(joined) + 3_700_000
+
+
+@pytest.mark.parametrize("size", [10**14, 2**31, 2**63])
+def test_garbage_that_names_more_bytes_than_a_payload_may_have_is_removed(
+    redis_url: str, run: str, size: int
+) -> None:
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 2)
+        joined = join(redis_url, run)
+        keys, scripts = joined.keys.home, joined.connection.scripts
+        group_all(joined)
+        for number in range(5):
+            scripts.rpush(keys.garbage, f"{keys.payload(str(number))} {size}")
+        group_all(joined)
+        assert scripts.llen(keys.garbage) == 0
+    assert problems(joined) == []

@@ -56,6 +56,6 @@ local function open_group(keys, spec)
     'producer', spec.producer, 'epoch', trainer[4] or '0', 'version', trainer[5] or '0')
   redis.call('ZADD', keys.open, string.format('%.17g', now + spec.deadline_ms), spec.id)
   reserve(keys.sizes, string.format('%d', each), spec.places)
-  redis.call('HINCRBY', keys.ledger, 'groups_open', 1)
+  redis.pcall('HINCRBY', keys.ledger, 'groups_open', 1)
   return nil
 end

@@ -43,7 +43,7 @@ end
 local function give_back(keys, group)
   local unfilled = tonumber(group.unfilled)
   if unfilled > 0 then reserve(keys.sizes, group.place_bytes, -unfilled) end
-  if group.abandoned == '1' then redis.call('HINCRBY', keys.ledger, 'groups_abandoned', -1) end
+  if group.abandoned == '1' then redis.pcall('HINCRBY', keys.ledger, 'groups_abandoned', -1) end
 end
 
 -- End the group for `outcome`: 'complete' and 'partial' go on to the groups log unless filtered, anything else
@@ -76,13 +76,13 @@ local function end_group(keys, id, outcome, letter, policy)
   -- Both differ only where somebody else wrote into the hash: such members are lost, or arrive now.
   local n_open = (tonumber(group.usable) or 0) + (tonumber(group.unscored) or 0)
   local lost = n_open - #kept - #left_out
-  if lost > 0 then redis.call('HINCRBY', keys.ledger, 'dead:malformed', lost) end
-  if lost < 0 then redis.call('HINCRBY', keys.ledger, 'pushed', -lost) end
+  if lost > 0 then redis.pcall('HINCRBY', keys.ledger, 'dead:malformed', lost) end
+  if lost < 0 then redis.pcall('HINCRBY', keys.ledger, 'pushed', -lost) end
   redis.call('ZREM', keys.open, id)
   redis.call('DEL', keys.group)
-  redis.call('HINCRBY', keys.ledger, 'groups_open', -1)
+  redis.pcall('HINCRBY', keys.ledger, 'groups_open', -1)
   give_back(keys, group)
-  if n_open > 0 then redis.call('HINCRBY', keys.ledger, 'open', -n_open) end
+  if n_open > 0 then redis.pcall('HINCRBY', keys.ledger, 'open', -n_open) end
   if outcome == 'complete' or outcome == 'partial' then
     local references, scores, payloads = {}, {}, {}
     for _, member in ipairs(kept) do
@@ -95,19 +95,19 @@ local function end_group(keys, id, outcome, letter, policy)
       'opened_ms', group.opened_ms, 'outcome', outcome, 'epoch', group.epoch or '0', 'version', group.version or '',
       'count', #kept, 'members', '[' .. table.concat(references, ',') .. ']',
       'scores', '{' .. table.concat(scores, ',') .. '}', 'payloads', table.concat(payloads, '\n'))
-    redis.call('HINCRBY', keys.ledger, 'grouped', #kept)
-    redis.call('HINCRBY', keys.ledger, 'groups_logged', 1)
+    redis.pcall('HINCRBY', keys.ledger, 'grouped', #kept)
+    redis.pcall('HINCRBY', keys.ledger, 'groups_logged', 1)
   else
     for _, member in ipairs(kept) do left_out[#left_out + 1] = member end
     drop_reason = outcome
   end
   if #left_out > 0 then
-    redis.call('HINCRBY', keys.ledger, 'dropped:' .. drop_reason, #left_out)
+    redis.pcall('HINCRBY', keys.ledger, 'dropped:' .. drop_reason, #left_out)
     for _, member in ipairs(left_out) do
       redis.call('RPUSH', keys.garbage, member.key .. ' ' .. member.bytes)
     end
   end
-  redis.call('HINCRBY', keys.ledger, 'outcome:' .. outcome, 1)
+  redis.pcall('HINCRBY', keys.ledger, 'outcome:' .. outcome, 1)
   remember_ended(keys, id, letter, table.concat(bitmap), policy.dedupe_groups)
   return outcome, group.data_source or ''
 end

@@ -2,7 +2,7 @@
 --   keys  group, ledger
 local function play(keys, producer)
   if redis.call('HMGET', keys.group, 'abandoned')[1] == '1' then
-    redis.call('HINCRBY', keys.ledger, 'groups_abandoned', -1)
+    redis.pcall('HINCRBY', keys.ledger, 'groups_abandoned', -1)
   end
   redis.call('HSET', keys.group, 'producer', producer, 'abandoned', 0)
 end

@@ -53,9 +53,17 @@ local function reserved_bytes(known, each)
   return sum
 end
 
+-- A count goes up, or anew from there where somebody has driven it out of the range of numbers.
+local function add(key, field, count)
+  local sum = redis.pcall('HINCRBY', key, field, count)
+  if type(sum) == 'number' then return sum end
+  redis.call('HDEL', key, field)
+  return redis.call('HINCRBY', key, field, count)
+end
+
 -- `count` places of a group opened at `bytes` each are unfilled (or, below 0, no longer).
 local function reserve(key, bytes, count)
-  if redis.call('HINCRBY', key, 'u' .. bytes, count) <= 0 then redis.call('HDEL', key, 'u' .. bytes) end
+  if add(key, 'u' .. bytes, count) <= 0 then redis.call('HDEL', key, 'u' .. bytes) end
 end
 
 -- Payloads of these sizes were pushed.
@@ -65,13 +73,13 @@ local function note_sizes(key, sizes)
     local field = 'h' .. size_bucket(bytes)
     counts[field] = (counts[field] or 0) + 1
   end
-  for field, count in pairs(counts) do redis.call('HINCRBY', key, field, count) end
-  if redis.call('HINCRBY', key, 'n', #sizes) < SIZES_FORGET then return end
+  for field, count in pairs(counts) do add(key, field, count) end
+  if add(key, 'n', #sizes) < SIZES_FORGET then return end
   local forgotten = 0
   for bucket, count in pairs(read_sizes(key).payloads) do
     local half = math.ceil(count / 2)
     forgotten = forgotten + half
-    if redis.call('HINCRBY', key, 'h' .. bucket, -half) == 0 then redis.call('HDEL', key, 'h' .. bucket) end
+    if add(key, 'h' .. bucket, -half) == 0 then redis.call('HDEL', key, 'h' .. bucket) end
   end
-  redis.call('HINCRBY', key, 'n', -forgotten)
+  add(key, 'n', -forgotten)
 end
