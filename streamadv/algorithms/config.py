@@ -118,7 +118,7 @@ class CorrectionConfig(_Section):
 
 
 class ChainConfig(_Section):
-    """rewards -> masks, sample weights -> token rewards -> KL -> estimator -> whitening, clipping -> correction.
+    """rewards -> masks, sample weights -> token rewards: KL, clip, whitening -> estimator -> advantages -> correction.
 
     `options` are the estimator's own; they may also be given beside the other fields.
     """

@@ -183,6 +183,8 @@ def test_masks_of_whole_trajectories() -> None:
     assert kept_rows(batch, difficulty_low=0.49, difficulty_high=0.51) == [True, True, True]
     greedy = batch_of(rows([0.0, 1.0], [1, 1], baseline=5.0))
     assert kept_rows(greedy, difficulty_high=0.6) == [True, True, False]
+    result = run_chain(build_chain({"masks": {"difficulty_high": 0.5, "max_length": 9}}), greedy)
+    assert (result.metrics["actor/final_mask_ratio"], result.weights["actor/final_mask_ratio"]) == (0.0, 2.0)
     alone = batch_of(rows([9.0], [1], baseline=5.0))
     assert kept_rows(alone, difficulty_high=0.6) == [True, False]
 

@@ -203,6 +203,25 @@ def test_step_reinforce() -> None:
     close(advantages(scaled, episodes(TINY))[OWN][:3], z(small, 1e-6))
 
 
+def test_returns_are_what_the_advantages_were_made_of() -> None:
+    def returns(config: dict[str, Any] | str, batch: PackedBatch) -> Array:
+        found = run_chain(build_chain(config), batch).returns
+        assert found is not None
+        return found.numpy()
+
+    close(returns("remax", MIXED)[TRAINED], [1, 3, 8, 7, 5])
+    scaled = {"baseline": True, "norm_by_std": True}
+    for config in ({"estimator": "step_reinforce", **scaled}, {"estimator": "step_grpo", "gamma": 0.95}):
+        close(returns(config, episodes())[OWN], [1 + 0.95 * 2, 2, 5, 4 + 0.95 * 6, 6])
+    pairs = [member("a", i, 4.0 * i, [[1, 0, 1]]) for i in (1, 2)]
+    close(returns("reinforce_plus_plus", batch_of(pairs)), [4, 0, 4, 8, 0, 8])
+    whitened = {
+        "norm_by_std": False,
+        "whiten_advantages": True,
+    }  # without returns of their own: before whitening
+    close(returns(whitened, batch_of(group("a", [1.0, 3.0]))), [-1, 1])
+
+
 def test_defaults_over_tokens() -> None:
     """One row of two actions with an observation between: values 1, 9, 2, reward 4."""
     columns = {
