@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -160,6 +160,6 @@ class AsyncGroup(AnyGroup[AsyncRollout]):
         if isinstance(error, Exception):
             for rollout in self:
                 await rollout._until_left()
-        with suppress(ProducerClosedError, *RETRYABLE):
-            patient = error is None or isinstance(error, Exception)
+        patient = error is None or isinstance(error, Exception)
+        with nullcontext() if error is None else suppress(ProducerClosedError, *RETRYABLE):
             await self._producer._drive(self._places.leave(error), patient=patient)

@@ -13,12 +13,12 @@ from redis.exceptions import OutOfMemoryError
 
 from .async_group import AsyncGroup, AsyncRollout
 from .connection import AsyncConnection
-from .errors import ManifestMismatchError
+from .errors import ManifestMismatchError, ProducerClosedError, StreamadvError
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
 from .outages import RETRYABLE, Backoff, closed_under_way, retried
 from .places import Places
 from .presence import HEARTBEAT_S
-from .producing import STAGE, ProducerLogic
+from .producing import CLOSE_S, STAGE, Call, ProducerLogic
 from .schema import Trajectory
 from .scripts import run_script_async, run_transaction_async, server_ids_async
 from .tickets import PushResult, Ticket
@@ -33,10 +33,16 @@ class AsyncProducer:
         self._connection = connection
         self._logic = logic
         self._heart: asyncio.Task[None] | None = None
-        self._closing = False
+        self._under_way = 0
+        self._idle = asyncio.Event()  # set once it is closed and no call is under way
+        self._over: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future()
+        )  # done once it is closed
+        self._forgetting: set[asyncio.Task[None]] = set()
 
     async def open(self) -> Self:
         """As `Producer.open`."""
+        self._logic.check_open()
         await self._connection.wait_until_ready()
         await self._drive(self._logic.open())
         self._heart = asyncio.create_task(self._beat(), name="streamadv-heartbeat")
@@ -44,16 +50,20 @@ class AsyncProducer:
 
     async def close(self) -> None:
         """As `Producer.close`."""
-        if self._heart is None:
+        if self._heart is None or self._logic.closed:
             return
-        # Before Python 3.12 wait_for, inside redis-py, may lose the cancellation.
-        self._closing = True
+        self._logic.closed = True
+        if self._logic.is_forked:
+            return
+        self._over.set_result(None)
         self._heart.cancel()
         with suppress(asyncio.CancelledError):
             await self._heart
+        if self._under_way:
+            await asyncio.wait({asyncio.create_task(self._idle.wait())}, timeout=CLOSE_S)
         self._heart = None
         with suppress(*RETRYABLE):  # an unheard goodbye is made good by the missing heartbeat
-            await self._drive(self._logic.goodbye(), patient=False)
+            await self._carry_through(self._logic.goodbye(), patient=False, closed=True)
         await self._connection.close()
 
     def group(self, size: int, **options: Any) -> _Admission:
@@ -71,9 +81,29 @@ class AsyncProducer:
         redundancy: int | None = None,
         timeout: float | None = None,  # noqa: ASYNC109  covers waiting for admission, not a lost server
     ) -> AsyncGroup:
-        """As `Producer.begin_group`."""
-        steps = self._logic.begin(size, group_id, data_source, metadata, deadline_s, redundancy, timeout)
-        return AsyncGroup(self, await self._drive(steps))
+        """As `Producer.begin_group`. A group that the server opens after this was cancelled is withdrawn."""
+        call = Call()
+        steps = self._logic.begin(
+            size, group_id, data_source, metadata, deadline_s, redundancy, timeout, call
+        )
+        beginning = asyncio.create_task(self._drive(steps))
+        try:
+            tickets = await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            call.wanted = False
+            forgetting = asyncio.create_task(self._forget(beginning, call))
+            self._forgetting.add(forgetting)
+            forgetting.add_done_callback(self._forgetting.discard)
+            raise
+        return AsyncGroup(self, tickets)
+
+    async def _forget(self, beginning: asyncio.Task[list[Ticket]], call: Call) -> None:
+        """Withdraw the group of a call that nobody waits for."""
+        with suppress(StreamadvError):
+            tickets = await beginning
+            if tickets:
+                self._logic.forgo(call, tickets[0].group_id)
+            await self._drive(self._logic.withdraw())
 
     async def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
         """As `Producer.push`."""
@@ -100,6 +130,7 @@ class AsyncProducer:
 
     async def model_version(self) -> int | None:
         """As `Producer.model_version`."""
+        self._logic.check_open()
         with closed_under_way():
             value: Any = await self._connection.scripts.hget(self._logic.joined.keys.home.lineage, "version")
         return None if value is None else int(value)
@@ -109,18 +140,39 @@ class AsyncProducer:
         await self._drive(self._logic.finish())
 
     async def _beat(self) -> None:
-        while not self._closing:
-            await asyncio.sleep(self._logic.until_heartbeat(HEARTBEAT_S))
+        while not self._logic.closed:
+            await self._pause(self._logic.until_heartbeat(HEARTBEAT_S))
             try:
                 await self._drive(self._logic.heartbeat(), patient=False)
             except RETRYABLE as error:
                 logger.warning("heartbeat of producer %s failed: %s", self._logic.name, error)
+            except ProducerClosedError:
+                return
             except ManifestMismatchError as error:  # every further call raises it
                 logger.error("producer %s stops: %s", self._logic.name, error)
                 return
 
     async def _drive(self, steps: Steps[T], patient: bool = True) -> T:
         """As `Producer._drive`."""
+        self._logic.check_open()
+        self._under_way += 1
+        try:
+            return await self._carry_through(steps, patient)
+        except Exception as error:
+            if not self._logic.closed or isinstance(error, StreamadvError):
+                raise
+            self._logic.check_open()  # its connection was closed under it
+            raise
+        finally:
+            steps.close()
+            self._under_way -= 1
+            if self._logic.closed and not self._under_way:
+                self._idle.set()
+                if self._heart is None:
+                    await self._connection.close()
+
+    async def _carry_through(self, steps: Steps[T], patient: bool, closed: bool = False) -> T:
+        """As `Producer._carry_through`."""
         reply: Any = None
         error: BaseException | None = None
         backoff = Backoff()
@@ -132,6 +184,8 @@ class AsyncProducer:
                 return result
             reply, error = None, None
             while True:
+                if not closed:
+                    self._logic.check_open()
                 try:
                     reply = await self._carry_out(request)
                 except OutOfMemoryError as failure:
@@ -139,14 +193,18 @@ class AsyncProducer:
                 except RETRYABLE as failure:
                     if not isinstance(request, Transaction) and patient:
                         retried(STAGE, failure, backoff)
-                        await asyncio.sleep(backoff.delay())
+                        await self._pause(backoff.delay())
                         continue
                     error = failure
                 break
 
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, or until the producer is closed."""
+        await asyncio.wait({self._over}, timeout=seconds)
+
     async def _carry_out(self, request: Request) -> Any:
         if isinstance(request, Pause):
-            return await asyncio.sleep(request.seconds)
+            return await self._pause(request.seconds)
         if isinstance(request, Memory):
             return await self._connection.memory()
         if isinstance(request, ServerIds):

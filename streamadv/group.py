@@ -8,7 +8,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -151,7 +151,7 @@ class Group(AnyGroup[Rollout]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        with suppress(ProducerClosedError):
+        with nullcontext() if error is None else suppress(ProducerClosedError):
             self._producer._drive(self._places.leave(error))
 
 

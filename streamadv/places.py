@@ -159,6 +159,9 @@ class AnyRollout:
     def _fail(self, reason: str, detail: str) -> Steps[str]:
         if reason not in FAIL_REASONS:
             raise ValueError(f"reason is {reason!r}, needs 'failed' or 'aborted'")
+        return self._end(reason, detail)
+
+    def _end(self, reason: str, detail: str) -> Steps[str]:
         result = yield from self._places.end([self.rollout_index], reason, detail, note=bool(detail))
         return result.codes[0]
 

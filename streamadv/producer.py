@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Self
 from redis.exceptions import OutOfMemoryError
 
 from .connection import AsyncConnection, Connection
-from .errors import ManifestMismatchError
+from .errors import ManifestMismatchError, ProducerClosedError, StreamadvError
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
 from .group import Group, Rollout
 from .manifest import RunSettings
 from .outages import RETRYABLE, Backoff, retried
 from .places import Places
 from .presence import HEARTBEAT_S
-from .producing import STAGE, ProducerLogic
+from .producing import CLOSE_S, STAGE, ProducerLogic
 from .resend import RESEND_WINDOW_S
 from .schema import Trajectory
 from .scripts import run_script, run_transaction, server_ids
@@ -57,6 +57,8 @@ class Producer:
         self._owned = isinstance(connection, str)
         self._logic = ProducerLogic(run, name, settings, resend_window)
         self._closing = threading.Event()
+        self._calls = threading.Condition()
+        self._under_way = 0
         self._heart: threading.Thread | None = None
 
     def open(self) -> Self:
@@ -64,6 +66,7 @@ class Producer:
 
         Raises SettingError when the server refuses this user, password or certificate.
         """
+        self._logic.check_open()
         self._connection.wait_until_ready()
         self._drive(self._logic.open())
         self._heart = threading.Thread(target=self._beat, name="streamadv-heartbeat", daemon=True)
@@ -71,14 +74,26 @@ class Producer:
         return self
 
     def close(self) -> None:
-        """Stop the heartbeat and disconnect. A producer that has not finished leaves the list of producers."""
-        if self._heart is None:
+        """Stop the heartbeat and disconnect. A producer that has not finished leaves the list of producers.
+
+        Calls of other threads that wait then, and all later ones, raise ProducerClosedError.
+        """
+        if self._heart is None or self._logic.closed:
+            return
+        self._logic.closed = True
+        if self._logic.is_forked:  # its threads, and what they hold, are the parent's
+            self._disconnect()
             return
         self._closing.set()
         self._heart.join()
         self._heart = None
+        with self._calls:
+            self._calls.wait_for(lambda: self._under_way == 0, CLOSE_S)
         with suppress(*RETRYABLE):  # an unheard goodbye is made good by the missing heartbeat
-            self._drive(self._logic.goodbye(), patient=False)
+            self._carry_through(self._logic.goodbye(), patient=False, closed=True)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         if self._owned:
             self._connection.close()
 
@@ -131,6 +146,7 @@ class Producer:
 
     def model_version(self) -> int | None:
         """The newest version the trainer has published, None before there is a trainer."""
+        self._logic.check_open()
         value = self._connection.scripts.hget(self._logic.joined.keys.home.lineage, "version")
         return None if value is None else int(value)
 
@@ -144,12 +160,34 @@ class Producer:
                 self._drive(self._logic.heartbeat(), patient=False)
             except RETRYABLE as error:
                 logger.warning("heartbeat of producer %s failed: %s", self._logic.name, error)
+            except ProducerClosedError:
+                return
             except ManifestMismatchError as error:  # every further call raises it
                 logger.error("producer %s stops: %s", self._logic.name, error)
                 return
 
     def _drive(self, steps: Steps[T], patient: bool = True) -> T:
-        """Carry out what `producing` asks for, request by request.
+        """`_carry_through` as a call that `close` waits for; the last one to end disconnects once more."""
+        with self._calls:
+            self._logic.check_open()
+            self._under_way += 1
+        try:
+            return self._carry_through(steps, patient)
+        except Exception as error:
+            if not self._logic.closed or isinstance(error, StreamadvError):
+                raise
+            self._logic.check_open()  # its connection was closed under it
+            raise
+        finally:
+            steps.close()
+            with self._calls:
+                self._under_way -= 1
+                self._calls.notify_all()
+                if self._logic.closed and self._heart is None and not self._under_way:
+                    self._disconnect()
+
+    def _carry_through(self, steps: Steps[T], patient: bool, closed: bool = False) -> T:
+        """Carry out what `producing` asks for, request by request; ProducerClosedError before one, unless `closed`.
 
         Scripts are repeated until the server answers (not when impatient); what becomes of a push whose reply
         was lost is up to the steps.
@@ -165,6 +203,8 @@ class Producer:
                 return result
             reply, error = None, None
             while True:
+                if not closed:
+                    self._logic.check_open()
                 try:
                     reply = self._carry_out(request)
                 except OutOfMemoryError as failure:

@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -29,7 +30,14 @@ from .admission import (
     push_codes,
     refusal,
 )
-from .errors import Busy, GroupEndedError, ManifestMismatchError, SettingError, TrajectoryError
+from .errors import (
+    Busy,
+    GroupEndedError,
+    ManifestMismatchError,
+    ProducerClosedError,
+    SettingError,
+    TrajectoryError,
+)
 from .exchange import Memory, Pause, Request, Steps
 from .failures import Failures
 from .keys import ShardKeys
@@ -54,11 +62,21 @@ from .waiting import Reason, Waiting
 logger = logging.getLogger(__name__)
 
 STAGE: Final = "producer"
+#: How long closing a producer lets calls under way end by themselves.
+CLOSE_S: Final = 1.0
 #: First wait for admission: about what a batch takes of a trainer that keeps up.
 ADMISSION_WAIT_S: Final = 0.005
 #: Between heartbeats while the server has no room for what it has lost.
 CATCH_UP_S: Final = 1.0
 ABOVE_MAXMEMORY: Final = Reason("maxmemory", "the server is above its maxmemory")
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of `begin`: by its nonce the server knows which group it opened."""
+
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+    wanted: bool = True  # whether the caller still waits
 
 
 class ProducerLogic:
@@ -88,6 +106,18 @@ class ProducerLogic:
         self._who = f"{STAGE} {self.name}"
         self._not_admitted = Waiting(self._who, "not admitted")  # of all threads and tasks together
         self.failures = Failures()
+        self.closed = False
+        self._unclaimed: dict[str, str] = {}  # nonce of a begin that nobody waits for any more -> group id
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is the copy of a producer in a child of its process."""
+        return os.getpid() != self._process
+
+    def check_open(self) -> None:
+        """Raises ProducerClosedError once it is closed."""
+        if self.closed:
+            raise ProducerClosedError(f"producer {self.name} is closed: make another one")
 
     @property
     def joined(self) -> Manifest:
@@ -114,6 +144,7 @@ class ProducerLogic:
     def heartbeat(self) -> Steps[None]:
         """Say that this producer is alive or finished, and hear of the newest model version."""
         self.failures.tell()
+        yield from self.withdraw()
         yield from self._agree()  # a setting that nobody had given may have been given since
         yield from self._say("finished" if self.finished else "open")
         try:
@@ -159,11 +190,12 @@ class ProducerLogic:
     def goodbye(self) -> Steps[None]:
         """On a clean exit: only a producer that has finished stays on the list."""
         self.failures.tell(now=True)
-        if self._refused is None:
+        if self._refused is None and self.manifest is not None:
+            yield from self.withdraw()
             yield from self._say("finished" if self.finished else "gone")
 
     def _say(self, state: str) -> Steps[None]:
-        if os.getpid() != self._process:
+        if self.is_forked:
             return
         keys = self.joined.keys.home
         args = [self.name, state, "" if self._instance is None else self._instance]
@@ -197,8 +229,10 @@ class ProducerLogic:
         deadline_s: float | None,
         redundancy: int | None,
         timeout: float | None,
+        call: Call | None = None,
     ) -> Steps[list[Ticket]]:
         """Admit a group, waiting up to `timeout` seconds (None = for ever). Raises Busy, GroupEndedError."""
+        call = call or Call()
         manifest = self.joined
         redundancy = manifest.redundancy if redundancy is None else redundancy
         shared = check_group(
@@ -208,20 +242,25 @@ class ProducerLogic:
         timeout = check_seconds("timeout", timeout, zero=True)
         places = size + redundancy
         yield from self._reopen()
+        yield from self.withdraw()
         backoff = Backoff(base=ADMISSION_WAIT_S)
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
             chosen = group_id or new_group_id()
-            reply = yield from self._begin(chosen, size, places, data_source, deadline_s)
+            reply = yield from self._begin(call, chosen, size, places, data_source, deadline_s)
             if self._over_share(reply):
                 counts = yield from self._groups_ahead()
                 if group_id is None:
                     chosen = self._new_id_in(counts.index(min(counts)))
                 elsewhere = sum(counts) - counts[self.joined.keys.shard_of(chosen)]
-                reply = yield from self._begin(chosen, size, places, data_source, deadline_s, elsewhere)
+                reply = yield from self._begin(call, chosen, size, places, data_source, deadline_s, elsewhere)
             state = reply[0].decode()
             if state in ("ok", "open"):
                 self._not_admitted.over()
+                if self.closed or not call.wanted:
+                    self.forgo(call, chosen)
+                    self.check_open()
+                    return []
                 places = int(reply[3])
                 self.version = version = int(reply[2] or 0)
                 return [
@@ -251,9 +290,24 @@ class ProducerLogic:
                 raise busy_error(reply, timeout, shard)
             metrics.backpressure(delay)
             yield Pause(delay)
+            if not call.wanted:
+                return []
+
+    def forgo(self, call: Call, group_id: str) -> None:
+        """Nobody has heard, or wants to hear, that this call may have opened the group."""
+        self._unclaimed[call.nonce] = group_id
+
+    def withdraw(self) -> Steps[None]:
+        """Undo the opening of groups by calls that ended without hearing of it."""
+        for nonce, group_id in list(self._unclaimed.items()):
+            keys = self._keys(group_id)
+            names = [keys.void, keys.group(group_id), keys.open, keys.ledger]
+            yield script_call("withdraw", names, [group_id, nonce])
+            self._unclaimed.pop(nonce, None)
 
     def _begin(
         self,
+        call: Call,
         group_id: str,
         size: int,
         places: int,
@@ -267,10 +321,13 @@ class ProducerLogic:
         room = self._room(group_id)
         args = self._admission(group_id, size, places, data_source, deadline_s, room, elsewhere)
         try:
-            call = partial(script_call, "begin", keys.admission(group_id), args)
-            reply: list[Any] = yield from self._laid_out(call)
+            ask = partial(script_call, "begin", keys.admission(group_id), [*args, call.nonce])
+            reply: list[Any] = yield from self._laid_out(ask)
         except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
             return [b"busy", b"maxmemory", 0, 0]
+        except BaseException:  # also the end of the steps: the answer has not come, and may have been yes
+            self.forgo(call, group_id)
+            raise
         return reply
 
     def _over_share(self, reply: Sequence[Any]) -> bool:

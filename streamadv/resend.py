@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 #: What was sent this long before the server was last seen unchanged is sent again to a restarted one.
 RESEND_WINDOW_S: Final = 5.0
+#: Of all that is kept.
 MAX_RESEND_BYTES: Final = 256 << 20
 
 
@@ -41,7 +43,8 @@ class ResendWindow:
         self._sent: deque[Sent] = deque()
         self._bytes = 0
         self._servers: Sequence[str | None] = ()
-        self._trimming = threading.Lock()
+        self._lock = threading.Lock()
+        self._told_short = False
         self.behind: frozenset[int] = frozenset()
         """Shards that had no room for something they have lost when last asked."""
 
@@ -55,10 +58,26 @@ class ResendWindow:
     def remember(
         self, shard: int, server_id: str | None, size: int, again: Callable[[], Steps[PushResult]]
     ) -> None:
-        """Keep something just sent; `again` sends it once more (idempotent by rollout index)."""
-        if self._seconds > 0:
+        """Keep something just sent; `again` sends it once more (idempotent by rollout index).
+
+        What is kept never exceeds MAX_RESEND_BYTES: the oldest is forgotten for it.
+        """
+        if self._seconds <= 0:
+            return
+        with self._lock:
             self._sent.append(Sent(shard, server_id, self._clock(), size, again))
             self._bytes += size
+            youngest = -math.inf
+            while self._bytes > MAX_RESEND_BYTES:
+                youngest = self._forget_oldest().when
+            short = youngest > self._clock() - self._seconds and not self._told_short
+            self._told_short |= short
+        if short:
+            logger.warning(
+                "resend_window is %g s, of which pushes fill %d MiB in less: what a server loses may not be sent again",
+                self._seconds,
+                MAX_RESEND_BYTES >> 20,
+            )
 
     def check(self, keys: Sequence[str]) -> Steps[bool]:
         """Send again what another server may have lost; forget what this one has had for long. `keys`: one per shard.
@@ -67,7 +86,9 @@ class ResendWindow:
         """
         current: Sequence[str | None] = yield ServerIds(keys)
         self._servers = current
-        behind = [item for item in list(self._sent) if item.server_id != current[item.shard]]
+        with self._lock:
+            sent = list(self._sent)
+        behind = [item for item in sent if item.server_id != current[item.shard]]
         lost, refused = 0, list[int]()
         for item in behind:
             try:
@@ -94,9 +115,15 @@ class ResendWindow:
 
     def _trim(self, current: Sequence[str | None]) -> None:
         oldest = self._clock() - self._seconds
-        with self._trimming:
-            while self._sent and (
-                (self._sent[0].when < oldest and self._sent[0].server_id == current[self._sent[0].shard])
-                or self._bytes > MAX_RESEND_BYTES
+        with self._lock:
+            while (
+                self._sent
+                and self._sent[0].when < oldest
+                and self._sent[0].server_id == current[self._sent[0].shard]
             ):
-                self._bytes -= self._sent.popleft().size
+                self._forget_oldest()
+
+    def _forget_oldest(self) -> Sent:
+        item = self._sent.popleft()
+        self._bytes -= item.size
+        return item

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import redis
 
 from streamadv import advantage, computing, grouping
 from streamadv.connection import Connection
@@ -170,6 +171,12 @@ def now_ms(run: Run) -> int:
 def identities(items: Sequence[Any]) -> list[tuple[str, int]]:
     """Identity of references or trajectories."""
     return [(item.group_id, item.rollout_index) for item in items]
+
+
+def refusals(client: redis.Redis, kind: str) -> int:
+    """How often the server has answered an error of this kind."""
+    found: Any = client.info("errorstats").get(f"errorstat_{kind}", {"count": 0})
+    return int(found["count"])
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 -- Admit and open a group before its rollouts are played.
 -- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes
--- ARGV  those of an admission, see lib/admit
+-- ARGV  those of an admission, see lib/admit; nonce of this call, under which the group knows who has its tickets
 -- Returns  {'ok' | 'open', epoch, version or '', places}   opened, or open already
 --          {'ended', letter}                       it has ended
 --          {'busy', reason, used, limit}           not admitted now
@@ -10,7 +10,10 @@
 -- include clock
 -- include sizes
 -- include admit
+-- include play
 -- include ended
+-- include holders
+-- include adopt
 local keys = {group = KEYS[1], open = KEYS[2], groups = KEYS[3], ended = KEYS[4], ended_before = KEYS[5],
   ledger = KEYS[6], trainer = KEYS[7], sizes = KEYS[8]}
 local spec = admission_of(ARGV)
@@ -18,7 +21,8 @@ local spec = admission_of(ARGV)
 local text = find_ended(keys, spec.id)
 if text then return {'ended', string.sub(text, 1, 1)} end
 local state = 'open'
-local open = redis.pcall('HMGET', keys.group, 'size', 'places', 'epoch')
+local nonce = ARGV[ADMISSION_ARGS + 1]
+local open = redis.pcall('HMGET', keys.group, 'size', 'places', 'epoch', 'holders')
 for i = 1, 3 do
   if open.err or (open[1] and not string.match(open[i] or '', '^%d+$')) then return {'broken'} end
 end
@@ -26,9 +30,15 @@ local size = open[1]
 if not size then
   local refused = open_group(keys, spec)
   if refused then return refused end
+  redis.call('HSET', keys.group, 'holders', nonce)
   state = 'ok'
 elseif size ~= spec.size then
   return {'mismatch', size}
+elseif open[4] == '' and is_withdrawn(keys.group) then
+  adopt(keys, spec, nonce)
+  state = 'ok'
+elseif open[4] and #open[4] < MAX_HOLDERS and not string.find(open[4], nonce, 1, true) then
+  redis.call('HSET', keys.group, 'holders', open[4] .. ' ' .. nonce)
 end
 local tickets = redis.call('HMGET', keys.group, 'epoch', 'version', 'places')
 return {state, tickets[1], tickets[2], tickets[3]}

@@ -10,6 +10,7 @@
 -- include sizes
 -- include complete
 -- include broken
+-- include holders
 redis.call('DEL', KEYS[1])
 local EXPIRE_PLACES = 1024
 local keys = {open = KEYS[2], groups = KEYS[4], ended = KEYS[5], ended_before = KEYS[6], ledger = KEYS[7],
@@ -36,6 +37,14 @@ local function expire(id)
     return 1
   end
   if state == 'broken' then return 64, end_broken(keys, id, policy) end
+  if is_withdrawn(keys.group) then
+    local group = redis.call('HMGET', keys.group, 'unfilled', 'place_bytes', 'abandoned')
+    redis.call('ZREM', keys.open, id)
+    redis.call('DEL', keys.group)
+    redis.call('HINCRBY', keys.ledger, 'groups_open', -1)
+    give_back(keys, {unfilled = group[1], place_bytes = group[2], abandoned = group[3]})
+    return 1
+  end
   if deadline > now or waiting_since <= deadline then return 0 end
   return counts.places, end_group(keys, id, short_outcome(counts.usable, policy, 'expired'), 'e', policy)
 end

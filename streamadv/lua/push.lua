@@ -17,6 +17,8 @@
 -- include admit
 -- include play
 -- include ended
+-- include holders
+-- include adopt
 local keys = {group = KEYS[1], open = KEYS[2], groups = KEYS[3], ended = KEYS[4], ended_before = KEYS[5],
   ledger = KEYS[6], trainer = KEYS[7], sizes = KEYS[8], rollouts = KEYS[9]}
 local spec = admission_of(ARGV)
@@ -43,6 +45,7 @@ if not ended then
     return unlink_all({'mismatch', group[1]})
   else
     places = tonumber(group[2])
+    if is_withdrawn(keys.group) then adopt(keys, spec, '-') end
   end
 else
   places = #ended - 1

@@ -49,7 +49,17 @@ TICK_S: Final = 0.05
 MAX_PROBLEMS: Final = 5
 #: Scripts a role runs; others (new ones) are tried with every role.
 SCRIPTS: Final = {
-    "producer": {"manifest", "register", "server_id", "heartbeat", "begin", "push", "score", "touch"},
+    "producer": {
+        "manifest",
+        "register",
+        "server_id",
+        "heartbeat",
+        "begin",
+        "push",
+        "score",
+        "touch",
+        "withdraw",
+    },
     "scorer": {"manifest", "register", "ensure_group", "scored"},
     "grouper": {"manifest", "register", "ensure_group", "take", "expire", "sweep", "retire"},
     "advantage": {"manifest", "register", "ensure_group", "publish", "discard", "attempt"},

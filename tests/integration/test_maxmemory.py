@@ -26,7 +26,7 @@ from streamadv.server import EmbeddedServer
 from streamadv.status import read_status
 from streamadv.trainer_queue import TrainerQueue
 from tests.clusters import until
-from tests.support import ADVANTAGE, batches_read, consumer_of, group_all, push_groups, threads
+from tests.support import ADVANTAGE, batches_read, consumer_of, group_all, push_groups, refusals, threads
 
 SMALL = RunSettings(max_trajectory_bytes=100_000)
 
@@ -101,12 +101,6 @@ def test_producers_go_on_when_there_is_room_again(small: EmbeddedServer, run: st
         status = read_status(open_run(Connection(small.url), run))
         assert status["ledger"]["pushed"] == 2
         assert status["duplicates"] == 0
-
-
-def refusals(client: redis.Redis, kind: str) -> int:
-    """How often the server has answered an error of this kind."""
-    found: Any = client.info("errorstats").get(f"errorstat_{kind}", {"count": 0})
-    return int(found["count"])
 
 
 def push_until_exec_refuses(

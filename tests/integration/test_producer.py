@@ -17,12 +17,13 @@ import redis
 import streamadv
 from streamadv import async_producer
 from streamadv.connection import Connection
-from streamadv.errors import Busy, NoBatchError
+from streamadv.errors import Busy, NoBatchError, ProducerClosedError
 from streamadv.manifest import RunSettings
 from streamadv.producer import Producer
 from streamadv.server import EmbeddedServer
 from streamadv.trainer_queue import TrainerQueue
 
+from ..clusters import until
 from ..support import (
     group_all,
     join,
@@ -31,6 +32,7 @@ from ..support import (
     problems,
     producing,
     push_groups,
+    refusals,
     threads,
     trajectory,
 )
@@ -249,3 +251,152 @@ def test_ending_many_rollouts_is_linear_and_keeps_nobody_waiting(
     joined = join(redis_url, run)
     assert group_all(joined) == ["incomplete"]
     assert problems(joined) == []
+
+
+COLUMNS: dict[str, Any] = {"input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0}
+
+
+def connections_of(client: redis.Redis) -> int:
+    """Connections to the server besides this one."""
+    return len(client.client_list()) - 1
+
+
+def scripts_run(client: redis.Redis) -> int:
+    """How many scripts were called."""
+    calls: Any = client.info("commandstats")
+    return int(calls["cmdstat_evalsha"]["calls"])
+
+
+def open_groups(client: redis.Redis, run: str) -> int:
+    """What groupers leave open. Behind all that is written: joining waits for a paused server."""
+    joined = join(Connection.from_client(client), run)
+    group_all(joined)
+    return int(client.zcard(joined.keys.home.open))
+
+
+def test_closing_ends_who_waits_and_what_comes_later(run: str) -> None:
+    """For admission, for memory, for a server that is away: 12 threads, then every kind of call."""
+    with EmbeddedServer() as server, redis.Redis.from_url(server.url) as client:
+        settings = RunSettings(max_bytes=2 * MB, max_trajectory_bytes=MB)
+        producer = Producer(server.url, run, settings=settings).open()
+        group = producer.begin_group(2)
+        first, second = group
+        waiting = threading.Semaphore(0)
+
+        def wait(stop: threading.Event) -> None:
+            waiting.release()
+            with pytest.raises(ProducerClosedError, match=r"producer .* is closed"):
+                producer.begin_group(1)
+
+        def push(stop: threading.Event) -> None:
+            waiting.release()
+            with pytest.raises(ProducerClosedError, match=r"producer .* is closed"):
+                first.push(**COLUMNS)
+
+        client.config_set("maxmemory", 1)
+        with threads(*[wait] * 11, push):
+            for _ in range(12):
+                waiting.acquire()
+            until(lambda: refusals(client, "OOM") and scripts_run(client) > 30, "all wait")
+            producer.close()
+        client.config_set("maxmemory", 0)
+        assert connections_of(client) == 0
+        for call in (
+            producer.open,
+            lambda: producer.begin_group(1),
+            lambda: producer.push([trajectory("x", 0)]),
+            lambda: producer.score("x", 0, 1.0),
+            lambda: producer.touch("x"),
+            producer.model_version,
+            producer.finish,
+            lambda: group.cancel(1),
+            lambda: group.touch(10),
+            lambda: second.push(**COLUMNS),
+            second.fail,
+            lambda: group.run(lambda rollout: rollout.push(**COLUMNS)),
+        ):
+            with pytest.raises(ProducerClosedError):
+                call()
+        producer.close()
+        assert connections_of(client) == 0
+
+
+async def test_closing_ends_the_tasks_that_wait(run: str) -> None:
+    with EmbeddedServer() as server, redis.Redis.from_url(server.url) as client:
+        settings = RunSettings(max_bytes=2 * MB, max_trajectory_bytes=MB)
+        producer = await Producer(server.url, run, settings=settings).__aenter__()
+        group = await producer.begin_group(2)
+        first, second = group
+        client.config_set("maxmemory", 1)
+        calls: list[Any] = [asyncio.ensure_future(producer.begin_group(1)) for _ in range(40)]
+        calls.append(asyncio.ensure_future(first.push(**COLUMNS)))
+        await asyncio.to_thread(
+            until, lambda: refusals(client, "OOM") and scripts_run(client) > 80, "all wait"
+        )
+        await producer.close()
+        results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+        assert {type(result) for result in results} == {ProducerClosedError}
+        client.config_set("maxmemory", 0)
+        for call in (
+            producer.begin_group(1),
+            producer.model_version(),
+            producer.finish(),
+            second.fail(),
+            group.cancel(1),
+        ):
+            with pytest.raises(ProducerClosedError):
+                await call
+        await asyncio.to_thread(until, lambda: connections_of(client) == 0, "disconnected")
+
+
+@pytest.mark.parametrize("group_id", [None, "mine"])
+async def test_a_group_whose_begin_was_cancelled_is_not_open(
+    redis_url: str, run: str, group_id: str | None
+) -> None:
+    """The server opens it while nobody waits for the answer any more; the same call again begins it."""
+    async with Producer(redis_url, run) as producer:
+        with redis.Redis.from_url(redis_url) as client:
+            for pause_ms in (0, 100, 200):
+                begin = asyncio.create_task(producer.begin_group(2, group_id=group_id))
+                if pause_ms:
+                    client.client_pause(pause_ms, all=False)
+                await asyncio.sleep(0 if not pause_ms else 0.02)
+                begin.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await begin
+                await asyncio.to_thread(
+                    until, lambda: open_groups(client, run) == 0, "the group is withdrawn"
+                )
+            group = await producer.begin_group(2, group_id=group_id)
+            assert open_groups(client, run) == 1
+            assert (await group.cancel(2)).codes == ["pushed"] * 2
+    joined = join(redis_url, run)
+    group_all(joined)
+    assert problems(joined) == []
+
+
+async def test_a_cancelled_begin_leaves_the_tickets_of_others(redis_url: str, run: str) -> None:
+    async with Producer(redis_url, run) as producer, Producer(redis_url, run) as other:
+        with redis.Redis.from_url(redis_url) as client:
+            group = await other.begin_group(2, group_id="shared")
+            client.client_pause(100, all=False)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(producer.begin_group(2, group_id="shared"), 0.02)
+            await producer.begin_group(1)  # behind what the cancelled call has left
+            assert [await rollout.push(**COLUMNS) for rollout in group] == ["pushed"] * 2
+
+
+def test_a_group_whose_begin_was_under_way_at_the_close_is_not_open(redis_url: str, run: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        producer = Producer(redis_url, run).open()
+
+        def begin(stop: threading.Event) -> None:
+            with pytest.raises(ProducerClosedError):
+                producer.begin_group(2)
+
+        client.client_pause(300, all=False)
+        with threads(begin):
+            until(lambda: any("b" in each["flags"] for each in client.client_list()), "it has asked")
+            producer.close()
+        assert open_groups(client, run) == 0
+    assert problems(join(redis_url, run)) == []

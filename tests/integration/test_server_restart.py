@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from streamadv import connection as connection_module
-from streamadv import metrics
+from streamadv import metrics, resend
 from streamadv.connection import AsyncConnection, Connection
 from streamadv.errors import Busy, NoBatchError, ServerUnreachableError
 from streamadv.manifest import RunSettings
@@ -133,6 +133,20 @@ def test_a_trainer_goes_on_from_an_earlier_state_of_the_server(
         assert ledger(joined)["trained"] == 8
         assert problems(joined) == []
         queue.close()
+
+
+def test_what_is_kept_to_be_sent_again_is_bounded_at_every_push(
+    forgetful: EmbeddedServer, run: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the rate between two heartbeats; that the bound shortens the window is said once."""
+    monkeypatch.setattr(resend, "MAX_RESEND_BYTES", 100_000)
+    with Producer(forgetful.url, run) as producer:
+        push_groups(producer, 20, size=1, tokens=2000)  # 18 kB each, with their log-probs
+        restart(forgetful)
+        producer.finish()
+        assert 1 <= ledger(join(forgetful.url, run))["pushed"] <= 5
+    told = [record.getMessage() for record in caplog.records if "resend_window" in record.getMessage()]
+    assert len(told) == 1, told
 
 
 def test_what_the_server_forgot_goes_before_new_groups(forgetful: EmbeddedServer, run: str) -> None:

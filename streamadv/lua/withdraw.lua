@@ -1,0 +1,22 @@
+-- The caller of a `begin` has not heard of it. A group whose tickets nobody else has, and of which no place is filled,
+-- counts no more in pacing; the grouper removes it as if it had never been opened, unless somebody begins it before.
+-- KEYS  void, group, open, ledger
+-- ARGV  group id, nonce of the call
+-- Returns  1 if the group was withdrawn, 0 if not
+-- include holders
+redis.call('DEL', KEYS[1])
+local group = redis.pcall('HMGET', KEYS[2], 'holders', 'places', 'unfilled', 'abandoned')
+if group.err or not group[1] or group[1] == '' or #group[1] >= MAX_HOLDERS then return 0 end
+local others = {}
+for nonce in string.gmatch(group[1], '%S+') do
+  if nonce ~= ARGV[2] then others[#others + 1] = nonce end
+end
+if #others == 0 and group[2] ~= group[3] then return 0 end
+redis.call('HSET', KEYS[2], 'holders', table.concat(others, ' '))
+if #others > 0 then return 0 end
+redis.call('ZADD', KEYS[3], 0, ARGV[1])
+if group[4] ~= '1' then
+  redis.call('HSET', KEYS[2], 'abandoned', 1)
+  redis.call('HINCRBY', KEYS[4], 'groups_abandoned', 1)
+end
+return 1
