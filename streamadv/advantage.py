@@ -153,7 +153,9 @@ def _read(
                 continue
             except SettingError as error:  # no chain for this worker; another one may know it
                 consumer.release([entry])
-                waiting = waiting or Waiting(STAGE, "a worker that knows the chain of a batch", first_s=0)
+                waiting = waiting or Waiting(
+                    STAGE, "waiting for a worker that knows the chain of a batch", first_s=0
+                )
                 waiting.because(Reason("unknown_estimator", str(error)))
                 unknown.wait()
                 continue

@@ -21,7 +21,7 @@ class Patience:
         self._timeout = timeout
         self._last = time.monotonic()
         self._backoff = Backoff(cap=WAIT_CAP_S, sleep=pause)
-        self._waiting = Waiting("trainer", "a batch")
+        self._waiting = Waiting("trainer", "waiting for a batch")
         self._seen: list[int] = []
 
     @property
@@ -40,7 +40,7 @@ class Patience:
 
     def wait(self, reason: Exception) -> None:
         """A moment, for rank 0 to take the run. Says why after a while."""
-        self._backoff.because("trainer", "rank 0", Reason("other_rank", str(reason)))
+        self._backoff.because("trainer", "waiting for rank 0", Reason("other_rank", str(reason)))
         self._backoff.wait()
 
     def over(self) -> None:

@@ -58,6 +58,12 @@ def demonstrate(
         if url is None:
             url = stack.enter_context(EmbeddedServer(binary=server_binary)).url
         connection = stack.enter_context(Connection(url))
+
+        def unless_interrupted(_: object) -> None:
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+
+        connection.wait_until_ready(on_wait=unless_interrupted)
         run = open_run(
             connection,
             settings.run,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -30,6 +31,15 @@ ONCE = (
     ["runs", "delete"],
 )
 UNKNOWN = "redis://no-such-host.invalid:6379/0"
+
+
+@pytest.fixture(autouse=True)
+def _keep_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @contextmanager
@@ -102,7 +112,7 @@ def test_a_wait_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     "words",
-    [["worker", "grouper"], ["worker", "advantage"], ["consume"], ["replay", os.devnull]],
+    [["worker", "grouper"], ["worker", "advantage"], ["consume"], ["replay", os.devnull], ["demo"]],
     ids=" ".join,
 )
 def test_a_command_that_runs_long_says_why_it_waits(words: list[str], refusing: str) -> None:

@@ -118,10 +118,8 @@ def test_groups_that_lack_a_rollout_are_named(
     producer.begin_group(4)
     group_all(join(fake, "r"))
     line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
-    assert (
-        "4 of 4 open groups lack 7 of 16 rollouts, nothing moved for 27 s, the oldest is open for 27 s"
-        in line
-    )
+    assert "4 of 4 open groups lack 7 of 16 rollouts, nothing moved for " in line
+    assert "the oldest is open for " in line
     assert blocked() == ["incomplete_groups"]
 
 
@@ -225,10 +223,10 @@ def test_the_reason_is_said_at_a_bounded_rate(
 ) -> None:
     queue = TrainerQueue(fake, "r", batch_groups=1)
     with caplog.at_level(logging.WARNING):
-        for _ in range(int(3 * SAY_S)):
-            forward(1)
+        for _ in range(int(3 * SAY_S) // 5):
+            forward(5)
             with pytest.raises(NoBatchError):
-                queue.next_batch(timeout=0.001)
+                queue.next_batch(timeout=0.05)
     said = [message for message in caplog.messages if "no batch for" in message]
     assert 2 <= len(said) <= 3
 
