@@ -25,6 +25,8 @@ from .streams import ADVANTAGE, GROUPER
 QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
 #: How often a shard is read that cannot be read at one moment, while its figures contradict each other.
 READ_AGAIN: Final = 4
+#: No server holds as much: somebody has written it, and admission waits for it.
+MOST_BYTES: Final = 1 << 50
 #: The ledger's counters without a reason.
 COUNTERS: Final = (
     *("pushed", "trained", *QUEUED, "in_flight", "duplicates", "groups_open", "groups_logged"),
@@ -208,6 +210,11 @@ def problems_of(state: ShardState) -> list[str]:
         )
     problems += [f"ledger {name} is no whole number" for name in state.broken]
     problems += [f"ledger {name} is {n}" for name, n in state.counters.items() if n < 0]
+    problems += [
+        f"ledger {name} is {state.count(name)}, more than a server holds"
+        for name in ("live_bytes", "dead_bytes")
+        if state.count(name) > MOST_BYTES
+    ]
     return problems
 
 

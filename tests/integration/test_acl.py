@@ -474,6 +474,37 @@ def test_a_producer_cannot_read_what_was_pushed(empty: Guarded) -> None:
                 client.eval("return redis.call('HGETALL', KEYS[1])", 1, payload)
 
 
+def test_a_producer_ends_nothing_of_others(empty: Guarded) -> None:
+    """Neither groups that are open or logged, nor tombstones, nor producers on the list."""
+    with producing(empty.url("producer"), RUN) as producer:
+        push_groups(producer, 2)
+        group_all(join(empty.server.url, RUN))
+        producer.begin_group(2, group_id="open")
+        keys = join(empty.server.url, RUN).keys.home
+        before = dump(empty)
+        with empty.client("producer") as client:
+            for words in (
+                ["XADD", keys.groups, "MAXLEN", "0", "*", "a", "b"],
+                ["XADD", keys.groups, "18446744073709551615-18446744073709551615", "a", "b"],
+                ["XDEL", keys.groups, "0-1"],
+                ["HGETALL", keys.group("open")],
+                ["DEL", keys.group("open")],
+                ["RENAME", keys.group("open"), keys.group("other")],
+                ["ZREM", keys.open, "open"],
+                ["HDEL", keys.producers, "x"],
+                ["DEL", keys.producers],
+                ["RENAME", keys.ended, keys.ended_before],
+                ["UNLINK", keys.ended_before],
+                ["RPUSH", keys.garbage, "x"],
+            ):
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    client.execute_command(*words)
+                script = f"return redis.call({', '.join(repr(word) for word in words)})"
+                with pytest.raises(redis.exceptions.ResponseError, match=REFUSED_IN_SCRIPT):
+                    client.eval(script, 1, words[1])
+        assert dump(empty) == before
+
+
 def test_an_observer_runs_no_script(empty: Guarded) -> None:
     """Its texts would stay in the server's memory, and scripts may write into the server's log."""
     with empty.client("observer") as client:

@@ -117,3 +117,12 @@ def test_status_tells_what_admission_reserves(fake: Connection, tokens: int, cou
         key = run.keys.home.group(open_groups[-1].group_id)
         assert str(each).encode() == fake.scripts.hget(key, "place_bytes")
         assert read_status(run)["bytes"]["reserved"] == 2 * 3 * each
+
+
+@pytest.mark.parametrize("name", ["live_bytes", "dead_bytes"])
+def test_bytes_that_no_server_holds_are_a_problem(fake: Connection, name: str) -> None:
+    """They keep producers waiting for room."""
+    run = join(fake, "r")
+    fake.scripts.hincrby(run.keys.home.ledger, name, 1 << 60)
+    (problem,) = read_status(run)["problems"]
+    assert f"{name} is {1 << 60}" in problem
