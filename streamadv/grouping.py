@@ -144,8 +144,7 @@ class Housekeeping:
         for shard, keys in enumerate(run.keys.shards):
             mend_streams(run, keys)
             apply_scores(run, keys)  # before a deadline ends what they complete
-            while (full := expire(run, keys)) and self._clock() < until:
-                pass
+            full = self._expire(keys, until)
             while pass_on_ended(run, shard) and self._clock() < until:
                 pass
             trim_dead(run, keys)
@@ -154,6 +153,19 @@ class Housekeeping:
                     break
             done = done and not full and not swept
         return done
+
+    def _expire(self, keys: ShardKeys, until: float) -> bool:
+        """End groups past their deadline, page by page; True when there may be more of them."""
+        ended = page = expire(self._run, keys)
+        while len(page) >= EXPIRE_COUNT and self._clock() < until:
+            page = expire(self._run, keys)
+            ended = ended + page
+        if ended:
+            told = ", ".join(f"{name} {n}" for name, n in Counter(name for _, name in ended).items())
+            logger.warning(
+                "%d groups reached their deadline, %s among them: %s", len(ended), ended[0][0], told
+            )
+        return len(page) >= EXPIRE_COUNT
 
 
 def housekeeping(run: Run) -> None:
@@ -188,8 +200,8 @@ def apply_scores(run: Run, keys: ShardKeys) -> None:
             _ended(outcome, source)
 
 
-def expire(run: Run, keys: ShardKeys) -> bool:
-    """End groups past their deadline, a page at most; True when there may be more of them.
+def expire(run: Run, keys: ShardKeys) -> list[tuple[str, str]]:
+    """End groups past their deadline, a page at most; their ids and outcomes.
 
     Several groupers may try, the script decides.
     """
@@ -214,12 +226,7 @@ def expire(run: Run, keys: ShardKeys) -> bool:
             for group_id, outcome, source in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
         ]
         waiting = waiting[looked_at:]
-    if ended:
-        outcomes = ", ".join(f"{name} {count}" for name, count in Counter(name for _, name in ended).items())
-        logger.warning(
-            "%d groups reached their deadline, %s among them: %s", len(ended), ended[0][0], outcomes
-        )
-    return len(due) == EXPIRE_COUNT and bool(ended)
+    return ended
 
 
 def _shorten_deadlines(run: Run, keys: ShardKeys, now_ms: int) -> None:

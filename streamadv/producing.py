@@ -601,9 +601,14 @@ class ProducerLogic:
     ) -> list[Any]:
         """The first arguments of the scripts that may open a group, see `lua/lib/admit.lua`.
 
-        max_bytes: None = the shard's budget.
+        max_bytes: None = the shard's budget, for a group admitted before. Sizes were known then, which its server may
+        have forgotten: it needs no more than there is.
         """
         manifest = self.joined
+        each = manifest.max_trajectory_bytes
+        if max_bytes is None:
+            max_bytes = self.max_bytes
+            each = max(1, min(each, max_bytes // places))
         deadline_ms = round((deadline_s or manifest.group_deadline_s) * 1000)
         return [
             group_id,
@@ -611,8 +616,8 @@ class ProducerLogic:
             places,
             data_source or "",
             deadline_ms,
-            manifest.max_trajectory_bytes,
-            self.max_bytes if max_bytes is None else max_bytes,
+            each,
+            max_bytes,
             len(manifest.keys.salts),
             "" if elsewhere is None else elsewhere,
             "" if manifest.max_staleness is None else manifest.max_staleness,

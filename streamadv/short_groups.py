@@ -57,7 +57,7 @@ class Loss(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.groups} of {self.ended} groups ended short of usable rollouts and were dropped, with "
-            f"{self.trajectories} usable trajectories ({self.trajectory_ratio:.0%}): {REMEDY}"
+            f"{self.trajectories} usable trajectories: {REMEDY}"
         )
 
 
@@ -80,11 +80,12 @@ class ShortGroups:
         self._run = run
         self._clock = clock
         self._since = clock()
-        self._before = self._read()
+        self._before: Loss | None = None  # at the first look
 
     def look(self) -> None:
         """Called every second or so."""
         now, current = self._clock(), self._read()
+        self._before = self._before or current
         lately = current.since(self._before)
         long_ago = now - self._since >= SAY_S
         if lately.ended < (FEW if long_ago else WINDOW):

@@ -353,3 +353,20 @@ def test_pacing_before_the_first_trainer_by_the_settings_of_the_run(fake: Connec
         assert begin_until_busy(producer, 1, 100) == 6
         started(fake, 10, 1)  # the trainer's own are in force from now on
         assert begin_until_busy(producer, 1, 100) == 14
+
+
+def test_a_group_of_a_server_that_has_forgotten_all_sizes_is_admitted_again(fake: Connection) -> None:
+    """It was admitted at what trajectories needed; at the limit no budget would have room for it."""
+    with producing(fake, "r", {"max_bytes": 8 * MB, "max_trajectory_bytes": 2 * MB}) as producer:
+        for _ in range(4):
+            play(producer, 2, 10)
+        group = producer.begin_group(500, timeout=0)
+        fake.scripts.flushall()
+        assert group.push([columns(0, 10)]).codes == ["pushed"]
+        run = join(fake, "r")
+        with pytest.raises(Busy, match="max_bytes"):
+            producer.begin_group(1, timeout=0)
+        group.push([columns(index, 10) for index in range(1, 8)])  # now sizes are known again
+        producer.begin_group(1, timeout=0)
+        assert live(run) + reserved(run) <= 8 * MB
+    assert problems(run) == []
