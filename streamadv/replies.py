@@ -22,4 +22,4 @@ def as_texts(reply: Any) -> dict[str, str]:
 
 def whole(text: str) -> int | None:
     """The whole number that `text` is, or None."""
-    return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
+    return int(text) if re.fullmatch(r"-?[0-9]{1,19}", text) else None
