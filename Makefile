@@ -4,7 +4,7 @@ VENV := .venv
 ARGS :=
 BENCH := pipeline
 
-.PHONY: help demo bench test chaos compat fuzz lint format clean
+.PHONY: help demo bench test chaos soak compat fuzz lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
@@ -12,6 +12,7 @@ help:
 	@echo "             stages, backlog, latency, memory, scaling; ARGS=\"--json FILE\" passes flags)"
 	@echo "make test    all tests (ARGS=\"tests/unit -k chain\" passes arguments to pytest)"
 	@echo "make chaos   processes and servers are killed for STREAMADV_CHAOS_SECONDS (120), STREAMADV_CHAOS_SEED (1)"
+	@echo "make soak    thousands of small batches for STREAMADV_SOAK_MINUTES (10): prints what has changed, fails on growth"
 	@echo "make fuzz    STREAMADV_FUZZ_CASES (100000) damaged inputs drawn from STREAMADV_FUZZ_SEED (0)"
 	@echo "make compat  tests with the oldest and the newest redis-py on every server binary found"
 	@echo "make lint    ruff and mypy; make format repairs what ruff can"
@@ -28,6 +29,9 @@ test: $(VENV)/test.installed
 
 chaos: $(VENV)/test.installed
 	STREAMADV_CHAOS_SECONDS=$${STREAMADV_CHAOS_SECONDS:-120} $(VENV)/bin/python -m pytest tests/chaos $(ARGS)
+
+soak: $(VENV)/test.installed
+	STREAMADV_SOAK_MINUTES=$${STREAMADV_SOAK_MINUTES:-10} $(VENV)/bin/python -m pytest tests/soak $(ARGS)
 
 fuzz: $(VENV)/test.installed
 	STREAMADV_FUZZ_CASES=$${STREAMADV_FUZZ_CASES:-100000} $(VENV)/bin/python -m pytest tests/fuzz --timeout 1200 $(ARGS)
