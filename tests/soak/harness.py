@@ -2,9 +2,9 @@
 
     python -m tests.soak.harness --minutes 10
 
-Sizes (elements in the server's keys, clients, memory of server and processes, bytes of a scrape and of the trainer's state)
-and costs (server time of each script, seconds of a scrape) are sampled all the time. After a warm-up the first samples are
-compared with the last: what has grown by more than `ALLOWED` is a problem.
+Sizes (elements in the server's keys, clients, memory of server and processes, bytes of a scrape and of the trainer's
+state) and costs (server time of each script, seconds of a scrape) are sampled all the time. After a warm-up the first
+samples are compared with the last: what has grown by more than `ALLOWED` is a problem.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STALL_S: Final = 60.0
 WARM_UP, END = 0.3, 0.3
 #: Families of keys that level off late hold so much more at the end than in a short run's warm-up.
 DEDUPE_GROUPS: Final = 200
-SLOWLOG: Final = 512
+SLOWLOG: Final = 4096  # entries; what a script calls is in it as well
 PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -191,9 +191,9 @@ class Soak:
         self._scrape()
         costs: dict[str, list[int]] = defaultdict(list)
         for entry in self._client.slowlog_get(SLOWLOG):
-            words = entry["command"].split() if isinstance(entry["command"], str) else []
-            if words[:1] == ["EVALSHA"] and words[1] in self._scripts:
-                costs[self._scripts[words[1]]].append(entry["duration"])
+            command, sha, *_ = [*entry["command"].decode(errors="replace").split(" "), ""]
+            if command == "EVALSHA" and sha in self._scripts:
+                costs[self._scripts[sha]].append(entry["duration"])
         for script, durations in costs.items():
             self.series[f"script_us {script}"].append(statistics.median(durations))
 
@@ -207,10 +207,10 @@ class Soak:
 
     def _scrape(self) -> None:
         log = (self._folder / "grouper.log").read_text()
-        if (match := re.search(r"metrics on port (\d+)", log)) is None:
+        if not (ports := re.findall(r"metrics on port (\d+)", log)):
             return
         begin = time.perf_counter()
-        with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports[-1]}/metrics", timeout=30) as answer:
             body = answer.read()
         self.series["scrape_s"].append(time.perf_counter() - begin)
         self.series["scrape_bytes"].append(len(body))

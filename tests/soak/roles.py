@@ -2,8 +2,8 @@
 
     python -m tests.soak.roles ROLE URL RUN
 
-Some groups fail on purpose, so that everything a run keeps for a while has something to keep: rollouts that fail, groups
-that expire, groups without a column the chain needs, groups with equal rewards.
+Some groups fail on purpose, so that everything a run keeps for a while has something to keep: rollouts that fail,
+groups that expire, groups without a column the chain needs, groups with equal rewards.
 """
 
 from __future__ import annotations
