@@ -253,7 +253,8 @@ class Slot:
 class Chaos:
     """One run of the harness."""
 
-    def __init__(self, seed: int, seconds: float, server: str, folder: Path) -> None:
+    def __init__(self, seed: int, seconds: float, server: str, folder: Path, scale: int) -> None:
+        self.scale = scale
         self.chance = random.Random(seed)
         self.folder = folder
         self.report = Report(seed, seconds, server)
@@ -395,7 +396,7 @@ class Chaos:
                     f"{address.hostname}:{address.port or 6379}", f"127.0.0.1:{self.proxy.port}"
                 )
             run = f"chaos-{self.report.seed}-{os.getpid()}"
-            self.setup = Setup(url, run, str(self.folder), self.report.seed, self.settings, self.chain)
+            self.setup = Setup(url, run, str(self.folder), self.report.seed, self.settings, self.chain, scale=self.scale)
             self.setup_file = self.setup.save()
             for slot in self.slots:
                 self.start(slot)
@@ -492,7 +493,7 @@ class Chaos:
 
     def _plans(self) -> list[GroupPlan]:
         return [
-            plan_group(self.report.seed, number, n)
+            plan_group(self.report.seed, number, n, self.scale)
             for number in range(PRODUCERS)
             for n in read_journal(journal_file(self.folder, number))[0]
         ]
@@ -511,13 +512,18 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def run_chaos(seed: int, seconds: float, server: str, folder: Path | None = None) -> Report:
-    """One chaos run. `server`: memory, always, everysec, cluster, sentinel, or the URL of one (which is not killed)."""
+def run_chaos(
+    seed: int, seconds: float, server: str, folder: Path | None = None, scale: int = 1
+) -> Report:
+    """One chaos run. `server`: memory, always, everysec, cluster, sentinel, or the URL of one (which is not killed).
+
+    scale: groups have so many times more members.
+    """
     with ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamadv-chaos-")))
         folder.mkdir(parents=True, exist_ok=True)
-        return Chaos(seed, seconds, server, folder).play()
+        return Chaos(seed, seconds, server, folder, scale).play()
 
 
 def main() -> int:
@@ -528,8 +534,11 @@ def main() -> int:
     )
     parser.add_argument("--server", default="memory", help=f"{', '.join((*SERVERS, *GROUPS))}, or a URL")
     parser.add_argument("--folder", type=Path, help="keep journals and logs here")
+    parser.add_argument("--scale", type=int, default=1, help="so many times more members a group")
     arguments = parser.parse_args()
-    report = run_chaos(arguments.seed, arguments.seconds, arguments.server, arguments.folder)
+    report = run_chaos(
+        arguments.seed, arguments.seconds, arguments.server, arguments.folder, arguments.scale
+    )
     print(json.dumps(vars(report), indent=1))
     return 1 if report.problems else 0
 

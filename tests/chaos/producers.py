@@ -54,11 +54,12 @@ class GroupPlan:
     usable: set[Identity] = field(default_factory=set)
 
 
-def plan_group(seed: int, producer: int, number: int) -> GroupPlan:
-    """The plan of a producer's n-th group."""
+def plan_group(seed: int, producer: int, number: int, scale: int = 1) -> GroupPlan:
+    """The plan of a producer's n-th group, `scale` times as many members as usual."""
     chance = random.Random(f"{seed}/{producer}/{number}")
     kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
     size = chance.choice((2, 4)) if kind in ("failing", "cancelled", "short") else chance.choice((1, 2, 4))
+    size *= scale
     plan = GroupPlan(f"p{producer}-{number:05d}", kind, size, chance.random() < 0.2)
     places = [(plan.group_id, index) for index in range(size)]
     if kind == "cancelled":
@@ -111,7 +112,7 @@ def run_producer(setup: Setup, number: int) -> int:
                     journal.write(f"begin {n} {time.time():.3f}\n")
                 else:
                     break
-                working[n] = work_on(producer, plan_group(setup.seed, number, n), scorers)
+                working[n] = work_on(producer, plan_group(setup.seed, number, n, setup.scale), scorers)
             if not working:
                 break
             for n, steps in list(working.items()):

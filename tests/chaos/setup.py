@@ -23,6 +23,7 @@ class Setup:
     lease_s: float = 1.0
     batch_groups: int = 4
     max_staleness: int = 3
+    scale: int = 1
     heartbeat_s: float = 1.0
     producer_timeout_s: float = 3.0
 
