@@ -396,7 +396,17 @@ class Chaos:
                     f"{address.hostname}:{address.port or 6379}", f"127.0.0.1:{self.proxy.port}"
                 )
             run = f"chaos-{self.report.seed}-{os.getpid()}"
-            self.setup = Setup(url, run, str(self.folder), self.report.seed, self.settings, self.chain, scale=self.scale)
+            lossy = kind in ("everysec", *GROUPS)
+            self.setup = Setup(
+                url,
+                run,
+                str(self.folder),
+                self.report.seed,
+                self.settings,
+                self.chain,
+                scale=self.scale,
+                overlap_s=1e9 if lossy else Setup.overlap_s,
+            )
             self.setup_file = self.setup.save()
             for slot in self.slots:
                 self.start(slot)
@@ -512,9 +522,7 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def run_chaos(
-    seed: int, seconds: float, server: str, folder: Path | None = None, scale: int = 1
-) -> Report:
+def run_chaos(seed: int, seconds: float, server: str, folder: Path | None = None, scale: int = 1) -> Report:
     """One chaos run. `server`: memory, always, everysec, cluster, sentinel, or the URL of one (which is not killed).
 
     scale: groups have so many times more members.
@@ -536,9 +544,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keep journals and logs here")
     parser.add_argument("--scale", type=int, default=1, help="so many times more members a group")
     arguments = parser.parse_args()
-    report = run_chaos(
-        arguments.seed, arguments.seconds, arguments.server, arguments.folder, arguments.scale
-    )
+    report = run_chaos(arguments.seed, arguments.seconds, arguments.server, arguments.folder, arguments.scale)
     print(json.dumps(vars(report), indent=1))
     return 1 if report.problems else 0
 

@@ -25,9 +25,6 @@ from .checks import Identity
 from .setup import Setup
 
 WINDOW: Final = 3  # groups worked on at a time
-#: After a restart groups finished so recently are done again: a server that went away meanwhile may have lost them,
-#: and the resend window of a killed producer with them.
-OVERLAP_S: Final = 15.0
 KINDS: Final = {
     "whole": 10,
     "one_by_one": 6,
@@ -95,7 +92,7 @@ def run_producer(setup: Setup, number: int) -> int:
     scorers = bool(setup.settings.get("scorers"))
     file = journal_file(setup.path, number)
     begun, done = read_journal(file)
-    recent = max(done.values(), default=0.0) - OVERLAP_S
+    recent = max(done.values(), default=0.0) - setup.overlap_s
     again = [n for n in dict.fromkeys(begun) if done.get(n, recent) >= recent]
     following = max(begun, default=-1) + 1
     with (

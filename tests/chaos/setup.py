@@ -24,6 +24,9 @@ class Setup:
     batch_groups: int = 4
     max_staleness: int = 3
     scale: int = 1
+    #: A producer that starts again repeats what its last life has finished so recently. Where a server loses its last
+    #: moments that is everything: the dead one's resend window may have waited for room over several losses.
+    overlap_s: float = 15.0
     heartbeat_s: float = 1.0
     producer_timeout_s: float = 3.0
 
