@@ -69,8 +69,8 @@ ALLOWED: Final[Mapping[str, Growth]] = {
 }
 #: Costs, which whatever else the machine does changes as well: judged in long runs only.
 ALLOWED_COSTS: Final[Mapping[str, Growth]] = {
-    "script_us": Growth(0.5, 20),
-    "scrape_s": Growth(0.5, 0.02),
+    "script_us": Growth(1.0, 50),
+    "scrape_s": Growth(1.0, 0.05),
 }
 
 
