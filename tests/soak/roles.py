@@ -90,6 +90,7 @@ def train(url: str, run: str) -> None:
     torch.set_num_threads(1)
     options: dict[str, Any] = {
         "world_size": 2,
+        "job": "soak",
         "batch_groups": BATCH_GROUPS,
         "max_staleness": 64,
         "prefetch": 4,
@@ -99,7 +100,7 @@ def train(url: str, run: str) -> None:
         "max_filtered_batches": None,
     }
     first = TrainerQueue(url, run, rank=0, **options)
-    second = TrainerQueue(url, run, rank=1, epoch=first.epoch, **options)
+    second = TrainerQueue(url, run, rank=1, **options)
     for number in itertools.count(1):
         batch = _next(first, number)
         other = _next(second, number)
