@@ -45,8 +45,8 @@ START_S: Final = 60.0
 STALL_S: Final = 60.0
 #: Share of the samples that belong to the warm-up, and of the rest that are compared at each end.
 WARM_UP, END = 0.3, 0.3
-#: Families of keys that level off late hold so much more at the end than in a short run's warm-up.
-DEDUPE_GROUPS: Final = 200
+#: Ended groups remembered per shard: so few that a short run's warm-up reaches it, and less than what may grow.
+DEDUPE_GROUPS: Final = 20
 SLOWLOG: Final = 4096  # entries; what a script calls is in it as well
 PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
