@@ -38,8 +38,7 @@ from streamadv.status import problems_of, read_shard, read_status
 
 from .roles import settings
 
-WORKERS: Final = ("grouper", "advantage")
-ROLES: Final = ("producer", "passing", "trainer")
+ROLES: Final = ("grouper", "producer", "passing", "trainer")
 SAMPLE_S: Final = 1.0
 START_S: Final = 60.0
 STALL_S: Final = 60.0
@@ -131,13 +130,9 @@ class Soak:
         return self.report
 
     def _start(self, url: str, run: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "STREAMADV_LOG_LEVEL": "error"}
-        commands = {
-            role: ["-m", "streamadv", "worker", role, "--redis", url, "--run", run] for role in WORKERS
-        }
-        commands["grouper"] += ["--metrics-port", "0"]
-        commands |= {role: ["-m", "tests.soak.roles", role, url, run] for role in ROLES}
-        environment["STREAMADV_LOG_LEVEL"] = "info"  # says where metrics are served
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "STREAMADV_LOG_LEVEL": "info"}
+        commands = {role: ["-m", "tests.soak.roles", role, url, run] for role in ROLES}
+        commands["advantage"] = ["-m", "streamadv", "worker", "advantage", "--redis", url, "--run", run]
         for name, command in commands.items():
             log = self._folder / f"{name}.log"
             child = Child(name, command, environment=environment, log=log, inbox=self._inbox)

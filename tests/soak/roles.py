@@ -1,4 +1,4 @@
-"""What a soak runs: a steady producer, producers that come and go, and a training job of two ranks.
+"""What a soak runs: a grouper, a steady producer, producers that come and go, and a training job of two ranks.
 
     python -m tests.soak.roles ROLE URL RUN
 
@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from streamadv import cli, dead_letters
 from streamadv import producer as producer_module
 from streamadv.errors import Busy, NoBatchError
 from streamadv.manifest import RunSettings
@@ -31,6 +32,7 @@ BATCH_GROUPS: Final = 2
 HEARTBEAT_S: Final = 0.5
 COMMIT_EVERY: Final = 5
 REPORT_EVERY: Final = 50
+DEAD_KEPT: Final = 10
 EXPIRING: Final = 97  # every so many groups one goes this way
 FAILING: Final = 31
 INCOMPLETE: Final = 41
@@ -63,6 +65,12 @@ def members(group_id: str, number: int) -> list[Trajectory]:
     if number % EQUAL == 0:
         return [trajectory(group_id, index, SIZE, values=VALUES, reward=1.0) for index in range(SIZE)]
     return [trajectory(group_id, index, SIZE, values=VALUES) for index in range(SIZE)]
+
+
+def group(url: str, run: str) -> None:
+    """A grouper that keeps few dead letters."""
+    vars(dead_letters)["DEAD_KEPT"] = DEAD_KEPT
+    sys.exit(cli.main(["worker", "grouper", "--redis", url, "--run", run, "--metrics-port", "0"]))
 
 
 def produce(url: str, run: str) -> None:
@@ -122,6 +130,7 @@ def _next(queue: TrainerQueue, number: int) -> Any:
 
 
 ROLES: Final[dict[str, Callable[[str, str], None]]] = {
+    "grouper": group,
     "producer": produce,
     "passing": come_and_go,
     "trainer": train,
