@@ -32,9 +32,9 @@ class Bound:
 
 
 BOUNDS = {
-    "grpo": Bound(15, 0.8, 3600, 3100),
-    "grpo+kl": Bound(16, 0.8, 3750, 3500),
-    "gae+kl": Bound(17, 0.8, 3950, 3500),
+    "grpo": Bound(15, 0.8, 3850, 3100),
+    "grpo+kl": Bound(16, 0.8, 4000, 3500),
+    "gae+kl": Bound(17, 0.8, 4250, 3500),
 }
 
 
