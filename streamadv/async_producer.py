@@ -12,13 +12,15 @@ from typing import Any, Self
 from redis.exceptions import OutOfMemoryError
 
 from .async_group import AsyncGroup, AsyncRollout
+from .beginning import Call
 from .connection import AsyncConnection
 from .errors import ManifestMismatchError, ProducerClosedError, StreamadvError
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
+from .membership import CLOSE_S, STAGE
 from .outages import RETRYABLE, Backoff, closed_under_way, retried
 from .places import Places
 from .presence import HEARTBEAT_S
-from .producing import CLOSE_S, STAGE, Call, ProducerLogic
+from .producing import ProducerLogic
 from .schema import Trajectory
 from .scripts import run_script_async, run_transaction_async, server_ids_async
 from .tickets import PushResult, Ticket

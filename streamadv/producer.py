@@ -20,10 +20,11 @@ from .errors import ManifestMismatchError, ProducerClosedError, StreamadvError
 from .exchange import Memory, Pause, Request, ServerIds, Steps, T, Transaction
 from .group import Group, Rollout
 from .manifest import RunSettings
+from .membership import CLOSE_S, STAGE
 from .outages import RETRYABLE, Backoff, retried
 from .places import Places
 from .presence import HEARTBEAT_S
-from .producing import CLOSE_S, STAGE, ProducerLogic
+from .producing import ProducerLogic
 from .resend import RESEND_WINDOW_S
 from .schema import Trajectory
 from .scripts import run_script, run_transaction, server_ids
