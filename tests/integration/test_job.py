@@ -449,6 +449,61 @@ def test_the_newer_job_has_the_run_though_the_server_forgot_it(server_of_job: Se
             queue.next_batch(timeout=0)
 
 
+def test_a_batch_whose_naming_was_lost_reaches_the_other_ranks_as_it_was(
+    server_of_job: Server, run: str
+) -> None:
+    joined = filled(server_of_job.connection, run, 6)
+    ranks = ranks_of(joined, 2, prefetch=0)
+    train(ranks, joined)
+    server_of_job.keep()
+    mine = given(ranks[0], joined)
+    server_of_job.go_back()
+    with pytest.raises(NoBatchError):
+        ask(ranks[1], joined)
+    ranks[0].trained(mine)
+    theirs = given(ranks[1], joined)
+    assert (theirs.id, groups_of(theirs)) == (mine.id, groups_of(mine))
+
+
+def test_a_rank_trusts_no_server_that_has_gone_back(server_of_job: Server, run: str) -> None:
+    joined = filled(server_of_job.connection, run, 6)
+    ranks = ranks_of(joined, 2)
+    train(ranks, joined)
+    server_of_job.keep()
+    server_of_job.restart()
+    train(ranks, joined)
+    server_of_job.go_back()
+    with pytest.raises(
+        NoBatchError, match="the server has lost its last moments: waiting for rank 0 to repeat them"
+    ):
+        ranks[1].next_batch(timeout=0)
+    train(ranks, joined)
+
+
+def test_what_was_begun_after_the_loading_stays_though_the_server_forgot_that(
+    server_of_job: Server, run: str
+) -> None:
+    joined = filled(server_of_job.connection, run, 6)
+    (first,) = ranks_of(joined, 1)
+    train([first], joined)
+    state = save(first)
+    train([first], joined)
+    server_of_job.keep()
+    (queue,) = ranks_of(joined, 1)
+    queue.load_state_dict(state)
+    rollout = {"rollout_index": 0, "input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0}
+    with producing(joined.connection, run) as producer:
+        group = producer.begin_group(1, group_id="new")
+        server_of_job.go_back()
+        group.push([rollout])
+    seen = []
+    while (batch := ask(queue, joined)) is not None:
+        seen += groups_of(batch)
+        queue.trained(batch)
+    assert "new" in seen
+    assert ledger(joined)["dropped"] == {}
+
+
 def test_a_rank_says_what_it_waits_for(server_of_job: Server, run: str) -> None:
     joined = filled(server_of_job.connection, run, 8)
     first, second = ranks_of(joined, 2, "first"), ranks_of(joined, 2, "second")
