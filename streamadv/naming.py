@@ -68,7 +68,7 @@ class NamingRules:
 
 def begun_under(group: LoggedGroup) -> int:
     """The epoch in which the group was begun. Its tickets tell, where a server has lost the epoch with the group."""
-    return max(group.epoch, *(member.epoch for member in group.members))
+    return max([group.epoch, *(member.epoch for member in group.members)])
 
 
 def staleness(member: Reference, k: int) -> int | None:
