@@ -136,6 +136,17 @@ def test_m2po_keeps_what_stays_below_its_threshold() -> None:
     ratio = torch.tensor([[0.0, 2.0, 2.0, 9.0]])  # means of squares 0, 2, 8 / 3, ..
     for threshold, kept in ((2.0, [1, 0, 0, 0]), (2.1, [1, 1, 0, 0]), (1e-9, [1, 0, 0, 0])):
         assert padded.m2po_mask(ratio, mask, threshold)[0].tolist() == kept
+    assert padded.m2po_mask(torch.tensor([[2.0, 1.0]]), torch.ones(1, 2), 0.5)[0].tolist() == [
+        0,
+        1,
+    ]  # one stays
+
+
+def test_nan_where_nothing_counts_is_no_reward() -> None:
+    column = [math.nan, 1.0, math.nan, 2.0, 4.0, math.nan]
+    pairs = [member("a", 0, 0.0, [[0, 1, 0, 1, 0, 0]], token_level_rewards=column)]
+    result = run_chain(build_chain({"estimator": "reinforce", "token_rewards": "column"}), batch_of(pairs))
+    assert result.columns["token_level_rewards"].tolist() == [0, 1, 0, 6, 0, 0]
 
 
 def test_the_off_policy_sequence_mask_drops_what_is_beyond() -> None:
