@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ class Run:
         self.name = name
         self.connection = connection
         self._settings = settings
+        self._looked = time.monotonic()
         self.manifest: Manifest = self._read(None)
 
     def refresh(self) -> None:
@@ -29,8 +31,11 @@ class Run:
         """
         self.manifest = self._read(None if self._settings is None else self.manifest)
 
-    def keep_up(self) -> None:
-        """`refresh`, if there is anything new: one small round trip."""
+    def keep_up(self, every_s: float = 0.0) -> None:
+        """`refresh`, if there is anything new: one small round trip, unless the last look was within `every_s`."""
+        if time.monotonic() - self._looked < every_s:
+            return
+        self._looked = time.monotonic()
         key = manifest_key(self.name)
         pipe = self.connection.scripts.pipeline(transaction=False)
         pipe.hget(key, "salts")

@@ -34,6 +34,7 @@ ADVANTAGE: Final = "advantage"
 BLOCK_MS: Final = 1000
 #: Block on one stream while others may have entries, when a process serves several shards.
 SHARED_BLOCK_MS: Final = 50
+KEEP_UP_S: Final = 1.0
 RETIRE_AFTER_MS: Final = 3_600_000
 
 
@@ -225,7 +226,7 @@ class Consumer:
                 each for each in self._leases[shard].over(self._clock()) if each[0] not in held
             ]
             self.retire_others()
-            self.run.keep_up()
+            self.run.keep_up(KEEP_UP_S)
         if self._free[shard]:
             due, self._free[shard] = self._free[shard][:count], self._free[shard][count:]
             names = [self.run.keys.shard(shard).void, stream]

@@ -51,6 +51,7 @@ from .watchdog import Limits, Watchdog
 logger = logging.getLogger(__name__)
 
 STAGE = "trainer"
+KEEP_UP_S = 1.0  # how often it looks whether the server has the manifest that this job knows
 BLOCK_MS = 500
 
 
@@ -337,7 +338,7 @@ class TrainerQueue(IterableDataset[Batch]):
     def _now(self) -> Session:
         """The hold on the run on the servers as they are: after a restart or failover it is repeated there."""
         if self._run is not None:
-            self._run.keep_up()
+            self._run.keep_up(KEEP_UP_S)
         if self._session is not None and not self._is_stale and not self._session.has_same_servers():
             if self._rank == 0:
                 logger.warning("%s: the server is not the one it was: repeating what it may have lost", STAGE)

@@ -139,6 +139,6 @@ if used > 0 then
 end
 if stuck then
   for i = stuck, records - 1 do redis.call('UNLINK', KEYS[first_payload + i]) end
-  return redis.error_reply('STREAMEND ' .. keys.rollouts .. ' or the stream of the first scorer takes no more entries: a grouper mends it')
+  return redis.error_reply('STREAMEND no more entries fit into its stream')
 end
 return codes

@@ -8,7 +8,7 @@
 -- include malformed
 -- include last_id
 redis.call('DEL', KEYS[1])
-if is_at_end(KEYS[3]) then return redis.error_reply('STREAMEND ' .. KEYS[3] .. ' takes no more entries: a grouper mends it') end
+if is_at_end(KEYS[3]) then return redis.error_reply('STREAMEND no more entries fit into ' .. KEYS[3]) end
 local keys = {ledger = KEYS[4]}
 local function in_scoring()
   local length = 0

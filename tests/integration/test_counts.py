@@ -32,9 +32,9 @@ class Bound:
 
 
 BOUNDS = {
-    "grpo": Bound(15, 0.8, 3850, 3100),
-    "grpo+kl": Bound(16, 0.8, 4000, 3500),
-    "gae+kl": Bound(17, 0.8, 4250, 3500),
+    "grpo": Bound(15, 0.73, 3850, 3100),
+    "grpo+kl": Bound(16, 0.73, 4000, 3500),
+    "gae+kl": Bound(17, 0.73, 4250, 3500),
 }
 
 
