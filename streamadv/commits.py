@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, cast
 
 from .batches import BatchRecord, LoggedGroup, Pointer, check_fence, entry_order, find_groups
-from .malformed import reject_logged, whole
+from .malformed import reject_logged
+from .replies import as_count
 from .run import Run
 from .schema import Role
 from .wire import Reference
@@ -54,7 +55,7 @@ def mark_copies(run: Run, groups: Sequence[LoggedGroup], earlier: Sequence[Point
         pipe.xlen(keys.groups)
         pipe.hget(keys.ledger, "groups_logged")
     lengths = pipe.execute()
-    if all(there <= whole(counted) for there, counted in zip(lengths[::2], lengths[1::2], strict=True)):
+    if all(there <= as_count(counted) for there, counted in zip(lengths[::2], lengths[1::2], strict=True)):
         return list(groups)
     known = {group.group_id for group in find_groups(run, earlier) if group is not None}
     pipe = run.connection.scripts.pipeline(transaction=False)

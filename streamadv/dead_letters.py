@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from .errors import StreamadvError
 from .keys import ShardKeys
-from .malformed import Malformed, list_malformed, whole
+from .malformed import Malformed, list_malformed
+from .replies import as_count
 from .run import Run
 
 #: Dead groups known of in a shard; beyond it the oldest are forgotten, emptied ones first.
@@ -96,7 +97,7 @@ def trim_dead(run: Run, keys: ShardKeys) -> None:
         oldest = oldest or scripts.zrange(keys.dead, 0, count - 1)
         _empty(run, keys, "purge", oldest)
     limit = run.manifest.dead_bytes
-    while whole(scripts.hget(keys.ledger, "dead_bytes")) > limit:
+    while as_count(scripts.hget(keys.ledger, "dead_bytes")) > limit:
         oldest = scripts.zrange(keys.dead, "0", "+inf", byscore=True, offset=0, num=EMPTY_COUNT)
         if not oldest:
             return
@@ -149,13 +150,12 @@ def _read(run: Run, keys: ShardKeys, group_id: str, when_ms: float) -> DeadGroup
     fields = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in stored.items()}
     if not {"reason", "detail", "count", "bytes"} <= fields.keys():
         return None  # nobody of the run has written it
-    count, size = fields["count"], fields["bytes"]
     return DeadGroup(
         group_id=group_id,
         reason=fields["reason"],
         detail=fields["detail"],
-        trajectories=int(count) if count.isdigit() else 0,
-        bytes=int(size) if size.isdigit() else 0,
+        trajectories=as_count(fields["count"]),
+        bytes=as_count(fields["bytes"]),
         emptied="emptied" in fields,
         age_s=_age_s(when_ms),
         data_source=fields.get("log:data_source") or None,

@@ -12,7 +12,7 @@ from .admission import byte_budget
 from .errors import SettingError
 from .keys import ShardKeys
 from .outages import RETRYABLE, NotNowError
-from .replies import as_mapping, whole
+from .replies import as_count, as_mapping, as_whole
 from .run import Run
 
 if TYPE_CHECKING:
@@ -105,11 +105,7 @@ def _open_groups(run: Run, opened: Sequence[tuple[ShardKeys, list[bytes]]], now_
 
 def _numbers(rows: Sequence[Any]) -> Iterator[list[int]]:
     for row in rows:
-        numbers = (
-            []
-            if isinstance(row, Exception)
-            else [whole((value or b"0").decode(errors="replace")) for value in row]
-        )
+        numbers = [] if isinstance(row, Exception) else [as_whole(value or b"0") for value in row]
         if numbers and None not in numbers:  # else somebody has written into the group: the grouper ends it
             yield [number or 0 for number in numbers]
 
@@ -121,7 +117,7 @@ def _since_batch(shards: Sequence[ShardState]) -> Counter[str]:
         ended.update(state.by_reason("outcome"))
         for pair in state.trainer.get("ended_before_batch", "").split():
             name, _, count = pair.partition("=")
-            ended[name] -= whole(count) or 0
+            ended[name] -= as_count(count)
     return +ended
 
 
@@ -137,9 +133,9 @@ def _admission(run: Run, shards: Sequence[ShardState], server: Mapping[str, Any]
     for number, state in enumerate(shards):
         if state.trainer.get("batch_groups", "").isdecimal():
             batch_groups = int(state.trainer["batch_groups"])
-            max_staleness = whole(state.trainer.get("max_staleness", ""))
+            max_staleness = as_whole(state.trainer.get("max_staleness"))
         open_groups = max(0, state.groups_open - max(0, state.count("groups_abandoned")))
-        ahead.append(open_groups + state.groups_logged - (whole(state.trainer.get("held", "")) or 0))
+        ahead.append(open_groups + state.groups_logged - as_count(state.trainer.get("held")))
         size = (state.count("grouped") + state.count("in_flight")) // max(1, state.groups_logged)
         reserve = max(1, size) * state.place_bytes
         if state.count("live_bytes") + state.reserved_bytes + reserve > budget:

@@ -29,10 +29,10 @@ from .malformed import (
     record_problem,
     reject_entry,
     reject_item,
-    whole,
 )
 from .manifest import MAX_DEADLINE_S
 from .outages import RETRYABLE, Backoff, retried
+from .replies import as_count
 from .run import Run
 from .scoring import pass_on_ended
 from .short_groups import ShortGroups
@@ -252,7 +252,7 @@ def _foreign_members(run: Run, keys: ShardKeys) -> list[bytes]:
     pipe.zcard(keys.open)
     pipe.hget(keys.ledger, "groups_open")
     there, counted = pipe.execute()
-    if there <= whole(counted):
+    if there <= as_count(counted):
         return []
     start = random.randrange(max(1, there - EXPIRE_COUNT + 1))
     members: Any = run.connection.scripts.zrange(keys.open, start, start + EXPIRE_COUNT - 1)

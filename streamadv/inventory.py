@@ -11,8 +11,8 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from . import batches
 from .keys import RUNS, ShardKeys, manifest_key
-from .malformed import whole
 from .problems import brief
+from .replies import as_count
 from .run import Run
 
 PAGE: Final = 256
@@ -57,7 +57,7 @@ def walk(run: Run, keys: ShardKeys) -> ShardInventory:
         group = _hash(run, keys.group(group_id))
         found.abandoned += group.get(b"abandoned") == b"1"
         filled = sum(index.isdigit() for index in group)
-        if free := whole(group.get(b"places", b"")) - filled:
+        if free := as_count(group.get(b"places", b"")) - filled:
             each = group.get(b"place_bytes", b"").decode(errors="backslashreplace")
             found.unfilled[each] = found.unfilled.get(each, 0) + free
         for index, record in group.items():
@@ -94,9 +94,9 @@ def deep_problems(run: Run) -> list[str]:
     for number, keys in enumerate(run.keys.shards):
         found = walk(run, keys)
         stored: Any = run.connection.scripts.hgetall(keys.ledger)
-        ledger = {name.decode(errors="backslashreplace"): whole(value) for name, value in stored.items()}
+        ledger = {name.decode(errors="backslashreplace"): as_count(value) for name, value in stored.items()}
         unfilled = {
-            name[1:].decode(errors="backslashreplace"): whole(value)
+            name[1:].decode(errors="backslashreplace"): as_count(value)
             for name, value in _hash(run, keys.sizes).items()
             if name.startswith(b"u")
         }

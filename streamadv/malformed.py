@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from .keys import ShardKeys
 from .problems import brief, one_line
+from .replies import as_count
 from .run import Run
 from .schema import MAX_GROUP_SIZE, Role
 from .streams import Entry
@@ -76,11 +77,6 @@ def record_problem(run: Run, shard: int, fields: Mapping[str, bytes]) -> str | N
     return None
 
 
-def whole(value: Any) -> int:
-    """A counter as it stands on the server; 0 for none, and for what is no whole number."""
-    return int(value) if re.fullmatch(rb"-?[0-9]{1,19}", value or b"") else 0
-
-
 def is_payload_key(keys: ShardKeys, key: str) -> bool:
     """Whether `key` may name a payload of the shard: others must never be deleted as one."""
     return key.startswith(keys.payload("")) and not _SPACE.search(key)
@@ -134,7 +130,7 @@ def list_malformed(run: Run, keys: ShardKeys) -> Iterator[Malformed]:
         yield Malformed(
             id=one_line(f"{place}/{item}"),
             note=entry.decode(),
-            trajectories=int(count) if count.isdecimal() else 0,
+            trajectories=as_count(count),
             detail=detail,
             text=text,
             when_ms=int(entry.partition(b"-")[0]),

@@ -20,6 +20,12 @@ def as_texts(reply: Any) -> dict[str, str]:
     return {name: value.decode(errors="backslashreplace") for name, value in as_mapping(reply).items()}
 
 
-def whole(text: str) -> int | None:
-    """The whole number that `text` is, or None."""
+def as_whole(value: str | bytes | None) -> int | None:
+    """The whole number that `value` is, of at most 19 digits, or None."""
+    text = value.decode(errors="replace") if isinstance(value, bytes) else value or ""
     return int(text) if re.fullmatch(r"-?[0-9]{1,19}", text) else None
+
+
+def as_count(value: str | bytes | None) -> int:
+    """The whole number that `value` is; 0 where it is none."""
+    return as_whole(value) or 0

@@ -33,6 +33,7 @@ from .manifest import RunSettings
 from .outages import RETRYABLE, Backoff, patiently, retried
 from .payloads import fetch_payloads
 from .problems import first_problem
+from .replies import as_count
 from .run import open_run
 from .scores import Score, ScoreError, ScoreFunction, rewards_of, scores_of
 from .scoring import Passed, pass_on, unchanged, waits_for_score
@@ -308,7 +309,7 @@ class Scorer:
         found: Any = self._run.connection.scripts.hmget(
             attempts, [self._tries_field(each) for each in waiting]
         )
-        tries = [int(text) if text and text.isdigit() else 0 for text in found]
+        tries = list(map(as_count, found))
         return [waiting[place] for place in sorted(range(len(waiting)), key=tries.__getitem__)]
 
     @contextmanager

@@ -24,6 +24,7 @@ from .errors import BatchLostError, EpochFencedError, StreamadvError
 from .isolation import Death
 from .naming import NamingSettings
 from .progress import Progress
+from .replies import as_count
 from .run import Run
 from .waiting import Reason
 
@@ -63,7 +64,7 @@ def read_hold(run: Run) -> Hold:
     """What rank 0 has written."""
     values: Any = run.connection.scripts.hmget(run.keys.home.lineage, list(_FIELDS))
     job, session, *numbers = ((value or b"").decode(errors="replace") for value in values)
-    return Hold(job, session, *(int(number) if number.isdigit() else 0 for number in numbers))
+    return Hold(job, session, *map(as_count, numbers))
 
 
 def take(run: Run, progress: Progress) -> tuple[int, bool]:

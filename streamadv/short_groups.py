@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from .malformed import whole
+from .replies import as_count
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -99,5 +99,5 @@ class ShortGroups:
         for keys in self._run.keys.shards:
             stored: Any = self._run.connection.scripts.hgetall(keys.ledger)
             for name, value in stored.items():
-                counters[name.decode(errors="replace")] += whole(value)
+                counters[name.decode(errors="replace")] += as_count(value)
         return loss_of(counters)

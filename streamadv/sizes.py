@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from .replies import as_count
+
 KNOWN: Final = 8  # payloads after which their sizes count; until then a place needs max_trajectory_bytes
 RARE: Final = 0.01  # the share of payloads that may be larger than what a place needs
 MOST: Final = 240  # buckets above would be of payloads that no server holds
@@ -23,7 +25,7 @@ class Reserved(NamedTuple):
 
 def reserved(fields: Mapping[str, str], max_trajectory_bytes: int) -> Reserved:
     """The reservation of a shard whose hash `sizes` has these fields; what is no number counts as 0."""
-    counts = {name: _number(value) for name, value in fields.items()}
+    counts = {name: as_count(value) for name, value in fields.items()}
     each = _place_bytes(counts, max_trajectory_bytes)
     return Reserved(sum(max(size, each) * count for size, count in _numbered(counts, "u").items()), each)
 
@@ -60,8 +62,3 @@ def _numbered(counts: Mapping[str, int], kind: str) -> dict[int, int]:
         for name, count in counts.items()
         if name[:1] == kind and len(name) < 17 and name[1:].isascii() and name[1:].isdigit()
     }
-
-
-def _number(text: str) -> int:
-    digits = text.removeprefix("-")
-    return int(text) if digits.isascii() and digits.isdigit() and len(digits) < 19 else 0

@@ -16,7 +16,7 @@ from . import batches, naming, sizes
 from .facts import read_facts
 from .keys import ShardKeys
 from .presence import PRODUCER_STATE, PRODUCER_TIMEOUT_S
-from .replies import as_mapping, as_texts, whole
+from .replies import as_count, as_mapping, as_texts, as_whole
 from .run import Run
 from .short_groups import loss_of
 from .streams import ADVANTAGE, GROUPER
@@ -134,7 +134,7 @@ def _read_shard(run: Run, keys: ShardKeys) -> tuple[ShardState, bool]:
     places = sizes.reserved(as_texts(known), run.manifest.max_trajectory_bytes)
     numbers = as_texts(counters)
     state = ShardState(
-        counters={name: n for name, value in numbers.items() if (n := whole(value)) is not None},
+        counters={name: n for name, value in numbers.items() if (n := as_whole(value)) is not None},
         trainer=as_texts(trainer),
         groups_open=groups_open,
         groups_logged=groups_logged,
@@ -148,7 +148,7 @@ def _read_shard(run: Run, keys: ShardKeys) -> tuple[ShardState, bool]:
             name: _stream_state(length, oldest, groups, group, now_s * 1000 + microseconds // 1000)
             for (name, (_, group)), (length, oldest, groups) in zip(streams.items(), per_stream, strict=True)
         },
-        broken=[name for name in COUNTERS if whole(numbers.get(name, "0")) is None],
+        broken=[name for name in COUNTERS if as_whole(numbers.get(name, "0")) is None],
     )
     return state, atomic
 
@@ -270,12 +270,12 @@ def read_status(run: Run) -> dict[str, Any]:
         "ready": sum(state.ready for state in shards),
         "streams": streams,
         "trainer": {
-            "epoch": _number(lineage, "epoch"),
-            "version": _number(lineage, "version") if "version" in lineage else None,
-            "committed": _number(lineage, "committed"),
+            "epoch": as_count(lineage.get("epoch")),
+            "version": as_count(lineage.get("version")) if "version" in lineage else None,
+            "committed": as_count(lineage.get("committed")),
             "batches": run.connection.scripts.hlen(run.keys.home.batches),
         },
-        "staleness": staleness_of(run, _number(lineage, "version")),
+        "staleness": staleness_of(run, as_count(lineage.get("version"))),
         "producers": _producers(run, facts["now_ms"]),
         "admission": facts["admission"],
         "server": facts["server"],
@@ -329,10 +329,6 @@ def _reasons(total: Mapping[str, int], kind: str) -> dict[str, int]:
     return {
         name.removeprefix(prefix): n for name, n in sorted(total.items()) if name.startswith(prefix) and n
     }
-
-
-def _number(fields: Mapping[str, str], name: str) -> int:
-    return whole(fields.get(name, "")) or 0
 
 
 def _age_s(entry: bytes, now_ms: int) -> float:

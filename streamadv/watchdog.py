@@ -13,6 +13,7 @@ from . import metrics, waiting
 from .causes import LOST, QUIET_S, budget_reason, lost_since, ordinary, reasons_of, told, untrained
 from .errors import BatchBudgetError, StarvedError, UncommittedBudgetError
 from .outages import RETRYABLE
+from .replies import as_count
 from .run import Run
 from .status import read_status
 from .waiting import REASONS, Reason, Waiting, listed
@@ -99,8 +100,8 @@ class Watchdog:
             for ledger in pipe.execute():
                 for name, count in ledger.items():
                     kind, _, outcome = name.decode(errors="replace").partition(":")
-                    if kind == "outcome" and count.isdigit():
-                        ended[outcome] += int(count)
+                    if kind == "outcome":
+                        ended[outcome] += as_count(count)
             return ended
         return None
 

@@ -95,6 +95,12 @@ def test_a_run_without_anything_lacks_producers(
     assert blocked() == ["no_producer"]
 
 
+def test_a_counter_too_long_to_be_read_stops_no_trainer(fake: Connection) -> None:
+    fake.scripts.hset(join(fake, "r").keys.home.ledger, "outcome:complete", "9" * 5000)
+    with pytest.raises(NoBatchError):
+        TrainerQueue(fake, "r", batch_groups=2).next_batch(timeout=0.05)
+
+
 def test_a_live_producer_is_no_reason(producer: Producer, blocked: Blocked) -> None:
     assert blocked() == []
 
