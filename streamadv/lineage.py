@@ -113,6 +113,8 @@ class Lineage(Session):
                 self.bury(self.records[k], deaths)  # that may be lost
         self._tell_shards()
         commits.undo_unknown(self.run, self.records.values(), self.epoch)
+        if progress.ends:
+            self.tell_end(progress.ends)  # to ranks that have not asked yet
         home, running = self.run.keys.home, self._running
         args = [self.epoch, json.dumps(running) if running else ""]
         check_fence(self.run, self.run.call("settled", [home.void, home.lineage], args))
@@ -287,9 +289,9 @@ class Lineage(Session):
     def has_ended(self, k: int) -> bool:
         return is_over(self.run, self._attendance)
 
-    def tell_end(self, k: int) -> None:
-        home = self.run.keys.home
-        check_fence(self.run, self.run.call("end_run", [home.void, home.lineage], [self.epoch, k]))
+    def tell_end(self, ends: int) -> None:
+        home, args = self.run.keys.home, [self.epoch, self.progress.delivered, ends]
+        check_fence(self.run, self.run.call("end_run", [home.void, home.lineage], args))
 
     # Trained and committed
 

@@ -33,6 +33,7 @@ class Progress:
         self.began: int | None = None  # version at which the branch began; None = after the last commit
         self.restored: int | None = None  # version of the checkpoint, None = from none
         self.version = self.committed = self.delivered = 0
+        self.ends = 0  # how often iteration has ended before batch `delivered`: a push opens the run again
         #: Batches that are named and, as far as this rank knows, not committed. Above rank 0 the last ones delivered.
         self.records: dict[int, BatchRecord] = {}
         self.deaths: dict[int, dict[str, Death]] = {}  # groups of batch k that became dead letters
@@ -75,6 +76,7 @@ class Progress:
     def begin(self, version: int) -> None:
         """Go on at this version: the batches below it are in the checkpoint that the weights are from."""
         self.began = self.version = self.committed = self.delivered = version
+        self.ends = 0
         self.records, self.deaths = {}, {}
         self._uncommitted, self._committed = {}, {}
 
@@ -83,8 +85,12 @@ class Progress:
     def deliver(self, record: BatchRecord) -> None:
         """The training loop is given the batch."""
         self.records[record.k] = record
-        self.delivered = record.k + 1
+        self.delivered, self.ends = record.k + 1, 0
         self.epoch = max(self.epoch, record.epoch)
+
+    def end(self) -> None:
+        """The training loop is told that the run has ended."""
+        self.ends += 1
 
     def train(self, record: BatchRecord) -> None:
         """The batch is in the weights."""

@@ -181,8 +181,8 @@ class Session:
         """Why a rank above 0 has no batch k yet."""
         raise NotImplementedError
 
-    def tell_end(self, k: int) -> None:
-        """Let the other ranks end before batch k as well."""
+    def tell_end(self, ends: int) -> None:
+        """Let the other ranks end before the next batch as well, so many times in all."""
 
     def read_groups(self, record: BatchRecord, dead: Container[str]) -> list[LoggedGroup]:
         """The groups of a batch without the dead ones, in its order, read from the log once.
@@ -346,8 +346,10 @@ class Follower(Session):
         return Reason("computing", f"results of batch {k}")
 
     def has_ended(self, k: int) -> bool:
-        end: Any = self.run.connection.scripts.hget(self.run.keys.home.lineage, "end")
-        return end is not None and int(end) == k
+        found: Any = self.run.connection.scripts.hmget(self.run.keys.home.lineage, ["end", "ends"])
+        end, ends = (None if each is None else int(each) for each in found)
+        # An older release does not count its ends.
+        return end == k and (ends is None or ends > self.progress.ends)
 
 
 def _told(wanted: Wanted) -> str:

@@ -207,7 +207,8 @@ class TrainerQueue(IterableDataset[Batch]):
                         observe(batch, time.monotonic() - started)
                     return batch
                 if ended and session.scanned and session.find(self._next) is None:
-                    session.tell_end(self._next)
+                    session.tell_end(self._progress.ends + 1)
+                    self._progress.end()
                     return None
                 patience.look(session)
                 if patience.is_over:

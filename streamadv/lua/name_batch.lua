@@ -9,5 +9,5 @@ if fenced(KEYS[2], ARGV[1]) then return -1 end
 if redis.call('HSETNX', KEYS[3], ARGV[2], ARGV[3]) == 0 then return 0 end
 if ARGV[4] ~= '' then redis.call('HSET', KEYS[2], 'running', ARGV[4]) end
 for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[2], 'cursor:' .. ARGV[i], ARGV[i + 1]) end
-redis.call('HDEL', KEYS[2], 'end')
+redis.call('HDEL', KEYS[2], 'end', 'ends')
 return 1

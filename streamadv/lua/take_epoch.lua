@@ -21,5 +21,5 @@ local branch = ARGV[7] ~= '' and ARGV[7] or epoch
 local version = ARGV[1] ~= '' and ARGV[1] or committed
 redis.call('HSET', KEYS[2], 'epoch', epoch, 'job', ARGV[3], 'session', session, 'version', version,
   'branch', branch, 'loaded', ARGV[9] == '1' and branch or '', 'began', ARGV[8] ~= '' and ARGV[8] or version)
-redis.call('HDEL', KEYS[2], 'end')
+redis.call('HDEL', KEYS[2], 'end', 'ends')
 return {tonumber(epoch), session, tonumber(version), tonumber(committed), tonumber(found[5] or '') or 0}

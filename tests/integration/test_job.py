@@ -504,6 +504,52 @@ def test_what_was_begun_after_the_loading_stays_though_the_server_forgot_that(
     assert ledger(joined)["dropped"] == {}
 
 
+@pytest.mark.parametrize("lost", ["nothing", "the end"])
+def test_the_end_reaches_the_other_ranks_though_the_server_restarts(
+    server_of_job: Server, run: str, lost: str
+) -> None:
+    """Rank 0 has left its loop, and saves what it trained."""
+    joined = filled(server_of_job.connection, run, 4)
+    ranks = ranks_of(joined, 2)
+    for _ in range(2):
+        train(ranks, joined)
+    server_of_job.keep()
+    assert ask(ranks[0], joined) is None
+    (server_of_job.restart if lost == "nothing" else server_of_job.go_back)()
+    save(ranks[0])
+    assert ask(ranks[1], joined) is None
+    assert (ledger(joined)["trained"], problems(joined)) == (8, [])
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_every_rank_goes_on_with_a_run_that_is_opened_again(
+    server_of_job: Server, run: str, order: list[int], restarts: bool
+) -> None:
+    """Also one that asks before rank 0 has: the end that it was told is over."""
+    joined = filled(server_of_job.connection, run, 2)
+    ranks = ranks_of(joined, 2)
+    train(ranks, joined)
+    for number in range(2):
+        assert [ask(queue, joined) for queue in ranks] == [None, None]
+        if restarts:
+            server_of_job.restart()
+        save(ranks[0])
+        with pytest.raises(NoBatchError, match=r"rank 0 has not named batch|waiting for rank 0|no new group"):
+            ranks[1].next_batch(timeout=0)
+        assert [ask(queue, joined) for queue in ranks] == [None, None]
+        with producing(joined.connection, run) as producer:
+            push_groups(producer, 2, prefix=f"late{number}-")
+            producer.finish()
+        group_all(joined)
+        with suppress(NoBatchError):
+            assert ranks[order[0]].next_batch(timeout=0) is not None
+        train(ranks, joined)
+    save(ranks[0])
+    assert [ask(queue, joined) for queue in ranks] == [None, None]
+    assert (ledger(joined)["trained"], problems(joined)) == (12, [])
+
+
 def test_a_rank_says_what_it_waits_for(server_of_job: Server, run: str) -> None:
     joined = filled(server_of_job.connection, run, 8)
     first, second = ranks_of(joined, 2, "first"), ranks_of(joined, 2, "second")
