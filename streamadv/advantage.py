@@ -31,7 +31,7 @@ from .hangs import Stopped
 from .isolation import Death
 from .keys import ShardKeys
 from .malformed import reject_entry
-from .outages import RETRYABLE, Backoff, not_now, retried
+from .outages import RETRYABLE, Backoff, retried
 from .payloads import decode_member, fetch_fields
 from .problems import first_problem
 from .results import batch_scope
@@ -257,8 +257,7 @@ def publish(run: Run, computed: Computed) -> bool:
         return bool(run_transaction(run.connection, payloads, call))
     except OutOfMemoryError:  # the HSET is refused above maxmemory; the script, which acks first, is not
         call = script_call("publish", names, _publish_args(computed, computed.outputs))
-        with not_now():
-            return bool(run.connection.push.eval(*call.by_text))
+        return bool(run.connection.push.eval(*call.by_text))
 
 
 def _publish_args(computed: Computed, inline: Mapping[Any, Any]) -> list[Any]:

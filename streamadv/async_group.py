@@ -152,10 +152,6 @@ class AsyncGroup(AnyGroup[AsyncRollout]):
         """As `Group.touch`."""
         return await self._producer.touch(self.group_id, deadline_s)
 
-    async def fail_missing(self) -> None:
-        """Fail every rollout that was not pushed through this object, nor handed out."""
-        await self._leave(None)
-
     async def _leave(self, error: BaseException | None) -> None:
         if isinstance(error, Exception):
             for rollout in self:

@@ -70,17 +70,23 @@ def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Re
 
 
 class _Classified:
-    """A client whose refusals are told as `outages.classified`, also those that come out of a pipeline."""
+    """A client whose refusals are `outages.classified`, also those that come out of a pipeline."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        try:
+        with not_now():
             return super().execute_command(*args, **options)  # type: ignore[misc]
-        except redis.exceptions.ResponseError as error:
-            raise classified(error) from None
 
     def pipeline(self, *args: Any, **options: Any) -> Any:
         pipe: Any = super().pipeline(*args, **options)  # type: ignore[misc]
-        pipe.execute = not_now()(pipe.execute)
+        execute = pipe.execute
+
+        def execute_classified(*args: Any, **options: Any) -> list[Any]:
+            with not_now():
+                replies = execute(*args, **options)
+            refusal = redis.exceptions.ResponseError
+            return [classified(reply) if isinstance(reply, refusal) else reply for reply in replies]
+
+        pipe.execute = execute_classified
         return pipe
 
 
@@ -173,13 +179,11 @@ class _Master:
 
 
 class _AsyncClassified:
-    """As `_Classified`; who runs a pipeline says `not_now` beside it."""
+    """As `_Classified`, but for pipelines, whose methods cannot all be replaced: say `not_now` beside `execute`."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        try:
+        with not_now():
             return await super().execute_command(*args, **options)  # type: ignore[misc]
-        except redis.exceptions.ResponseError as error:
-            raise classified(error) from None
 
 
 class _AsyncClusterClient(_AsyncClassified, redis.asyncio.cluster.RedisCluster):  # type: ignore[misc]

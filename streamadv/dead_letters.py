@@ -8,7 +8,6 @@ stood; it cannot be requeued.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -43,23 +42,25 @@ class DeadGroup:
 
 def list_dead(run: Run) -> Iterator[DeadGroup]:
     """All dead groups, oldest first in each shard."""
+    now_ms = run.now_ms()
     for keys in run.keys.shards:
         entries: Any = run.connection.scripts.zrange(keys.dead, 0, -1, withscores=True)
         for member, when_ms in sorted(entries, key=lambda entry: abs(entry[1])):
-            found = _read(run, keys, member.decode(errors="replace"), when_ms)
+            found = _read(run, keys, member.decode(errors="replace"), now_ms - abs(when_ms))
             if found is not None:
                 yield found
         for item in list_malformed(run, keys):
-            yield _removed(item)
+            yield _removed(item, now_ms)
 
 
 def show_dead(run: Run, group_id: str) -> DeadGroup:
     """One dead group. Raises StreamadvError when there is none of that id."""
     keys = _keys(run, group_id)
     when_ms = run.connection.scripts.zscore(keys.dead, group_id)
-    found = None if when_ms is None else _read(run, keys, group_id, float(when_ms))
+    now_ms = run.now_ms()
+    found = None if when_ms is None else _read(run, keys, group_id, now_ms - abs(float(when_ms)))
     if found is None:
-        found = next((_removed(item) for _, item in _find_malformed(run, group_id)), None)
+        found = next((_removed(item, now_ms) for _, item in _find_malformed(run, group_id)), None)
     if found is None:
         raise StreamadvError(
             f"group {group_id!r} is no dead letter of run {run.name}: see `streamadv dead list`"
@@ -121,7 +122,7 @@ def _find_malformed(run: Run, place: str) -> list[tuple[ShardKeys, Malformed]]:
     ]
 
 
-def _removed(item: Malformed) -> DeadGroup:
+def _removed(item: Malformed, now_ms: int) -> DeadGroup:
     return DeadGroup(
         group_id=item.id,
         reason=MALFORMED,
@@ -129,21 +130,21 @@ def _removed(item: Malformed) -> DeadGroup:
         trajectories=item.trajectories,
         bytes=0,
         emptied=True,
-        age_s=_age_s(item.when_ms),
+        age_s=_seconds(now_ms - item.when_ms),
         data_source=None,
         members=item.text,
     )
 
 
-def _age_s(when_ms: float) -> float:
-    return round(max(0.0, time.time() - abs(when_ms) / 1000), 1)
+def _seconds(age_ms: float) -> float:
+    return round(max(0.0, age_ms / 1000), 1)
 
 
 def _keys(run: Run, group_id: str) -> ShardKeys:
     return run.keys.shard(run.keys.shard_of(group_id))
 
 
-def _read(run: Run, keys: ShardKeys, group_id: str, when_ms: float) -> DeadGroup | None:
+def _read(run: Run, keys: ShardKeys, group_id: str, age_ms: float) -> DeadGroup | None:
     stored: Any = run.connection.scripts.hgetall(keys.dead_group(group_id))
     if not stored:
         return None
@@ -157,7 +158,7 @@ def _read(run: Run, keys: ShardKeys, group_id: str, when_ms: float) -> DeadGroup
         trajectories=as_count(fields["count"]),
         bytes=as_count(fields["bytes"]),
         emptied="emptied" in fields,
-        age_s=_age_s(when_ms),
+        age_s=_seconds(age_ms),
         data_source=fields.get("log:data_source") or None,
         members=fields.get("log:members", "[]"),
     )

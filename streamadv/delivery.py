@@ -21,8 +21,9 @@ from .commits import terminal_states
 from .errors import SettingError, UndecodableGroupError
 from .microbatch import Batch, Delivered, MicroBatch
 from .naming import staleness
-from .payloads import fetch_payloads, replies_of
+from .payloads import fetch_payloads
 from .plan import RowRef, plan
+from .replies import replies_of
 from .results import Member, Result, numbers_of
 from .run import Run
 from .schema import TOKEN_COLUMNS

@@ -12,7 +12,7 @@ from .admission import byte_budget
 from .errors import SettingError
 from .keys import ShardKeys
 from .outages import RETRYABLE, NotNowError
-from .replies import as_count, as_mapping, as_whole
+from .replies import as_count, as_mapping, as_whole, or_nothing, replies_of
 from .run import Run
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def read_facts(
     run: Run, shards: Sequence[ShardState], streams: Mapping[str, tuple[str, str]]
 ) -> dict[str, Any]:
     """What `status` adds to its figures; `streams`: name -> kind of key, consumer group."""
-    now_s, microseconds = run.connection.scripts.time()
-    now_ms = now_s * 1000 + microseconds // 1000
+    now_ms = run.now_ms()
     alive, moved_ms, opened = _movement(run, streams)
     server = _server(run)
     return {
@@ -61,24 +60,13 @@ def _movement(
     replies = iter(pipe.execute(raise_on_error=False))
     alive, moved, opened = Counter[str](), [0], []
     for keys in run.keys.shards:
-        opened.append((keys, _reply(next(replies))))
-        moved += [_last_ms(_reply(next(replies))) for _ in range(2)]
+        opened.append((keys, or_nothing(next(replies))))
+        moved += [_last_ms(or_nothing(next(replies))) for _ in range(2)]
         for name in streams:
-            moved.append(_last_ms(_reply(next(replies))))
-            silent = [as_mapping(each)["idle"] for each in _reply(next(replies))]
+            moved.append(_last_ms(or_nothing(next(replies))))
+            silent = [as_mapping(each)["idle"] for each in or_nothing(next(replies))]
             alive[name] = max(alive[name], sum(ms < CONSUMER_TIMEOUT_S * 1000 for ms in silent))
     return {name: alive[name] for name in streams}, max(moved), opened
-
-
-def _reply(reply: Any) -> Any:
-    """A reply; nothing where a stream or its consumer group is yet to be made."""
-    if isinstance(reply, ResponseError) and str(reply).startswith(
-        ("no such key", "ERR no such key", "NOGROUP")
-    ):
-        return []
-    if isinstance(reply, Exception):
-        raise reply
-    return reply
 
 
 def _last_ms(stream: Any) -> int:
@@ -93,7 +81,7 @@ def _open_groups(run: Run, opened: Sequence[tuple[ShardKeys, list[bytes]]], now_
             pipe.hmget(keys.group("").encode() + group_id, GROUP_FIELDS)
     found = Counter[str]()
     since = []
-    for opened_ms, size, places, usable, unscored, unusable in _numbers(pipe.execute(raise_on_error=False)):
+    for opened_ms, size, places, usable, unscored, unusable in _numbers(replies_of(pipe)):
         missing = max(0, min(places - usable - unscored - unusable, size - usable - unscored))
         found.update(groups=1, places=places, rollouts=missing, scores=unscored)
         found.update(groups_without_rollouts=int(missing > 0), groups_without_scores=int(unscored > 0))
@@ -105,7 +93,7 @@ def _open_groups(run: Run, opened: Sequence[tuple[ShardKeys, list[bytes]]], now_
 
 def _numbers(rows: Sequence[Any]) -> Iterator[list[int]]:
     for row in rows:
-        numbers = [] if isinstance(row, Exception) else [as_whole(value or b"0") for value in row]
+        numbers = [as_whole(value or b"0") for value in row or ()]
         if numbers and None not in numbers:  # else somebody has written into the group: the grouper ends it
             yield [number or 0 for number in numbers]
 

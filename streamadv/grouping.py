@@ -32,7 +32,7 @@ from .malformed import (
 )
 from .manifest import MAX_DEADLINE_S
 from .outages import RETRYABLE, Backoff, retried
-from .replies import as_count
+from .replies import as_count, replies_of
 from .run import Run
 from .scoring import pass_on_ended
 from .short_groups import ShortGroups
@@ -168,11 +168,6 @@ class Housekeeping:
         return len(page) >= EXPIRE_COUNT
 
 
-def housekeeping(run: Run) -> None:
-    """One round of Housekeeping, of a grouper that has just started."""
-    Housekeeping(run).round()
-
-
 def mend_streams(run: Run, keys: ShardKeys) -> None:
     """Have streams that producers may write go on whose last id somebody has set to the last possible one."""
     for stream in (keys.rollouts, *map(keys.scoring, run.manifest.scorers)):
@@ -205,8 +200,7 @@ def expire(run: Run, keys: ShardKeys) -> list[tuple[str, str]]:
 
     Several groupers may try, the script decides.
     """
-    now_s, microseconds = run.connection.scripts.time()
-    now_ms = now_s * 1000 + microseconds // 1000
+    now_ms = run.now_ms()
     due: Any = run.connection.scripts.zrangebyscore(keys.open, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
     _shorten_deadlines(run, keys, now_ms)
     waiting = []
@@ -259,8 +253,7 @@ def _foreign_members(run: Run, keys: ShardKeys) -> list[bytes]:
     pipe = run.connection.scripts.pipeline(transaction=False)
     for member in members:
         pipe.hexists(keys.group("").encode() + member, "size")
-    found = pipe.execute(raise_on_error=False)  # something else than a hash
-    return [member for member, exists in zip(members, found, strict=True) if exists != 1]
+    return [member for member, exists in zip(members, replies_of(pipe), strict=True) if exists != 1]
 
 
 def sweep(run: Run, keys: ShardKeys) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from .keys import ShardKeys
 from .presence import Attendance
+from .replies import replies_of
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,8 @@ class LostProducers:
             for member in members:
                 pipe.hget(keys.group("").encode() + member, "producer")
             theirs: dict[bytes, list[str]] = {}
-            for member, owner in zip(members, pipe.execute(raise_on_error=False), strict=True):
-                if isinstance(owner, bytes) and owner in names:
+            for member, owner in zip(members, replies_of(pipe), strict=True):
+                if owner in names:
                     theirs.setdefault(owner, []).append(member.decode(errors="replace"))
             for owner, ids in theirs.items():
                 names_of = [keys.void, keys.ledger, keys.open, *map(keys.group, ids)]

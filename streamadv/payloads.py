@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from .columns import Array
 from .errors import UndecodableGroupError, WireError
-from .outages import not_now
+from .replies import replies_of
 from .run import Run
 from .wire import HEADER, Payload, Reference, decode_payload
 
@@ -77,13 +77,3 @@ def fetch_fields(
             else:
                 yield {name: value for name, value in zip(names, reply, strict=True) if value is not None}
         start = stop
-
-
-def replies_of(pipe: Any) -> list[Any]:
-    """Replies to reads of hashes, None where the key holds something else. Raises what the server refuses besides."""
-    replies = pipe.execute(raise_on_error=False)
-    for reply in replies:
-        if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
-            with not_now():
-                raise reply
-    return [None if isinstance(reply, Exception) else reply for reply in replies]

@@ -1,9 +1,29 @@
-"""What stands in replies of the server that anybody may have written: read without trusting it."""
+"""Replies about what anybody may have written: read without trusting it."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
+
+from redis.exceptions import ResponseError
+
+
+def replies_of(pipe: Any) -> list[Any]:
+    """Replies to reads of hashes, None where the key holds something else. Raises what the server refuses besides."""
+    replies = pipe.execute(raise_on_error=False)
+    for reply in replies:
+        if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
+            raise reply
+    return [None if isinstance(reply, Exception) else reply for reply in replies]
+
+
+def or_nothing(reply: Any) -> Any:
+    """The reply; [] where a stream or its consumer group is yet to be made. Raises another error that it is."""
+    if isinstance(reply, ResponseError) and any(text in str(reply) for text in ("no such key", "NOGROUP")):
+        return []
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
 
 
 def as_mapping(reply: Any) -> dict[str, Any]:

@@ -64,6 +64,11 @@ class Run:
     def keys(self) -> RunKeys:
         return self.manifest.keys
 
+    def now_ms(self) -> int:
+        """The server's clock, in milliseconds since 1970."""
+        seconds, microseconds = self.connection.scripts.time()
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
     def server_ids(self) -> list[str | None]:
         """Which server has each shard, see `scripts.server_ids`."""
         return server_ids(self.connection, self.keys.voids)

@@ -70,16 +70,15 @@ def script_call(name: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Scr
 
 def run_script(client: Any, call: ScriptCall) -> Any:
     """Execute `call`, sending the text once to a server that does not know the hash."""
-    with not_now():
-        try:
-            return client.evalsha(*call.by_hash)
-        except NoScriptError:
-            return client.eval(*call.by_text)
+    try:
+        return client.evalsha(*call.by_hash)
+    except NoScriptError:
+        return client.eval(*call.by_text)
 
 
 async def run_script_async(client: Any, call: ScriptCall) -> Any:
     """`run_script` for an asyncio client."""
-    with closed_under_way(), not_now():
+    with closed_under_way():
         try:
             return await client.evalsha(*call.by_hash)
         except NoScriptError:
@@ -90,10 +89,10 @@ def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall
     """MULTI: write the hashes, then run `call`, whose reply is returned. Never sent twice."""
     client = connection.push
     try:
+        if isinstance(client, Client):
+            return client.transact(payloads, ("EVAL", *call.by_text))
+        pipe = client.pipeline(transaction=True)
         with not_now():
-            if isinstance(client, Client):
-                return client.transact(payloads, ("EVAL", *call.by_text))
-            pipe = client.pipeline(transaction=True)
             return _fill(pipe, payloads, call).execute()[-1]
     except RETRYABLE:
         connection.note_failed_push()

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import OutOfMemoryError
 
 from . import batches, naming, sizes
 from .facts import read_facts
 from .keys import ShardKeys
 from .presence import PRODUCER_STATE, PRODUCER_TIMEOUT_S
-from .replies import as_count, as_mapping, as_texts, as_whole
+from .replies import as_count, as_mapping, as_texts, as_whole, or_nothing
 from .run import Run
 from .short_groups import loss_of
 from .streams import ADVANTAGE, GROUPER
@@ -123,10 +123,8 @@ def _read_shard(run: Run, keys: ShardKeys) -> tuple[ShardState, bool]:
         reply, atomic = read(True), True
     except OutOfMemoryError:
         reply, atomic = read(False), False
-    for problem in reply:
-        if isinstance(problem, Exception) and not _is_missing(problem):
-            raise problem
-    now_s, microseconds = run.connection.scripts.time()
+    reply = list(map(or_nothing, reply))
+    now_ms = run.now_ms()
     counters, trainer, known, groups_open, groups_logged, ready, applied, ended, ended_before, garbage = (
         reply[:10]
     )
@@ -145,7 +143,7 @@ def _read_shard(run: Run, keys: ShardKeys) -> tuple[ShardState, bool]:
         reserved_bytes=places.total,
         place_bytes=places.each,
         streams={
-            name: _stream_state(length, oldest, groups, group, now_s * 1000 + microseconds // 1000)
+            name: _stream_state(length, oldest, groups, group, now_ms)
             for (name, (_, group)), (length, oldest, groups) in zip(streams.items(), per_stream, strict=True)
         },
         broken=[name for name in COUNTERS if as_whole(numbers.get(name, "0")) is None],
@@ -159,15 +157,11 @@ def _streams(run: Run) -> dict[str, tuple[str, str]]:
     return {"rollouts": ("rollouts", GROUPER), "work": ("work", ADVANTAGE), **scoring}
 
 
-def _is_missing(error: Exception) -> bool:
-    """XINFO of a stream that nobody has made yet."""
-    return isinstance(error, ResponseError) and "no such key" in str(error)
-
-
 def _stream_state(length: int, oldest: Any, groups: Any, group: str, now_ms: int) -> StreamState:
-    """groups: of the stream's consumer groups, an error where there is no stream."""
-    found = [] if isinstance(groups, Exception) else map(as_mapping, groups)
-    of: dict[str, Any] = next((each for each in found if each["name"] == group.encode()), {})
+    """groups: the stream's consumer groups."""
+    of: dict[str, Any] = next(
+        (each for each in map(as_mapping, groups) if each["name"] == group.encode()), {}
+    )
     lag = of.get("lag")
     return StreamState(
         length=length,

@@ -22,7 +22,7 @@ from redis.exceptions import ResponseError
 
 from . import metrics
 from .keys import ShardKeys
-from .outages import RETRYABLE, Backoff, not_now, retried
+from .outages import RETRYABLE, Backoff, retried
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class Consumer:
         for shard, stream in enumerate(self.streams):
             ids: list[Any] = [entry for where, entry in held if where == shard]
             if ids:
-                with suppress(*RETRYABLE), not_now():
+                with suppress(*RETRYABLE):
                     self.run.connection.scripts.xclaim(stream, self.stage, owner, 0, ids)
 
     def retire_others(self) -> None:
@@ -183,8 +183,7 @@ class Consumer:
     def _guarded(self, shard: int, count: int, block_ms: int | None) -> list[Entry]:
         try:
             try:
-                with not_now():
-                    entries = self._read(shard, count, block_ms)
+                entries = self._read(shard, count, block_ms)
             except ResponseError as error:
                 if isinstance(error, RETRYABLE) or not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                     raise

@@ -132,8 +132,6 @@ REASONS: Final[dict[str, Kind]] = {
     "groups_coming": Kind("the groups of a batch are being produced", "wait; more producers shorten it"),
     "computing": Kind("the work of a batch is being computed", "wait; more advantage workers shorten it"),
 }
-#: Reasons of a wait in which everything moves. No matter of `status`.
-ORDINARY: Final = ("groups_coming", "computing")
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ def group_all(run: Run, consumer: Consumer | None = None, count: int = 128) -> l
     for entries in batches_read(consumer, count):
         outcomes += grouping.take(run, entries)
         consumer.done(entries)
-    grouping.housekeeping(run)
+    grouping.Housekeeping(run).round()
     return outcomes
 
 

@@ -93,7 +93,7 @@ class World:
             for _, actor in actors:
                 with suppress(Killed):
                     actor.close()
-        grouping.housekeeping(open_run(self.connection, self.run_name))
+        grouping.Housekeeping(open_run(self.connection, self.run_name)).round()
 
 
 Life = Generator[None, None, None]
@@ -237,7 +237,7 @@ def grouper(world: World) -> Life:
         if entries := consumer.read(3):
             grouping.take(run, entries)
             consumer.done(entries)
-        grouping.housekeeping(run)
+        grouping.Housekeeping(run).round()
         consumer.retire_others()
         yield
 

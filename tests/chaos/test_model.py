@@ -105,7 +105,7 @@ class Lifecycle(RuleBasedStateMachine):
                 self.producer.begin_group(SIZE, group_id=group_id, timeout=0).cancel(1)
         elif kind == "expire":
             make_overdue(self.run, group_id)
-            grouping.housekeeping(self.run)
+            grouping.Housekeeping(self.run).round()
         else:
             self.producer.finish()
 
@@ -202,7 +202,7 @@ class Lifecycle(RuleBasedStateMachine):
         assert found["trained"] == len(self.weights)
         assert found["queued"] == found["in_flight"] == 0
         assert found["pushed"] == found["trained"] + sum(found["dropped"].values())
-        grouping.housekeeping(self.run)
+        grouping.Housekeeping(self.run).round()
         assert problems(self.run) == []
         left = {
             key.decode().rpartition("}:")[2] for key in self.connection.scripts.scan_iter(f"*{{{self.name}*")

@@ -17,7 +17,7 @@ from streamadv.computing import compute_safely
 from streamadv.connection import Connection
 from streamadv.dead_letters import list_dead, purge, requeue, show_dead
 from streamadv.errors import ChainError, StreamadvError
-from streamadv.grouping import housekeeping
+from streamadv.grouping import Housekeeping
 from streamadv.isolation import MAX_ATTEMPTS
 from streamadv.run import Run
 from streamadv.status import read_status
@@ -140,7 +140,7 @@ def test_requeued_groups_are_trained_on_when_they_can_be(redis_url: str, run: st
     assert batch is not None
     assert {r.group_id for r in batch.references} == {"g0000"}
     purge(joined, "g0001")
-    housekeeping(joined)
+    Housekeeping(joined).round()
     assert list(list_dead(joined)) == []
     assert ledger(joined)["dead"] == {"missing_column": 2}  # what is purged stays counted
     assert problems(joined) == []
@@ -155,7 +155,7 @@ def test_dead_bytes_bound_what_is_kept(redis_url: str, run: str) -> None:
         producer.finish()
     joined = join(connection, run)
     next_batch(TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"]), joined)
-    housekeeping(joined)
+    Housekeeping(joined).round()
     (dead,) = list_dead(joined)
     assert dead.emptied
     with pytest.raises(StreamadvError, match="payloads"):
@@ -177,7 +177,7 @@ def test_emptied_letters_are_bounded_in_number_and_bytes(
             push_groups(producer, 16, size=8, prefix=f"g{number}-")
             with pytest.raises(StreamadvError, match="no new group"):
                 next_batch(queue, joined)
-            housekeeping(joined)
+            Housekeeping(joined).round()
             letters = list(list_dead(joined))
             sizes.append(
                 sum(connection.scripts.memory_usage(key) or 0 for key in connection.scripts.keys("*:dead*"))

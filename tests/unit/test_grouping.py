@@ -136,9 +136,9 @@ def test_downtime_of_the_grouper_loses_nothing(fake: Connection) -> None:
         make_overdue(run, "h", now_ms(run))
         consumer = consumer_of(run)
         entries = consumer.read(1)
-        grouping.housekeeping(run)
+        grouping.Housekeeping(run).round()
         assert grouping.take(run, entries) == []
-        grouping.housekeeping(run)
+        grouping.Housekeeping(run).round()
         assert ledger(run)["dropped"] == {}, "the second record still waits"
         assert group_all(run, consumer) == ["complete"]
     assert ledger(run)["dropped"] == {"expired": 1}
@@ -520,7 +520,7 @@ def test_expiry_goes_on_while_full_pages_end(redis_url: str, run: str) -> None:
         group_all(joined)
         for number in range(600):
             make_overdue(joined, f"g{number}")
-        grouping.housekeeping(joined)
+        grouping.Housekeeping(joined).round()
     status = read_status(joined)
     assert status["groups"]["open"] == 0
     assert status["groups"]["outcomes"] == {"expired": 600}

@@ -8,7 +8,7 @@ import pytest
 from redis.exceptions import BusyLoadingError, NoPermissionError, ResponseError
 
 from streamadv.connection import Connection
-from streamadv.payloads import replies_of
+from streamadv.replies import replies_of
 
 
 def test_a_key_of_another_kind_has_no_payload(fake: Connection) -> None:

@@ -9,7 +9,7 @@ import pytest
 from streamadv import presence
 from streamadv.connection import Connection
 from streamadv.errors import NoBatchError
-from streamadv.grouping import housekeeping
+from streamadv.grouping import Housekeeping
 from streamadv.status import read_status
 from streamadv.trainer_queue import TrainerQueue
 
@@ -75,7 +75,7 @@ def test_producers_of_the_past_are_forgotten_and_the_run_still_ends(
     silent = {f"silent{number}": f"{number} open" for number in range(1500)}
     fake.scripts.hset(producers_of(fake), mapping=finished | silent)
     with producing(fake, "r") as alive:
-        housekeeping(run)
+        Housekeeping(run).round()
         names = {producer["name"] for producer in read_status(run)["producers"]}
         assert len(names - silent.keys()) == 101
         assert {f"finished{number}" for number in range(1400, 1500)} < names, "the latest are kept"
@@ -98,6 +98,6 @@ def test_a_finished_producer_that_is_off_the_list_has_finished(
         with producing(fake, "r") as producer:
             assert not ends(queue)
             producer.finish()
-    housekeeping(run)
+    Housekeeping(run).round()
     assert [producer["state"] for producer in read_status(run)["producers"]] == ["finished"]
     assert ends(queue)
