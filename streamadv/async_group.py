@@ -88,18 +88,26 @@ class AsyncGroup(AnyGroup[AsyncRollout]):
         """Await `play(rollout, *args, **kwargs)` for each rollout that has not ended, all at once.
 
         Returns what the calls returned, None for those that failed. An exception that `play` raises fails its rollout
-        alone, and so does returning without push or fail (`not_pushed`); `failures` has the reasons. Raised, after
-        all have ended, is what is no mishap of one rollout: errors of streamadv, and an exception that all rollouts
-        of a group, or three groups of one rollout in a row, raise at the same line. Cancellation cancels the calls and
-        what has not ended.
+        alone, and so does returning without push or fail (`not_pushed`); a call that somebody else cancels is a
+        cancelled rollout. `failures` has the reasons. Raised, after all have ended, is what is no mishap of one
+        rollout: errors of streamadv, and an exception that all rollouts of a group, or three groups of one rollout in
+        a row, raise at the same line. Cancellation cancels the calls and what has not ended.
         """
-        outcomes = [Outcome() for rollout in self if not rollout.ended]
+        rollouts = [each for each in self if not each.ended]
+        outcomes = [Outcome() for _ in rollouts]
         calls = [
             asyncio.create_task(self._play(rollout, outcome, play, args, kwargs))
-            for rollout, outcome in zip((each for each in self if not each.ended), outcomes, strict=True)
+            for rollout, outcome in zip(rollouts, outcomes, strict=True)
         ]
         try:
-            await asyncio.gather(*calls)
+            if calls:
+                await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            for call, rollout, outcome in zip(calls, rollouts, outcomes, strict=True):
+                if call.cancelled():  # by somebody else than this: one rollout's mishap
+                    outcome.error = asyncio.CancelledError()
+                    await self._producer._drive(self._places.conclude(rollout.rollout_index, outcome))
+                elif call.done():
+                    call.result()
         except BaseException:
             for call in calls:
                 call.cancel()

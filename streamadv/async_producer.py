@@ -113,8 +113,7 @@ class AsyncProducer:
 
     def rollout(self, ticket: Ticket) -> AsyncRollout:
         """The rollout of a ticket, for instance one received from another process."""
-        ticket.hand_out()
-        return AsyncRollout(self, Places(self._logic, [ticket]), ticket)
+        return AsyncRollout(self, Places.of_received(self._logic, ticket), ticket)
 
     async def score(
         self,

@@ -65,6 +65,7 @@ class Beginner(Member):
         shared = check_group(
             new_group_id() if group_id is None else group_id, size, redundancy, data_source, metadata
         )
+        group_id = group_id and shared.group_id
         deadline_s = check_seconds("deadline_s", deadline_s, MAX_DEADLINE_S)
         timeout = check_seconds("timeout", timeout, zero=True)
         places = size + redundancy

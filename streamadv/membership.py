@@ -21,12 +21,14 @@ from .errors import (
     ManifestMismatchError,
     ProducerClosedError,
     SettingError,
+    TrajectoryError,
 )
 from .exchange import Memory, Pause, Request, Steps
 from .failures import Failures
 from .keys import ShardKeys
 from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
 from .outages import Backoff
+from .problems import brief
 from .resend import RESEND_WINDOW_S, ResendWindow
 from .scripts import script_call
 from .tickets import Ticket
@@ -197,6 +199,8 @@ class Member:
             self._unclaimed.pop(nonce, None)
 
     def _keys(self, group_id: str) -> ShardKeys:
+        if not isinstance(group_id, str):
+            raise TrajectoryError(f"group_id is {brief(group_id)}, needs to be text")
         keys = self.joined.keys
         return keys.shard(keys.shard_of(group_id))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 from .errors import SettingError, TrajectoryError
 from .exchange import Steps
@@ -28,6 +28,14 @@ class Places:
         self.ended: set[int] = set()
         self.withdrawn: set[int] = set()  # ended while they may still be played here
         self.failures: dict[int, str] = {}
+
+    @classmethod
+    def of_received(cls, logic: ProducerLogic, ticket: Ticket) -> Self:
+        """The place of a ticket that somebody else has handed out. Raises TrajectoryError for what is none."""
+        if not isinstance(ticket, Ticket):
+            raise TrajectoryError(f"ticket is {brief(ticket)}, needs a Ticket: Ticket.from_json reads one")
+        ticket.hand_out()
+        return cls(logic, [ticket])
 
     @property
     def indices(self) -> list[int]:

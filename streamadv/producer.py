@@ -127,9 +127,7 @@ class Producer:
 
     def rollout(self, ticket: Ticket) -> Rollout:
         """The rollout of a ticket, for instance one received from another process."""
-        ticket.hand_out()
-        places = Places(self._logic, [ticket])
-        return Rollout(self, places, ticket)
+        return Rollout(self, Places.of_received(self._logic, ticket), ticket)
 
     def score(
         self,

@@ -7,7 +7,6 @@ dedupe codes, slicing and retries exist once. torch is not imported here.
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ from .keys import ShardKeys
 from .manifest import MAX_DEADLINE_S
 from .membership import STAGE
 from .outages import RETRYABLE, Backoff, retried
+from .problems import brief
 from .records import (
     MAX_SLICE_RECORDS,
     Ending,
@@ -40,7 +40,7 @@ from .records import (
 )
 from .schema import Trajectory
 from .scripts import script_call
-from .tickets import PushResult, Ticket, check_seconds
+from .tickets import PushResult, Ticket, check_score, check_seconds
 from .waiting import Reason
 
 
@@ -54,6 +54,9 @@ class ProducerLogic(Beginner):
         manifest = self.joined
         if not trajectories:
             return PushResult([])
+        for position, each in enumerate(trajectories):
+            if not isinstance(each, Trajectory):
+                raise TrajectoryError(f"record {position} is {brief(each)}, needs to be a Trajectory")
         first = trajectories[0]
         size = first.group_size
         for trajectory in trajectories:
@@ -125,18 +128,14 @@ class ProducerLogic(Beginner):
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
     ) -> Steps[str]:
         """Bring the reward of a pushed trajectory: 'scored', 'duplicate', 'ended' or 'unknown'."""
-        for name, number in {**(rewards or {}), "reward": reward}.items():
-            if number is not None and not math.isfinite(number):
-                raise TrajectoryError(
-                    f"{name} of {group_id}/{rollout_index} is {number}: give a finite number, or None for unscorable"
-                )
+        scored = check_score(group_id, rollout_index, reward, rewards)
         keys = self._keys(group_id)
-        score: dict[str, Any] = {"reward": reward} | ({"rewards": dict(rewards)} if rewards else {})
-        value = "" if reward is None else repr(float(reward))
+        score: dict[str, Any] = {"reward": scored.reward} | ({"rewards": scored.rewards} if rewards else {})
+        value = "" if scored.reward is None else repr(scored.reward)
         call = script_call(
             "score",
             [keys.void, keys.group(group_id), keys.ended, keys.ended_before, keys.scored],
-            [group_id, rollout_index, value, json.dumps(score)],
+            [group_id, scored.rollout_index, value, json.dumps(score)],
         )
 
         def send() -> Steps[PushResult]:

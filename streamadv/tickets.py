@@ -116,13 +116,30 @@ def check_group(
             "rollout_index": 0,
             "status": "failed",
             "data_source": data_source,
-            "metadata": dict(metadata or {}),
+            "metadata": {} if metadata is None else metadata,
         },
         "group",
     )
     if shared.metadata and len(json.dumps(shared.metadata)) > MAX_METADATA_BYTES:
         raise TrajectoryError(f"group: metadata: more than {MAX_METADATA_BYTES} bytes: use an extra column")
     return shared
+
+
+def check_score(
+    group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
+) -> Trajectory:
+    """A reward that comes later, as a trajectory that holds nothing else. Raises TrajectoryError as its push would."""
+    return parse_trajectory(
+        {
+            "group_id": group_id,
+            "group_size": MAX_GROUP_SIZE,
+            "rollout_index": rollout_index,
+            "status": "failed",
+            "reward": reward,
+            "rewards": {} if rewards is None else rewards,
+        },
+        f"score of {brief(group_id)}/{brief(rollout_index)}",
+    )
 
 
 def check_seconds(
@@ -145,8 +162,9 @@ def prepare(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket) -
     prepared: list[Trajectory] = []
     first: dict[int, int] = {}  # rollout index -> position
     for position, record in enumerate(records):
-        if isinstance(record, Trajectory):
-            trajectory = record
+        where = f"group {ticket.group_id}, record {position}"
+        if not isinstance(record, Mapping):
+            trajectory = parse_trajectory(record, where)
             if "model_version" not in record.model_fields_set and ticket.model_version is not None:
                 trajectory = record.model_copy(update={"model_version": ticket.model_version})
         else:
@@ -159,8 +177,9 @@ def prepare(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket) -
                 known["model_version"] = ticket.model_version
             if ticket.data_source is not None:
                 known["data_source"] = ticket.data_source
-            metadata = {**ticket.metadata, **record.get("metadata", {})}
-            where = f"group {ticket.group_id}, record {position}"
+            metadata = record.get("metadata", {})
+            if isinstance(metadata, Mapping):
+                metadata = {**ticket.metadata, **metadata}
             trajectory = parse_trajectory({**known, **record, "metadata": metadata}, where)
         if (trajectory.group_id, trajectory.group_size) != (ticket.group_id, ticket.group_size):
             raise TrajectoryError(

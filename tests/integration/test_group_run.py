@@ -219,6 +219,25 @@ async def test_cancellation_ends_what_is_open_and_goes_on(redis_url: str, run: s
     assert ledger(joined)["dropped"] == {"cancelled": 2, "incomplete": 1}
 
 
+async def test_a_rollout_that_somebody_else_cancels_ends_alone(redis_url: str, run: str) -> None:
+    """A watchdog of the user's cancels the task of a rollout that takes too long."""
+    slow = asyncio.get_running_loop().create_future()
+
+    async def play(rollout: sa.AsyncRollout) -> str:
+        if rollout.rollout_index == 0:
+            slow.set_result(asyncio.current_task())
+            await asyncio.Event().wait()
+        (await slow).cancel()
+        return await rollout.push(**COLUMNS)
+
+    async with sa.Producer(redis_url, run) as producer, producer.group(3) as group:
+        assert await group.run(play) == [None, "pushed", "pushed"]
+        assert group.failures == {0: "cancelled"}
+    joined = join(redis_url, run)
+    assert group_all(joined) == ["incomplete"]
+    assert ledger(joined)["dropped"] == {"cancelled": 1, "incomplete": 2}
+
+
 def test_an_interrupt_ends_what_is_open_and_goes_on(redis_url: str, run: str) -> None:
     entered, end = threading.Barrier(3, timeout=30), threading.Event()
 

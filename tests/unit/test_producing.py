@@ -337,6 +337,8 @@ def test_a_group_needs_a_size(fake: Connection, size: int) -> None:
         ({"group_id": "x" * 5000}, TrajectoryError, "group_id: .*at most 200"),
         ({"group_id": ""}, TrajectoryError, "group_id: "),
         ({"group_id": 7}, TrajectoryError, "group_id: "),
+        ({"metadata": ["a"]}, TrajectoryError, r"metadata: .*dictionary"),
+        ({"metadata": "text"}, TrajectoryError, r"metadata: .*dictionary"),
         ({"data_source": "x" * 5000}, TrajectoryError, "data_source: .*at most 200"),
         ({"metadata": {"x": float("nan")}}, TrajectoryError, "metadata: holds nan"),
         ({"metadata": {"x": object()}}, TrajectoryError, "metadata.x: "),
@@ -485,9 +487,82 @@ def test_scores_must_be_finite(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         producer.push([unscored("g", 0)])
         for reward, rewards in ((float("nan"), None), (float("inf"), None), (1.0, {"style": float("nan")})):
-            with pytest.raises(TrajectoryError, match="give a finite number"):
+            with pytest.raises(TrajectoryError, match="should be a finite number"):
                 producer.score("g", 0, reward, rewards)
         assert producer.score("g", 0, None) == "scored"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("g", "first", 1.0), "rollout_index: is the text 'first'"),
+        (("g", None, 1.0), "rollout_index: "),
+        (("g", float("nan"), 1.0), "rollout_index: "),
+        (("g", 0.5, 1.0), "rollout_index: "),
+        (("g", -1, 1.0), "rollout_index: "),
+        ((None, 0, 1.0), "group_id: "),
+        (("g", 0, "1"), "reward: is the text '1'"),
+        (("g", 0, [1.0]), "reward: "),
+        (("g", 0, 10**400), "reward: "),
+        (("g", 0, 1.0, ["style"]), "rewards: "),
+        (("g", 0, 1.0, {"style": object()}), "rewards.style: "),
+        (("g", 0, 1.0, {"style": None}), "rewards.style: "),
+    ],
+)
+def test_a_score_is_checked_like_a_push(fake: Connection, arguments: tuple[Any, ...], message: str) -> None:
+    with producing(fake, "r") as producer:
+        producer.push([unscored("g", 0)])
+        with pytest.raises(TrajectoryError, match=message):
+            producer.score(*arguments)
+        assert producer.score("g", 0, 1.0) == "scored"
+
+
+def test_numbers_of_numpy_are_scores_and_places(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        producer.push([unscored("g", 0), unscored("g", 1)])
+        assert producer.score("g", cast(int, np.int64(0)), cast(float, np.float32(0.5))) == "scored"
+        rewards = {"style": cast(float, np.float32(1.0))}
+        assert producer.score("g", cast(int, np.uint8(1)), cast(float, np.int64(2)), rewards) == "scored"
+        run = join(fake, "r")
+        assert group_all(run) == ["complete"]
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize("group_id", [None, 7, ["g"], b"g"])
+def test_a_deadline_is_extended_of_a_group_with_a_name(fake: Connection, group_id: Any) -> None:
+    with producing(fake, "r") as producer, pytest.raises(TrajectoryError, match="group_id is"):
+        producer.touch(group_id)
+
+
+@pytest.mark.parametrize("record", [5, "text", None, ["a"]])
+def test_what_is_no_record_is_refused_by_its_position(fake: Connection, record: Any) -> None:
+    with producing(fake, "r") as producer:
+        group = producer.begin_group(2)
+        with pytest.raises(TrajectoryError, match="record 0: is "):
+            group.push([record])
+        with pytest.raises(TrajectoryError, match="record 0 is "):
+            producer.push([record])
+
+
+@pytest.mark.parametrize("metadata", [["a"], "text", 5, None])
+def test_metadata_of_a_push_is_an_object(fake: Connection, metadata: Any) -> None:
+    with producing(fake, "r") as producer:
+        rollout = next(iter(producer.begin_group(1)))
+        with pytest.raises(TrajectoryError, match=r"metadata: .*dictionary"):
+            rollout.push(input_ids=[1], response_mask=[1], reward=1.0, metadata=metadata)
+
+
+@pytest.mark.parametrize("ticket", ["text", None, {"group_id": "g"}])
+def test_a_rollout_needs_a_ticket(fake: Connection, ticket: Any) -> None:
+    with producing(fake, "r") as producer, pytest.raises(TrajectoryError, match="from_json"):
+        producer.rollout(ticket)
+
+
+def test_an_id_in_bytes_is_told_as_text(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        group = producer.begin_group(1, group_id=cast(str, b"g"))
+        assert group.group_id == "g"
+        assert Ticket.from_json(group.tickets[0].to_json()) == group.tickets[0]
 
 
 def test_a_setting_given_by_a_later_process_is_heard_of(fake: Connection) -> None:
