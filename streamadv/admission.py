@@ -42,7 +42,7 @@ def refusal(reply: Sequence[Any], shard: int | None = None) -> Reason:
     if name == "maxmemory":
         return Reason("maxmemory", "the server is above its maxmemory")
     if name == "max_staleness":
-        text = f"{where}{used} groups begun and not yet trained, max_staleness allows {limit}"
+        text = f"{used} groups begun and not yet trained, max_staleness allows {limit}"
         return Reason("pacing", text)
     if float(limit) == NO_ROOM:
         return LOST_GROUPS_FIRST

@@ -132,7 +132,7 @@ def _admission(run: Run, shards: Sequence[ShardState], server: Mapping[str, Any]
     paced = (
         []
         if limit is None or sum(ahead) < limit
-        else [number for number, mine in enumerate(ahead) if mine >= -(-limit // len(shards))]
+        else [number for number, mine in enumerate(ahead) if mine >= limit // len(shards)]
     )
     return {
         "max_bytes": budget * len(shards),

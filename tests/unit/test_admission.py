@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ..support import (
     compute_all,
     group_all,
     join,
+    ledger,
     make_overdue,
     next_batch,
     problems,
@@ -110,7 +112,7 @@ def test_who_is_refused_for_pacing_waits_for_a_batch_that_can_be_named(fake: Con
                 except Busy:
                     break
                 ahead += 1
-                assert ahead < 2 * limit + shards
+                assert ahead < 2 * limit
             batch = next_batch(queue, run)
             assert batch is not None, "refused, and no batch can be named"
             queue.trained(batch)
@@ -118,10 +120,25 @@ def test_who_is_refused_for_pacing_waits_for_a_batch_that_can_be_named(fake: Con
     assert problems(run) == []
 
 
-def test_pacing_over_shards_allows_no_more_than_one_shard_would(fake: Connection) -> None:
-    with producing(fake, "r", {"shards": 4}) as producer:
-        started(fake, 8, 0)
-        assert begin_until_busy(producer, 1, 100) == 8
+@pytest.mark.parametrize(("shards", "batch_groups"), [(4, 8), (2, 3), (3, 4), (5, 2), (8, 1)])
+def test_pacing_over_shards_allows_no_more_than_one_shard_would(
+    fake: Connection, shards: int, batch_groups: int
+) -> None:
+    """Also where the groups cannot be shared evenly: what is begun beyond is too old for the batch it comes into."""
+    with producing(fake, "r", {"shards": shards}) as producer:
+        run = join(fake, "r")
+        queue = started(fake, batch_groups, 0)
+        for _ in range(4):
+            begun = 0
+            with suppress(Busy):
+                while begun < 100:
+                    begin_whole(producer, None)
+                    begun += 1
+            assert begun == batch_groups
+            batch = next_batch(queue, run)
+            assert batch is not None
+            queue.trained(batch)
+    assert ledger(run)["dropped"] == {}
 
 
 # Bytes: what trajectories of this run have needed

@@ -32,12 +32,10 @@ local function open_group(keys, spec)
   local max_staleness, batch_groups = tonumber(trainer[1] or spec.max_staleness), tonumber(trainer[2] or spec.batch_groups)
   if max_staleness and batch_groups then
     local total = (max_staleness + 1) * batch_groups
-    local limit = math.ceil(total / spec.shards)
-    local used = groups_ahead(keys, trainer[3])
-    -- Beyond its share a shard admits while all together are below the limit: ids need not spread evenly.
-    if used >= limit and not (spec.elsewhere and used + spec.elsewhere < total) then
-      return {'busy', 'max_staleness', used, limit}
-    end
+    local limit, used = total, groups_ahead(keys, trainer[3]) + (spec.elsewhere or 0)
+    -- Its share a shard admits by itself. Who wants more says what the others have: ids need not spread evenly, nor groups.
+    if spec.shards > 1 and not spec.elsewhere then limit = math.floor(total / spec.shards) end
+    if used >= limit then return {'busy', 'max_staleness', used, limit} end
   end
   local known = read_sizes(keys.sizes)
   local each = place_bytes(known, spec.max_trajectory_bytes)
