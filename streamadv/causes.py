@@ -205,11 +205,16 @@ def _groups(status: Status) -> Iterator[Reason]:
         return
     some = f" (of the {lack['groups']} that are due first)" if lack["groups"] < groups["open"] else ""
     oldest = "" if lack["oldest_s"] is None else f", the oldest is open for {lack['oldest_s']:.0f} s"
-    if lack["rollouts"]:
+    on_their_way = (
+        status["places"]["rollouts"] + status["places"]["scoring"]
+    )  # pushed, and taken by nobody yet
+    if lack["rollouts"] > on_their_way:
+        which = "" if on_their_way else f"{lack['groups_without_rollouts']} of "
+        others = f", {on_their_way} others wait for a process" if on_their_way else ""
         yield Reason(
             "incomplete_groups",
-            f"{lack['groups_without_rollouts']} of {groups['open']} open groups{some} lack {lack['rollouts']} of "
-            f"{lack['places']} rollouts, {_quiet(status)}{oldest}",
+            f"{which}{groups['open']} open groups{some} lack {lack['rollouts'] - on_their_way} of "
+            f"{lack['places']} rollouts{others}, {_quiet(status)}{oldest}",
         )
     if lack["scores"]:
         yield Reason(

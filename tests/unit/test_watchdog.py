@@ -159,6 +159,30 @@ def test_a_scorer_that_is_not_there_is_named(
         assert "1 entries wait for a scorer judge (none known)" in line
 
 
+@pytest.mark.parametrize(("scorers", "reason"), [(("judge",), "no_scorer"), ((), "no_grouper")])
+def test_groups_whose_rollouts_nobody_takes_lack_none(
+    fake: Connection,
+    blocked: Blocked,
+    forward: Forward,
+    caplog: pytest.LogCaptureFixture,
+    scorers: tuple[str, ...],
+    reason: str,
+) -> None:
+    with producing(fake, "r", {"scorers": scorers}) as producer:
+        for number in range(3):
+            fields = {} if not scorers else {"reward": ..., "reward_later": True}
+            producer.push([trajectory(f"g{number}", index, **fields) for index in range(2)])
+        line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+        assert f"[{reason}]" in line
+        assert "lack" not in line
+        assert blocked() == [reason]
+        producer.begin_group(4)
+        caplog.clear()
+        line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+        assert "4 open groups lack 4 of 10 rollouts, 6 others wait for a process" in line
+        assert blocked()[:2] == [reason, "incomplete_groups"]
+
+
 def test_work_that_nobody_computes_is_named(
     fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
