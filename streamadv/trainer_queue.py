@@ -19,19 +19,16 @@ from torch.utils.data import IterableDataset, get_worker_info
 from . import batches
 from .algorithms.chain import build_chain
 from .algorithms.config import ChainConfig
-from .batch_report import observe, passed_over
-from .batches import BatchRecord, Unit
+from .batch_reader import STAGE, BatchReader
+from .batch_report import observe
+from .batches import BatchRecord
 from .computing import Device, choose_device
 from .connection import Connection
-from .delivery import Fetched, deliver
 from .errors import (
-    BatchLostError,
     NoBatchError,
     ServerUnreachableError,
     SettingError,
-    UndecodableGroupError,
 )
-from .isolation import Death
 from .job import check_job, count_queue, find_job, random_job
 from .lineage import Lineage
 from .manifest import RunSettings
@@ -40,9 +37,6 @@ from .naming import NamingSettings
 from .outages import RETRYABLE, Backoff, T, patiently, retried
 from .patience import Patience
 from .progress import DURABILITY_WINDOW_S, Progress
-from .read_ahead import ReadAhead
-from .ready import ReadyLogs
-from .results import Result, assign, batch_scope, misfit
 from .run import Run, open_run
 from .session import Follower, NotHeldError, Session, Wanted
 from .suppliers import LateColumn, check_late, pushed_columns
@@ -50,7 +44,6 @@ from .watchdog import Limits, Watchdog
 
 logger = logging.getLogger(__name__)
 
-STAGE = "trainer"
 KEEP_UP_S = 1.0  # how often it looks whether the server has the manifest that this job knows
 BLOCK_MS = 500
 
@@ -118,8 +111,8 @@ class TrainerQueue(IterableDataset[Batch]):
             raise SettingError(f"commit is {commit!r}, needs 'each_batch' or 'manual'")
         if not durability_window >= 0:
             raise SettingError(f"durability_window is {durability_window}, needs 0 or more seconds")
-        self._late = dict(late or {})
-        check_late(self._late)
+        late = dict(late or {})
+        check_late(late)
         built = build_chain(chain)
         self._settings = NamingSettings(
             batch_groups=batch_groups,
@@ -128,9 +121,9 @@ class TrainerQueue(IterableDataset[Batch]):
             max_staleness=max_staleness,
             drop_after=2 * max_staleness if drop_after is None and max_staleness is not None else drop_after,
             keep_rolled_back=keep_rolled_back,
-            needs=pushed_columns(built, self._late, pushed),
+            needs=pushed_columns(built, late, pushed),
             chain=built.config.model_dump(mode="json"),
-            late=tuple(sorted(self._late)),
+            late=tuple(sorted(late)),
             tokens_per_micro_batch=tokens_per_micro_batch,
         )
         self._connection = Connection(connection) if isinstance(connection, str) else connection
@@ -141,7 +134,6 @@ class TrainerQueue(IterableDataset[Batch]):
         self._job = None if job is None else check_job(job)
         self._number = count_queue(run, rank) if world_size > 1 else 0
         self._commit_mode = commit
-        self._device = choose_device(device)
         self._limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches, min_groups)
         self._stop = threading.Event()
         self._watchdog: Watchdog | None = None
@@ -149,10 +141,9 @@ class TrainerQueue(IterableDataset[Batch]):
         self._session: Session | None = None
         self._is_stale = False  # the session: to be repeated on other servers
         self._greeted = False
-        self._ahead: ReadAhead | None = None  # of the batch to be delivered next
         self._progress = Progress(durability_window)
         self._current: Batch | None = None
-        self._ready = ReadyLogs()
+        self._reader = BatchReader(rank, world_size, choose_device(device), late)
 
     # Iteration
 
@@ -196,10 +187,10 @@ class TrainerQueue(IterableDataset[Batch]):
                 ended = session.find(self._next) is None and session.has_ended(self._next)
                 if session.look_ahead(ended, max_groups):
                     patience.progress()
-                if (batch := self._collect(session)) is not None:
+                if (batch := self._reader.collect(session)) is not None:
                     with suppress(*RETRYABLE, NotHeldError):  # the next call does it again
                         session.look_ahead(False, max_groups)
-                        self._read_ahead(session, session.find(self._next))
+                        self._reader.read_ahead(session, session.find(self._next))
                     self._current = batch
                     if self._watchdog is not None:
                         self._watchdog.progress()
@@ -221,7 +212,7 @@ class TrainerQueue(IterableDataset[Batch]):
                 else:
                     patience.because(session.waits_for(self._next))
                 block_ms = BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1)
-                self._ready.wait(session, block_ms, max_groups, self._stop)
+                self._reader.wait(session, block_ms, max_groups, self._stop)
             except NotHeldError as error:
                 if patience.is_over:
                     raise NoBatchError(
@@ -283,14 +274,14 @@ class TrainerQueue(IterableDataset[Batch]):
             raise SettingError(f"state is of run {state['run']!r}, this queue reads {self._run_name!r}")
         self._progress.load(state)
         self._session = self._current = None
-        self._stop_reading()
+        self._reader.stop()
         if self._rank == 0:
             self._patiently(self._start)
 
     def close(self) -> None:
         """Disconnect. What was delivered and not marked as trained comes again."""
         self._stop.set()
-        self._stop_reading()
+        self._reader.stop()
         if self._owned:
             self._connection.close()
 
@@ -345,7 +336,7 @@ class TrainerQueue(IterableDataset[Batch]):
                 logger.warning("%s: the server is not the one it was: repeating what it may have lost", STAGE)
             self._progress.lost()
             self._is_stale = True
-            self._stop_reading()
+            self._reader.stop()
         return self._join() if self._is_stale else self._start()
 
     def _join(self) -> Session:
@@ -366,7 +357,7 @@ class TrainerQueue(IterableDataset[Batch]):
         else:
             session = Follower(run, self._settings, self._progress, self._wanted())
         self._session, self._is_stale = session, False
-        self._ready = ReadyLogs()
+        self._reader.restart()
         return session
 
     def _find_job(self) -> str | None:
@@ -397,97 +388,3 @@ class TrainerQueue(IterableDataset[Batch]):
                 session.commit(session.version)
         self._current = None
         return session
-
-    def _collect(self, session: Session) -> Batch | None:
-        """The next batch if all its results are there."""
-        record = session.find(self._next)
-        if record is None:
-            return None
-        self._read_ahead(session, record)
-        units = batches.work_units(record, batch_scope(record))
-        self._ready.read(session)
-        results = self._ready.results_of(record, units)
-        if results is None:
-            return None
-        try:
-            batch = self._deliver(session, record, units, results)
-        except BatchLostError:
-            if session.has_same_servers():
-                raise
-            return None  # lost a moment ago, with the last moments of a server: to be recovered from
-        if batch is None:
-            return None
-        batch.metrics.update(passed_over(session.passed_over, batch))
-        session.passed_over.clear()
-        self._ready.forget(record)
-        self._stop_reading()
-        self._progress.deliver(record)
-        return batch
-
-    def _read_ahead(self, session: Session, record: BatchRecord | None) -> None:
-        """Have the payloads fetched while results, or the trainer, are waited for. Errors are met again then."""
-        if record is not None and (self._ahead is None or self._ahead.batch != record.id):
-            self._stop_reading()
-            with suppress(BatchLostError, *RETRYABLE):
-                groups = session.read_groups(record, ())
-                self._ahead = ReadAhead(
-                    session.run,
-                    record,
-                    groups,
-                    rank=self._rank,
-                    world_size=self._world_size,
-                    device=self._device,
-                )
-
-    def _stop_reading(self) -> None:
-        if self._ahead is not None:
-            self._ahead.stop()
-        self._ahead = None
-
-    def _deliver(
-        self, session: Session, record: BatchRecord, units: Sequence[Unit], results: Sequence[Result]
-    ) -> Batch | None:
-        """This rank's part of the batch without the groups that turn out to be dead.
-
-        A rank among several leaves out the trajectories only: the others do not know, and keep to the plan.
-
-        None when results are not what their unit of work gives (they are forgotten), or a server is another one now.
-        """
-        deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
-        while True:
-            dead, left_out = session.bury(record, deaths)
-            groups = session.read_groups(record, dead)
-            by_id = {group.group_id: group for group in groups}
-            for unit, result in zip(units, results, strict=True):
-                problem = misfit(result, unit, by_id)
-                if problem is not None:
-                    logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem)
-                    self._ready.refuse(record, unit)
-                    return None
-            try:
-                return deliver(
-                    session.run,
-                    record,
-                    groups,
-                    assign(units, {result.header.unit: result for result in results}, groups),
-                    results,
-                    rank=self._rank,
-                    world_size=self._world_size,
-                    device=self._device,
-                    late=self._late,
-                    ahead=Fetched({}) if self._ahead is None else self._ahead.result(),
-                    left_out=left_out,
-                )
-            except UndecodableGroupError as error:
-                if not session.has_same_servers():
-                    return None  # as in `_collect`: no fault of the data
-                logger.error("%s: %s", STAGE, error)
-                ids = {group_id for group_id, _ in error.problems}
-                found = [pointer for pointer in record.groups if pointer.group_id in ids]
-                batches.read_groups(session.run, found)  # lost with their payloads: BatchLostError
-                if self._world_size > 1:
-                    if not session.leave_out(record, error.problems):
-                        return None
-                    continue
-                for (group_id, _), text in error.problems.items():
-                    deaths.setdefault(group_id, Death("undecodable", text))

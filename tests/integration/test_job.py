@@ -29,6 +29,7 @@ from streamadv.errors import (
 )
 from streamadv.microbatch import Batch
 from streamadv.outages import RETRYABLE
+from streamadv.ready import ReadyLogs
 from streamadv.run import Run
 from streamadv.server import EmbeddedServer
 from streamadv.trainer_queue import TrainerQueue
@@ -789,7 +790,7 @@ def test_new_groups_are_progress(server_of_job: Server, run: str) -> None:
     joined = filled(server_of_job.connection, run, 0, finish=False)
     ranks = ranks_of(joined, 2, batch_groups=7)
     pushed = iter(range(7))
-    wait = type(ranks[0]._ready).wait
+    wait = ReadyLogs.wait
 
     for queue in ranks:
         assert queue.epoch
@@ -802,7 +803,7 @@ def test_new_groups_are_progress(server_of_job: Server, run: str) -> None:
             compute_all(joined)
             wait(self, *arguments)
 
-        patch.setattr(type(ranks[0]._ready), "wait", push)
+        patch.setattr(ReadyLogs, "wait", push)
         assert ranks[0].next_batch(timeout=0.02) is not None
 
 

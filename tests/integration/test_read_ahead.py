@@ -37,8 +37,8 @@ def first_batch(joined: Run) -> tuple[TrainerQueue, Batch]:
 
 def read_through(queue: TrainerQueue) -> int:
     """Wait for what is being read ahead; payloads found."""
-    assert queue._ahead is not None
-    return len(queue._ahead.result().payloads)
+    assert queue._reader.ahead is not None
+    return len(queue._reader.ahead.result().payloads)
 
 
 def payload_keys(joined: Run, group_id: str) -> list[str]:
