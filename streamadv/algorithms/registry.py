@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Final, Literal, get_args, get_type_hints
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from ..problems import brief
 from .packed import LEVELS, Level
 
 Scope = Literal["row", "group", "batch"]
+MOST_NAMED: Final = 30  # estimators in an error
 SCOPES: tuple[Scope, ...] = get_args(Scope)  # from narrow to wide
 
 
@@ -105,14 +107,16 @@ def _options(name: str, function: Callable[..., Estimate]) -> tuple[dict[str, An
 
 
 def get_estimator(name: str) -> Estimator:
-    """The estimator registered as `name`, by an entry point too; SettingError with the known ones if there is none."""
+    """The estimator registered as `name`, by an entry point too; SettingError with names like it if there is none."""
     if name not in _REGISTRY:
         load_estimators()
     try:
         return _REGISTRY[name]
     except KeyError:
+        known = estimator_names()
+        choices = difflib.get_close_matches(str(name), known) or known[:MOST_NAMED]
         raise SettingError(
-            f"estimator {brief(name)} is unknown: {REMEDY}, or choose one of {', '.join(estimator_names())}"
+            f"estimator {brief(name)} is unknown: {REMEDY}, or choose one of {', '.join(choices)}"
         ) from None
 
 

@@ -161,9 +161,9 @@ def test_what_the_server_forgot_goes_before_new_groups(forgetful: EmbeddedServer
             new, newer, *_ = (each for each in ids if shard_of(each) == shard_of(lost))
             others = other.begin_group(2, group_id=new)
             producer._drive(producer._logic.heartbeat())
-            with pytest.raises(Busy, match="the server has lost, which come first"):
+            with pytest.raises(Busy, match="no room yet for groups that the server has lost"):
                 producer.begin_group(2, group_id=newer, timeout=0.1)
-            with pytest.raises(Busy, match="the server has lost, which come first"):
+            with pytest.raises(Busy, match="no room yet for groups that the server has lost"):
                 producer.push([trajectory(newer, 0, 2)])
             assert len(producer.begin_group(2, timeout=10)) == 2  # lands in the shard with room
             assert len(producer.begin_group(2, group_id=new)) == 2  # is open already
