@@ -190,8 +190,10 @@ class AnyGroup(Generic[R]):
 
     @property
     def tickets(self) -> list[Ticket]:
-        """One for each place, also the redundant ones. One whose `to_json` was called, or that was pickled, counts as
-        played by somebody else: `cancel(count)` and the end of the block leave its place alone.
+        """One for each place, also the redundant ones.
+
+        One whose `to_json` was called, or that was copied or sent to another process, counts as played by somebody
+        else: `cancel(count)` and the end of the block leave its place alone.
         """
         return self._places.tickets
 

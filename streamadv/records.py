@@ -69,8 +69,8 @@ def ending_request(
 
 
 def ended_places(reply: Sequence[bytes], endings: Sequence[Ending]) -> list[int]:
-    """Which places were ended by the call that was answered so."""
-    words = [code.split(b" ") for code in reply[1:]]
+    """Which places were ended by the call that was answered so; none by one that was refused."""
+    words = [code.split(b" ") for code in reply[1:]] if reply[0] == b"ok" else []
     return [
         int(word[1]) if len(word) > 1 else ending.rollout_index
         for word, ending in zip(words, endings, strict=False)

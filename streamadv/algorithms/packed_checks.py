@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..columns import Array
+from ..columns import KNOWN_COLUMNS, Array
 from ..errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -53,7 +53,10 @@ def check_shapes(batch: PackedBatch) -> None:
         ("scores", batch.scores, trajectories, "M", "floating"),
         ("truncated", batch.truncated, trajectories, "M", "bool"),
         ("given_mask", batch.given_mask, tokens, "N", ""),
-        *((f"columns[{name!r}]", column, tokens, "N", "") for name, column in batch.columns.items()),
+        *(
+            (f"columns[{name!r}]", column, tokens, "N" if name in KNOWN_COLUMNS else "N, ...", "")
+            for name, column in batch.columns.items()
+        ),
         *((f"components[{name!r}]", own, trajectories, "M", "") for name, own in batch.components.items()),
     ]
     for name, tensor, length, letter, dtype in sized:
@@ -130,8 +133,9 @@ def _arrays(tensors: Iterable[Tensor]) -> Iterator[Array]:
     return (tensor.cpu().numpy() for tensor in tensors)
 
 
-def _length(name: str, tensor: Any) -> int:
-    if not isinstance(tensor, Tensor) or tensor.dim() != 1:
+def _length(name: str, tensor: Any, entries: bool = False) -> int:
+    """Length of a tensor of one dimension; entries: of one whose entries may have dimensions of their own."""
+    if not isinstance(tensor, Tensor) or tensor.dim() < 1 or (tensor.dim() > 1 and not entries):
         what = (
             f"a tensor of shape {list(tensor.shape)}"
             if isinstance(tensor, Tensor)
@@ -142,7 +146,7 @@ def _length(name: str, tensor: Any) -> int:
 
 
 def _check(name: str, tensor: Any, length: int, letter: str, dtype: str) -> None:
-    if _length(name, tensor) != length:
+    if _length(name, tensor, letter.endswith("...")) != length:
         raise ArgumentError(f"{name} has shape {list(tensor.shape)}, needs [{letter} = {length}]")
     right = {
         "": not tensor.is_complex(),

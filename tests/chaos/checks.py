@@ -97,7 +97,14 @@ def problems(
         found.append(f"ledger pushed is {ledger['pushed']}, the tombstones know of {len(there)}")
     if unknown := set(weights) - set(planned if usable is None else usable):
         found.append(f"{len(unknown)} trajectories in the weights were not pushed: {sorted(unknown)[:4]}")
-    trained = ledger["trained"]
-    if trained > len(weights) or (trained < len(weights) and not server_lost):
+    trained, most = ledger["trained"], len(weights)
+    if (
+        server_lost
+    ):  # a group trained on in part that comes back whole counts as trained: the job knows groups only
+        groups = {group_id for group_id, _ in weights}
+        most += sum(
+            group_id in groups for group_id, _ in set(planned if usable is None else usable) - set(weights)
+        )
+    if trained > most or (trained < len(weights) and not server_lost):
         found.append(f"ledger trained is {trained}, the checkpoint has {len(weights)}")
     return found

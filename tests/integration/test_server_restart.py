@@ -177,6 +177,22 @@ def test_what_the_server_forgot_goes_before_new_groups(forgetful: EmbeddedServer
         assert problems(joined) == []
 
 
+def test_a_cancellation_that_the_server_forgot_waits_for_room(forgetful: EmbeddedServer, run: str) -> None:
+    settings = RunSettings(batch_groups=1, max_staleness=0)  # one group at a time
+    with Producer(forgetful.url, run, settings=settings) as producer:
+        producer.begin_group(2, group_id="g").cancel(1)
+        restart(forgetful)
+        with Producer(forgetful.url, run, settings=settings) as other:
+            others = other.begin_group(2, group_id="h")
+            producer._drive(producer._logic.heartbeat())
+            assert ledger(join(forgetful.url, run))["pushed"] == 0
+            others.cancel(2)
+            group_all(join(forgetful.url, run))
+            producer._drive(producer._logic.heartbeat())
+            group_all(join(forgetful.url, run))
+        assert ledger(join(forgetful.url, run))["dropped"] == {"cancelled": 3}
+
+
 def test_a_trainer_that_settled_on_a_server_that_is_not_the_one(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import copy
 from typing import Any, cast
 
 import numpy as np
@@ -181,7 +181,7 @@ def test_cancelling_takes_the_highest_places_that_nobody_plays(fake: Connection)
         rollouts = list(group)
         with rollouts[9]:  # is being played
             away = Ticket.from_json(group.tickets[8].to_json())
-            pickled = pickle.loads(pickle.dumps(group.tickets[7]))
+            copied = copy.deepcopy(group.tickets[7])
             assert elsewhere.begin_group(10, group_id="g").push(
                 [{"rollout_index": 6, **columns}]
             ).indices == [6]
@@ -189,7 +189,7 @@ def test_cancelling_takes_the_highest_places_that_nobody_plays(fake: Connection)
             assert [rollout.cancelled for rollout in rollouts] == [index in (4, 5) for index in range(10)]
             assert rollouts[9].push(**columns) == "pushed"
         assert elsewhere.rollout(away).push(**columns) == "pushed"
-        assert elsewhere.rollout(pickled).push(**columns) == "pushed"
+        assert elsewhere.rollout(copied).push(**columns) == "pushed"
         assert [rollout.push(**columns) for rollout in rollouts[:4]] == ["pushed"] * 4
         assert rollouts[5].push(**columns) == "duplicate"
         assert group_all(run) == ["incomplete"]
