@@ -13,16 +13,8 @@ from typing import Any, Final
 from redis.exceptions import OutOfMemoryError
 
 from . import metrics
-from .admission import (
-    broken_group_error,
-    busy_error,
-    check_room,
-    refusal,
-)
-from .errors import (
-    GroupEndedError,
-    TrajectoryError,
-)
+from .admission import broken_group_error, busy_error, check_room, refusal
+from .errors import GroupEndedError, TrajectoryError
 from .exchange import Pause, Steps
 from .manifest import MAX_DEADLINE_S
 from .membership import Member

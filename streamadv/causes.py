@@ -32,10 +32,10 @@ AFTERWARDS: Final = ("stale", "rolled_back", "dead")
 
 def reasons_of(status: Status) -> list[Reason]:
     """Why nothing moves; [] while everything does."""
-    found = [*_server(status), *_stages(status)]
+    reasons = [*_server(status), *_stages(status)]
     if not starves(status):
-        return [*found, *_brakes(status)]
-    return [*found, *_losses(status), *_brakes(status), *_groups(status), *_producers(status)]
+        return [*reasons, *_brakes(status)]
+    return [*reasons, *_losses(status), *_brakes(status), *_groups(status), *_producers(status)]
 
 
 def starves(status: Status) -> bool:
@@ -125,8 +125,10 @@ def _stages(status: Status) -> Iterator[Reason]:
         age = f", the oldest for {stream['oldest_age_s']:.0f} s" if stream["oldest_age_s"] is not None else ""
         entries = f"{stream['length']} entries wait for {stage}"
         if not stream["alive"]:
-            known = f"{stream['consumers']} known, silent" if stream["consumers"] else "none known"
-            yield Reason(missing, f"{entries} ({known}){age}")
+            silent = (
+                f"{stream['consumers']} have joined, all silent" if stream["consumers"] else "none has joined"
+            )
+            yield Reason(missing, f"{entries} ({silent}){age}")
         elif (stream["oldest_age_s"] or 0) > STUCK_S and is_quiet(status):
             yield Reason("backlog", f"{entries} ({stream['alive']} alive){age}")
 

@@ -26,14 +26,7 @@ import redis.exceptions
 from . import tls
 from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_of
 from .errors import ServerUnreachableError, SettingError
-from .outages import (
-    RETRYABLE,
-    Backoff,
-    NotNowError,
-    closed_under_way,
-    reason_of,
-    server_reason,
-)
+from .outages import RETRYABLE, Backoff, NotNowError, closed_under_way, reason_of, server_reason
 from .urls import Target, hide_password, parse_url
 from .waiting import Reason
 
@@ -45,7 +38,7 @@ BLOCK_MARGIN: Final = 5.0  # seconds on top of a read's block: the server re-arm
 SCRIPT_RETRIES: Final = 1
 
 
-class _Patience:
+class _Asking:
     """How long to go on asking a server: `timeout` seconds, None = for ever."""
 
     def __init__(self, timeout: float | None) -> None:
@@ -95,7 +88,7 @@ class _Common:
         if self._target is not None and (reason := tls.refusal(error, self._target.given)):
             raise SettingError(f"redis URL {self.safe_url!r}: TLS fails with {reason}") from None
 
-    def _after_failure(self, error: Exception, patience: _Patience, reading: bool) -> bool:
+    def _after_failure(self, error: Exception, patience: _Asking, reading: bool) -> bool:
         """What a failed attempt to reach the server means: True if it will do for a reader, False to try again.
 
         Raises ServerUnreachableError when it is time to give up; says why it waits otherwise.
@@ -198,7 +191,7 @@ class Connection(_Common):
         will do. Raises ServerUnreachableError after `timeout`, with one also for an unknown host name at once, and
         SettingError as `check`.
         """
-        patience = _Patience(timeout)
+        patience = _Asking(timeout)
         while True:
             try:
                 self.check()
@@ -308,7 +301,7 @@ class AsyncConnection(_Common):
         on_wait: Callable[[Exception], object] | None = None,
     ) -> None:
         """As `Connection.wait_until_ready`."""
-        patience = _Patience(timeout)
+        patience = _Asking(timeout)
         while True:
             try:
                 await self.check()

@@ -22,14 +22,7 @@ from . import metrics
 from .dead_letters import trim_dead
 from .keys import ShardKeys
 from .lost_producers import LostProducers
-from .malformed import (
-    MAX_BYTES,
-    RECORD_FIELDS,
-    is_payload_key,
-    record_problem,
-    reject_entry,
-    reject_item,
-)
+from .malformed import MAX_BYTES, RECORD_FIELDS, is_payload_key, record_problem, reject_entry, reject_item
 from .manifest import MAX_DEADLINE_S
 from .outages import RETRYABLE, Backoff, retried
 from .replies import as_count, replies_of

@@ -23,15 +23,7 @@ from pydantic import (
 )
 
 from .errors import ManifestMismatchError, SettingError
-from .keys import (
-    RUNS,
-    RUNS_VOID,
-    RunKeys,
-    check_run_name,
-    find_salt,
-    manifest_key,
-    void_key,
-)
+from .keys import RUNS, RUNS_VOID, RunKeys, check_run_name, find_salt, manifest_key, void_key
 from .problems import brief, first_problem
 from .schema import MAX_GROUP_SIZE
 from .scripts import ScriptCall, script_call

@@ -12,17 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from . import metrics
-from .admission import (
-    LOST_GROUPS_FIRST,
-    NO_ROOM,
-    byte_budget,
-)
-from .errors import (
-    ManifestMismatchError,
-    ProducerClosedError,
-    SettingError,
-    TrajectoryError,
-)
+from .admission import LOST_GROUPS_FIRST, NO_ROOM, byte_budget
+from .errors import ManifestMismatchError, ProducerClosedError, SettingError, TrajectoryError
 from .exchange import Memory, Pause, Request, Steps
 from .failures import Failures
 from .keys import ShardKeys

@@ -14,14 +14,9 @@ from typing import Any
 
 from redis.exceptions import OutOfMemoryError
 
-from .admission import (
-    push_codes,
-)
+from .admission import push_codes
 from .beginning import Beginner
-from .errors import (
-    Busy,
-    TrajectoryError,
-)
+from .errors import Busy, TrajectoryError
 from .exchange import Pause, Steps
 from .keys import ShardKeys
 from .manifest import MAX_DEADLINE_S

@@ -51,7 +51,7 @@ TRIES: Final = 3
 FIRST_DELAY_S: Final = 1.0
 
 
-class _Waiting(NamedTuple):
+class _Unscored(NamedTuple):
     """A trajectory that waits for a score of this scorer."""
 
     entry: Entry
@@ -176,7 +176,7 @@ class Scorer:
             suspects += self._alone(consumer, each, score)
         return suspects
 
-    def _waiting(self, consumer: Consumer, entries: Sequence[Entry]) -> list[_Waiting]:
+    def _waiting(self, consumer: Consumer, entries: Sequence[Entry]) -> list[_Unscored]:
         """The trajectories to be scored; what needs no score, or can have none, is handed off, junk removed."""
         keys = self._run.keys.shard(entries[0].shard)
         known: list[tuple[Entry, Reference]] = []
@@ -198,7 +198,7 @@ class Scorer:
         found = self._fetch([reference for _, reference in known])
         unreadable = [entry for (entry, _), payload in zip(known, found, strict=True) if payload is None]
         self._hand_off(consumer, [_Scored(entry, _fields(entry, None)) for entry in unreadable])
-        return [_Waiting(*each, payload) for each, payload in zip(known, found, strict=True) if payload]
+        return [_Unscored(*each, payload) for each, payload in zip(known, found, strict=True) if payload]
 
     def _fetch(self, references: Sequence[Reference]) -> list[Payload | None]:
         """Payloads; None = unscorable, since it cannot be read, or is gone.
@@ -218,8 +218,8 @@ class Scorer:
         return found
 
     def _together(
-        self, consumer: Consumer, waiting: Sequence[_Waiting], score: ScoreFunction
-    ) -> list[_Waiting]:
+        self, consumer: Consumer, waiting: Sequence[_Unscored], score: ScoreFunction
+    ) -> list[_Unscored]:
         """One call for all. Those without a score afterwards."""
         try:
             scores = self._ask(waiting, score, consumer.stop)
@@ -235,7 +235,7 @@ class Scorer:
         self._hand_off(consumer, scored)
         return failed
 
-    def _alone(self, consumer: Consumer, each: _Waiting, score: ScoreFunction) -> list[_Suspect]:
+    def _alone(self, consumer: Consumer, each: _Unscored, score: ScoreFunction) -> list[_Suspect]:
         """One try at one trajectory; with the last one it is unscorable."""
         number = self._attempt(each, count=True)
         try:
@@ -255,7 +255,7 @@ class Scorer:
         self._attempt(each, count=False)
         return []
 
-    def _ask(self, waiting: Sequence[_Waiting], score: ScoreFunction, stop: threading.Event) -> list[Any]:
+    def _ask(self, waiting: Sequence[_Unscored], score: ScoreFunction, stop: threading.Event) -> list[Any]:
         """The function's scores. Raises ScoreError, and Stopped when the process is to end."""
 
         def call() -> Any:
@@ -271,7 +271,7 @@ class Scorer:
             raise ScoreError("exception", f"{type(error).__name__}: {error}") from error
         return scores_of(answer, len(waiting))
 
-    def _scored(self, each: _Waiting, answer: Any) -> _Scored:
+    def _scored(self, each: _Unscored, answer: Any) -> _Scored:
         """The hand-off of a trajectory with its score filled in. Raises ScoreError if that is none."""
         entry, reference = each.entry, each.reference
         rewards = rewards_of(answer, self._name, reference)
@@ -291,17 +291,17 @@ class Scorer:
             metrics.entries(self._name, "duplicate", len(group) - passed)
             consumer.done([each.entry for each in group])
 
-    def _attempt(self, each: _Waiting, *, count: bool) -> int:
+    def _attempt(self, each: _Unscored, *, count: bool) -> int:
         """Count a try on the server, or forget them. How many there were."""
         keys = self._run.keys.shard(each.entry.shard)
         args = [self._tries_field(each), "1" if count else "0"]
         tries: int = self._run.call("attempt", [keys.void, keys.attempts], args)
         return tries
 
-    def _tries_field(self, each: _Waiting) -> str:
+    def _tries_field(self, each: _Unscored) -> str:
         return f"{self._name} {each.reference.group_id} {each.reference.rollout_index}"
 
-    def _by_tries(self, waiting: list[_Waiting]) -> list[_Waiting]:
+    def _by_tries(self, waiting: list[_Unscored]) -> list[_Unscored]:
         """Those with the fewest tries first: what ends this process again does so when the others are done."""
         if len(waiting) < 2:
             return waiting

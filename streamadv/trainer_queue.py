@@ -24,11 +24,7 @@ from .batch_report import observe
 from .batches import BatchRecord
 from .computing import Device, choose_device
 from .connection import Connection
-from .errors import (
-    NoBatchError,
-    ServerUnreachableError,
-    SettingError,
-)
+from .errors import NoBatchError, ServerUnreachableError, SettingError
 from .job import check_job, count_queue, find_job, random_job
 from .lineage import Lineage
 from .manifest import RunSettings
@@ -51,6 +47,8 @@ BLOCK_MS = 500
 class TrainerQueue(IterableDataset[Batch]):
     """Iterate over it for batches: `for batch in queue: for mb in batch: ...`.
 
+    rank, world_size: of this process; rank 0 leads. batch_groups: groups of a batch. prefetch: batches that are named
+    and computed ahead. device: of the micro-batches. settings: of the run, see RunSettings.
     chain: preset name or configuration of the advantage chain. late: suppliers of columns made with the weights
     being trained, called on every micro-batch before the batch is yielded. pushed: late columns that producers
     push instead. min_groups: name a batch as soon as so many groups are there (default batch_groups).
@@ -59,13 +57,15 @@ class TrainerQueue(IterableDataset[Batch]):
     rank runs its part at once. commit: "each_batch" commits when the next batch is asked for; with "manual"
     nothing is committed but by `commit`. min_kept_ratio, max_filtered_batches: warn when filters keep fewer groups,
     raise StarvedError when so many batches' worth were filtered, stale, rolled back or dead since the last one (None =
-    never).
+    never). keep_rolled_back: train on groups played with versions above a loaded checkpoint's instead of dropping them.
 
     job: id of this start of the training job, the same on all its ranks and of no other start; by default that of
     torchrun or SLURM with the count of restarts, else one that the ranks find in torch.distributed's store. Rank 0
     writes it into the run, the others wait until the run carries it. epoch: `queue.epoch` of rank 0, by which other
     ranks may find their job instead. durability_window: seconds after which a server has its writes safe (Redis' AOF
     `everysec` and failovers: about 2); until then committed groups stay in `state_dict`.
+
+    Raises SettingError for an argument out of range, LateColumnError and the errors of `next_batch` where it is used.
     """
 
     def __init__(

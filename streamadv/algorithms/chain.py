@@ -15,13 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .chain_steps import (
-    ChainStep,
-    State,
-    counted_anew,
-    estimating_steps,
-    shaping_steps,
-)
+from .chain_steps import ChainStep, State, counted_anew, estimating_steps, shaping_steps
 from .config import ChainConfig, parse_config
 from .correction_step import correction_step
 from .estimating import check_finite
