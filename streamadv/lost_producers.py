@@ -36,7 +36,7 @@ class LostProducers:
         self._done = {(shard, name) for shard, name in self._done if name in lost}
         for shard, keys in enumerate(self._run.keys.shards):
             names = {name for name in lost if (shard, name) not in self._done}
-            # Pages move while groups end: looked through again until there is none.
+            # Tickets of a lost producer may open more meanwhile: looked through again until there is none.
             if names and self._is_paced(keys) and not self._abandon(keys, names):
                 self._done |= {(shard, name) for name in names}
 
@@ -46,9 +46,10 @@ class LostProducers:
 
     def _abandon(self, keys: ShardKeys, names: set[bytes]) -> int:
         """How many groups count no more. Pacing bounds how many are open, so they are read one by one."""
-        scripts, start, abandoned = self._run.connection.scripts, 0, 0
-        while members := _page(scripts, keys, start):
-            start += PAGE
+        scripts, abandoned = self._run.connection.scripts, 0
+        open_groups: Any = scripts.zrange(keys.open, 0, -1)
+        for start in range(0, len(open_groups), PAGE):
+            members: list[bytes] = open_groups[start : start + PAGE]
             pipe = scripts.pipeline(transaction=False)
             for member in members:
                 pipe.hget(keys.group("").encode() + member, "producer")
@@ -68,8 +69,3 @@ class LostProducers:
                     count,
                 )
         return abandoned
-
-
-def _page(scripts: Any, keys: ShardKeys, start: int) -> list[bytes]:
-    found: list[bytes] = scripts.zrange(keys.open, start, start + PAGE - 1)
-    return found

@@ -51,7 +51,7 @@ def _bound(bucket: int) -> int:
 
 def _bucket(size: float) -> int:
     bucket = max(0, math.ceil(4 * math.log(max(1, size)) / math.log(2)))
-    while _bound(bucket) < size:
+    while _bound(bucket) < size and bucket < MOST:
         bucket += 1
     return bucket
 

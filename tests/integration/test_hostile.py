@@ -547,6 +547,15 @@ def test_counters_at_the_end_of_their_range_stop_nobody(
     assert joined.connection.scripts.xlen(joined.keys.home.groups) == 0
 
 
+def test_sizes_that_nobody_can_have_pushed_keep_nobody_out(redis_url: str, run: str) -> None:
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 8)
+        joined = join(redis_url, run)
+        forged = {"h99999": 10**6, "u" + "9" * 300: 1, "h" + "9" * 300: 1}
+        joined.connection.scripts.hset(joined.keys.home.sizes, mapping=forged)
+        assert len(producer.begin_group(2, timeout=0)) == 2
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_foreign_groups_with_far_deadlines_do_not_keep_a_run_from_ending(
     redis_url: str, run: str, shards: int

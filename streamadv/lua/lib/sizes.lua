@@ -8,11 +8,13 @@ local SIZES_KNOWN = 8  -- payloads after which their sizes count; until then a p
 local SIZES_FORGET = 4096  -- at so many all counts are halved
 local SIZES_RARE = 0.01  -- the share of payloads that may be larger than what a place needs
 
-local function size_bound(bucket) return math.ceil(2 ^ (bucket / 4)) end
+local SIZES_MOST = 240  -- buckets above would be of payloads that no server holds
+
+local function size_bound(bucket) return math.ceil(2 ^ (math.min(bucket, SIZES_MOST) / 4)) end
 
 local function size_bucket(bytes)
   local bucket = math.max(0, math.ceil(4 * math.log(math.max(1, bytes)) / math.log(2)))
-  while size_bound(bucket) < bytes do bucket = bucket + 1 end
+  while size_bound(bucket) < bytes and bucket < SIZES_MOST do bucket = bucket + 1 end
   return bucket
 end
 
@@ -21,6 +23,7 @@ local function read_sizes(key)
   for i = 1, #flat, 2 do
     local kind, number = string.match(flat[i], '^([hu])(%d+)$')
     local count = tonumber(flat[i + 1]) or 0
+    if kind and #number > 15 then kind = nil end
     if kind == 'h' then known.payloads[tonumber(number)] = count end
     if kind == 'u' then known.unfilled[tonumber(number)] = count end
     if flat[i] == 'n' then known.n = count elseif flat[i] == 'in' then known.into = count
