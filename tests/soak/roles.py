@@ -106,6 +106,7 @@ def train(url: str, run: str) -> None:
         "pushed": ("values",),
         "commit": "manual",
         "max_filtered_batches": None,
+        "durability_window": 1.0,  # committed groups stay in the state for so long: a short run levels off
     }
     first = TrainerQueue(url, run, rank=0, **options)
     second = TrainerQueue(url, run, rank=1, **options)
