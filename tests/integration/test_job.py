@@ -32,9 +32,11 @@ from streamadv.outages import RETRYABLE
 from streamadv.ready import ReadyLogs
 from streamadv.run import Run
 from streamadv.server import EmbeddedServer
+from streamadv.streams import ADVANTAGE
 from streamadv.trainer_queue import TrainerQueue
 from tests.support import (
     compute_all,
+    consumer_of,
     group_all,
     identities,
     join,
@@ -134,11 +136,18 @@ def filled(connection: Connection, name: str, groups: int, *, finish: bool = Tru
 def computing(run: Run) -> Iterator[None]:
     """Workers at work, whatever happens to the server."""
 
+    # They last, as a lease ends by its reader's own clock: what one has read and lost the answer to comes again.
+    grouper = consumer_of(run, lease_s=0.5)
+    worker = consumer_of(run, ADVANTAGE, lease_s=0.5)
+
     def work(stop: threading.Event) -> None:
         while not stop.wait(0.02):
-            with suppress(*RETRYABLE):
-                group_all(run)
-                compute_all(run)
+            try:
+                group_all(run, grouper)
+                compute_all(run, worker)
+            except RETRYABLE:
+                grouper.recover()
+                worker.recover()
 
     with threads(work):
         yield
