@@ -8,41 +8,44 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from . import errors
     from .algorithms.registry import estimator
-    from .async_group import AsyncGroup, AsyncRollout
-    from .async_producer import AsyncProducer
-    from .connection import Connection
-    from .group import Group, Rollout
-    from .manifest import RunSettings
-    from .producer import Producer
-    from .schema import Column, Role, Row, Status, Step, Trajectory
-    from .scorer import Scorer
+    from .grouping.scorer import Scorer
+    from .producer.async_group import AsyncGroup, AsyncRollout
+    from .producer.async_producer import AsyncProducer
+    from .producer.group import Group, Rollout
+    from .producer.producer import Producer
+    from .producer.tickets import Ticket
+    from .run.manifest import RunSettings
     from .settings import redis_url
-    from .tickets import Ticket
-    from .trainer_queue import TrainerQueue
-
-__version__ = "0.1.0"
+    from .store.connection import Connection
+    from .trainer.microbatch import Batch, MicroBatch
+    from .trainer.queue import TrainerQueue
+    from .trajectory.schema import Column, Role, Row, Status, Step, Trajectory
 
 _HOMES = {
-    "AsyncGroup": "async_group",
-    "AsyncProducer": "async_producer",
-    "AsyncRollout": "async_group",
-    "Column": "schema",
-    "Connection": "connection",
-    "Group": "group",
-    "Producer": "producer",
-    "Role": "schema",
-    "Rollout": "group",
-    "Row": "schema",
-    "RunSettings": "manifest",
-    "Scorer": "scorer",
-    "Status": "schema",
-    "Step": "schema",
-    "Ticket": "tickets",
-    "TrainerQueue": "trainer_queue",
-    "Trajectory": "schema",
+    "AsyncGroup": "producer.async_group",
+    "AsyncProducer": "producer.async_producer",
+    "AsyncRollout": "producer.async_group",
+    "Batch": "trainer.microbatch",
+    "Column": "trajectory.schema",
+    "Connection": "store.connection",
+    "Group": "producer.group",
+    "MicroBatch": "trainer.microbatch",
+    "Producer": "producer.producer",
+    "Role": "trajectory.schema",
+    "Rollout": "producer.group",
+    "Row": "trajectory.schema",
+    "RunSettings": "run.manifest",
+    "Scorer": "grouping.scorer",
+    "Status": "trajectory.schema",
+    "Step": "trajectory.schema",
+    "Ticket": "producer.tickets",
+    "TrainerQueue": "trainer.queue",
+    "Trajectory": "trajectory.schema",
     "errors": "errors",
     "estimator": "algorithms.registry",
     "redis_url": "settings",
@@ -52,9 +55,11 @@ __all__ = [
     "AsyncGroup",
     "AsyncProducer",
     "AsyncRollout",
+    "Batch",
     "Column",
     "Connection",
     "Group",
+    "MicroBatch",
     "Producer",
     "Role",
     "Rollout",
@@ -66,6 +71,7 @@ __all__ = [
     "Ticket",
     "TrainerQueue",
     "Trajectory",
+    "__version__",
     "errors",
     "estimator",
     "redis_url",

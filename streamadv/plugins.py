@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from .errors import SettingError
-from .problems import brief, one_line
+from .messages import brief, one_line
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from . import tls
-from .credentials import PREFIX, complete_url, secret_from
 from .errors import SettingError
-from .keys import check_run_name
-from .problems import first_problem
-from .urls import hide_password
+from .messages import first_problem
+from .store import tls
+from .store.credentials import PREFIX, complete_url, secret_from
+from .store.keys import check_run_name
+from .store.urls import hide_password
 
 NOT_SETTINGS: Final = ("DATA", "GOLDEN")  # folders of the tests' files
 #: Of the users that `config acl` makes, see `credentials.secret_from`.

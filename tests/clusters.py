@@ -21,9 +21,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from streamadv.keys import CLUSTER_SLOTS
-from streamadv.outages import RETRYABLE, Backoff
-from streamadv.server import _LAUNCHER, EmbeddedServer, _free_port, find_server_binary
+from streamadv.store.embedded import _LAUNCHER, EmbeddedServer, _free_port, find_server_binary
+from streamadv.store.keys import CLUSTER_SLOTS
+from streamadv.store.retry import RETRYABLE, Backoff
 
 PRIMARIES: Final = 3
 PATIENCE_S: Final = 30.0

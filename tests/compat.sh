@@ -15,7 +15,7 @@ scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
 mapfile -t servers < <("$python" -c '
 import shutil
-from streamadv.server import _packaged_binaries
+from streamadv.store.embedded import _packaged_binaries
 found = [shutil.which("redis-server"), shutil.which("valkey-server"), *map(str, _packaged_binaries())]
 print("\n".join(path for path in found if path))')
 

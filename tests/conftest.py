@@ -13,10 +13,10 @@ import pytest
 import redis
 import redis.asyncio.cluster
 
-from streamadv import waiting
-from streamadv.connection import Connection
 from streamadv.errors import ServerError
-from streamadv.server import EmbeddedServer, find_server_binary
+from streamadv.store import waiting
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer, find_server_binary
 from tests.clusters import Cluster
 
 

@@ -16,17 +16,16 @@ from typing import Any
 
 import pytest
 
-from streamadv import async_producer, producer
-from streamadv.advantage import run_worker
-from streamadv.connection import Connection
+from streamadv.advantage.worker import run_worker
 from streamadv.errors import NoBatchError
-from streamadv.grouping import run_grouper
-from streamadv.manifest import RunSettings
-from streamadv.outages import patiently
-from streamadv.producer import Producer
+from streamadv.grouping.grouper import run_grouper
+from streamadv.grouping.scorer import Scorer
+from streamadv.producer import Producer, async_producer, producer
 from streamadv.run import Run, open_run
-from streamadv.scorer import Scorer
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.manifest import RunSettings
+from streamadv.store.connection import Connection
+from streamadv.store.retry import patiently
+from streamadv.trainer.queue import TrainerQueue
 
 from .clusters import until
 from .support import ledger, problems, threads, trajectory, unscored

@@ -16,23 +16,24 @@ from typing import Any
 import numpy as np
 import redis
 
-from streamadv import advantage, computing, grouping
-from streamadv.connection import Connection
+from streamadv.advantage import compute, worker
 from streamadv.errors import NoBatchError
-from streamadv.inventory import deep_problems
-from streamadv.manifest import RunSettings
-from streamadv.microbatch import Batch
+from streamadv.grouping import grouper
 from streamadv.producer import Producer
+from streamadv.producer.tickets import PushResult
 from streamadv.run import Run, open_run
-from streamadv.schema import Trajectory, parse_trajectory
-from streamadv.status import problems_of, read_shard, read_status
-from streamadv.streams import ADVANTAGE, GROUPER, Consumer
-from streamadv.tickets import PushResult
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer
+from streamadv.run.manifest import RunSettings
+from streamadv.status.audit import deep_problems
+from streamadv.status.ledger import problems_of, read_shard, read_status
+from streamadv.store.connection import Connection
+from streamadv.trainer.microbatch import Batch
+from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.schema import Trajectory, parse_trajectory
 
 Forward = Callable[[float], None]
 
-CPU = computing.choose_device("cpu")
+CPU = compute.choose_device("cpu")
 
 
 def trajectory(
@@ -118,9 +119,9 @@ def group_all(run: Run, consumer: Consumer | None = None, count: int = 128) -> l
     consumer = consumer or consumer_of(run)
     outcomes = []
     for entries in batches_read(consumer, count):
-        outcomes += grouping.take(run, entries)
+        outcomes += grouper.take(run, entries)
         consumer.done(entries)
-    grouping.Housekeeping(run).round()
+    grouper.Housekeeping(run).round()
     return outcomes
 
 
@@ -130,9 +131,9 @@ def compute_all(run: Run, consumer: Consumer | None = None) -> int:
     published = 0
     for entries in batches_read(consumer, 1):
         for entry in entries:
-            prepared = advantage.prepare_or_discard(run, entry)
+            prepared = worker.prepare_or_discard(run, entry)
             if prepared is not None:
-                published += advantage.publish(run, computing.compute_safely(run, prepared, CPU))
+                published += worker.publish(run, compute.compute_safely(run, prepared, CPU))
         consumer.done(entries)
     return published
 

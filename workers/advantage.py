@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from streamadv.advantage import run_worker
-from streamadv.malloc import keep_freed_memory
-from streamadv.manifest import RunSettings
+from streamadv.advantage.worker import run_worker
+from streamadv.processes.malloc import keep_freed_memory
+from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
 
 from .process import join_run, leave, stop_on_signals

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from streamadv import metrics
-from streamadv.grouping import run_grouper
-from streamadv.manifest import RunSettings
+from streamadv.grouping.grouper import run_grouper
+from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
-from streamadv.status import read_status
+from streamadv.status.ledger import read_status
 
 from .process import join_run, stop_on_signals
 

@@ -11,12 +11,12 @@ from types import FrameType
 from typing import NoReturn
 
 from streamadv import metrics
-from streamadv.connection import Connection
 from streamadv.errors import SettingError
-from streamadv.manifest import RunSettings
-from streamadv.outages import RETRYABLE, Backoff, retried
 from streamadv.run import Run, open_run
+from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
+from streamadv.store.connection import Connection
+from streamadv.store.retry import RETRYABLE, Backoff, retried
 
 
 def stop_on_signals() -> threading.Event:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamadv.errors import SettingError
-from streamadv.manifest import RunSettings
-from streamadv.scorer import Scorer
+from streamadv.grouping.scorer import Scorer
+from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
 
 from .process import join_run, leave, stop_on_signals

@@ -1,13 +1,13 @@
 """Pure functions over packed batches: rewards, KL, estimators, normalisation. No Redis in here."""
 
 from .chain import Chain, ChainResult, build_chain, run_chain
-from .config import ChainConfig
-from .metrics import merge_metrics
+from .chain.config import ChainConfig
+from .chain.presets import preset_names
+from .chain.scope_check import check_estimator
+from .chain_metrics import merge_metrics
 from .packed import PackedBatch, Steps, expand, pack
-from .presets import preset_names
 from .registry import Estimate, estimator, estimator_names
-from .running import RunningMoments
-from .scope_check import check_estimator
+from .running_moments import RunningMoments
 
 __all__ = [
     "Chain",

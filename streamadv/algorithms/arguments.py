@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..columns import Array
 from ..errors import ArgumentError, OptionError
-from ..problems import brief
+from ..messages import brief
+from ..trajectory.columns import Array
 from . import kernels
 
 Dims = tuple[str | int, ...]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import SettingError
-from . import kernels, reward_kernels
+from . import kernels
 from .arguments import Elements, Logits, Measured, NotNegative, Positive
-from .padded_layout import PeerQuirks
+from .kernels import rewards
+from .quirks import PeerQuirks
 
 KLPenalty = Literal["k1", "k2", "k3", "kl", "abs", "mse", "low_var_kl"]
 KL_PENALTIES: Final[tuple[str, ...]] = get_args(KLPenalty)
@@ -48,7 +49,7 @@ def column_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: KLPenalty) -> T
     if not kernels.on_cpu(log_probs) or penalty not in K3:
         return approx_kl(log_probs.detach(), ref_log_probs.detach(), penalty).to(torch.float32)
     kl = np.empty(len(log_probs), np.float32)
-    reward_kernels.k3(kernels.array(log_probs), kernels.array(ref_log_probs), kl)
+    rewards.k3(kernels.array(log_probs), kernels.array(ref_log_probs), kl)
     return torch.from_numpy(kl)
 
 

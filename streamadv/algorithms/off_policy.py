@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from .metrics import Metric
+from .chain_metrics import Metric
 from .off_policy_metrics import SAFETY_BOUND, rejection_metrics, rows_that_count, weight_metrics
-from .padded_layout import PeerQuirks
-from .runs import run_mean
+from .quirks import PeerQuirks
 from .segments import segment_max, spread
 from .trainable import Trainable
+from .turns import run_mean
 
 RatioLevel = Literal["token", "sequence", "geometric", "segment"]
 BoundMode = Literal["truncate", "clip", "mask"]

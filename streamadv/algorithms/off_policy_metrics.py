@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .metrics import Metric, extreme, mean
+from .chain_metrics import Metric, extreme, mean
 from .trainable import Trainable
 
 SAFETY_BOUND: Final = 20.0

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..columns import Array
 from ..errors import ArgumentError, OptionError, TrajectoryError
-from ..problems import brief
+from ..messages import brief
+from ..trajectory.columns import Array
 from .packed_checks import BUILT, check_shapes, check_steps, check_values, layout_of
 from .segments import segment_sum
 from .trainable import spread_rows, trainable

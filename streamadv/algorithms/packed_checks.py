@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..columns import KNOWN_COLUMNS, Array
 from ..errors import ArgumentError
+from ..trajectory.columns import KNOWN_COLUMNS, Array
 
 if TYPE_CHECKING:
     from .packed import PackedBatch, Steps

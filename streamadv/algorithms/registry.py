@@ -10,10 +10,10 @@ from typing import Any, Final, Literal, get_args, get_type_hints
 
 from torch import Tensor
 
-from ..columns import COLUMN_NAME
 from ..errors import SettingError
+from ..messages import brief
 from ..plugins import REMEDY, load_estimators
-from ..problems import brief
+from ..trajectory.columns import COLUMN_NAME
 from .packed import LEVELS, Level
 
 Scope = Literal["row", "group", "batch"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SettingError
-from .running import RunningMoments
+from .running_moments import RunningMoments
 from .segments import moments, spread, whole
 
 NormScope = Literal["batch", "group", "running"]

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import kernels, reward_kernels
+from . import kernels
+from .kernels import rewards as reward_kernels
 from .packed import PackedBatch
 from .scan import ends_row, reverse_scan
 from .trainable import Trainable, trainable

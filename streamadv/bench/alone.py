@@ -12,16 +12,16 @@ from typing import Any, Final, Self
 
 import torch
 
-from ..advantage import run_worker
-from ..connection import Connection
+from ..advantage.worker import run_worker
 from ..errors import NoBatchError, ProcessEndedError
-from ..grouping import run_grouper
-from ..inventory import delete_run
-from ..keys import ShardKeys
-from ..manifest import RunSettings
-from ..producer import Producer
+from ..grouping.grouper import run_grouper
+from ..producer.producer import Producer
 from ..run import Run, open_run
-from ..trainer_queue import TrainerQueue
+from ..run.manifest import RunSettings
+from ..status.audit import delete_run
+from ..store.connection import Connection
+from ..store.keys import ShardKeys
+from ..trainer.queue import TrainerQueue
 from .crew import STALL_S
 from .lines import GROUP_SIZE, KINDS, Line, make_groups
 

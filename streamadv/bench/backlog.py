@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from ..scripts import load, script_call
+from ..store.scripts import load, script_call
 from .alone import Alone, Cost
 from .lines import GROUP_SIZE, Line
 from .stages import middle_cost

@@ -17,13 +17,13 @@ from torch import Tensor
 from .. import padded
 from ..algorithms import build_chain, expand, run_chain
 from ..algorithms.kl import column_kl
-from ..algorithms.padded_layout import PeerQuirks
-from ..algorithms.padded_rewards import AdvEstimator
+from ..algorithms.quirks import PeerQuirks
 from ..algorithms.registry import get_estimator
 from ..algorithms.step_returns import discounted_returns
 from ..algorithms.trainable import trainable
 from ..algorithms.whitening import whiten
-from ..columns import Array
+from ..padded.rewards import AdvEstimator
+from ..trajectory.columns import Array
 from .others import peer_module
 from .workload import Workload
 

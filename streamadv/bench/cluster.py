@@ -10,9 +10,9 @@ from typing import Any, Final
 import redis
 
 from ..errors import ServerError
-from ..keys import CLUSTER_SLOTS
-from ..outages import Backoff
-from ..server import EmbeddedServer
+from ..store.embedded import EmbeddedServer
+from ..store.keys import CLUSTER_SLOTS
+from ..store.retry import Backoff
 
 FORMING_S: Final = 20.0
 

@@ -16,9 +16,9 @@ from typing import Any, Final, Self
 
 import redis
 
-from ..credentials import environment_with
 from ..errors import ProcessEndedError
 from ..processes.children import Child, Message
+from ..store.credentials import environment_with
 from .pace import GO, WAIT
 
 STALL_S: Final = 60.0

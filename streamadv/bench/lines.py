@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from ..columns import KNOWN_COLUMNS, Array
+from ..trajectory.columns import KNOWN_COLUMNS, Array
 
 GROUP_SIZE: Final = 8
 TURNS: Final = 8

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from ..processes import messages
-from ..producer import Producer
+from ..producer.producer import Producer
 from .lines import GROUP_SIZE, KINDS, Line, make_groups
 from .pace import Pace
 
@@ -34,7 +34,7 @@ def train(line: Line, url: str) -> None:
     """Take batch after batch and do nothing with it, until killed; one message for each."""
     import torch
 
-    from ..trainer_queue import TrainerQueue
+    from ..trainer.queue import TrainerQueue
 
     torch.set_num_threads(1)
     kind, latency = KINDS[line.kind], line.min_groups is not None

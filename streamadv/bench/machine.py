@@ -15,8 +15,8 @@ from typing import Any
 import redis
 from redis.exceptions import ResponseError
 
-from ..connection import Connection
-from ..server import EmbeddedServer
+from ..store.connection import Connection
+from ..store.embedded import EmbeddedServer
 
 
 @contextmanager

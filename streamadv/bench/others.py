@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from ..columns import KNOWN_COLUMNS
+from ..trajectory.columns import KNOWN_COLUMNS
 from .crew import Crew
 from .lines import Line
 

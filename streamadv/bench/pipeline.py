@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from ..connection import Connection
-from ..inventory import delete_run
 from ..run import find_run
+from ..status.audit import delete_run
+from ..store.connection import Connection
 from .crew import Crew, Window, middle
 from .lines import Line
 from .others import pipelinerl_crews, transferqueue_crew, transferqueue_python

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..connection import Connection
 from ..errors import ProcessEndedError
-from ..manifest import RunSettings
-from ..outages import Backoff
 from ..run import find_run, open_run
-from ..status import read_status
+from ..run.manifest import RunSettings
+from ..status.ledger import read_status
+from ..store.connection import Connection
+from ..store.retry import Backoff
 from .cluster import cluster
 from .crew import STALL_S, Crew, Window, middle
 from .lines import TOKENS, Line

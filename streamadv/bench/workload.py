@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..algorithms.packed import PackedBatch, pack
-from ..columns import Array
 from ..errors import SettingError
+from ..trajectory.columns import Array
 
 GROUP_SIZE: Final = 8
 TURNS: Final = 8

@@ -17,11 +17,11 @@ from typing import Any, Final
 import redis.exceptions
 
 from .. import __version__
-from ..connection import Connection
 from ..errors import SettingError, StreamadvError
+from ..messages import printable
 from ..plugins import import_module
-from ..problems import printable
 from ..settings import Settings, likely_typos, load_settings
+from ..store.connection import Connection
 
 COMMANDS: Final = (
     "demo",

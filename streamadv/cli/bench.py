@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import SettingError
-from ..malloc import keep_freed_memory
+from ..processes.malloc import keep_freed_memory
 from . import bench_scaling, bench_server
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, TrajectoryError
-from ..interchange import read_trajectories, write_trajectory
-from ..schema import Role, Status, Step, Trajectory
+from ..trajectory.interchange import read_trajectories, write_trajectory
+from ..trajectory.schema import Role, Status, Step, Trajectory
 from . import add_import_option
 
 if TYPE_CHECKING:
     from ..algorithms import Chain, ChainResult, PackedBatch
-    from ..columns import Array
+    from ..trajectory.columns import Array
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -8,10 +8,10 @@ import os
 import re
 from typing import Any, Final
 
-from ..acl import ROLES, acl_line, password_hash
-from ..credentials import PREFIX, secret_from
 from ..errors import SettingError
 from ..settings import ShownSetting, shown_settings
+from ..store.acl import ROLES, acl_line, password_hash
+from ..store.credentials import PREFIX, secret_from
 from . import add_redis_options, flags_of, settings_from
 from .compute import add_chain_options, chain_from
 

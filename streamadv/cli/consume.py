@@ -10,12 +10,12 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from .. import metrics
 from ..errors import NoBatchError
-from ..interchange import recover, write_trajectory
+from ..trajectory.interchange import recover, write_trajectory
 from . import FAILED, add_metrics_option, add_redis_options, connect, seconds, settings_from
 from .compute import add_chain_options, chain_from
 
 if TYPE_CHECKING:
-    from ..trainer_queue import TrainerQueue
+    from ..trainer.queue import TrainerQueue
 
 BATCH_GROUPS: Final = 64
 
@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Consume until N groups are written or the run has ended; 1 when neither happens."""
     from ..algorithms import build_chain  # torch: only commands that compute load it
-    from ..trainer_queue import TrainerQueue
+    from ..trainer.queue import TrainerQueue
 
     settings = settings_from(arguments)
     chain = build_chain(chain_from(arguments.preset, arguments.config)).config

@@ -8,10 +8,10 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from ..dead_letters import MALFORMED, list_dead, purge, requeue, show_dead
 from ..errors import SettingError
-from ..problems import printable
+from ..messages import printable
 from ..run import Run, find_run
+from ..run.dead_letters import MALFORMED, list_dead, purge, requeue, show_dead
 from . import add_redis_options, add_wait_option, connect_once, settings_from
 
 

@@ -148,7 +148,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 def check_estimator(name: str) -> None:
     """Raise SettingError if `name` is no estimator, or needs a column the demo does not have."""
-    from ..algorithms.config import parse_config  # imports torch
+    from ..algorithms.chain.config import parse_config  # imports torch
     from ..algorithms.registry import get_estimator
 
     parse_config({"estimator": name})

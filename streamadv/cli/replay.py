@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import metrics
-from ..adapters import FORMATS
 from ..errors import Busy, SettingError
-from ..interchange import read_trajectories
-from ..outages import Backoff
-from ..producer import Producer
-from ..schema import Trajectory
-from ..waiting import Reason
+from ..producer.producer import Producer
+from ..store.retry import Backoff
+from ..store.waiting import Reason
+from ..trajectory.adapters import FORMATS
+from ..trajectory.interchange import read_trajectories
+from ..trajectory.schema import Trajectory
 from . import add_metrics_option, add_redis_options, connect, settings_from
 from .worker import add_run_options, run_settings_from
 

@@ -10,13 +10,13 @@ from typing import Any
 from redis.exceptions import NoPermissionError, ResponseError
 
 from ..errors import SettingError, StreamadvError
-from ..inventory import delete_run
-from ..keys import RUNS
-from ..manifest import DEFAULTS
-from ..presence import PRODUCER_TIMEOUT_S
-from ..problems import printable
+from ..messages import printable
 from ..run import Run, find_run, open_run
-from ..status import read_status
+from ..run.heartbeats import PRODUCER_TIMEOUT_S
+from ..run.manifest import DEFAULTS
+from ..status.audit import delete_run
+from ..status.ledger import read_status
+from ..store.keys import RUNS
 from . import add_redis_options, add_wait_option, connect_once, settings_from
 from .worker import add_run_options, run_settings_from
 

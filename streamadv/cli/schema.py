@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from ..schema import trajectory_json_schema
+from ..trajectory.schema import trajectory_json_schema
 
 
 def add_parser(subparsers: Any) -> None:

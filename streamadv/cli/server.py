@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import ServerError
-from ..server import APPENDFSYNC, LOOPBACK, EmbeddedServer
+from ..store.embedded import APPENDFSYNC, LOOPBACK, EmbeddedServer
 from . import add_log_options, settings_from
 
 LOOK_SECONDS: Final = 0.5

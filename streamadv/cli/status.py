@@ -7,14 +7,14 @@ import json
 import time
 from typing import Any, Final
 
-from ..causes import reasons_of
-from ..inventory import deep_problems
-from ..manifest import Manifest
-from ..outages import RETRYABLE, Backoff, retried
-from ..problems import printable
+from ..grouping.short_groups import Loss
+from ..messages import printable
 from ..run import Run, find_run
-from ..short_groups import Loss
-from ..status import read_status
+from ..run.manifest import Manifest
+from ..status.audit import deep_problems
+from ..status.causes import reasons_of
+from ..status.ledger import read_status
+from ..store.retry import RETRYABLE, Backoff, retried
 from . import FAILED, add_redis_options, add_wait_option, connect_once, settings_from
 
 WATCH_SECONDS: Final = 1.0

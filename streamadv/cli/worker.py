@@ -6,8 +6,8 @@ import argparse
 import importlib
 from typing import Any
 
-from ..manifest import RunSettings, run_settings
 from ..plugins import function_of
+from ..run.manifest import RunSettings, run_settings
 from . import add_import_option, add_metrics_option, add_redis_options, settings_from
 
 STAGES = {

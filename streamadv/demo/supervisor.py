@@ -12,14 +12,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
-from ..connection import Connection
-from ..credentials import environment_with
 from ..errors import ProcessEndedError
-from ..manifest import run_settings
 from ..processes.children import Child, Message
 from ..run import open_run
-from ..server import EmbeddedServer
-from ..status import read_status
+from ..run.manifest import run_settings
+from ..status.ledger import read_status
+from ..store.connection import Connection
+from ..store.credentials import environment_with
+from ..store.embedded import EmbeddedServer
 from .progress import Kill, Progress
 from .settings import ADVANTAGE_WORKERS, EVALUATE_EVERY, ROLLOUT_PROCESSES, DemoSettings
 

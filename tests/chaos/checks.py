@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from streamadv.inventory import deep_problems
-from streamadv.keys import manifest_key
 from streamadv.run import Run
-from streamadv.status import ledger_of, problems_of, read_shard
+from streamadv.status.audit import deep_problems
+from streamadv.status.ledger import ledger_of, problems_of, read_shard
+from streamadv.store.keys import manifest_key
 
 Identity = tuple[str, int]
 

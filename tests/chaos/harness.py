@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from streamadv.connection import Connection
 from streamadv.run import Run, open_run
-from streamadv.server import EmbeddedServer
-from streamadv.status import read_status
+from streamadv.status.ledger import read_status
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
 from tests.clusters import Cluster, Node, Sentinels, until
 
 from .checks import Identity, problems, registered, total

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from streamadv import producer as producer_module
 from streamadv.errors import Busy, GroupEndedError, TrajectoryError
-from streamadv.outages import Backoff
 from streamadv.producer import Producer
-from streamadv.schema import Trajectory
+from streamadv.producer import producer as producer_module
+from streamadv.store.retry import Backoff
+from streamadv.trajectory.schema import Trajectory
 from tests.support import ended, trajectory, unscored
 
 from .checks import Identity

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from streamadv.connection import Connection
-from streamadv.outages import patiently
 from streamadv.run import Run, open_run
+from streamadv.store.connection import Connection
+from streamadv.store.retry import patiently
 
 from .setup import Setup
 from .victim import Hook
@@ -31,18 +31,18 @@ def main(words: Sequence[str], reached: Hook) -> int:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     if name == "scorer":
-        from streamadv.scorer import Scorer
+        from streamadv.grouping.scorer import Scorer
 
         scorer = Scorer(
             setup.url, setup.run, SCORER, lease_s=setup.lease_s, batch_size=4, settings=setup.run_settings
         )
         scorer.run(lambda references, payloads: [float(r.rollout_index) for r in references], stop)
     elif name == "grouper":
-        from streamadv.grouping import run_grouper
+        from streamadv.grouping.grouper import run_grouper
 
         run_grouper(_join(setup), stop, lease_s=setup.lease_s)
     else:
-        from streamadv.advantage import run_worker
+        from streamadv.advantage.worker import run_worker
 
         run_worker(_join(setup), stop, device="cpu", lease_s=setup.lease_s)
     return 0

@@ -14,16 +14,18 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from streamadv import advantage, computing, grouping, presence
-from streamadv.connection import Connection
-from streamadv.dead_letters import list_dead, purge, requeue
+from streamadv.advantage import compute
+from streamadv.advantage import worker as advantage
 from streamadv.errors import GroupEndedError, NoBatchError, StreamadvError, TrajectoryError
-from streamadv.manifest import RunSettings
+from streamadv.grouping import grouper as grouping
+from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
-from streamadv.run import open_run
-from streamadv.scorer import Scorer
-from streamadv.streams import ADVANTAGE, GROUPER, Consumer
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run import heartbeats, open_run
+from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer
+from streamadv.run.dead_letters import list_dead, purge, requeue
+from streamadv.run.manifest import RunSettings
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 from tests.support import consumer_of, ended, make_overdue, trajectory, unscored
 
 from .checks import Identity
@@ -77,7 +79,9 @@ class World:
     def play(self) -> None:
         """Step everybody in turn, starting again whoever died, until the trainer has seen the end of the run."""
         with hooked(self.hook, self.gate), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(presence, "PRODUCER_TIMEOUT_S", -1.0)  # a dead producer is known to be dead at once
+            patch.setattr(
+                heartbeats, "PRODUCER_TIMEOUT_S", -1.0
+            )  # a dead producer is known to be dead at once
             actors = [(make, make(self)) for make in ACTORS]
             for _ in range(MAX_ROUNDS):
                 for place, (make, actor) in enumerate(actors):
@@ -245,11 +249,11 @@ def grouper(world: World) -> Life:
 def worker(world: World) -> Life:
     run = open_run(world.connection, world.run_name, SETTINGS)
     consumer: Consumer = consumer_of(run, ADVANTAGE, lease_s=0.0)
-    cpu = computing.choose_device("cpu")
+    cpu = compute.choose_device("cpu")
     while True:
         for entry in consumer.read(1):
             prepared = advantage.prepare(run, entry)
-            advantage.publish(run, computing.compute_safely(run, prepared, cpu))
+            advantage.publish(run, compute.compute_safely(run, prepared, cpu))
             consumer.done([entry])
         yield
 

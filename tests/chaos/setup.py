@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from streamadv.manifest import RunSettings, run_settings
+from streamadv.run.manifest import RunSettings, run_settings
 
 
 @dataclass(frozen=True)

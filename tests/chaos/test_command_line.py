@@ -17,7 +17,7 @@ from typing import Final
 
 import pytest
 
-from streamadv.interchange import write_trajectory
+from streamadv.trajectory.interchange import write_trajectory
 
 from ..support import trajectory
 

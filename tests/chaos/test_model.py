@@ -24,14 +24,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from streamadv import advantage, computing, grouping
-from streamadv.connection import Connection
+from streamadv.advantage import compute as computing
+from streamadv.advantage import worker
 from streamadv.errors import EpochFencedError, GroupEndedError, NoBatchError, TrajectoryError
-from streamadv.microbatch import Batch
+from streamadv.grouping import grouper
 from streamadv.producer import Producer
-from streamadv.server import EmbeddedServer
-from streamadv.streams import ADVANTAGE, GROUPER
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.consumer import ADVANTAGE, GROUPER
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.trainer.microbatch import Batch
+from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     CPU,
     compute_all,
@@ -105,7 +107,7 @@ class Lifecycle(RuleBasedStateMachine):
                 self.producer.begin_group(SIZE, group_id=group_id, timeout=0).cancel(1)
         elif kind == "expire":
             make_overdue(self.run, group_id)
-            grouping.Housekeeping(self.run).round()
+            grouper.Housekeeping(self.run).round()
         else:
             self.producer.finish()
 
@@ -120,17 +122,17 @@ class Lifecycle(RuleBasedStateMachine):
         entries = self.deliver(GROUPER, 5)
         if entries and fate != "crashed":
             for _ in range(2 if fate == "finished twice" else 1):
-                grouping.take(self.run, entries)
+                grouper.take(self.run, entries)
 
     @rule(fate=fates)
     def compute(self, fate: str) -> None:
         entries = self.deliver(ADVANTAGE, 2)
         for entry in entries if fate != "crashed" else []:
-            prepared = advantage.prepare_or_discard(self.run, entry)
+            prepared = worker.prepare_or_discard(self.run, entry)
             if prepared is not None:
                 computed = computing.compute_safely(self.run, prepared, CPU)
                 for _ in range(2 if fate == "finished twice" else 1):
-                    advantage.publish(self.run, computed)
+                    worker.publish(self.run, computed)
 
     # Trainer
 
@@ -202,7 +204,7 @@ class Lifecycle(RuleBasedStateMachine):
         assert found["trained"] == len(self.weights)
         assert found["queued"] == found["in_flight"] == 0
         assert found["pushed"] == found["trained"] + sum(found["dropped"].values())
-        grouping.Housekeeping(self.run).round()
+        grouper.Housekeeping(self.run).round()
         assert problems(self.run) == []
         left = {
             key.decode().rpartition("}:")[2] for key in self.connection.scripts.scan_iter(f"*{{{self.name}*")

@@ -12,9 +12,9 @@ import random
 from pathlib import Path
 from typing import Any, Final
 
-from streamadv import presence
 from streamadv.errors import BatchLostError, EpochFencedError
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run import heartbeats
+from streamadv.trainer.queue import TrainerQueue
 
 from .checks import Identity
 from .setup import Setup
@@ -43,7 +43,7 @@ def read_deliveries(folder: Path) -> list[tuple[int, int, list[Identity]]]:
 
 def run_trainer(setup: Setup, reached: Hook) -> int:
     """Train until the run has ended."""
-    vars(presence)["PRODUCER_TIMEOUT_S"] = setup.producer_timeout_s
+    vars(heartbeats)["PRODUCER_TIMEOUT_S"] = setup.producer_timeout_s
     try:
         return _train(setup, reached)
     except EpochFencedError:

@@ -28,8 +28,9 @@ import redis
 import redis.client
 import redis.cluster
 
-from streamadv import computing, scripts
-from streamadv.clients import Client
+from streamadv.advantage import compute as computing
+from streamadv.store import scripts
+from streamadv.store.clients import Client
 
 #: Of a cluster's client; redis-py before 7 has none, nor a cluster.
 TransactionStrategy: Any = getattr(redis.cluster, "TransactionStrategy", redis.client.Pipeline)

@@ -9,12 +9,12 @@ from typing import Any
 import fakeredis
 import numpy as np
 
-from streamadv.connection import Connection
 from streamadv.errors import NoBatchError
 from streamadv.run import Run
-from streamadv.schema import Trajectory
-from streamadv.trainer_queue import TrainerQueue
-from streamadv.wire import encode_payload
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.schema import Trajectory
+from streamadv.trajectory.wire import encode_payload
 
 from ..support import compute_all, group_all, join, producing, push_groups, trajectory
 

@@ -8,12 +8,12 @@ from typing import Any
 import fakeredis
 from pydantic_core import from_json
 
-from streamadv.batches import parse_group
-from streamadv.connection import Connection
+from streamadv.advantage.results import parse_result
+from streamadv.batch.record import parse_group
 from streamadv.errors import NoBatchError, WireError
-from streamadv.malformed import record_problem
-from streamadv.results import parse_result
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.malformed import record_problem
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 
 from ..support import compute_all, group_all, join, ledger, problems, producing, push_groups
 from .examples import stored

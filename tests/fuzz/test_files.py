@@ -11,13 +11,13 @@ import numpy as np
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from streamadv.adapters.chat import read_chat, tokenize_chat
-from streamadv.adapters.tau_bench import read_tau_bench
 from streamadv.cli.compute import run as compute
 from streamadv.errors import StreamadvError, TrajectoryError
-from streamadv.interchange import parse_json, read_trajectories, recover
-from streamadv.schema import Trajectory, parse_trajectory
-from streamadv.wire import encode_payload
+from streamadv.trajectory.adapters.chat import read_chat, tokenize_chat
+from streamadv.trajectory.adapters.tau_bench import read_tau_bench
+from streamadv.trajectory.interchange import parse_json, read_trajectories, recover
+from streamadv.trajectory.schema import Trajectory, parse_trajectory
+from streamadv.trajectory.wire import encode_payload
 
 from .examples import chats, lines
 from .mutations import (

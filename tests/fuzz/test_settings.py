@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from streamadv.algorithms import build_chain
-from streamadv.algorithms.config import ChainConfig
-from streamadv.connection import Connection
+from streamadv.algorithms.chain.config import ChainConfig
 from streamadv.errors import SettingError
-from streamadv.manifest import RunSettings, run_settings
+from streamadv.run.manifest import RunSettings, run_settings
 from streamadv.settings import Settings, load_settings
+from streamadv.store.connection import Connection
 
 from .mutations import TOKENS, cases, chance_of, damaged_bytes, damaged_value, hostile, nested, one_line_error
 

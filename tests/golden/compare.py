@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from streamadv.columns import Array
+from streamadv.trajectory.columns import Array
 
 TOLERANCE: Final = 3e-5  # float64 redone from the recorded inputs differs from the peers by half of it
 

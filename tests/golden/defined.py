@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from streamadv.columns import Array
+from streamadv.trajectory.columns import Array
 
 from .compare import Inputs, trainable_tokens
 

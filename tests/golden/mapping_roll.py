@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from streamadv import padded
-from streamadv.algorithms.running import RunningMoments
-from streamadv.algorithms.runs import run_mean
+from streamadv.algorithms.running_moments import RunningMoments
 from streamadv.algorithms.trainable import padded_tokens
+from streamadv.algorithms.turns import run_mean
 
 from .compare import Function, Inputs
 from .mapping_verl import coefficients

@@ -19,8 +19,8 @@ import pytest
 from torch import Tensor
 
 from streamadv.algorithms import ChainResult, PackedBatch, build_chain, expand, preset_names, run_chain
-from streamadv.columns import Array
-from streamadv.schema import Step
+from streamadv.trajectory.columns import Array
+from streamadv.trajectory.schema import Step
 
 from ..unit.algorithms.reference import batch_of, member
 from .compare import assert_close, entries, function_of, load

@@ -16,14 +16,16 @@ import pytest
 import redis
 import redis.exceptions
 
-from streamadv import acl, cli, streams
-from streamadv.connection import Connection
+from streamadv import cli
 from streamadv.errors import NoBatchError
-from streamadv.keys import ShardKeys, key_patterns, manifest_key
 from streamadv.producer import Producer
+from streamadv.run import consumer as streams
 from streamadv.run import open_run
-from streamadv.server import EmbeddedServer
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.store import acl
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.keys import ShardKeys, key_patterns, manifest_key
+from streamadv.trainer.queue import TrainerQueue
 
 from ..chaos import scenario
 from ..support import (

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamadv.algorithms.config import parse_config
+from streamadv.algorithms.chain.config import parse_config
 from streamadv.algorithms.kl import adapted_coefficient
-from streamadv.batch_statistics import KLCoefficients
-from streamadv.batches import BatchRecord
-from streamadv.connection import Connection
-from streamadv.lineage import Lineage
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.batch.carryover import KLCoefficients
+from streamadv.batch.lineage import Lineage
+from streamadv.batch.record import BatchRecord
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 from tests.support import join, next_batch, producing, push_groups
 
 RUNNING = {"estimator": "grpo", "reward": {"mean": "running", "std": "running"}}

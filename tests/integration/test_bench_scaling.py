@@ -8,7 +8,7 @@ from streamadv.bench import scaling
 from streamadv.bench.cluster import cluster
 from streamadv.bench.lines import Line
 from streamadv.bench.scaling import LONG, PARTS, SHORT, UTILISATION, Costs, Linear
-from streamadv.connection import Connection
+from streamadv.store.connection import Connection
 
 
 def costs(**each: float) -> Costs:

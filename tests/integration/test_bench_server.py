@@ -15,8 +15,8 @@ from streamadv.algorithms.chain import build_chain
 from streamadv.bench import latency, memory
 from streamadv.bench.lines import KINDS, Line, make_columns, make_groups
 from streamadv.bench.others import PEERS
-from streamadv.connection import Connection
 from streamadv.errors import SettingError
+from streamadv.store.connection import Connection
 
 
 def test_a_line_of_the_pipeline_is_measured(

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from streamadv.cli import main
-from streamadv.connection import Connection
-from streamadv.manifest import RunSettings
 from streamadv.producer import Producer
 from streamadv.run import open_run
-from streamadv.streams import ADVANTAGE, GROUPER
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.consumer import ADVANTAGE, GROUPER
+from streamadv.run.manifest import RunSettings
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import Cluster, until
 from tests.flows import Flow
 from tests.support import compute_all, consumer_of, group_all, ledger, next_batch, problems, push_groups

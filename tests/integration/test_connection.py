@@ -16,11 +16,11 @@ import redis
 import redis.asyncio.cluster
 import redis.exceptions
 
-from streamadv.connection import AsyncConnection, Connection
 from streamadv.errors import ServerUnreachableError, SettingError
-from streamadv.outages import RETRYABLE, Backoff
-from streamadv.scripts import run_script_async, script_call
-from streamadv.server import EmbeddedServer
+from streamadv.store.connection import AsyncConnection, Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.retry import RETRYABLE, Backoff
+from streamadv.store.scripts import run_script_async, script_call
 
 needs_cluster_client = pytest.mark.skipif(
     not hasattr(redis.asyncio.cluster, "TransactionStrategy"), reason="redis-py 7 or newer"

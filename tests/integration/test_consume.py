@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from streamadv.advantage import run_worker
+from streamadv.advantage.worker import run_worker
 from streamadv.cli import main
-from streamadv.grouping import run_grouper
-from streamadv.interchange import write_trajectory
+from streamadv.grouping.grouper import run_grouper
 from streamadv.run import Run
+from streamadv.trajectory.interchange import write_trajectory
 
 from ..support import ended, identities, join, ledger, problems, producing, push_groups, threads, trajectory
 

@@ -12,8 +12,8 @@ import pytest
 import redis
 
 from streamadv.bench.lines import GROUP_SIZE, KINDS, Line, make_groups
-from streamadv.connection import Connection
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 from tests.support import compute_all, group_all, join, next_batch, producing
 
 LINE_TOKENS = 256

@@ -8,21 +8,21 @@ import threading
 
 import pytest
 
-from streamadv import computing, dead_letters
-from streamadv.advantage import prepare
+from streamadv.advantage import compute
+from streamadv.advantage.compute import compute_safely
+from streamadv.advantage.poison import MAX_ATTEMPTS
+from streamadv.advantage.worker import prepare
 from streamadv.algorithms.registry import estimator
-from streamadv.causes import reasons_of
 from streamadv.cli import main
-from streamadv.computing import compute_safely
-from streamadv.connection import Connection
-from streamadv.dead_letters import list_dead, purge, requeue, show_dead
 from streamadv.errors import ChainError, StreamadvError
-from streamadv.grouping import Housekeeping
-from streamadv.isolation import MAX_ATTEMPTS
-from streamadv.run import Run
-from streamadv.status import read_status
-from streamadv.streams import ADVANTAGE
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.grouping.grouper import Housekeeping
+from streamadv.run import Run, dead_letters
+from streamadv.run.consumer import ADVANTAGE
+from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
+from streamadv.status.causes import reasons_of
+from streamadv.status.ledger import read_status
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     CPU,
     batches_read,
@@ -295,7 +295,7 @@ def test_a_fault_of_the_code_buries_nothing(named: Run, monkeypatch: pytest.Monk
     ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
     prepared = prepare(named, entry)
     one = dataclasses.replace(prepared, groups=prepared.groups[:1])
-    monkeypatch.setattr(computing, "compute", raise_type_error)
+    monkeypatch.setattr(compute, "compute", raise_type_error)
     with pytest.raises(ChainError, match="TypeError: wrong arguments"):
         compute_safely(named, one, CPU)
 

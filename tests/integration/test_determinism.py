@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamadv import advantage, computing
-from streamadv.connection import Connection
-from streamadv.manifest import RunSettings
+from streamadv.advantage import compute, worker
 from streamadv.producer import Producer
-from streamadv.schema import Trajectory
-from streamadv.streams import ADVANTAGE
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.consumer import ADVANTAGE
+from streamadv.run.manifest import RunSettings
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.schema import Trajectory
 
 from ..support import CPU, consumer_of, group_all, join, problems, trajectory
 
@@ -68,7 +68,7 @@ def advantages(
         draw.shuffle(entries)
         assert entries
         for _, entry in entries:
-            assert advantage.publish(run, computing.compute(advantage.prepare(run, entry), CPU))
+            assert worker.publish(run, compute.compute(worker.prepare(run, entry), CPU))
         batch = queue.next_batch(timeout=0)
         assert problems(run) == []
     assert batch is not None

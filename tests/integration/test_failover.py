@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from streamadv.connection import Connection
-from streamadv.manifest import RunSettings
 from streamadv.producer import Producer
 from streamadv.run import open_run
-from streamadv.scripts import server_ids
+from streamadv.run.manifest import RunSettings
+from streamadv.store.connection import Connection
+from streamadv.store.scripts import server_ids
 from tests.clusters import Cluster, Node, until
 from tests.flows import Flow
 from tests.support import ledger, problems, push_groups

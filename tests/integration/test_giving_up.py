@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from streamadv import cli
-from streamadv.server import EmbeddedServer
+from streamadv.store.embedded import EmbeddedServer
 from tests.support import producing, push_groups
 
 ONCE = (

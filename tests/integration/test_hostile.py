@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from streamadv import advantage, grouping
+from streamadv.advantage import worker
 from streamadv.cli import main
-from streamadv.connection import Connection
-from streamadv.dead_letters import list_dead, purge, requeue, show_dead
 from streamadv.errors import GroupEndedError, StreamadvError
-from streamadv.keys import RUNS, manifest_key
+from streamadv.grouping import grouper
+from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
 from streamadv.run import Run
-from streamadv.scorer import Scorer
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
+from streamadv.store.connection import Connection
+from streamadv.store.keys import RUNS, manifest_key
+from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     compute_all,
     group_all,
@@ -108,8 +109,8 @@ def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: i
         queue = TrainerQueue(redis_url, "r", batch_groups=4, chain={"estimator": "reinforce"})
         trained: set[str] = set()
         with threads(
-            lambda stop: grouping.run_grouper(join(redis_url, "r"), stop),
-            lambda stop: advantage.run_worker(join(redis_url, "r"), stop, device="cpu"),
+            lambda stop: grouper.run_grouper(join(redis_url, "r"), stop),
+            lambda stop: worker.run_worker(join(redis_url, "r"), stop, device="cpu"),
             lambda stop: judge.run(lambda refs, payloads: [0.5 * r.rollout_index for r in refs], stop),
         ):
             for number, group_id in enumerate(sorted(healthy)):
@@ -496,8 +497,8 @@ def test_a_stream_that_has_had_its_last_id_goes_on(
         queue = TrainerQueue(redis_url, run, batch_groups=4)
         with threads(
             lambda stop: judge.run(lambda refs, payloads: [0.5 * r.rollout_index for r in refs], stop),
-            lambda stop: advantage.run_worker(join(redis_url, run), stop, device="cpu"),
-            lambda stop: grouping.run_grouper(join(redis_url, run), stop),
+            lambda stop: worker.run_worker(join(redis_url, run), stop, device="cpu"),
+            lambda stop: grouper.run_grouper(join(redis_url, run), stop),
         ):
             for number in range(6):
                 make = unscored if number % 2 else trajectory

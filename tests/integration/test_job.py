@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from streamadv.connection import Connection
 from streamadv.errors import (
     BatchLostError,
     EpochFencedError,
@@ -27,13 +26,14 @@ from streamadv.errors import (
     ServerUnreachableError,
     SettingError,
 )
-from streamadv.microbatch import Batch
-from streamadv.outages import RETRYABLE
-from streamadv.ready import ReadyLogs
 from streamadv.run import Run
-from streamadv.server import EmbeddedServer
-from streamadv.streams import ADVANTAGE
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.consumer import ADVANTAGE
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.retry import RETRYABLE
+from streamadv.trainer.microbatch import Batch
+from streamadv.trainer.queue import TrainerQueue
+from streamadv.trainer.results_log import ReadyLogs
 from tests.support import (
     compute_all,
     consumer_of,
@@ -868,11 +868,11 @@ def test_queues_of_one_process_after_one_another_are_different_jobs(
 RANK = """
     import sys, time
     import torch, torch.distributed
-    from streamadv.connection import Connection
+    from streamadv.store.connection import Connection
     from streamadv.errors import NoBatchError
     from streamadv.run import open_run
-    from streamadv.server import EmbeddedServer
-    from streamadv.trainer_queue import TrainerQueue
+    from streamadv.store.embedded import EmbeddedServer
+    from streamadv.trainer.queue import TrainerQueue
     from tests.support import compute_all, group_all
 
     url, run, store, backend, rank = sys.argv[1:]

@@ -10,12 +10,12 @@ import pytest
 import redis
 import torch
 
-from streamadv.connection import Connection
 from streamadv.errors import LateColumnError, SettingError
-from streamadv.microbatch import Batch, MicroBatch
 from streamadv.producer import Producer
 from streamadv.run import Run
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.store.connection import Connection
+from streamadv.trainer.microbatch import Batch, MicroBatch
+from streamadv.trainer.queue import TrainerQueue
 
 from ..support import compute_all, join, ledger, next_batch, problems, push_groups
 

@@ -14,20 +14,19 @@ from typing import Any
 import pytest
 import redis
 
-from streamadv import async_producer, producer
-from streamadv.advantage import run_worker
+from streamadv.advantage.worker import run_worker
 from streamadv.cli import main
-from streamadv.connection import Connection
 from streamadv.errors import ManifestMismatchError
-from streamadv.grouping import run_grouper
-from streamadv.keys import manifest_key
-from streamadv.manifest import RunSettings
-from streamadv.producer import Producer
+from streamadv.grouping.grouper import run_grouper
+from streamadv.grouping.scorer import Scorer
+from streamadv.producer import Producer, async_producer, producer
 from streamadv.run import Run, open_run
-from streamadv.scorer import Scorer
-from streamadv.server import EmbeddedServer
-from streamadv.status import read_status
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.manifest import RunSettings
+from streamadv.status.ledger import read_status
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.keys import manifest_key
+from streamadv.trainer.queue import TrainerQueue
 
 from ..clusters import until
 from ..support import group_all, join, ledger, problems, producing, push_groups, trajectory, unscored

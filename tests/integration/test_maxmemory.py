@@ -12,19 +12,19 @@ import pytest
 import redis
 import torch
 
-from streamadv.advantage import prepare, publish, run_worker
-from streamadv.computing import compute_safely
-from streamadv.connection import Connection
+from streamadv.advantage.compute import compute_safely
+from streamadv.advantage.worker import prepare, publish, run_worker
 from streamadv.errors import Busy, NoBatchError
-from streamadv.grouping import run_grouper
-from streamadv.inventory import deep_problems
-from streamadv.manifest import RunSettings
-from streamadv.outages import NotNowError
+from streamadv.grouping.grouper import run_grouper
 from streamadv.producer import Producer
 from streamadv.run import open_run
-from streamadv.server import EmbeddedServer
-from streamadv.status import read_status
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.manifest import RunSettings
+from streamadv.status.audit import deep_problems
+from streamadv.status.ledger import read_status
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.retry import NotNowError
+from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.support import ADVANTAGE, batches_read, consumer_of, group_all, push_groups, refusals, threads
 

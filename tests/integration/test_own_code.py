@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import streamadv as sa
-from streamadv.batches import read_log
+from streamadv.batch.record import read_log
 from streamadv.cli import main
 from streamadv.errors import NoBatchError
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.trainer.queue import TrainerQueue
 
 from ..support import (
     ADVANTAGE,

@@ -10,16 +10,17 @@ import pytest
 import redis
 import torch
 
-from streamadv import advantage, computing
-from streamadv.advantage import run_worker
-from streamadv.connection import Connection
-from streamadv.grouping import run_grouper
-from streamadv.inventory import delete_run
-from streamadv.microbatch import MicroBatch
+from streamadv.advantage import compute as computing
+from streamadv.advantage import worker
+from streamadv.advantage.worker import run_worker
+from streamadv.grouping.grouper import run_grouper
 from streamadv.producer import Producer
 from streamadv.run import Run
-from streamadv.server import EmbeddedServer
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.status.audit import delete_run
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.trainer.microbatch import MicroBatch
+from streamadv.trainer.queue import TrainerQueue
 
 from ..support import (
     group_all,
@@ -170,7 +171,7 @@ def test_a_worker_whose_publisher_fails_ends_with_the_error(
         raise ZeroDivisionError("publisher")
 
     monkeypatch.setattr(computing, "compute", count)
-    monkeypatch.setattr(advantage, "publish", fail)
+    monkeypatch.setattr(worker, "publish", fail)
     with producing(redis_url, run) as producer:
         push_groups(producer, 6, 130)
         joined = join(redis_url, run)

@@ -15,13 +15,12 @@ import pytest
 import redis
 
 import streamadv
-from streamadv import async_producer
-from streamadv.connection import Connection
 from streamadv.errors import Busy, NoBatchError, ProducerClosedError
-from streamadv.manifest import RunSettings
-from streamadv.producer import Producer
-from streamadv.server import EmbeddedServer
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.producer import Producer, async_producer
+from streamadv.run.manifest import RunSettings
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.trainer.queue import TrainerQueue
 
 from ..clusters import until
 from ..support import (

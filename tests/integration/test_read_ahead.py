@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from streamadv import read_ahead
-from streamadv.connection import Connection
-from streamadv.dead_letters import list_dead
 from streamadv.errors import NoBatchError
-from streamadv.microbatch import Batch
 from streamadv.run import Run
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.dead_letters import list_dead
+from streamadv.store.connection import Connection
+from streamadv.trainer import fetch
+from streamadv.trainer.microbatch import Batch
+from streamadv.trainer.queue import TrainerQueue
 
 from ..support import compute_all, identities, join, ledger, next_batch, problems, producing, push_groups
 
@@ -77,7 +77,7 @@ def test_what_was_read_ahead_is_not_delivered(joined: Run) -> None:
 def test_what_cannot_be_read_ahead_is_a_dead_letter_when_it_is_due(
     wrong: str, joined: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_ahead, "SLICE", 2)
+    monkeypatch.setattr(fetch, "SLICE", 2)
     queue, _ = first_batch(joined)
     read_through(queue)
     first, *_ = payload_keys(joined, "g0005")
@@ -97,7 +97,7 @@ def test_what_cannot_be_read_ahead_is_a_dead_letter_when_it_is_due(
 def test_a_batch_too_large_to_hold_is_fetched_when_it_is_due(
     joined: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_ahead, "MAX_BYTES", 1)
+    monkeypatch.setattr(fetch, "MAX_BYTES", 1)
     queue, _ = first_batch(joined)
     assert read_through(queue) == 0
     compute_all(joined)
@@ -110,7 +110,7 @@ def test_a_fault_while_reading_ahead_is_raised_by_the_queue(
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(read_ahead, "fetch_payloads", fail)
+    monkeypatch.setattr(fetch, "fetch_payloads", fail)
     queue = TrainerQueue(joined.connection, joined.name, batch_groups=2)
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import redis
 
-from streamadv import grouping
-from streamadv.batches import read_log
+from streamadv.batch.record import read_log
 from streamadv.errors import SettingError
-from streamadv.manifest import RunSettings
+from streamadv.grouping import grouper
+from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
 from streamadv.run import Run
-from streamadv.scorer import Scorer
-from streamadv.trainer_queue import TrainerQueue
-from streamadv.wire import Payload, Reference
+from streamadv.run.manifest import RunSettings
+from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.wire import Payload, Reference
 
 from ..support import (
     consumer_of,
@@ -307,7 +307,7 @@ def test_records_of_ended_groups_go_straight_on(redis_url: str, run: str) -> Non
         joined = join(redis_url, run)
         producer.push([unscored("late", 0, 1)])
         make_overdue(joined, "late")
-        grouping.expire(joined, joined.keys.home)
+        grouper.expire(joined, joined.keys.home)
         producer.push([unscored("g", 0, 1)])
         asked: list[str] = []
 

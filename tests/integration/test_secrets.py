@@ -19,13 +19,13 @@ import redis.exceptions
 
 import streamadv as sa
 from streamadv import cli, metrics
-from streamadv.connection import AsyncConnection, Connection
 from streamadv.errors import SettingError, StreamadvError
+from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
-from streamadv.scorer import Scorer
-from streamadv.server import EmbeddedServer
-from streamadv.status import read_status
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.status.ledger import read_status
+from streamadv.store.connection import AsyncConnection, Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.trainer.queue import TrainerQueue
 
 from ..support import join, ledger, producing, push_groups
 

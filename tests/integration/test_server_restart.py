@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import redis
 
-from streamadv import connection as connection_module
-from streamadv import metrics, resend
-from streamadv.connection import AsyncConnection, Connection
+from streamadv import metrics
 from streamadv.errors import Busy, NoBatchError, ServerUnreachableError
-from streamadv.manifest import RunSettings
-from streamadv.outages import NotNowError
-from streamadv.producer import Producer
+from streamadv.producer import Producer, resend
 from streamadv.run import Run
-from streamadv.scripts import run_transaction, run_transaction_async, script_call
-from streamadv.server import EmbeddedServer
-from streamadv.status import read_status
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.manifest import RunSettings
+from streamadv.status.ledger import read_status
+from streamadv.store import connection as connection_module
+from streamadv.store.connection import AsyncConnection, Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.retry import NotNowError
+from streamadv.store.scripts import run_transaction, run_transaction_async, script_call
+from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.flows import Flow
 from tests.support import (

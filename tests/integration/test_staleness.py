@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from streamadv.connection import Connection
 from streamadv.errors import Busy
 from streamadv.producer import Producer
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 from tests.support import group_all, join, ledger, next_batch, problems, push_groups
 
 

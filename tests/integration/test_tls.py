@@ -14,12 +14,12 @@ import pytest
 
 import streamadv as sa
 from streamadv import cli
-from streamadv.connection import AsyncConnection, Connection
 from streamadv.errors import ServerError, ServerUnreachableError, SettingError
+from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
-from streamadv.scorer import Scorer
-from streamadv.server import EmbeddedServer, _free_port
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.store.connection import AsyncConnection, Connection
+from streamadv.store.embedded import EmbeddedServer, _free_port
+from streamadv.trainer.queue import TrainerQueue
 
 from ..certificates import Authority, Pair
 from ..support import group_all, join, next_batch, problems, producing, push_groups

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from streamadv.algorithms import build_chain, expand, pack, run_chain
-from streamadv.columns import EXTRA_DTYPES
-from streamadv.connection import Connection
 from streamadv.errors import EpochFencedError, NoBatchError, SettingError
-from streamadv.microbatch import Batch, MicroBatch
 from streamadv.producer import Producer
 from streamadv.run import Run
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.store.connection import Connection
+from streamadv.trainer.microbatch import Batch, MicroBatch
+from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.columns import EXTRA_DTYPES
 
 from ..support import (
     group_all,

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from streamadv import records
-from streamadv.connection import Connection
 from streamadv.errors import SettingError
-from streamadv.keys import manifest_key
-from streamadv.producer import Producer
+from streamadv.grouping.scorer import Scorer
+from streamadv.producer import Producer, records
 from streamadv.run import open_run
-from streamadv.scorer import Scorer
-from streamadv.trainer_queue import TrainerQueue
-from streamadv.wire import SCHEMA_VERSION, Header
+from streamadv.store.connection import Connection
+from streamadv.store.keys import manifest_key
+from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.wire import SCHEMA_VERSION, Header
 from tests.support import join, ledger, next_batch, problems, push_groups
 
 

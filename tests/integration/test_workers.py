@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from streamadv.connection import Connection
-from streamadv.server import EmbeddedServer
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
 
 from ..support import join, producing, push_groups
 

@@ -29,12 +29,12 @@ from typing import Any, Final, NamedTuple
 
 import redis
 
-from streamadv.connection import Connection
 from streamadv.processes.children import Child, Message
 from streamadv.run import Run, open_run
-from streamadv.scripts import load
-from streamadv.server import EmbeddedServer
-from streamadv.status import problems_of, read_shard, read_status
+from streamadv.status.ledger import problems_of, read_shard, read_status
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.scripts import load
 
 from .roles import settings
 

@@ -17,14 +17,15 @@ from typing import Any, Final
 
 import torch
 
-from streamadv import cli, dead_letters
-from streamadv import producer as producer_module
+from streamadv import cli
 from streamadv.errors import Busy, NoBatchError
-from streamadv.manifest import RunSettings
 from streamadv.processes import messages
 from streamadv.producer import Producer
-from streamadv.schema import Trajectory
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.producer import producer as producer_module
+from streamadv.run import dead_letters
+from streamadv.run.manifest import RunSettings
+from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.schema import Trajectory
 from tests.support import ended, trajectory
 
 SIZE: Final = 2

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-import streamadv.producer
+import streamadv.producer.producer
 from streamadv import cli
-from streamadv.batches import read_log
-from streamadv.connection import Connection
+from streamadv.batch.record import read_log
 from streamadv.errors import Busy, NoBatchError, SettingError
-from streamadv.manifest import RunSettings
 from streamadv.producer import Producer
 from streamadv.run import Run
-from streamadv.status import read_status
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.manifest import RunSettings
+from streamadv.status.ledger import read_status
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 
 from ..clusters import until
 from ..support import (
@@ -268,7 +268,7 @@ def test_a_group_that_no_budget_has_room_for_is_an_error(fake: Connection) -> No
 def test_a_budget_given_later_reaches_producers_that_are_open(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamadv.producer, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(streamadv.producer.producer, "HEARTBEAT_S", 0.01)
     with producing(redis_url, run) as producer:
         joined = join(redis_url, run)
         producer.begin_group(8, timeout=0)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import redis
 
-from streamadv import waiting
 from streamadv.cli.replay import replay
-from streamadv.connection import Connection
 from streamadv.errors import Busy, NoBatchError
-from streamadv.manifest import RunSettings
 from streamadv.producer import Producer
-from streamadv.server import EmbeddedServer
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.manifest import RunSettings
+from streamadv.store import waiting
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.trainer.queue import TrainerQueue
 from tests.support import group_all, join, producing, push_groups, trajectory
 
 SMALL = {"max_trajectory_bytes": 300_000, "max_bytes": 1_200_000}

@@ -9,13 +9,13 @@ import torch
 from redis.client import Pipeline
 from redis.exceptions import ExecAbortError
 
-from streamadv import advantage, computing
-from streamadv.computing import choose_device
-from streamadv.connection import Connection
+from streamadv.advantage import compute, worker
+from streamadv.advantage.compute import choose_device
 from streamadv.errors import NoBatchError, SettingError
 from streamadv.run import Run
-from streamadv.streams import ADVANTAGE
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.consumer import ADVANTAGE
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 
 from ..support import CPU, consumer_of, group_all, join, ledger, problems, producing, push_groups
 
@@ -40,7 +40,7 @@ def outputs(run: Run) -> list[bytes]:
 
 def test_the_same_work_gives_the_same_bits(named: Run) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
-    one, two = (computing.compute(advantage.prepare(named, entry), CPU) for _ in range(2))
+    one, two = (compute.compute(worker.prepare(named, entry), CPU) for _ in range(2))
     assert one == two
     assert one.results["rewards"]
 
@@ -48,10 +48,10 @@ def test_the_same_work_gives_the_same_bits(named: Run) -> None:
 def test_a_second_result_is_thrown_away(named: Run) -> None:
     """A worker thought dead comes back: its output leaves no key and no byte behind."""
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
-    result = computing.compute(advantage.prepare(named, entry), CPU)
-    assert advantage.publish(named, result)
+    result = compute.compute(worker.prepare(named, entry), CPU)
+    assert worker.publish(named, result)
     kept = outputs(named)
-    assert not advantage.publish(named, result)
+    assert not worker.publish(named, result)
     assert outputs(named) == kept
     assert named.connection.scripts.xlen(named.keys.home.ready) == 1
     assert problems(named) == []
@@ -60,7 +60,7 @@ def test_a_second_result_is_thrown_away(named: Run) -> None:
 def test_a_server_that_is_full_at_exec_takes_the_result(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of a transaction may be what fills it: then EXEC is refused, and not each of them."""
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
-    result = computing.compute(advantage.prepare(named, entry), CPU)
+    result = compute.compute(worker.prepare(named, entry), CPU)
     refusals = []
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -70,7 +70,7 @@ def test_a_server_that_is_full_at_exec_takes_the_result(named: Run, monkeypatch:
         )
 
     monkeypatch.setattr(Pipeline, "execute", refuse)
-    assert advantage.publish(named, result)
+    assert worker.publish(named, result)
     assert refusals == [1]
     assert len(outputs(named)) == bool(result.outputs)
     monkeypatch.undo()
@@ -79,10 +79,10 @@ def test_a_server_that_is_full_at_exec_takes_the_result(named: Run, monkeypatch:
 
 def test_a_result_after_the_commit_is_thrown_away(named: Run) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
-    result = computing.compute(advantage.prepare(named, entry), CPU)
+    result = compute.compute(worker.prepare(named, entry), CPU)
     keys = named.keys.home
     named.connection.scripts.hdel(keys.applied, result.unit.batch)
-    assert not advantage.publish(named, result)
+    assert not worker.publish(named, result)
     assert outputs(named) == []
     assert named.connection.scripts.xlen(keys.ready) == 0
 
@@ -90,14 +90,14 @@ def test_a_result_after_the_commit_is_thrown_away(named: Run) -> None:
 def test_work_whose_groups_are_gone_is_finished(named: Run) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
     named.connection.scripts.delete(named.keys.home.groups)
-    assert advantage.prepare_or_discard(named, entry) is None
+    assert worker.prepare_or_discard(named, entry) is None
     assert named.connection.scripts.xlen(named.keys.home.work) == 0
 
 
 def test_only_the_columns_of_the_chain_are_fetched(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
-    prepared = advantage.prepare(named, entry)
-    chain = computing.worker_chain(prepared.unit)
+    prepared = worker.prepare(named, entry)
+    chain = compute.worker_chain(prepared.unit)
     fetched = {name for members in prepared.columns.values() for columns in members for name in columns}
     assert fetched == set(chain.needs)
     assert fetched <= {"response_mask"}
@@ -124,12 +124,12 @@ def test_a_broken_payload_costs_its_group_only(fake: Connection) -> None:
     (entry,) = consumer_of(run, ADVANTAGE).read(1)
     victim = next(
         member.key
-        for group in advantage.prepare(run, entry).groups
+        for group in worker.prepare(run, entry).groups
         for member in group.members
         if group.group_id == "g0001"
     )
     fake.scripts.hset(victim, "response_mask", b"\x07")
-    assert advantage.publish(run, computing.compute_safely(run, advantage.prepare(run, entry), CPU))
+    assert worker.publish(run, compute.compute_safely(run, worker.prepare(run, entry), CPU))
     batch = queue.next_batch(timeout=0)
     assert batch is not None
     assert {reference.group_id for reference in batch.references} == {"g0000", "g0002"}

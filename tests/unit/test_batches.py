@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv import batches, commits, naming
 from streamadv.algorithms import build_chain
-from streamadv.batches import UNIT_TRAJECTORIES, BatchRecord, LoggedGroup, Pointer
-from streamadv.connection import Connection
+from streamadv.batch import commit as batch_commit
+from streamadv.batch import record as batch_record
+from streamadv.batch import selection
+from streamadv.batch.record import UNIT_TRAJECTORIES, BatchRecord, LoggedGroup, Pointer
+from streamadv.batch.selection import NamingRules
 from streamadv.errors import BatchLostError, EpochFencedError
-from streamadv.naming import NamingRules
 from streamadv.run import Run
-from streamadv.wire import Reference
+from streamadv.store.connection import Connection
+from streamadv.trajectory.wire import Reference
 
 from ..support import compute_all, group_all, join, ledger, problems, producing, push_groups
 
@@ -81,7 +83,7 @@ def test_why_a_group_is_not_trained_on(
 
 def test_the_first_fit_groups_are_chosen_and_only_those_before_them_refused() -> None:
     rules = NamingRules(drop_after=None, trained=frozenset({"g0", "g2", "g5"}))
-    chosen, refused = naming.choose([group(number) for number in range(8)], 0, 3, rules)
+    chosen, refused = selection.choose([group(number) for number in range(8)], 0, 3, rules)
     assert [each.group_id for each in chosen] == ["g1", "g3", "g4"]
     assert [(each.group_id, reason) for each, reason in refused] == [("g0", "trained"), ("g2", "trained")]
 
@@ -96,7 +98,7 @@ def test_every_group_is_in_one_unit_of_its_shard(found: list[tuple[int, int]], b
     record = BatchRecord(
         k=3, id="3-x", epoch=1, groups=groups, chain=CHAIN, late=["values"], kl_coefficient=0.5
     )
-    units = batches.work_units(record, batch_scope)
+    units = batch_record.work_units(record, batch_scope)
     assert [unit.number for unit in units] == list(range(len(units)))
     published = [p for unit in units for p in unit.groups if p.shard == unit.shard]
     assert sorted(published) == sorted(groups)
@@ -125,47 +127,47 @@ def named(fake: Connection) -> tuple[Run, BatchRecord]:
         [run.keys.home.void, run.keys.home.lineage],
         ["", 0, "job", "", "", "0123456789ab", "", "", "0"],
     )
-    logged = [each for shard in range(2) for each in batches.read_log(run, shard, "0-0", 100)]
-    record = naming.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
-    assert batches.name(run, record, {}, record.epoch)
+    logged = [each for shard in range(2) for each in batch_record.read_log(run, shard, "0-0", 100)]
+    record = selection.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
+    assert batch_record.name(run, record, {}, record.epoch)
     return run, record
 
 
 def test_a_batch_is_named_once(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
-    assert not batches.name(run, naming.make_record(0, 1, [], chain=CHAIN), {}, 1)
-    assert batches.read_records(run) == {0: record}
+    assert not batch_record.name(run, selection.make_record(0, 1, [], chain=CHAIN), {}, 1)
+    assert batch_record.read_records(run) == {0: record}
     assert [pointer.group_id for pointer in record.groups] == sorted(p.group_id for p in record.groups)
 
 
 def test_naming_applying_and_committing_may_be_repeated(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
     for _ in range(3):
-        batches.apply(run, record, False, 1, [record])
+        batch_record.apply(run, record, False, 1, [record])
         assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (12, 4)
         assert problems(run) == []
     assert compute_all(run) == 2
     for _ in range(3):
-        commits.commit(run, record, 1)
+        batch_commit.commit(run, record, 1)
         assert (ledger(run)["trained"], ledger(run)["in_flight"]) == (12, 0)
         assert problems(run) == []
-    assert batches.read_records(run) == {}
+    assert batch_record.read_records(run) == {}
     with pytest.raises(BatchLostError, match="is gone: restart the trainer"):
-        batches.read_groups(run, record.groups)
+        batch_record.read_groups(run, record.groups)
 
 
 def test_the_ledger_holds_in_the_middle_of_a_commit(named: tuple[Run, BatchRecord]) -> None:
     """Between the steps of a commit: other processes may look, and the trainer may die."""
     run, record = named
-    batches.apply(run, record, False, 1, [record])
+    batch_record.apply(run, record, False, 1, [record])
     compute_all(run)
     for shard in range(2):
-        commits._commit_groups(run, shard, record, record.in_shard(shard)[:1], 1, {})
+        batch_commit._commit_groups(run, shard, record, record.in_shard(shard)[:1], 1, {})
         assert problems(run) == []
     for shard in range(2):
-        commits._commit_groups(run, shard, record, record.in_shard(shard), 1, {})
+        batch_commit._commit_groups(run, shard, record, record.in_shard(shard), 1, {})
         assert problems(run) == []
-        commits._close(run, shard, record.id, 1, commits.read_ready(run))
+        batch_commit._close(run, shard, record.id, 1, batch_commit.read_ready(run))
         assert problems(run) == []
     assert ledger(run)["trained"] == 12
 
@@ -174,10 +176,13 @@ def test_groups_taken_out_of_the_log_are_counted_once(named: tuple[Run, BatchRec
     run, record = named
     taken = {pointer.group_id for pointer in record.groups}
     left = [
-        g for shard in range(2) for g in batches.read_log(run, shard, "0-0", 100) if g.group_id not in taken
+        g
+        for shard in range(2)
+        for g in batch_record.read_log(run, shard, "0-0", 100)
+        if g.group_id not in taken
     ]
     for _ in range(2):
-        commits.drop(run, [(left[0], "stale"), (left[1], "trained")], 1)
+        batch_commit.drop(run, [(left[0], "stale"), (left[1], "trained")], 1)
         assert (ledger(run)["dropped"], ledger(run)["trained"]) == ({"stale": 2}, 2)
     assert problems(run) == []
 
@@ -188,30 +193,30 @@ def test_groups_marked_by_several_batches_are_in_flight_once(
 ) -> None:
     """A failover may leave a shard with batches nobody knows, whose groups are named again, dropped, or committed."""
     run, draw = named[0], random.Random(seed)
-    logged = [each for shard in range(2) for each in batches.read_log(run, shard, "0-0", 100)]
-    records = [naming.make_record(k, 1, draw.sample(logged, 5), chain=CHAIN) for k in range(4)]
+    logged = [each for shard in range(2) for each in batch_record.read_log(run, shard, "0-0", 100)]
+    records = [selection.make_record(k, 1, draw.sample(logged, 5), chain=CHAIN) for k in range(4)]
     marked: set[str] = set()
 
     def apply(record: BatchRecord) -> None:
-        batches.apply(run, record, False, 1, [record])
+        batch_record.apply(run, record, False, 1, [record])
         marked.add(record.id)
 
     def take_back(record: BatchRecord) -> None:
-        commits.undo_unknown(run, [each for each in records if each is not record], 1)
+        batch_commit.undo_unknown(run, [each for each in records if each is not record], 1)
         marked.discard(record.id)
 
     def commit(record: BatchRecord) -> None:
-        commits.commit(run, record, 1)
+        batch_commit.commit(run, record, 1)
         marked.discard(record.id)
 
     steps: list[Callable[[BatchRecord], object]] = [
         *(apply, apply, apply, take_back, commit),
-        lambda record: commits.drop(run, [(draw.choice(logged), "trained")], 1),
-        lambda record: commits.bury(run, draw.choice(logged), "crashed", "", "", 1),
+        lambda record: batch_commit.drop(run, [(draw.choice(logged), "trained")], 1),
+        lambda record: batch_commit.bury(run, draw.choice(logged), "crashed", "", "", 1),
     ]
     for _ in range(12):
         draw.choice(steps)(draw.choice(records))
-        left = [each for shard in range(2) for each in batches.read_log(run, shard, "0-0", 100)]
+        left = [each for shard in range(2) for each in batch_record.read_log(run, shard, "0-0", 100)]
         held = {p.group_id for record in records if record.id in marked for p in record.groups}
         in_flight = sum(len(each.members) for each in left if each.group_id in held)
         waiting = sum(len(each.members) for each in left) - in_flight
@@ -226,12 +231,12 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     for keys in run.keys.shards:
         run.call("set_trainer", [keys.void, keys.trainer, keys.groups], [2, 0, "", 1, "", "0"])
     before = ledger(run)
-    logged = batches.read_log(run, 0, "0-0", 1) or batches.read_log(run, 1, "0-0", 1)
+    logged = batch_record.read_log(run, 0, "0-0", 1) or batch_record.read_log(run, 1, "0-0", 1)
     for attempt in (
-        lambda: batches.name(run, naming.make_record(1, 1, [], chain=CHAIN), {}, 1),
-        lambda: batches.apply(run, record, False, 1, [record]),
-        lambda: commits.commit(run, record, 1),
-        lambda: commits.drop(run, [(logged[0], "stale")], 1),
+        lambda: batch_record.name(run, selection.make_record(1, 1, [], chain=CHAIN), {}, 1),
+        lambda: batch_record.apply(run, record, False, 1, [record]),
+        lambda: batch_commit.commit(run, record, 1),
+        lambda: batch_commit.drop(run, [(logged[0], "stale")], 1),
     ):
         with pytest.raises(EpochFencedError, match="a newer trainer has taken over"):
             attempt()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamadv.columns import EXTRA_DTYPES, KNOWN_COLUMNS, cast_array, extra_array, known_array
+from streamadv.trajectory.columns import EXTRA_DTYPES, KNOWN_COLUMNS, cast_array, extra_array, known_array
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -10,11 +10,11 @@ import redis.exceptions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamadv.connection import AsyncConnection, Connection
 from streamadv.errors import SettingError
 from streamadv.metrics import RETRY_REASONS
-from streamadv.outages import RETRYABLE, Backoff, NotNowError, reason_of
-from streamadv.urls import hide_password, parse_url
+from streamadv.store.connection import AsyncConnection, Connection
+from streamadv.store.retry import RETRYABLE, Backoff, NotNowError, reason_of
+from streamadv.store.urls import hide_password, parse_url
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import streamadv as sa
-from streamadv import tls
-from streamadv.connection import Connection
-from streamadv.credentials import complete_url, environment_with, secret_from
 from streamadv.errors import SettingError
 from streamadv.settings import load_settings, shown_settings
-from streamadv.urls import hide_password
+from streamadv.store import tls
+from streamadv.store.connection import Connection
+from streamadv.store.credentials import complete_url, environment_with, secret_from
+from streamadv.store.urls import hide_password
 
 CA = {"ssl_ca_certs": Path("/etc/my ca.pem")}
 

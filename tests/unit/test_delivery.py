@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.batches import LoggedGroup, Pointer, Unit
-from streamadv.connection import Connection
-from streamadv.dead_letters import list_dead
+from streamadv.advantage.results import assign, counts_of, numbers_of, parse_result
+from streamadv.batch.record import LoggedGroup, Pointer, Unit
 from streamadv.errors import NoBatchError
-from streamadv.keys import ShardKeys
-from streamadv.results import assign, counts_of, numbers_of, parse_result
-from streamadv.trainer_queue import TrainerQueue
-from streamadv.wire import Reference, StepSpan
+from streamadv.run.dead_letters import list_dead
+from streamadv.store.connection import Connection
+from streamadv.store.keys import ShardKeys
+from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.wire import Reference, StepSpan
 
 from ..support import compute_all, group_all, join, next_batch, producing, push_groups, trajectory
 

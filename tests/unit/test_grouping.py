@@ -13,17 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import streamadv.presence
-import streamadv.producer
-from streamadv import batches, cli, grouping
-from streamadv.connection import Connection
+import streamadv.producer.producer
+import streamadv.run.heartbeats
+from streamadv import cli
+from streamadv.batch import record
 from streamadv.errors import Busy, NoBatchError, TrajectoryError
-from streamadv.manifest import RunSettings
+from streamadv.grouping import grouper
 from streamadv.producer import Producer
+from streamadv.producer.tickets import Ticket
 from streamadv.run import Run
-from streamadv.status import read_status
-from streamadv.tickets import Ticket
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.run.manifest import RunSettings
+from streamadv.status.ledger import read_status
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 
 from ..clusters import until
 from ..support import (
@@ -44,11 +46,11 @@ from ..support import (
 )
 
 
-def logged(run: Run) -> dict[str, batches.LoggedGroup]:
+def logged(run: Run) -> dict[str, record.LoggedGroup]:
     return {
         group.group_id: group
         for shard in range(len(run.keys.shards))
-        for group in batches.read_log(run, shard, "0-0", 1000)
+        for group in record.read_log(run, shard, "0-0", 1000)
     }
 
 
@@ -136,9 +138,9 @@ def test_downtime_of_the_grouper_loses_nothing(fake: Connection) -> None:
         make_overdue(run, "h", now_ms(run))
         consumer = consumer_of(run)
         entries = consumer.read(1)
-        grouping.Housekeeping(run).round()
-        assert grouping.take(run, entries) == []
-        grouping.Housekeeping(run).round()
+        grouper.Housekeeping(run).round()
+        assert grouper.take(run, entries) == []
+        grouper.Housekeeping(run).round()
         assert ledger(run)["dropped"] == {}, "the second record still waits"
         assert group_all(run, consumer) == ["complete"]
     assert ledger(run)["dropped"] == {"expired": 1}
@@ -219,7 +221,7 @@ def test_several_groupers_race(redis_url: str, run: str) -> None:
         joined = join(redis_url, run)
         for number in range(60):
             producer.push([trajectory(f"g{number}", index, 4) for index in (0, 1, 2)])
-        stages = [lambda stop: grouping.run_grouper(join(redis_url, run), stop)] * 3
+        stages = [lambda stop: grouper.run_grouper(join(redis_url, run), stop)] * 3
         with threads(*stages):
             for number in range(60):
                 producer.push([trajectory(f"g{number}", 3, 4)])
@@ -237,9 +239,9 @@ def test_a_take_that_is_repeated_changes_nothing(fake: Connection) -> None:
         run = join(fake, "r")
         producer.push([trajectory("g", index) for index in range(2)])
         entries = consumer_of(run).read(10)
-        assert grouping.take(run, entries) == ["complete"]
+        assert grouper.take(run, entries) == ["complete"]
         before = ledger(run)
-        assert grouping.take(run, entries) == []
+        assert grouper.take(run, entries) == []
         assert ledger(run) == before
     assert problems(run) == []
 
@@ -286,13 +288,13 @@ def test_garbage_is_swept_once(fake: Connection) -> None:
         for number in range(100):
             producer.push([trajectory(f"g{number}", 0)])
         for entries in batches_read(consumer_of(run)):
-            grouping.take(run, entries)
+            grouper.take(run, entries)
         for number in range(100):
             make_overdue(run, f"g{number}")
-        while grouping.expire(run, run.keys.home):
+        while grouper.expire(run, run.keys.home):
             pass
         assert fake.scripts.llen(run.keys.home.garbage) == 100
-        assert [grouping.sweep(run, run.keys.home) for _ in range(3)] == [64, 36, 0]
+        assert [grouper.sweep(run, run.keys.home) for _ in range(3)] == [64, 36, 0]
     assert not [key for key in fake.scripts.keys("*") if b"payload" in key]
     assert problems(run) == []
 
@@ -374,7 +376,7 @@ class Pipeline:
 
     def score(self, group_id: str, index: int, reward: float | None) -> None:
         code = self.producer.score(group_id, index, reward)
-        grouping.apply_scores(self.run, self.run.keys.home)
+        grouper.apply_scores(self.run, self.run.keys.home)
         group = self.groups.get(group_id)
         if group is None:
             assert code == "unknown"
@@ -404,7 +406,7 @@ class Pipeline:
         self.zombies.append(entries)
         if crash:  # read and died: the next one finds them pending
             return
-        grouping.take(self.run, entries)
+        grouper.take(self.run, entries)
         taken, self.stream = self.stream[: len(entries)], self.stream[len(entries) :]
         for group_id, index, kind in taken:
             self._take_one(group_id, index, kind)
@@ -416,7 +418,7 @@ class Pipeline:
         entries = self.zombies.pop(0)
         waiting = {(group_id, index) for group_id, index, _ in self.stream}
         if not any((e.fields["group_id"].decode(), int(e.fields["index"])) in waiting for e in entries):
-            assert grouping.take(self.run, entries) == []
+            assert grouper.take(self.run, entries) == []
 
     def _take_one(self, group_id: str, index: int, kind: str) -> None:
         group = self.groups[group_id]
@@ -460,7 +462,7 @@ class Pipeline:
         make_overdue(self.run, group_id, now_ms(self.run) - 1 if watermark else 1)
         if watermark and self.stream:
             make_overdue(self.run, group_id, now_ms(self.run))
-        grouping.expire(self.run, self.run.keys.home)
+        grouper.expire(self.run, self.run.keys.home)
         if watermark and self.stream:
             make_overdue(self.run, group_id, now_ms(self.run) + 10**9)
             return
@@ -468,7 +470,7 @@ class Pipeline:
         self._end(group_id, "partial" if self.minimum and usable >= self.minimum else "expired", "e")
 
     def sweep(self) -> None:
-        grouping.sweep(self.run, self.run.keys.home)
+        grouper.sweep(self.run, self.run.keys.home)
 
     def check(self) -> None:
         found = ledger(self.run)
@@ -520,7 +522,7 @@ def test_expiry_goes_on_while_full_pages_end(redis_url: str, run: str) -> None:
         group_all(joined)
         for number in range(600):
             make_overdue(joined, f"g{number}")
-        grouping.Housekeeping(joined).round()
+        grouper.Housekeeping(joined).round()
     status = read_status(joined)
     assert status["groups"]["open"] == 0
     assert status["groups"]["outcomes"] == {"expired": 600}
@@ -532,16 +534,16 @@ def test_groups_of_a_lost_producer_do_not_count_in_pacing(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed with every admitted group open, it must not stop the others until the deadline."""
-    monkeypatch.setattr(streamadv.producer, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(streamadv.producer.producer, "HEARTBEAT_S", 3600.0)
     joined = join(redis_url, run)
     queue = TrainerQueue(redis_url, run, batch_groups=2, max_staleness=1, chain={"estimator": "grpo"})
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
     killed = Producer(redis_url, run).open()
     lost = [killed.begin_group(2, timeout=0) for _ in range(4)]
-    monkeypatch.setattr(streamadv.producer, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(streamadv.presence, "PRODUCER_TIMEOUT_S", 0.5)
-    with threads(lambda stop: grouping.run_grouper(joined, stop)), producing(redis_url, run) as other:
+    monkeypatch.setattr(streamadv.producer.producer, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(streamadv.run.heartbeats, "PRODUCER_TIMEOUT_S", 0.5)
+    with threads(lambda stop: grouper.run_grouper(joined, stop)), producing(redis_url, run) as other:
         mine = [other.begin_group(2, timeout=30) for _ in range(4)]
         with pytest.raises(Busy, match="4 groups begun"):
             other.begin_group(2, timeout=0)
@@ -592,7 +594,7 @@ def test_what_failed_rollouts_cost_is_said(
 ) -> None:
     """Short groups are dropped by default, never silently: from a fifth of the groups on."""
     joined = join(redis_url, run)
-    with threads(lambda stop: grouping.run_grouper(joined, stop)), producing(redis_url, run) as producer:
+    with threads(lambda stop: grouper.run_grouper(joined, stop)), producing(redis_url, run) as producer:
         until(lambda: joined.connection.scripts.exists(joined.keys.home.rollouts), "the grouper reads")
         push_some_failed(producer, 30, failing)
         until(lambda: read_status(joined)["groups"]["open"] == 0, "all have ended")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.errors import TrajectoryError
-from streamadv.interchange import read_trajectories, recover, write_trajectory
-from streamadv.schema import parse_trajectory
+from streamadv.trajectory.interchange import read_trajectories, recover, write_trajectory
+from streamadv.trajectory.schema import parse_trajectory
 
 
 def record(group_id="g", rollout_index=0, **fields):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from redis.crc import key_slot
 
 from streamadv.errors import SettingError
-from streamadv.keys import (
+from streamadv.store.keys import (
     CLUSTER_SLOTS,
     RunKeys,
     ShardKeys,

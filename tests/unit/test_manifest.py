@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from streamadv.connection import Connection
 from streamadv.errors import ManifestMismatchError, SettingError
-from streamadv.keys import manifest_key
-from streamadv.manifest import DEFAULTS, RunSettings, run_settings
 from streamadv.run import find_run, open_run
+from streamadv.run.manifest import DEFAULTS, RunSettings, run_settings
+from streamadv.store.connection import Connection
+from streamadv.store.keys import manifest_key
 
 VALUES: dict[str, tuple[Any, Any]] = {
     "group_deadline_s": (60, 61.5),

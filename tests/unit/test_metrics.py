@@ -21,11 +21,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from streamadv import __version__, metrics
-from streamadv.connection import Connection
 from streamadv.errors import ServerUnreachableError, SettingError
-from streamadv.exposition import ArrayHistogram
+from streamadv.metrics.exposition import ArrayHistogram
 from streamadv.run import open_run
-from streamadv.status import read_status
+from streamadv.status.ledger import read_status
+from streamadv.store.connection import Connection
 
 Delta = Callable[..., float]
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.columns import EXTRA_DTYPES
-from streamadv.microbatch import MicroBatch
+from streamadv.trainer.microbatch import MicroBatch
+from streamadv.trajectory.columns import EXTRA_DTYPES
 
 
 def micro_batch(lengths: list[int], dtype: str = "<f4", shape: tuple[int, ...] = ()) -> MicroBatch:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import DataError, OutOfMemoryError, ResponseError
 
-from streamadv import packing
-from streamadv.connection import Connection
-from streamadv.packing import LARGE, Packer, pack_transaction
+from streamadv.store import resp
+from streamadv.store.connection import Connection
+from streamadv.store.resp import LARGE, Packer, pack_transaction
 
 Argument = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
@@ -40,7 +40,7 @@ def test_the_bytes_are_those_redis_py_sends(command: str | bytes, args: list[Any
 
 
 def test_without_hiredis_the_bytes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "pack_command", None)
+    monkeypatch.setattr(resp, "pack_command", None)
     args = ("EVALSHA", "sha", 2, b"\0key", "k\u00fcy", 1.5)
     assert b"".join(Packer().pack(*args)) == plain(args)
 

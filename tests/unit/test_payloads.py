@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from redis.exceptions import BusyLoadingError, NoPermissionError, ResponseError
 
-from streamadv.connection import Connection
-from streamadv.replies import replies_of
+from streamadv.store.connection import Connection
+from streamadv.store.replies import replies_of
 
 
 def test_a_key_of_another_kind_has_no_payload(fake: Connection) -> None:

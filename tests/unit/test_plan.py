@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.plan import RowRef, plan
+from streamadv.trainer.plan import RowRef, plan
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from streamadv import presence
-from streamadv.connection import Connection
 from streamadv.errors import NoBatchError
-from streamadv.grouping import Housekeeping
-from streamadv.status import read_status
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.grouping.grouper import Housekeeping
+from streamadv.run import heartbeats
+from streamadv.status.ledger import read_status
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 
 from ..support import join, producing
 
@@ -39,7 +39,7 @@ def test_a_producer_is_alive_as_long_as_its_heartbeat_changes(
     assert not ends(queue)
     fake.scripts.hset(producers_of(fake), "other", f"{seen_ms + 1} open")
     assert not ends(queue)
-    monkeypatch.setattr(presence, "PRODUCER_TIMEOUT_S", -1.0)  # it has been silent for too long
+    monkeypatch.setattr(heartbeats, "PRODUCER_TIMEOUT_S", -1.0)  # it has been silent for too long
     assert ends(queue)
 
 
@@ -53,7 +53,7 @@ def test_who_is_taken_off_the_list_has_not_finished(
         stored: Any = fake.scripts.hgetall(producers_of(fake))
         fake.scripts.hdel(producers_of(fake), *(name for name, value in stored.items() if b"open" in value))
         assert not ends(queue), "the other one has not said that it is finished, or gone"
-        monkeypatch.setattr(presence, "PRODUCER_TIMEOUT_S", -1.0)
+        monkeypatch.setattr(heartbeats, "PRODUCER_TIMEOUT_S", -1.0)
         assert ends(queue)
 
 
@@ -83,7 +83,7 @@ def test_producers_of_the_past_are_forgotten_and_the_run_still_ends(
         assert not ends(queue), "one is alive"
         alive.finish()
         assert not ends(queue), "the silent ones may be alive, as far as this trainer knows"
-        monkeypatch.setattr(presence, "PRODUCER_TIMEOUT_S", -1.0)
+        monkeypatch.setattr(heartbeats, "PRODUCER_TIMEOUT_S", -1.0)
         assert ends(queue)
         assert len(read_status(run)["producers"]) <= 200
 
@@ -92,7 +92,7 @@ def test_a_finished_producer_that_is_off_the_list_has_finished(
     fake: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = join(fake, "r")
-    monkeypatch.setattr(presence, "PAST_KEPT", 1)
+    monkeypatch.setattr(heartbeats, "PAST_KEPT", 1)
     queue = TrainerQueue(fake, "r", batch_groups=1)
     for _ in range(3):
         with producing(fake, "r") as producer:

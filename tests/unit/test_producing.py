@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.admission import byte_budget
-from streamadv.connection import Connection
 from streamadv.errors import Busy, GroupEndedError, SettingError, TrajectoryError
 from streamadv.producer import Producer
-from streamadv.records import MAX_SLICE_BYTES
+from streamadv.producer.admission import byte_budget
+from streamadv.producer.records import MAX_SLICE_BYTES
+from streamadv.producer.tickets import Ticket, new_group_id, prepare
 from streamadv.run import Run
-from streamadv.scripts import ScriptCall, script_call
-from streamadv.status import read_status
-from streamadv.tickets import Ticket, new_group_id, prepare
+from streamadv.status.ledger import read_status
+from streamadv.store.connection import Connection
+from streamadv.store.scripts import ScriptCall, script_call
 
 from ..support import (
     ended,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.columns import EXTRA_DTYPES
 from streamadv.errors import TrajectoryError
-from streamadv.schema import Column, parse_trajectory, trajectory_json_schema
+from streamadv.trajectory.columns import EXTRA_DTYPES
+from streamadv.trajectory.schema import Column, parse_trajectory, trajectory_json_schema
 
 FLAT = {"group_id": "g", "group_size": 2, "rollout_index": 0, "reward": 1.0}
 FLAT |= {"input_ids": [5, 6, 7], "response_mask": [0, 1, 1]}

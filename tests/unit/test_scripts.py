@@ -7,8 +7,8 @@ from importlib import resources
 
 import pytest
 
-from streamadv import acl, scripts
-from streamadv.connection import Connection
+from streamadv.store import acl, scripts
+from streamadv.store.connection import Connection
 
 FOLDER = resources.files("streamadv") / "lua"
 NAMES = sorted(path.name.removesuffix(".lua") for path in FOLDER.iterdir() if path.name.endswith(".lua"))

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamadv.errors import SettingError
-from streamadv.settings import (
-    SECRETS,
-    Settings,
-    likely_typos,
-    load_settings,
-    shown_settings,
-)
+from streamadv.settings import SECRETS, Settings, likely_typos, load_settings, shown_settings
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from streamadv.connection import Connection
-from streamadv.inventory import deep_problems, delete_run
 from streamadv.run import Run
-from streamadv.status import read_status
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.status.audit import deep_problems, delete_run
+from streamadv.status.ledger import read_status
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 
 from ..support import group_all, join, next_batch, problems, producing, push_groups, trajectory, unscored
 

@@ -9,11 +9,11 @@ import pytest
 import redis
 from redis.exceptions import MasterDownError, MovedError, ReadOnlyError, ResponseError
 
-from streamadv import streams
-from streamadv.connection import Connection
 from streamadv.producer import Producer
 from streamadv.run import Run
-from streamadv.streams import ADVANTAGE, GROUPER, Consumer, Entry
+from streamadv.run import consumer as streams
+from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer, Entry
+from streamadv.store.connection import Connection
 
 from ..support import consumer_of, join, producing, push_groups
 

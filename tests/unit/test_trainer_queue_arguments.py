@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from streamadv.connection import Connection
 from streamadv.errors import SettingError
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import pytest
 import redis.exceptions
 from prometheus_client import generate_latest
 
-from streamadv import metrics, waiting
-from streamadv.outages import Backoff, NotNowError, retried, server_reason
-from streamadv.waiting import REASONS, SAY_S, Reason, Waiting
+from streamadv import metrics
+from streamadv.store import waiting
+from streamadv.store.retry import Backoff, NotNowError, retried, server_reason
+from streamadv.store.waiting import REASONS, SAY_S, Reason, Waiting
 from tests.support import Forward
 
 

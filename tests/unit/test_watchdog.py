@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from streamadv import cli
-from streamadv.connection import Connection
 from streamadv.errors import BatchBudgetError, NoBatchError, StarvedError, UncommittedBudgetError
 from streamadv.producer import Producer
-from streamadv.trainer_queue import TrainerQueue
-from streamadv.waiting import SAY_S
+from streamadv.store.connection import Connection
+from streamadv.store.waiting import SAY_S
+from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     Forward,
     compute_all,

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.columns import EXTRA_DTYPES, KNOWN_COLUMNS
 from streamadv.errors import TrajectoryError, WireError
-from streamadv.schema import Column, Trajectory, parse_trajectory
-from streamadv.wire import (
+from streamadv.trajectory.columns import EXTRA_DTYPES, KNOWN_COLUMNS
+from streamadv.trajectory.schema import Column, Trajectory, parse_trajectory
+from streamadv.trajectory.wire import (
     HEADER,
     REFERENCE,
     decode_payload,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..runs import run_returns
 from ..trainable import trainable
+from ..turns import run_returns
 
 
 @estimator("agentic_reinforce", scope="row", level="token", needs=("response_mask", "token_level_rewards"))

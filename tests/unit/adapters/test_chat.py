@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.adapters import FORMATS
-from streamadv.adapters.chat import BOUNDARY_IDS, read_chat, tokenize_chat
 from streamadv.errors import TrajectoryError
-from streamadv.schema import parse_trajectory
+from streamadv.trajectory.adapters import FORMATS
+from streamadv.trajectory.adapters.chat import BOUNDARY_IDS, read_chat, tokenize_chat
+from streamadv.trajectory.schema import parse_trajectory
 
 
 def system(text):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from streamadv.adapters import FORMATS
-from streamadv.adapters.records import read_records
-from streamadv.adapters.tau_bench import read_tau_bench
 from streamadv.errors import TrajectoryError
+from streamadv.trajectory.adapters import FORMATS
+from streamadv.trajectory.adapters.records import read_records
+from streamadv.trajectory.adapters.tau_bench import read_tau_bench
 
 TRAJ = [
     {"role": "system", "content": "# Policy"},

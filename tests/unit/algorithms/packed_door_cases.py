@@ -22,7 +22,7 @@ from streamadv.algorithms import (
     run_chain,
 )
 from streamadv.errors import StreamadvError
-from streamadv.schema import Step
+from streamadv.trajectory.schema import Step
 
 from .reference import batch_of, member
 

@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from streamadv.algorithms import PackedBatch, pack
-from streamadv.columns import Array
-from streamadv.schema import Step
+from streamadv.trajectory.columns import Array
+from streamadv.trajectory.schema import Step
 
 
 @dataclass(frozen=True)

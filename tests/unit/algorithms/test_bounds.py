@@ -16,7 +16,7 @@ from streamadv.algorithms.rewards import normalise
 from streamadv.algorithms.segments import moments
 from streamadv.algorithms.trainable import trainable, trainable_tokens
 from streamadv.algorithms.whitening import whiten, whiten_weighted
-from streamadv.schema import Step
+from streamadv.trajectory.schema import Step
 
 from .reference import Pair, batch_of, member
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from streamadv.algorithms import PackedBatch, build_chain, pack, run_chain
-from streamadv.columns import Array
-from streamadv.schema import Step
+from streamadv.trajectory.columns import Array
+from streamadv.trajectory.schema import Step
 
 from .reference import Member, Pair, batch_of, member
 

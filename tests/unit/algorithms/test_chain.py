@@ -23,7 +23,7 @@ from streamadv.algorithms import (
 )
 from streamadv.algorithms.packed import span_sum
 from streamadv.errors import SettingError, TrajectoryError
-from streamadv.schema import Step
+from streamadv.trajectory.schema import Step
 
 from .reference import (
     Pair,

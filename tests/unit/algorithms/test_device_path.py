@@ -16,10 +16,10 @@ from streamadv.algorithms.estimators.gae import gae_scan
 from streamadv.algorithms.off_policy import at_level
 from streamadv.algorithms.packed import pack
 from streamadv.algorithms.registry import get_estimator
-from streamadv.algorithms.runs import run_mean, run_returns
 from streamadv.algorithms.segments import moments
 from streamadv.algorithms.token_rewards import credited_rewards, row_rewards
 from streamadv.algorithms.trainable import padded_tokens, spread_rows, trainable_tokens
+from streamadv.algorithms.turns import run_mean, run_returns
 from streamadv.algorithms.whitening import whiten
 
 from .reference import batch_of, member, random_pairs

@@ -19,7 +19,7 @@ from streamadv.algorithms import (
     run_chain,
 )
 from streamadv.errors import EstimatorError, SettingError, StreamadvError, TrajectoryError
-from streamadv.schema import Step
+from streamadv.trajectory.schema import Step
 
 from .reference import batch_of, member, random_pairs
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from streamadv import padded
-from streamadv.algorithms.masked import LOSS_AGGREGATIONS, agg_loss
 from streamadv.algorithms.off_policy import importance_weights
 from streamadv.algorithms.trainable import padded_tokens
 from streamadv.errors import SettingError
+from streamadv.padded.masked import LOSS_AGGREGATIONS, agg_loss
 
 
 def test_a_batch_without_trainable_tokens_is_corrected_to_nothing() -> None:

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.algorithms import PackedBatch, build_chain, pack, run_chain
-from streamadv.connection import Connection
 from streamadv.errors import SettingError
-from streamadv.schema import Status
-from streamadv.trainer_queue import TrainerQueue
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.schema import Status
 
 from ...support import group_all, join, next_batch, producing, trajectory
 from .reference import Member, batch_of, member, random_pairs

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from streamadv import padded
 from streamadv.algorithms import build_chain, pack, run_chain
 from streamadv.algorithms.kl import adapted_coefficient, approx_kl, column_kl
-from streamadv.algorithms.running import RunningMoments
-from streamadv.algorithms.sample_masks import difficulty_mask, overlong_penalty, sample_weights
+from streamadv.algorithms.length_penalties import overlong_penalty
+from streamadv.algorithms.running_moments import RunningMoments
 from streamadv.errors import SettingError, TrajectoryError
+from streamadv.padded.sample_masks import difficulty_mask, sample_weights
 
 from .reference import Member, batch_of, member
 

@@ -1,0 +1,1 @@
+"""Advantage workers: they compute a work item and publish its results."""

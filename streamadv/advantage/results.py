@@ -1,0 +1,192 @@
+"""Results of units of work: the entries of the ready log, checked, and each trajectory's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, NamedTuple
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from ..algorithms.packed import Level
+from ..batch.record import Death, LoggedGroup, Unit
+from ..errors import WireError
+from ..messages import brief, first_problem, one_line
+from ..store.keys import ShardKeys
+from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
+from ..trajectory.wire import Reference
+
+_RESULT_FIELDS: Final = (b"batch", b"header", b"output", b"output_bytes")
+_RESULTS: Final[dict[str, np.dtype[Any]]] = {
+    "rewards": np.dtype("<f8"),
+    "step_rewards": np.dtype("<f8"),
+    "advantages": np.dtype("<f4"),
+    "returns": np.dtype("<f4"),
+}
+
+Count = Annotated[int, Field(ge=0)]
+
+
+def _known_output(name: str) -> str:
+    if name in KNOWN_COLUMNS or name in OUTPUT_COLUMNS:
+        return name
+    raise ValueError(f"{brief(name)} is no column")
+
+
+OutputName = Annotated[str, AfterValidator(_known_output)]
+
+
+class GroupCounts(NamedTuple):
+    """How much of a unit's results is a group's: they follow each other in this order."""
+
+    group_id: str
+    trajectories: Count
+    rows: Count
+    steps: Count
+
+
+class ResultHeader(BaseModel):
+    """What an entry of the ready log says of its results. Written by `computing.compute`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    unit: int  # number of the unit of work
+    level: Level
+    groups: list[GroupCounts]
+    columns: list[OutputName]  # of the output hash
+    metrics: dict[str, float]
+    weights: dict[str, float]
+    dead: dict[str, Death]  # groups left out
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One entry of the ready log: the results of one unit of work."""
+
+    batch: str
+    header: ResultHeader
+    output: str
+    numbers: dict[str, Array]
+
+
+def parse_result(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Result:
+    """An entry of a shard's ready log. Raises WireError when it is none."""
+    missing = [name for name in _RESULT_FIELDS if name not in fields]
+    if missing:
+        raise WireError(f"field {missing[0].decode()} is missing")
+    try:
+        header = ResultHeader.model_validate_json(fields[b"header"])
+        batch, output = fields[b"batch"].decode(), fields[b"output"].decode()
+    except ValueError as error:
+        raise WireError(f"header: {first_problem(error)}") from error
+    if not fields[b"output_bytes"].isdigit():
+        raise WireError(f"output_bytes is {brief(fields[b'output_bytes'])}, needs a whole number")
+    if not output.startswith(keys.output("")) and (output or header.columns):
+        raise WireError(f"output is {brief(output)}, needs the key of an output")
+    counts = {"trajectory": 0, "row": 0, "step": 0, "token": 0}
+    for _, trajectories, rows, steps in header.groups:
+        for kind, count in zip(("trajectory", "row", "step"), (trajectories, rows, steps), strict=True):
+            counts[kind] += count
+    results = {}
+    for name, raw in fields.items():
+        if name in _RESULT_FIELDS:
+            continue
+        text = name.decode(errors="replace")
+        if text not in _RESULTS:
+            raise WireError(f"result {one_line(text)} is unknown")
+        dtype, kind = _RESULTS[text], _kind(text, header.level)
+        if len(raw) != counts[kind] * dtype.itemsize:
+            raise WireError(f"result {text} has {len(raw)} bytes, needs {counts[kind] * dtype.itemsize}")
+        results[text] = np.frombuffer(raw, dtype)
+    if header.groups and not {"rewards", "step_rewards"} <= results.keys():
+        raise WireError("rewards or step_rewards are missing")
+    return Result(batch, header, output, results)
+
+
+def misfit(result: Result, unit: Unit, groups: Mapping[str, LoggedGroup]) -> str | None:
+    """Why these are not the results of `unit`, given the batch's living groups by id; None if it is."""
+    counts = {each.group_id: each[1:] for each in result.header.groups}
+    for pointer in unit.groups:
+        group = groups.get(pointer.group_id)
+        if group is None or pointer.shard != unit.shard or pointer.group_id in result.header.dead:
+            continue
+        if counts.get(pointer.group_id) != counts_of(group)[1:]:
+            return f"group {pointer.group_id} has other counts than in the log"
+    return None
+
+
+def counts_of(group: LoggedGroup) -> GroupCounts:
+    rows = sum(len(member.row_lengths) for member in group.members)
+    steps = sum(len(member.steps) for member in group.members)
+    return GroupCounts(group.group_id, len(group.members), rows, steps)
+
+
+def _kind(result: str, level: Level) -> str:
+    return {"rewards": "trajectory", "step_rewards": "step"}.get(result, level)
+
+
+class Member(NamedTuple):
+    """A trajectory of the batch, and where its part of a unit's results begins."""
+
+    reference: Reference
+    result: Result
+    position: int  # among the trajectories of the result, also in the output hash
+    first_row: int
+    first_step: int
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        return self.reference.group_id, self.reference.rollout_index
+
+    @property
+    def columns(self) -> list[str]:
+        """Of the output hash."""
+        return self.result.header.columns
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Where its numbers of this name stand in the result's."""
+        kind = _kind(name, self.result.header.level)
+        if kind == "trajectory":
+            return self.position, self.position + 1
+        if kind == "row":
+            return self.first_row, self.first_row + len(self.reference.row_lengths)
+        return self.first_step, self.first_step + len(self.reference.steps)
+
+
+def numbers_of(members: Sequence[Member], name: str) -> Array:
+    """The numbers of this name of all members, in their order; those that lie side by side are taken at once."""
+    parts: list[Array] = []
+    result, start, stop = members[0].result, 0, 0
+    for member in members:
+        begin, end = member.span(name)
+        if member.result is not result or begin != stop:
+            parts.append(result.numbers[name][start:stop])
+            result, start = member.result, begin
+        stop = end
+    parts.append(result.numbers[name][start:stop])
+    return np.concatenate(parts)
+
+
+def assign(
+    units: Sequence[Unit], results: Mapping[int, Result], groups: Sequence[LoggedGroup]
+) -> list[Member]:
+    """Every member of `groups`, the living ones of the batch, with its numbers, in batch order.
+
+    A group that was computed and has become a dead letter since keeps its place among the results.
+    """
+    by_id = {group.group_id: group for group in groups}
+    members: dict[str, list[Member]] = {}
+    for unit in units:
+        result = results[unit.number]
+        position, first_row, first_step = 0, 0, 0
+        for group_id, trajectories, rows, steps in result.header.groups:
+            if group_id in by_id:
+                found = members[group_id] = []
+                row, step = first_row, first_step
+                for number, reference in enumerate(by_id[group_id].members):
+                    found.append(Member(reference, result, position + number, row, step))
+                    row += len(reference.row_lengths)
+                    step += len(reference.steps)
+            position, first_row, first_step = position + trajectories, first_row + rows, first_step + steps
+    return [member for group in groups for member in members[group.group_id]]

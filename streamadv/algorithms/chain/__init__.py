@@ -1,0 +1,153 @@
+"""The chain: reward shaping, KL, estimator, whitening and clipping, composed from a configuration.
+
+Each step says which columns it needs and how much of the batch it must see. The pipeline runs the chain on
+some of its groups or on whole batches accordingly, and cuts it where a column is made by the trainer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..chain_metrics import fetch
+from ..packed import Level, PackedBatch
+from ..registry import SCOPES, Scope, get_estimator
+from ..running_moments import RunningMoments
+from .config import ChainConfig, parse_config
+from .correction import correction_step
+from .estimating import check_finite
+from .presets import preset
+from .samples import sample_steps
+from .steps import ChainStep, State, counted_anew, estimating_steps, shaping_steps
+
+#: Steps that change the advantages the estimator left.
+ADVANTAGE_STEPS: Final = frozenset({"distill", "advantages"})
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Steps in order. Empty steps are possible: a chain cut at its first step has an empty first part."""
+
+    config: ChainConfig
+    steps: tuple[ChainStep, ...]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Columns that must come with the batch: needed by a step and made by none before it."""
+        made: set[str] = set()
+        needed: dict[str, None] = {}
+        for step in self.steps:
+            needed |= dict.fromkeys(name for name in step.needs if name not in made)
+            made |= set(step.makes)
+        return tuple(needed)
+
+    @property
+    def scope(self) -> Scope:
+        """The widest scope of any step: "row" for no steps."""
+        return SCOPES[max((SCOPES.index(step.scope) for step in self.steps), default=0)]
+
+    @property
+    def level(self) -> Level:
+        """What one number of the result belongs to."""
+        return "token" if self.config.distill else get_estimator(self.config.estimator).level
+
+    def cut(self, late: Set[str]) -> tuple[Chain, Chain]:
+        """The steps before the first one that needs a column in `late`, and the steps from it on.
+
+        Steps that change the estimator's advantages stay with it: where one of them is late, so is it. A
+        part that begins behind the estimator has no advantages; those of the part before hold.
+        """
+        position = next((i for i, step in enumerate(self.steps) if late & set(step.needs)), len(self.steps))
+        if any(step.name in ADVANTAGE_STEPS for step in self.steps[position:]):
+            names = [step.name for step in self.steps]
+            position = min(position, names.index("estimator") if "estimator" in names else position)
+        return replace(self, steps=self.steps[:position]), replace(self, steps=self.steps[position:])
+
+    def describe(self) -> list[str]:
+        """One line per step, in order: name, what it does, scope, columns."""
+        return [
+            f"{number}. {step.name}: {step.text} [{step.scope}]"
+            + (f" needs {', '.join(step.needs)}" if step.needs else "")
+            for number, step in enumerate(self.steps, 1)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainResult:
+    """What a chain gives. `advantages` is None after the first part of a chain cut before its estimator."""
+
+    level: Level
+    advantages: Tensor | None  # [R], [S] or [N] float32
+    returns: Tensor | None  # same shape; None where they equal the advantages
+    rewards: Tensor  # [M] float64, as shaped so far
+    step_rewards: Tensor  # [S] float64
+    columns: Mapping[str, Tensor]  # made or changed, each [N]
+    metrics: Mapping[str, float]
+    weights: Mapping[str, float]  # what each metric is a mean over; see merge_metrics
+
+
+def build_chain(source: ChainConfig | str | Mapping[str, Any]) -> Chain:
+    """The chain of a configuration, a preset's name or a mapping; SettingError if it is wrong."""
+    config = preset(source) if isinstance(source, str) else parse_config(source)
+    reward, *shaping = shaping_steps(config)
+    steps = [reward, *sample_steps(config), *shaping]
+    correction = [correction_step(config.correction)] if config.correction is not None else []
+    if config.correction is not None and config.correction.before_estimator:
+        steps = [steps[0], *correction, *steps[1:]]
+        correction = []
+    return Chain(config, (*steps, *estimating_steps(config), *correction))
+
+
+def cut_chain(config: Mapping[str, Any], late: Iterable[str]) -> tuple[Chain, Chain]:
+    """`build_chain(config).cut(late)`, remembered: every batch of a run has the same."""
+    return _cut_chain(json.dumps(config), frozenset(late))
+
+
+@lru_cache(maxsize=16)
+def _cut_chain(config_json: str, late: frozenset[str]) -> tuple[Chain, Chain]:
+    return build_chain(json.loads(config_json)).cut(late)
+
+
+def run_chain(
+    chain: Chain,
+    batch: PackedBatch,
+    kl_coefficient: float | None = None,
+    running: RunningMoments | None = None,
+) -> ChainResult:
+    """Run the steps on `batch`, which must hold at least what `chain.scope` says, and `chain.needs`.
+
+    kl_coefficient: the one stamped into the batch record; None takes the configuration's. running: moments
+    of the rewards of all batches up to and with this one, likewise stamped, for the scope "running". Pure:
+    `batch` is not changed. Raises TrajectoryError for a missing column, EstimatorError for an estimator that
+    raises or whose result is not one finite number for each row, step or trainable token.
+    """
+    if kl_coefficient is None:
+        kl_coefficient = chain.config.kl.coefficient if chain.config.kl is not None else 0.0
+    state = counted_anew(State(batch, chain.level, kl_coefficient, running))
+    for step in chain.steps:
+        state = step.run(state)
+    # Those of the estimate with the others: a device is waited for once.
+    metrics, weights = fetch({**state.metrics, **state.estimated})
+    estimated = {name: metrics.pop(name) for name in state.estimated if name in metrics}
+    weights = {name: weights[name] for name in metrics}
+    check_finite(get_estimator(chain.config.estimator), chain.needs, estimated)
+    return ChainResult(
+        level=state.level,
+        advantages=_rounded(state.advantages),
+        returns=_rounded(state.returns),
+        rewards=state.batch.rewards,
+        step_rewards=state.batch.steps.rewards,
+        columns=state.changed,
+        metrics=metrics,
+        weights=weights,
+    )
+
+
+def _rounded(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.to(torch.float32)

@@ -1,0 +1,63 @@
+"""Chain configurations by name.
+
+Every registered estimator is a preset of its own name, with its defaults. `verl/<name>` and `roll/<name>`
+reproduce those pipelines with their default settings, deviations included (docs/estimators.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ...errors import SettingError
+from ...messages import brief
+from ...plugins import REMEDY
+from ..registry import estimator_names
+from .config import ChainConfig, parse_config
+
+_ROLL_RETURN: Final[dict[str, Any]] = {"estimator": "reinforce", "gamma": 1.0, "mask_aware": False}
+_BY_GROUP: Final[dict[str, Any]] = {"mean": "group", "std": "group", "statistics": "row"}
+
+PRESETS: Final[dict[str, dict[str, Any]]] = {
+    "dr_grpo": {"norm_by_std": False},
+    "ppo": {"estimator": "gae", "whiten_advantages": True},
+    "roll/agentic_reinforce": {"estimator": "agentic_reinforce"},
+    "roll/gae": {"estimator": "gae", "gamma": 1.0, "lam": 0.95, "mask_aware": False},
+    "roll/gigpo": {"estimator": "gigpo", "gamma": 0.95, "statistics": "step"},
+    "roll/grpo": {**_ROLL_RETURN, "reward": _BY_GROUP},
+    "roll/reinforce": _ROLL_RETURN,
+    "roll/step_reinforce": {"estimator": "step_reinforce", "gamma": 0.95},
+    "verl/dr_grpo": {"norm_by_std": False, "singleton": "raw"},
+    "verl/gae": {"estimator": "gae", "gamma": 1.0, "lam": 1.0, "whiten_advantages": True},
+    "verl/gpg": {"estimator": "gpg", "counted": "rewards", "singleton": "raw"},
+    "verl/grpo": {"singleton": "raw"},
+    "verl/grpo_passk": {"estimator": "grpo_passk"},
+    "verl/grpo_vectorized": {"least_std": 1e-3, "singleton": "raw"},
+    "verl/opo": {"estimator": "opo", "singleton": "raw"},
+    "verl/optimal_token_baseline": {
+        "estimator": "optimal_token_baseline",
+        "compare": "columns",
+        "handle_zero_tail": False,
+    },
+    "verl/reinforce_plus_plus": {"estimator": "reinforce_plus_plus", "reset_at_observations": True},
+    "verl/reinforce_plus_plus_baseline": {"estimator": "reinforce_plus_plus_baseline", "singleton": "raw"},
+    "verl/remax": {"estimator": "remax"},
+    "verl/rloo": {"estimator": "rloo", "singleton": "raw"},
+    "verl/rloo_vectorized": {"estimator": "rloo"},
+    "verl/tir_optimal_token_baseline": {"estimator": "optimal_token_baseline"},
+}
+
+
+def preset(name: str) -> ChainConfig:
+    """The configuration called `name`; SettingError listing all names if there is none."""
+    if name in PRESETS:
+        return parse_config(PRESETS[name])
+    if name in estimator_names():
+        return parse_config({"estimator": name})
+    raise SettingError(
+        f"preset {brief(name)} is unknown: choose one of {', '.join(preset_names())}; if it is an estimator, {REMEDY}"
+    )
+
+
+def preset_names() -> list[str]:
+    """All preset names, sorted."""
+    return sorted({*PRESETS, *estimator_names()})

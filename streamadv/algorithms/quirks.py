@@ -1,0 +1,7 @@
+"""Whose results are wanted where this library differs from its peers on purpose."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+PeerQuirks = Literal["roll", "verl"]

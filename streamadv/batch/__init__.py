@@ -1,0 +1,1 @@
+"""Batch k: which groups it takes, its record, the trainer session that names, trains and commits it."""

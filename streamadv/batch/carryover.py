@@ -1,0 +1,68 @@
+"""What one batch hands on to the next: running moments of rewards and the adaptive KL coefficient.
+
+Both are decided by rank 0 and stamped into the batch's record, so that a batch computed twice, or delivered
+again after a restart, sees the same numbers and counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..algorithms.chain.config import ChainConfig
+from ..algorithms.chain.steps import raw_rewards
+from ..algorithms.kl import adapted_coefficient
+from ..algorithms.packed import pack
+from ..algorithms.running_moments import RunningMoments
+from .record import BatchRecord, LoggedGroup, Unit
+
+
+def running_with(
+    config: ChainConfig, before: Mapping[str, float] | None, groups: Sequence[LoggedGroup]
+) -> dict[str, float] | None:
+    """The moments of all rewards up to and with those of `groups`; None if the chain does not ask for them."""
+    if "running" not in (config.reward.mean, config.reward.std):
+        return None
+    members = [member for group in sorted(groups, key=lambda g: g.group_id) for member in group.members]
+    batch = pack(members)
+    rewards = raw_rewards(config.reward, batch)[~batch.baseline]
+    return asdict(RunningMoments(**(before or {})).updated(rewards))
+
+
+def running_of(stamped: BatchRecord | Unit) -> RunningMoments | None:
+    """The moments stamped into a record or a unit of work."""
+    return None if stamped.running is None else RunningMoments(**stamped.running)
+
+
+class KLCoefficients:
+    """The adaptive coefficient after each of the last batches; batch k uses the one after k - 1 - prefetch.
+
+    That many batches later a coefficient is known whenever batch k is named, however far ahead: the numbers do
+    not depend on timing.
+    """
+
+    def __init__(self, config: ChainConfig, prefetch: int, known: Mapping[str, float] | None = None) -> None:
+        self._config = config.kl
+        self._prefetch = prefetch
+        self._after = {int(k): value for k, value in (known or {}).items()}
+
+    def of_batch(self, k: int) -> float | None:
+        """The coefficient to stamp into the record of batch k; None = the chain's fixed one, or no KL."""
+        if self._config is None or self._config.target is None:
+            return None
+        return self._after.get(k - 1 - self._prefetch, self._config.coefficient)
+
+    def trained(self, k: int, kl: float | None, trajectories: int) -> None:
+        """Batch k was trained on and its mean KL was `kl`."""
+        config = self._config
+        if config is None or config.target is None:
+            return
+        coefficient = self._after.get(k - 1, config.coefficient)
+        if kl is not None:
+            coefficient = adapted_coefficient(coefficient, kl, config.target, config.horizon, trajectories)
+        self._after[k] = coefficient
+        self._after = {j: value for j, value in self._after.items() if k - 2 - self._prefetch <= j <= k}
+
+    def to_json(self) -> dict[str, Any]:
+        return {str(k): value for k, value in self._after.items()}

@@ -1,0 +1,301 @@
+"""How a group leaves a batch or the log: committed with the checkpoint, dropped at naming, buried, or named again.
+
+Everything here is idempotent: only the call that deletes a log entry counts its group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, cast
+
+from ..run import Run
+from ..run.malformed import reject_logged
+from ..store.replies import as_count
+from ..trajectory.schema import Role
+from ..trajectory.wire import Reference
+from .record import BatchRecord, LoggedGroup, Pointer, check_fence, entry_order, find_groups
+
+COMMIT_SLICE: Final = 64  # trajectories deleted in one call
+
+
+def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> None:
+    """Take groups out of the log under the given reasons. Repeating it changes nothing."""
+    for group, reason in refused:
+        if reason.startswith("dead:"):
+            bury(run, group, reason.removeprefix("dead:"), group.problem or "", "", epoch)
+        elif reason == "malformed":
+            stream = run.keys.shard(group.shard).groups
+            reject_logged(run, group.shard, stream, group.entry, group.problem or "", record=True)
+    refused = [
+        (group, reason)
+        for group, reason in refused
+        if reason != "malformed" and not reason.startswith("dead:")
+    ]
+    for shard, keys in enumerate(run.keys.shards):
+        args: list[Any] = [epoch]
+        for group, reason in refused:
+            if group.shard == shard:
+                payloads = [f"{key} {size}" for key, size in group.payloads]
+                args += [group.entry, reason, len(payloads), *payloads]
+        if len(args) > 1:
+            names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.garbage, keys.applied]
+            check_fence(run, run.call("drop_groups", names, args))
+
+
+def mark_copies(run: Run, groups: Sequence[LoggedGroup], earlier: Sequence[Pointer]) -> list[LoggedGroup]:
+    """`groups` with those marked as malformed that no grouper has logged: copies, and such without payloads.
+
+    earlier: groups read before. Looked for only where a log is longer than the ledger says.
+    """
+    pipe = run.connection.scripts.pipeline(transaction=False)
+    for keys in run.keys.shards:
+        pipe.xlen(keys.groups)
+        pipe.hget(keys.ledger, "groups_logged")
+    lengths = pipe.execute()
+    if all(there <= as_count(counted) for there, counted in zip(lengths[::2], lengths[1::2], strict=True)):
+        return list(groups)
+    known = {group.group_id for group in find_groups(run, earlier) if group is not None}
+    pipe = run.connection.scripts.pipeline(transaction=False)
+    for group in groups:
+        pipe.exists(*[key for key, _ in group.payloads] or [run.keys.home.void])
+    marked = []
+    for group, there in zip(groups, pipe.execute(), strict=True):
+        problem = None
+        if group.group_id in known:
+            problem = f"a copy of group {group.group_id}"
+        elif there < len(group.payloads):
+            problem = f"{len(group.payloads) - there} payloads of group {group.group_id} are not there"
+        known.add(group.group_id)
+        marked.append(replace(group, malformed=True, problem=problem) if problem else group)
+    return marked
+
+
+def bury(run: Run, group: LoggedGroup, reason: str, detail: str, batch_id: str, epoch: int) -> None:
+    """Make a dead letter of a group of a batch, or of one in none yet (''). Repeating it changes nothing."""
+    keys = run.keys.shard(group.shard)
+    names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.dead, keys.dead_group(group.group_id)]
+    args = [
+        epoch,
+        group.entry,
+        group.group_id,
+        batch_id,
+        reason,
+        detail,
+        len(group.payloads),
+        group.size_bytes,
+    ]
+    check_fence(run, run.call("bury", [*names, keys.applied], args))
+
+
+def leave_out(
+    run: Run, pointer: Pointer, rollout_index: int, reason: str, detail: str, batch_id: str, epoch: int
+) -> bool:
+    """Have commit count a member of a batch's group as dead. Repeating it changes nothing.
+
+    False when the batch, or the group, is not there (any more).
+    """
+    keys = run.keys.shard(pointer.shard)
+    names = [keys.void, keys.trainer, keys.groups, keys.dead, keys.dead_group(pointer.group_id), keys.applied]
+    args = [epoch, pointer.entry, pointer.group_id, rollout_index, batch_id, reason, detail]
+    return bool(check_fence(run, run.call("leave_out", names, args)))
+
+
+class Marks(NamedTuple):
+    """What of a batch is not trained on, as its shards know it."""
+
+    dead: set[str]  # ids of groups that have become dead letters
+    left_out: set[tuple[str, int]]  # (group_id, rollout_index) of members of the others
+
+
+def marks(run: Run, record: BatchRecord) -> Marks:
+    """What has become of the batch since it was named."""
+    found = Marks(set(), set())
+    for shard in {pointer.shard for pointer in record.groups}:
+        names = [f"dead:{record.id}", f"left_out:{record.id}"]
+        dead, left_out = cast(
+            list[bytes | None], run.connection.scripts.hmget(run.keys.shard(shard).applied, names)
+        )
+        found.dead.update(dead.decode().split("\n") if dead else ())
+        ids = {pointer.entry: pointer.group_id for pointer in record.in_shard(shard)} if left_out else {}
+        for line in (left_out or b"").decode().splitlines():
+            entry, _, index = line.partition(" ")
+            if entry in ids:
+                found.left_out.add((ids[entry], int(index)))
+    return found
+
+
+def terminal_states(members: Iterable[Reference], tokens_per_micro_batch: int | None) -> Iterator[str]:
+    """What commit counts each member as: trained, baseline, or oversize (a row above the token budget)."""
+    for member in members:
+        if member.role is Role.BASELINE:
+            yield "baseline"
+        elif tokens_per_micro_batch is not None and max(member.row_lengths) > tokens_per_micro_batch:
+            yield "oversize"
+        else:
+            yield "trained"
+
+
+class Leaving(NamedTuple):
+    """What commit needs of a group: arguments of `commit.lua` behind its entry id, and its payloads' keys."""
+
+    args: list[Any]
+    payloads: list[str]
+
+
+def leaving(group: LoggedGroup, tokens_per_micro_batch: int | None) -> Leaving:
+    """How a group's members are counted at commit, and what is deleted."""
+    states = Counter(terminal_states(group.members, tokens_per_micro_batch))
+    trained = states.pop("trained", 0)
+    others = [part for pair in states.items() for part in pair]
+    keys = [key for key, _ in group.payloads]
+    return Leaving([trained, len(states), *others, group.size_bytes, len(keys)], keys)
+
+
+def commit(
+    run: Run,
+    record: BatchRecord,
+    epoch: int,
+    known: Mapping[Pointer, Leaving] | None = None,
+    ready: Sequence[ReadyEntry] | None = None,
+) -> None:
+    """Count a batch as trained and delete what is stored of it. Repeating it changes nothing.
+
+    known: what need not be read from the log again. ready: `read_ready`, if done already.
+    The lineage must say already that it is committed (`commit_lineage.lua`).
+    """
+    ready = read_ready(run) if ready is None else ready
+    by_shard: dict[int, list[Pointer]] = defaultdict(list)
+    for pointer in record.groups:
+        by_shard[pointer.shard].append(pointer)
+    for shard, pointers in by_shard.items():
+        _commit_groups(run, shard, record, pointers, epoch, known or {})
+        _close(run, shard, record.id, epoch, ready)
+    _forget(run, record, epoch)
+
+
+def _forget(run: Run, record: BatchRecord, epoch: int) -> None:
+    home = run.keys.home
+    args = [epoch, record.k, record.model_dump_json()]
+    check_fence(run, run.call("forget_batch", [home.void, home.lineage, home.batches], args))
+
+
+def _commit_groups(
+    run: Run,
+    shard: int,
+    record: BatchRecord,
+    pointers: Sequence[Pointer],
+    epoch: int,
+    known: Mapping[Pointer, Leaving],
+) -> None:
+    keys = run.keys.shard(shard)
+    fixed = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.applied]
+    payloads: list[str] = []
+    args: list[Any] = [epoch, record.id]
+    unknown = [pointer for pointer in pointers if pointer not in known]
+    found = zip(unknown, find_groups(run, unknown), strict=True)
+    budget = record.tokens_per_micro_batch
+    groups = {**known, **{pointer: leaving(group, budget) for pointer, group in found if group is not None}}
+    for pointer in pointers:
+        if (group := groups.get(pointer)) is not None:  # else committed before
+            args += [pointer.entry, *group.args]
+            payloads += group.payloads
+        if len(payloads) >= COMMIT_SLICE:
+            check_fence(run, run.call("commit", [*fixed, *payloads], args))
+            payloads, args = [], [epoch, record.id]
+    if payloads:
+        check_fence(run, run.call("commit", [*fixed, *payloads], args))
+
+
+class ReadyEntry(NamedTuple):
+    """An entry of a shard's ready log: of which batch it is, and where its output columns are."""
+
+    shard: int
+    batch: str
+    entry: bytes
+    output: str
+    output_bytes: int
+
+
+def read_ready(run: Run) -> list[ReadyEntry]:
+    """The ready logs of all shards: read once for all the batches that one commit ends."""
+    found = []
+    for shard, keys in enumerate(run.keys.shards):
+        entries: Any = run.connection.scripts.xrange(keys.ready)
+        for entry, fields in entries:
+            batch = fields.get(b"batch", b"").decode(errors="replace")
+            output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
+            if output.startswith(keys.output("").encode()) and size.isdigit():
+                found.append(ReadyEntry(shard, batch, entry, output.decode(errors="replace"), int(size)))
+            else:  # none, or it holds no results: the rank that reads it removes it
+                found.append(ReadyEntry(shard, batch, entry, keys.void, 0))
+    return found
+
+
+def _close(run: Run, shard: int, batch_id: str, epoch: int, ready: Sequence[ReadyEntry]) -> None:
+    keys = run.keys.shard(shard)
+    outputs: list[str] = []
+    args: list[Any] = [epoch, batch_id]
+    for each in ready:
+        if (each.shard, each.batch) == (shard, batch_id):
+            outputs.append(each.output)
+            args += [each.entry, each.output_bytes]
+    names = [keys.void, keys.trainer, keys.ready, keys.applied, keys.ledger, *outputs]
+    check_fence(run, run.call("close_batch", names, args))
+
+
+def missing(run: Run, record: BatchRecord) -> list[Pointer]:
+    """Groups of a batch that the server has lost; dead letters are not."""
+    dead = marks(run, record).dead
+    living = [pointer for pointer in record.groups if pointer.group_id not in dead]
+    found = find_groups(run, living)
+    return [
+        pointer
+        for pointer, group in zip(living, found, strict=True)
+        if group is None or group.group_id != pointer.group_id
+    ]
+
+
+def take_apart(run: Run, record: BatchRecord, cursors: Mapping[int, str], epoch: int) -> dict[int, str]:
+    """Undo the naming of a batch that misses groups: what is left of it can be named again.
+
+    Returns the cursors to go on with. Repeating it changes nothing.
+    """
+    for shard in {pointer.shard for pointer in record.groups}:
+        undo(run, shard, record.id, epoch)
+    earlier = dict(cursors)
+    for pointer in record.groups:
+        before = _entry_before(pointer.entry)
+        earlier[pointer.shard] = min(earlier[pointer.shard], before, key=entry_order)
+    home = run.keys.home
+    before = json.dumps(record.running_before) if record.running_before else ""
+    running = before if record.knows_before else "as it is"
+    args: list[Any] = [epoch, running, *(part for pair in earlier.items() for part in pair)]
+    check_fence(run, run.call("rewind", [home.void, home.lineage], args))
+    _forget(run, record, epoch)
+    return earlier
+
+
+def undo_unknown(run: Run, records: Iterable[BatchRecord], epoch: int) -> None:
+    """Undo batches that a shard knows and the home slot does not: the server lost their naming before it was told."""
+    known = {record.id for record in records}
+    for shard, keys in enumerate(run.keys.shards):
+        applied: Any = run.connection.scripts.hkeys(keys.applied)
+        for batch_id in (name.decode(errors="replace").rpartition(":")[2] for name in applied):
+            if batch_id not in known:
+                undo(run, shard, batch_id, epoch)
+
+
+def undo(run: Run, shard: int, batch_id: str, epoch: int) -> None:
+    """Take a batch back in one shard: its groups are waiting again, its results are deleted."""
+    keys = run.keys.shard(shard)
+    names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups]
+    check_fence(run, run.call("unapply_batch", names, [epoch, batch_id]))
+    _close(run, shard, batch_id, epoch, read_ready(run))
+
+
+def _entry_before(entry: str) -> str:
+    milliseconds, sequence = entry_order(entry)
+    return f"{milliseconds}-{sequence - 1}" if sequence else f"{milliseconds - 1}-{(1 << 64) - 1}"

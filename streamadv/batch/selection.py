@@ -1,0 +1,111 @@
+"""Which groups go into batch k: the rules, as pure functions."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..trajectory.wire import Reference
+from .record import BatchRecord, LoggedGroup
+
+BATCH_ID: Final = re.compile(r"[0-9]+-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True, slots=True)
+class NamingSettings:
+    """What the trainer queue decides about batches."""
+
+    batch_groups: int
+    min_groups: int  # enough to name a batch
+    prefetch: int
+    max_staleness: int | None
+    drop_after: int | None
+    keep_rolled_back: bool
+    needs: frozenset[str]  # columns producers must have pushed
+    chain: Mapping[str, Any]
+    late: tuple[str, ...]
+    tokens_per_micro_batch: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NamingRules:
+    """What decides whether a group goes into a batch."""
+
+    drop_after: int | None  # versions
+    needs: frozenset[str] = frozenset()  # columns producers must have pushed
+    trained: Container[str] = frozenset()  # group ids already in the checkpoint lineage
+    rolled_back_above: int | None = None  # version restored by load_state_dict
+    branch: int = (
+        0  # epoch that load_state_dict took; those taken again after a restart of the server do not count
+    )
+
+    def reason_against(self, group: LoggedGroup, k: int) -> str | None:
+        """Why the group is not trained on at version k, or None."""
+        if group.malformed:
+            return "malformed"
+        if group.group_id in self.trained:
+            return "trained"
+        if group.problem is not None:
+            return "dead:undecodable"
+        restored = self.rolled_back_above
+        if (
+            restored is not None
+            and begun_under(group) < self.branch
+            and group.version is not None
+            and group.version > restored
+        ):
+            return "rolled_back"
+        age = group_staleness(group, k)
+        if self.drop_after is not None and age is not None and age > self.drop_after:
+            return "stale"
+        if any(not self.needs <= set(member.columns) for member in group.members):
+            return "dead:missing_column"
+        return None
+
+
+def begun_under(group: LoggedGroup) -> int:
+    """The epoch in which the group was begun. Its tickets tell, where a server has lost the epoch with the group."""
+    return max([group.epoch, *(member.epoch for member in group.members)])
+
+
+def staleness(member: Reference, k: int) -> int | None:
+    """k minus the oldest version over trainable tokens; None without a version, 0 when it is above k."""
+    return None if member.versions is None else max(0, k - member.versions[0])
+
+
+def group_staleness(group: LoggedGroup, k: int) -> int | None:
+    """The staleness of the stalest member that has a version."""
+    values = [value for member in group.members if (value := staleness(member, k)) is not None]
+    return max(values, default=None)
+
+
+def choose(
+    candidates: Iterable[LoggedGroup], k: int, batch_groups: int, rules: NamingRules
+) -> tuple[list[LoggedGroup], list[tuple[LoggedGroup, str]]]:
+    """The first `batch_groups` groups fit for batch k, and those passed over before them with the reason."""
+    chosen: list[LoggedGroup] = []
+    refused: list[tuple[LoggedGroup, str]] = []
+    for group in candidates:
+        if len(chosen) == batch_groups:
+            break
+        reason = rules.reason_against(group, k)
+        if reason is None:
+            chosen.append(group)
+        else:
+            refused.append((group, reason))
+    return chosen, refused
+
+
+def make_record(k: int, epoch: int, chosen: Sequence[LoggedGroup], **decided: Any) -> BatchRecord:
+    """The record of batch k. Groups are sorted by id, so that nothing depends on the order of arrival."""
+    ordered = sorted(chosen, key=lambda group: group.group_id)
+    return BatchRecord(
+        k=k,
+        id=f"{k}-{secrets.token_hex(6)}",
+        epoch=epoch,
+        groups=[group.pointer for group in ordered],
+        **decided,
+    )

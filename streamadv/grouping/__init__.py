@@ -1,0 +1,1 @@
+"""From single trajectories to groups: scorers, the grouper, the groups log."""

@@ -1,0 +1,103 @@
+"""What groups that end short of usable rollouts cost.
+
+A failed rollout takes its whole group with it unless `partial_min_usable` or `redundancy` allows for it: a group is
+trained on whole by default, since its mean and deviation over those that happened not to fail are biased towards them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from ..run import Run
+from ..store.replies import as_count
+
+logger = logging.getLogger(__name__)
+
+SHORT: Final = ("incomplete", "expired")
+#: How a group can end in the grouper.
+ENDINGS: Final = (*SHORT, "complete", "partial", "zero_variance", "difficulty", "no_train_members")
+#: Places that end without a usable trajectory.
+UNUSABLE: Final = ("failed", "aborted", "cancelled", "unscorable")
+#: From this share of groups, or of usable trajectories, on it is said.
+WARN_RATIO: Final = 0.2
+#: Groups after which the shares are judged, or some of them after SAY_S.
+WINDOW: Final = 20
+FEW: Final = 5
+SAY_S: Final = 30.0
+REMEDY: Final = "set partial_min_usable to train on short groups, or redundancy to have rollouts to spare"
+
+
+class Loss(NamedTuple):
+    """Of the groups that have ended and the usable trajectories pushed, those dropped with short groups."""
+
+    groups: int
+    ended: int
+    trajectories: int
+    usable: int
+
+    @property
+    def group_ratio(self) -> float:
+        return self.groups / self.ended if self.ended else 0.0
+
+    @property
+    def trajectory_ratio(self) -> float:
+        return self.trajectories / self.usable if self.usable else 0.0
+
+    @property
+    def is_much(self) -> bool:
+        return self.ended >= FEW and max(self.group_ratio, self.trajectory_ratio) >= WARN_RATIO
+
+    def since(self, before: Loss) -> Loss:
+        return Loss(*(now - then for now, then in zip(self, before, strict=True)))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.groups} of {self.ended} groups ended short of usable rollouts and were dropped, with "
+            f"{self.trajectories} usable trajectories: {REMEDY}"
+        )
+
+
+def loss_of(counters: Mapping[str, int]) -> Loss:
+    """From the counters of a ledger."""
+    ended = {name: counters.get(f"outcome:{name}", 0) for name in ENDINGS}
+    dropped = {name: counters.get(f"dropped:{name}", 0) for name in (*SHORT, *UNUSABLE)}
+    return Loss(
+        groups=sum(ended[name] for name in SHORT),
+        ended=sum(ended.values()),
+        trajectories=sum(dropped[name] for name in SHORT),
+        usable=counters.get("pushed", 0) - sum(dropped[name] for name in UNUSABLE),
+    )
+
+
+class ShortGroups:
+    """Warns of what has been lost lately."""
+
+    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run = run
+        self._clock = clock
+        self._since = clock()
+        self._before: Loss | None = None  # at the first look
+
+    def look(self) -> None:
+        """Called every second or so."""
+        now, current = self._clock(), self._read()
+        self._before = self._before or current
+        lately = current.since(self._before)
+        long_ago = now - self._since >= SAY_S
+        if lately.ended < (FEW if long_ago else WINDOW):
+            return
+        if lately.is_much:
+            logger.warning("%s", lately)
+        self._since, self._before = now, current
+
+    def _read(self) -> Loss:
+        counters = Counter[str]()
+        for keys in self._run.keys.shards:
+            stored: Any = self._run.connection.scripts.hgetall(keys.ledger)
+            for name, value in stored.items():
+                counters[name.decode(errors="replace")] += as_count(value)
+        return loss_of(counters)

@@ -1,0 +1,348 @@
+"""Estimators on padded response tensors, under verl's names: [B, T] in, (advantages, returns) [B, T] out.
+
+Column t of every array is the same token. `index` holds one label per row, equal labels are one prompt
+group, in any order. Every function is pure and gives float32. `peer_quirks="verl"` reproduces verl where
+streamadv differs (docs/estimators.md); the deviations are named in each docstring.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..algorithms.arguments import Labels, Mask, NotNegative, Positive, Rows, Share, TokenRewards, Tokens
+from ..algorithms.estimators.gae import gae_scan
+from ..algorithms.estimators.singleton import Singleton
+from ..algorithms.estimators.token_baseline import baseline_scan, optimal_token_baseline
+from ..algorithms.packed import PackedBatch
+from ..algorithms.quirks import PeerQuirks
+from ..algorithms.registry import Estimate, get_estimator
+from ..algorithms.scan import reverse_scan
+from ..algorithms.token_rewards import credited, row_rewards
+from ..algorithms.trainable import all_tokens, spread_rows, trainable
+from ..algorithms.whitening import whiten
+from .layout import as_batch, to_padded
+from .rewards import group_mean_std, group_scores, known_rewards
+
+Pair = tuple[Tensor, Tensor]
+#: Outcome estimators that ask how many trainable tokens a row has.
+COUNTING: Final = frozenset({"opo", "reinforce_plus_plus_baseline"})
+
+
+def compute_gae_advantage_return(
+    token_level_rewards: TokenRewards,
+    values: Tokens,
+    response_mask: Mask,
+    gamma: Share = 1.0,
+    lam: Share = 1.0,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """GAE over trainable tokens, advantages whitened over the batch; see `estimators.gae`.
+
+    Rewards on masked tokens are credited to the action before and both results are 0 there. verl loses
+    such rewards and leaves carried-over values outside the mask.
+    """
+    batch = _token_batch(response_mask, token_level_rewards, peer_quirks, values=values)
+    tokens, value = trainable(batch), batch.column("values")
+    advantages, returns = gae_scan(batch.column("token_level_rewards"), value, tokens, gamma, lam)
+    if peer_quirks:  # a masked token takes over what the next action has
+        carried = reverse_scan(advantages, (~tokens.mask).to(torch.float32), all_tokens(batch))
+        advantages, returns = whiten(carried, tokens, everywhere=True), carried + value
+    else:
+        advantages = whiten(advantages, tokens)
+    return advantages.view(response_mask.shape), returns.view(response_mask.shape)
+
+
+def compute_grpo_outcome_advantage(
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
+    index: Labels,
+    epsilon: NotNegative = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """(r - mean(group)) / (std(group) + epsilon) on trainable tokens, r = sum of a row's rewards.
+
+    A group of one gives 0 (verl: its reward). norm_adv_by_std_in_grpo False is Dr.GRPO.
+    """
+    return _outcome(
+        "grpo",
+        token_level_rewards,
+        response_mask,
+        index,
+        norm_by_std=norm_adv_by_std_in_grpo,
+        epsilon=epsilon,
+        singleton=_singleton(peer_quirks),
+    )
+
+
+def compute_grpo_vectorized_outcome_advantage(
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
+    index: Labels,
+    epsilon: NotNegative = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """As `compute_grpo_outcome_advantage`, with the std taken as sqrt(epsilon) at least.
+
+    verl's mean and std are those of `group_mean_std` with its quirks.
+    """
+    if peer_quirks:
+        scores = known_rewards(token_level_rewards, response_mask).sum(1)
+        mean, std, _ = group_mean_std(scores, index, epsilon, peer_quirks=peer_quirks)
+        rows = (scores - mean) / (std + epsilon) if norm_adv_by_std_in_grpo else scores - mean
+        advantages = rows[:, None] * response_mask
+        return advantages, advantages
+    return _outcome(
+        "grpo",
+        token_level_rewards,
+        response_mask,
+        index,
+        norm_by_std=norm_adv_by_std_in_grpo,
+        epsilon=epsilon,
+        least_std=epsilon**0.5,
+    )
+
+
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
+    index: Labels,
+    epsilon: NotNegative = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> Pair:
+    """The best of each group gets its lead over the second best; a group of one gives 0 (verl raises)."""
+    return _outcome(
+        "grpo_passk",
+        token_level_rewards,
+        response_mask,
+        index,
+        norm_by_std=norm_adv_by_std_in_grpo,
+        epsilon=epsilon,
+    )
+
+
+def compute_rloo_outcome_advantage(
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
+    index: Labels,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """r minus the mean of the group's others; alone 0 (verl's rloo: the reward, its vectorized form: 0)."""
+    return _outcome("rloo", token_level_rewards, response_mask, index, singleton=_singleton(peer_quirks))
+
+
+def compute_opo_outcome_advantage(
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
+    index: Labels,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """r minus the group's length-weighted mean reward; alone 0 (verl: the reward).
+
+    A group without trainable tokens gives 0 (verl: NaN).
+    """
+    advantages, returns = _outcome(
+        "opo", token_level_rewards, response_mask, index, singleton=_singleton(peer_quirks)
+    )
+    if peer_quirks is None:
+        return advantages, returns
+    lengths, size = group_scores((response_mask != 0).sum(1), None, index)
+    advantages = advantages.masked_fill(((lengths == 0) & (size > 1))[:, None], torch.nan)
+    return advantages, advantages
+
+
+def compute_gpg_outcome_advantage(
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
+    index: Labels,
+    f_norm: Positive = 1.0,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """alpha (r - mean) / f_norm, alpha = B / samples with a signal (verl: with a reward other than 0)."""
+    return _outcome(
+        "gpg",
+        token_level_rewards,
+        response_mask,
+        index,
+        f_norm=f_norm,
+        counted="rewards" if peer_quirks else "advantages",
+        singleton=_singleton(peer_quirks),
+    )
+
+
+def compute_maxrl_outcome_advantage(
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
+    index: Labels,
+    epsilon: NotNegative = 1e-6,
+    *,
+    negative_means: bool = False,
+    singleton: Singleton = "zero",
+) -> Pair:
+    """(r - mean) / (mean + epsilon), 0 where the mean is not positive; SkyRL divides by any mean."""
+    return _outcome(
+        "maxrl",
+        token_level_rewards,
+        response_mask,
+        index,
+        epsilon=epsilon,
+        negative_means=negative_means,
+        singleton=singleton,
+    )
+
+
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
+    index: Labels,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """r - mean(group) on trainable tokens, whitened over them; alone 0 before whitening (verl: r)."""
+    return _outcome(
+        "reinforce_plus_plus_baseline",
+        token_level_rewards,
+        response_mask,
+        index,
+        singleton=_singleton(peer_quirks),
+    )
+
+
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
+    gamma: Share = 1.0,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """Discounted returns over trainable tokens, whitened; returns unwhitened.
+
+    verl sets the return to 0 at every masked token, so only a row's last turn hears of the reward.
+    """
+    batch = _token_batch(response_mask, token_level_rewards, peer_quirks)
+    estimate = get_estimator("reinforce_plus_plus").function(
+        batch, gamma=gamma, reset_at_observations=peer_quirks is not None
+    )
+    assert estimate.returns is not None
+    return estimate.advantages.view(response_mask.shape), estimate.returns.view(response_mask.shape)
+
+
+def compute_remax_outcome_advantage(
+    token_level_rewards: TokenRewards,
+    reward_baselines: Rows,
+    response_mask: Mask,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Pair:
+    """Return from each token on, minus the row's `reward_baselines` [B]; 0 outside the mask (verl: not)."""
+    batch = _token_batch(response_mask, token_level_rewards, peer_quirks)
+    tokens, shape = trainable(batch), response_mask.shape
+    rewards = tokens.only(batch.column("token_level_rewards"))
+    returns = reverse_scan(rewards, 1.0, all_tokens(batch)).view(shape)
+    mask = tokens.mask.view(shape)
+    advantages = returns - reward_baselines[:, None].to(torch.float32) * mask
+    if peer_quirks is None:
+        advantages, returns = _masked(advantages, mask), _masked(returns, mask)
+    return advantages, returns
+
+
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
+    index: Labels,
+    old_log_probs: Tokens,
+    sum_pi_squared: Tokens,
+    rollout_is_weights: Tokens | None = None,
+    handle_zero_tail: bool = False,
+    epsilon: Positive = 1e-8,
+) -> Pair:
+    """The optimal token baseline with samples compared column by column; see `estimators.token_baseline`."""
+    batch, order = _baseline_batch(
+        token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
+    )
+    column = torch.arange(response_mask.shape[1], device=response_mask.device).repeat(len(response_mask))
+    everyone = torch.ones(batch.num_rows, dtype=torch.bool, device=response_mask.device)
+    estimate = baseline_scan(batch, trainable(batch), column, everyone, handle_zero_tail, epsilon)
+    return _token_baseline(estimate, batch, order, response_mask.shape)
+
+
+def compute_tir_optimal_token_baseline_advantage(
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
+    index: Labels,
+    old_log_probs: Tokens,
+    sum_pi_squared: Tokens,
+    rollout_is_weights: Tokens | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: Positive = 1e-8,
+) -> Pair:
+    """The optimal token baseline with samples compared at equal numbers of trainable tokens."""
+    batch, order = _baseline_batch(
+        token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
+    )
+    estimate = optimal_token_baseline(batch, handle_zero_tail=handle_zero_tail, epsilon=epsilon)
+    return _token_baseline(estimate, batch, order, response_mask.shape)
+
+
+def _token_baseline(estimate: Estimate, batch: PackedBatch, order: Tensor, shape: torch.Size) -> Pair:
+    """Advantages on trainable tokens, and returns carried over to masked ones as in verl."""
+    assert estimate.returns is not None
+    rewards = trainable(batch).only(batch.column("token_level_rewards"))
+    returns = reverse_scan(rewards, 1.0, all_tokens(batch))
+    return to_padded(estimate.advantages, order, shape), to_padded(returns, order, shape)
+
+
+def _outcome(
+    name: str, token_level_rewards: TokenRewards, response_mask: Mask, index: Labels, **options: object
+) -> Pair:
+    """An outcome estimator over row sums of the rewards, spread over trainable tokens."""
+    scores = row_rewards(token_level_rewards, response_mask)
+    batch, order = as_batch(response_mask, rewards=scores, index=index, counted=name in COUNTING)
+    rows = get_estimator(name).function(batch, **options).advantages
+    rows = torch.empty_like(rows).index_copy_(0, order, rows)
+    advantages = spread_rows(rows, response_mask.reshape(-1), batch.cu_seqlens)
+    advantages = advantages.view(response_mask.shape)
+    return advantages, advantages
+
+
+def _token_batch(
+    response_mask: Mask, token_level_rewards: TokenRewards, peer_quirks: PeerQuirks | None, **columns: Tensor
+) -> PackedBatch:
+    batch, _ = as_batch(response_mask, {"token_level_rewards": token_level_rewards, **columns})
+    return batch if peer_quirks else batch.with_columns(token_level_rewards=credited(batch))
+
+
+def _baseline_batch(
+    token_level_rewards: TokenRewards,
+    response_mask: Mask,
+    index: Labels,
+    old_log_probs: Tokens,
+    sum_pi_squared: Tokens,
+    rollout_is_weights: Tokens | None,
+) -> tuple[PackedBatch, Tensor]:
+    columns = {
+        "token_level_rewards": token_level_rewards,
+        "old_log_probs": old_log_probs,
+        "sum_pi_squared": sum_pi_squared,
+    }
+    if rollout_is_weights is not None:
+        columns["rollout_is_weights"] = rollout_is_weights
+    return as_batch(response_mask, columns, index=index)
+
+
+def _masked(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask != 0, values, 0.0)
+
+
+def _singleton(peer_quirks: PeerQuirks | None) -> Singleton:
+    return "raw" if peer_quirks else "zero"

@@ -1,0 +1,122 @@
+"""Statistics over the masked elements of padded [B, T] tensors, and the ways to average a loss.
+
+Sums run in float64 and come back in float32. Whatever stands outside the mask, NaN included, has no effect.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..algorithms.arguments import GREATEST, AnyMask, AnyShape, Mask, Positive, Rows, Threshold, Tokens
+from ..algorithms.quirks import PeerQuirks
+from ..algorithms.trainable import padded_tokens
+from ..algorithms.whitening import whiten
+from ..errors import OptionError
+
+LossAggregation = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+LOSS_AGGREGATIONS: Final[tuple[str, ...]] = get_args(LossAggregation)
+
+
+def masked_sum(values: AnyShape, mask: AnyMask, dim: int | None = None) -> Tensor:
+    """Sum of `values` where `mask` is set, over everything or along `dim`."""
+    _check_dim(dim, values)
+    return _sum(values, mask, dim).to(torch.float32)
+
+
+def masked_mean(values: AnyShape, mask: AnyMask, dim: int | None = None) -> Tensor:
+    """Mean of `values` where `mask` is set, over everything or along `dim`; 0 over nothing."""
+    _check_dim(dim, values)
+    return _mean(values, mask, dim).to(torch.float32)
+
+
+def masked_var(values: AnyShape, mask: AnyMask, unbiased: bool = True) -> Tensor:
+    """Variance of the masked values, ddof 1 if `unbiased`; 0 below two values (ROLL and verl raise)."""
+    centred = values.to(torch.float64) - _mean(values, mask, None)
+    count = (mask != 0).sum()
+    squares = _sum(centred.square(), mask, None)
+    return (squares / (count - int(unbiased)).clamp(min=1)).to(torch.float32)
+
+
+def masked_whiten(values: Tokens, mask: Mask, shift_mean: bool = True) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) at every position, statistics over the mask; see `whitening.whiten`."""
+    flat = torch.where((mask != 0) | (values.abs() <= GREATEST), values, 0.0).reshape(-1)
+    return whiten(flat, padded_tokens(mask), shift_mean, everywhere=True).view(values.shape)
+
+
+def masked_normalize(
+    values: Tokens, mask: Mask, eps: Positive = 1e-8, *, peer_quirks: PeerQuirks | None = None
+) -> Tensor:
+    """Each row to mean 0 and variance 1 over its masked values: (x - mean) / sqrt(max(var, eps)), ddof 0.
+
+    0 outside the mask; ROLL leaves what becomes of a 0 there.
+    """
+    centred = torch.where(mask != 0, values.to(torch.float64), 0.0) - _mean(values, mask, 1)[:, None]
+    variance = _mean(centred.square(), mask, 1)[:, None]
+    result = centred / variance.clamp(min=eps).sqrt()
+    return (result if peer_quirks else torch.where(mask != 0, result, 0.0)).to(torch.float32)
+
+
+def clip_fraction(
+    values: AnyShape, clip_max: Threshold, clip_min: Threshold, mask: AnyMask | None = None
+) -> Tensor:
+    """Share of values above `clip_max` or below `clip_min`, among masked ones; without a mask, all (ROLL)."""
+    outside = ((values > clip_max) | (values < clip_min)).to(torch.float64)
+    return _mean(outside, torch.ones_like(outside) if mask is None else mask, None)
+
+
+def agg_loss(
+    loss: Tokens,
+    mask: Mask,
+    mode: LossAggregation = "token-mean",
+    weights: Rows | None = None,
+    *,
+    batch_num_tokens: Positive | None = None,
+    global_batch_size: Positive | None = None,
+    loss_scale_factor: Positive | None = None,
+    peer_quirks: PeerQuirks | None = None,
+) -> Tensor:
+    """A scalar from token losses [B, T]; `weights` [B] multiply whole rows.
+
+    token-mean: masked sum / masked tokens. seq-mean-token-sum and seq-mean-token-mean: mean over rows with
+    tokens of the row's masked sum or mean. seq-mean-token-sum-norm: sum of row sums / T. The divisors can be
+    given, as a micro-batch needs those of its whole batch: batch_num_tokens, global_batch_size (rows),
+    loss_scale_factor (in place of T). ROLL divides by all rows and its token-mean sums what is outside the
+    mask too. Nothing at all gives 0 (theirs: NaN).
+    """
+    weight = torch.ones(len(loss), device=loss.device) if weights is None else weights
+    if mode == "token-mean":
+        everything = torch.ones_like(mask) if peer_quirks == "roll" else mask
+        total = _sum(loss * weight[:, None], everything, None)
+        return _over(total, batch_num_tokens, (mask != 0).sum(), peer_quirks)
+    per_row = _mean(loss, mask, 1) if mode == "seq-mean-token-mean" else _sum(loss, mask, 1)
+    total = (per_row * weight).sum()
+    if mode == "seq-mean-token-sum-norm":
+        return (total / (loss_scale_factor or mask.shape[1])).to(torch.float32)
+    rows = torch.tensor(len(mask)) if peer_quirks == "roll" else (mask != 0).any(1).sum()
+    return _over(total, global_batch_size, rows, peer_quirks)
+
+
+def _check_dim(dim: int | None, values: Tensor) -> None:
+    if dim is not None and not -values.dim() <= dim < values.dim():
+        raise OptionError(f"dim is {dim}, values has {values.dim()} dimensions: choose one of them")
+
+
+def _over(total: Tensor, given: float | None, count: Tensor, peer_quirks: PeerQuirks | None) -> Tensor:
+    if given is not None:
+        return (total / given).to(torch.float32)
+    return (total / (count if peer_quirks else count.clamp(min=1))).to(torch.float32)
+
+
+def _sum(values: Tensor, mask: Tensor, dim: int | None) -> Tensor:
+    counted = torch.where(mask != 0, values.to(torch.float64), 0.0)
+    return counted.sum() if dim is None else counted.sum(dim)
+
+
+def _mean(values: Tensor, mask: Tensor, dim: int | None) -> Tensor:
+    count = (mask != 0).sum() if dim is None else (mask != 0).sum(dim)
+    return _sum(values, mask, dim) / count.clamp(min=1)

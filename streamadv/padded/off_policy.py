@@ -1,0 +1,184 @@
+"""Rollout correction on padded [B, T] tensors, with verl's names, arguments and metric names."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..algorithms.arguments import Bound, Mask, NotNegative, Tokens
+from ..algorithms.chain_metrics import Metric, fetch
+from ..algorithms.off_policy import (
+    BoundMode,
+    RatioLevel,
+    Rejection,
+    RejectionKind,
+    importance_weights,
+    reject,
+)
+from ..algorithms.off_policy_metrics import off_policy_metrics
+from ..algorithms.quirks import PeerQuirks
+from ..algorithms.trainable import padded_tokens
+from ..errors import OptionError
+
+Metrics = dict[str, float]
+PREFIX = "rollout_corr/"
+
+
+def compute_rollout_correction_weights(
+    log_ratio: Tokens,
+    response_mask: Mask,
+    rollout_is: RatioLevel = "token",
+    rollout_is_threshold: Bound = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    *,
+    mode: BoundMode = "truncate",
+    rollout_is_lower: NotNegative | None = None,
+    peer_quirks: PeerQuirks | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Importance weights [B, T] from log_ratio = old - rollout log-probs; see `off_policy`.
+
+    verl knows the levels token and sequence and the mode truncate, and counts rows without tokens in its
+    row metrics.
+    """
+    if mode == "truncate":
+        if rollout_is_lower is not None:
+            raise OptionError(
+                f"rollout_is_lower {rollout_is_lower} has no part in mode 'truncate': leave it out"
+            )
+    elif rollout_is_lower is None and rollout_is_threshold < 1:
+        raise OptionError(
+            f"rollout_is_lower is missing: with rollout_is_threshold {rollout_is_threshold} it is above it"
+        )
+    elif rollout_is_lower is not None and rollout_is_lower > rollout_is_threshold:
+        raise OptionError(
+            f"rollout_is_lower {rollout_is_lower} is above rollout_is_threshold {rollout_is_threshold}"
+        )
+    tokens = padded_tokens(response_mask)
+    weights, metrics = importance_weights(
+        log_ratio.reshape(-1),
+        tokens,
+        level=rollout_is,
+        mode=mode,
+        upper=rollout_is_threshold,
+        lower=rollout_is_lower,
+        batch_normalize=rollout_is_batch_normalize,
+        peer_quirks=peer_quirks,
+    )
+    return weights.view(response_mask.shape), fetch(metrics)[0]
+
+
+def compute_rollout_rejection_mask(
+    log_ratio: Tokens,
+    response_mask: Mask,
+    rollout_rs: str,
+    rollout_rs_threshold: str | float | None,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> tuple[Tensor, Metrics]:
+    """`response_mask` [B, T] without what the rejections named in `rollout_rs` turn down.
+
+    rollout_rs: kinds of `off_policy.Rejection`, comma-separated. rollout_rs_threshold: one bound for all or
+    one each, comma-separated; "lower_upper" or the upper one alone.
+    """
+    rejections = parse_rejections(rollout_rs, rollout_rs_threshold)
+    tokens = padded_tokens(response_mask)
+    kept, metrics = reject(log_ratio.reshape(-1), tokens, rejections, peer_quirks=peer_quirks)
+    return kept.view(response_mask.shape) * response_mask, fetch(metrics)[0]
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: Tokens | None,
+    rollout_log_prob: Tokens | None,
+    response_mask: Mask,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> Metrics:
+    """Perplexities, KL and chi-squared between rollout and training policy; [B, T] log-probs.
+
+    Without rollout log-probs only the training policy's perplexity, without old ones only the rollout's.
+    """
+    return fetch(_diagnostics(old_log_prob, rollout_log_prob, response_mask, peer_quirks))[0]
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tokens,
+    rollout_log_prob: Tokens,
+    response_mask: Mask,
+    rollout_is: RatioLevel | None = None,
+    rollout_is_threshold: Bound | None = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: str | float | None = None,
+    *,
+    peer_quirks: PeerQuirks | None = None,
+) -> tuple[Tensor | None, Tensor, Metrics]:
+    """(weights or None, narrowed mask, metrics with the prefix rollout_corr/), all from one pair of log-probs.
+
+    The weights are those of all tokens of `response_mask`, rejected ones included: multiply by the mask. There
+    are none if rollout_is or its threshold is None.
+    """
+    if rollout_rs is None and rollout_rs_threshold is not None:
+        raise OptionError(
+            f"rollout_rs_threshold {rollout_rs_threshold!r} has no part without rollout_rs: name one"
+        )
+    log_ratio = old_log_prob - rollout_log_prob
+    metrics = compute_offpolicy_metrics(
+        old_log_prob, rollout_log_prob, response_mask, peer_quirks=peer_quirks
+    )
+    weights, mask = None, response_mask
+    if rollout_rs is not None:
+        mask, found = compute_rollout_rejection_mask(
+            log_ratio, response_mask, rollout_rs, rollout_rs_threshold, peer_quirks=peer_quirks
+        )
+        metrics |= found
+    if rollout_is is not None and rollout_is_threshold is not None:
+        weights, found = compute_rollout_correction_weights(
+            log_ratio,
+            response_mask,
+            rollout_is,
+            rollout_is_threshold,
+            rollout_is_batch_normalize,
+            peer_quirks=peer_quirks,
+        )
+        metrics |= found
+    return weights, mask, {PREFIX + name: value for name, value in metrics.items()}
+
+
+def parse_rejections(names: str, thresholds: str | float | None) -> list[Rejection]:
+    """verl's comma-separated kinds and bounds as rejections; SettingError naming what does not fit."""
+    kinds = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    if not kinds:
+        raise OptionError(f"rollout_rs {names!r} names no rejection: leave it out or name one")
+    if thresholds is None:
+        raise OptionError(f"rollout_rs_threshold is missing: rollout_rs {names!r} needs bounds")
+    specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
+    if len(specs) == 1:
+        specs *= len(kinds)
+    if len(specs) != len(kinds):
+        raise OptionError(
+            f"rollout_rs_threshold {thresholds!r} has {len(specs)} bounds for {len(kinds)} kinds"
+        )
+    return [_rejection(kind, spec) for kind, spec in zip(kinds, specs, strict=True)]
+
+
+def _rejection(kind: str, spec: str) -> Rejection:
+    try:
+        bounds = [float(part) for part in spec.split("_")]
+    except ValueError:
+        raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper, in numbers") from None
+    if len(bounds) > 2:
+        raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper")
+    chosen: RejectionKind = kind  # type: ignore[assignment]  # Rejection checks the name
+    return Rejection(chosen, bounds[-1], bounds[0] if len(bounds) == 2 else None)
+
+
+def _diagnostics(
+    old: Tensor | None, rollout: Tensor | None, mask: Tensor, peer_quirks: PeerQuirks | None
+) -> dict[str, Metric]:
+    tokens, all_rows = padded_tokens(mask), peer_quirks is not None
+    known = None if old is None else old.reshape(-1)
+    if rollout is not None:
+        return off_policy_metrics(known, rollout.reshape(-1), tokens, all_rows)
+    if known is None:
+        return {}
+    only = off_policy_metrics(None, known, tokens, all_rows)
+    return {name.replace("rollout", "training"): metric for name, metric in only.items()}

@@ -1,0 +1,151 @@
+"""Outcome estimators of peers other than ROLL and verl on one reward per row: [B] in, [B] float32 out.
+
+Labels as everywhere on the padded surface: one per row, equal ones belong together, in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from ..algorithms.arguments import (
+    Each,
+    Instance,
+    Labels,
+    NotNegative,
+    Number,
+    NumberByName,
+    Positive,
+    Rows,
+    Share,
+    Values,
+)
+from ..algorithms.estimators.step_grpo import Baseline
+from ..algorithms.rewards import normalise
+from ..algorithms.segments import moments, segment_max, spread
+from ..errors import ArgumentError
+from .layout import group_order
+
+
+def compute_step_grpo_advantage(
+    rewards: Rows,
+    index: Labels,
+    step_index: Labels,
+    baseline: Baseline = "mean",
+    norm_by_std: bool = True,
+    epsilon: NotNegative = 1e-6,
+) -> Tensor:
+    """(r - mean) / (std + epsilon) among the rows of a group with equal step_index; see `estimators.step_grpo`.
+
+    baseline "others": the mean of the other rows; PipelineRL's, with epsilon 1e-4. A row alone gives 0.
+    """
+    order, offsets = _groups(rewards, _pairs(index, step_index))
+    stats = moments(rewards.double()[order], offsets)
+    size, std = (spread(value, offsets, len(order)) for value in (stats.size, stats.std))
+    centred = stats.centred * (size / (size - 1).clamp(min=1) if baseline == "others" else 1)
+    if norm_by_std:
+        centred = centred / (std + epsilon)
+    return _back(torch.where((size > 1) & (stats.centred != 0), centred, 0.0), order)
+
+
+def compute_hierarchical_grpo_advantage(
+    rewards: Rows,
+    index: Labels,
+    agents: Labels,
+    episodes: Labels,
+    episode_agents: Annotated[Collection[Hashable], Instance((list, tuple, set, frozenset))],
+) -> Tensor:
+    """r - mean over the rows of the same agent: of its episode for `episode_agents`, else of its group (prime-rl)."""
+    labels = [
+        (group, agent, episode if agent in episode_agents else None)
+        for group, agent, episode in zip(*map(_listed, (index, agents, episodes)), strict=True)
+    ]
+    order, offsets = _groups(rewards, labels)
+    return _back(moments(rewards.double()[order], offsets).centred, order)
+
+
+def compute_rae_advantage(
+    rewards: Rows,
+    agents: Labels,
+    baselines: Annotated[Mapping[Any, float], NumberByName()] | None = None,
+    decay: Share = 0.95,
+) -> tuple[Tensor, dict[Any, float]]:
+    """Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119; prime-rl): a running baseline per agent.
+
+    A_i = r_i - b, then b = decay * b + (1 - decay) * r_i. b is the baseline of the row's agent, rows taken
+    in order; it starts at 0. Returns the advantages and the baselines to give to the next call: nothing is
+    kept here.
+    """
+    known = dict(baselines or {})
+    advantages = []
+    for reward, agent in zip(rewards.tolist(), _listed(agents), strict=True):
+        before = known.get(agent, 0.0)
+        advantages.append(reward - before)
+        known[agent] = decay * before + (1 - decay) * reward
+    return torch.tensor(advantages, dtype=torch.float32, device=rewards.device), known
+
+
+def compute_gdpo_outcome_advantage(
+    rewards: Annotated[Tensor, Values(("B", "K"), finite=False)],
+    index: Labels,
+    weights: Annotated[Tensor, Values(("K",))] | None = None,
+    epsilon: Positive = 1e-4,
+) -> Tensor:
+    """z over the batch of sum_k w_k z_k, z_k = (r_k - mean(group)) / (std(group) + epsilon); see `estimators.gdpo`.
+
+    rewards [B, K]: one column per reward function, NaN where it has no verdict, which counts as 0 and in no
+    statistic; a row without any gives 0. weights [K], None = 1 each. Source: TRL.
+    """
+    rows, kinds = rewards.shape
+    order, offsets = _groups(rewards, index)
+    total = torch.zeros(rows, dtype=torch.float64, device=rewards.device)
+    for kind in range(kinds):
+        values = rewards[order, kind].double()
+        known = ~values.isnan()
+        scaled = normalise(values, offsets, mean="group", std="group", epsilon=epsilon, weight=known.double())
+        weight = 1.0 if weights is None else float(weights[kind])
+        total += weight * torch.where(known, scaled, 0.0)
+    scorable = ~rewards.isnan().all(1)[order]
+    whole = normalise(total, offsets, mean="batch", std="batch", epsilon=epsilon, weight=scorable.double())
+    return _back(torch.where(scorable, whole, 0.0), order)
+
+
+def cost_penalty(
+    rewards: Rows,
+    index: Labels,
+    costs: Annotated[Sequence[Tensor], Each(Values(("B",)), "K")],
+    weights: Annotated[Sequence[float], Each(Number(), "K")],
+) -> Tensor:
+    """r - mean(r_g) * sum_j w_j c_j / max(c_j over the group): what a group can do, it should do cheaply (prime-rl).
+
+    costs: [B] each, e.g. tokens written, tokens read, turns. Where a group's costs are all 0 nothing is taken.
+    """
+    order, offsets = _groups(rewards, index)
+    values = rewards.double()[order]
+    share = torch.zeros_like(values)
+    for cost, weight in zip(costs, weights, strict=True):
+        own = cost.double()[order]
+        greatest = spread(segment_max(own, offsets), offsets, len(order))
+        share += torch.where(greatest > 0, weight * own / greatest, 0.0)
+    return _back(values - spread(moments(values, offsets).mean, offsets, len(order)) * share, order)
+
+
+def _listed(labels: Labels) -> list[Any]:
+    return labels.tolist() if hasattr(labels, "tolist") else list(labels)
+
+
+def _pairs(first: Labels, second: Labels) -> list[tuple[Any, Any]]:
+    return list(zip(_listed(first), _listed(second), strict=True))
+
+
+def _groups(rewards: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
+    if len(labels) != len(rewards):
+        raise ArgumentError(f"index has {len(labels)} labels, rewards {len(rewards)}: one each")
+    return group_order(labels, rewards.device)
+
+
+def _back(values: Tensor, order: Tensor) -> Tensor:
+    return torch.empty_like(values).scatter(0, order, values).to(torch.float32)

@@ -1,0 +1,101 @@
+"""Which rollouts are worth training on, and how much: masks and weights of whole rows, and length penalties."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..algorithms.arguments import Count, Labels, Length, Mask, Rows, Threshold
+from ..algorithms.length_penalties import difficulty_factor, length_factor
+from ..errors import OptionError
+from .rewards import Metrics, group_scores
+
+
+def difficulty_mask(
+    scores: Rows,
+    *,
+    n_sample: Count | None = None,
+    index: Labels | None = None,
+    low_threshold: Threshold = 0.1,
+    high_threshold: Threshold = 0.95,
+) -> Tensor:
+    """[B] float32: 1 where the group's mean score lies strictly between the thresholds.
+
+    A group of one says nothing about difficulty and is kept (so does ROLL for n_sample 1).
+    """
+    if n_sample is None and index is None:
+        raise OptionError("n_sample and index are missing: the difficulty of a group needs one of them")
+    if not low_threshold < high_threshold:
+        raise OptionError(f"low_threshold {low_threshold} is not below high_threshold {high_threshold}")
+    mean, size = group_scores(scores, n_sample, index)
+    kept = (mean > low_threshold) & (mean < high_threshold)
+    return (kept | (size < 2)).to(torch.float32)
+
+
+def sample_level_mask(
+    response_mask: Mask,
+    scores: Rows,
+    *,
+    max_response_length: Length,
+    n_sample: Count | None = None,
+    index: Labels | None = None,
+    max_len_mask: bool = False,
+    use_difficulty_mask: bool = False,
+    difficulty_low_threshold: Threshold = 0.0,
+    difficulty_high_threshold: Threshold = 1.0,
+    error_max_len_clip: bool = False,
+    error_max_len_threshold: Threshold = float("inf"),
+) -> tuple[Tensor, Metrics]:
+    """`response_mask` [B, T] float32 without the rows a filter drops, and the share each filter keeps.
+
+    max_len_mask drops rows that used up max_response_length; the difficulty mask see `difficulty_mask`;
+    error_max_len_clip drops wrong answers of error_max_len_threshold tokens or more. A filter reads scores
+    of 1 as right and of 0 as wrong; like ROLL it drops any other score.
+    """
+    rows = len(scores)
+    lengths = (response_mask != 0).sum(1)
+    everything = torch.ones(rows, device=response_mask.device)
+    kept = {
+        "max_len": (lengths != max_response_length).float() if max_len_mask else everything,
+        "difficulty": difficulty_mask(
+            scores,
+            n_sample=n_sample,
+            index=index,
+            low_threshold=difficulty_low_threshold,
+            high_threshold=difficulty_high_threshold,
+        )
+        if use_difficulty_mask
+        else everything,
+        "error_len": ((scores == 1) | ((scores == 0) & (lengths < error_max_len_threshold))).float()
+        if error_max_len_clip
+        else everything,
+    }
+    final = kept["max_len"] * kept["difficulty"] * kept["error_len"]
+    metrics = {f"actor/{name}_mask_ratio": _mean(mask) for name, mask in kept.items()}
+    metrics |= {
+        "actor/final_mask_ratio": _mean(final),
+        "actor/samples_total": float(rows),
+        "actor/samples_used": final.sum().item(),
+    }
+    return response_mask * final[:, None], metrics
+
+
+def sample_weights(response_mask: Mask, difficulty: Rows | None = None, *, by_length: bool = False) -> Tensor:
+    """[B] float32 weights that sum to B: harder prompts and shorter responses count more.
+
+    difficulty [B] in 0 .. 1: factor 0.5 + 1.5 d. by_length: factor 1.5 - (len - min) / (max - min), 1.5 for
+    equal lengths. (ROLL's difficulty factor never takes effect through its own container.)
+    """
+    lengths = (response_mask != 0).sum(1).to(torch.float64)
+    weights = torch.ones_like(lengths)
+    if difficulty is not None:
+        weights = weights * difficulty_factor(difficulty.to(torch.float64))
+    if by_length:
+        weights = weights * length_factor(lengths, torch.ones_like(lengths))
+    if difficulty is None and not by_length:
+        return weights.to(torch.float32)
+    return (weights * len(weights) / weights.sum().clamp(min=1e-8)).to(torch.float32)
+
+
+def _mean(values: Tensor) -> float:
+    return values.mean().item() if len(values) else 1.0

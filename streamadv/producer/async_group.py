@@ -1,0 +1,169 @@
+"""A group and its rollouts for asyncio code: the same methods as `group.py`, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from ..errors import ProducerClosedError, SettingError, StreamadvError
+from ..store.retry import RETRYABLE
+from ..trajectory.schema import Trajectory
+from .failures import Outcome, describe
+from .places import AnyGroup, AnyRollout, Places, kind_of
+from .tickets import PushResult, Ticket
+
+if TYPE_CHECKING:
+    from .async_producer import AsyncProducer
+
+
+class AsyncRollout(AnyRollout):
+    """One rollout of a group. It ends once: pushed, failed or cancelled.
+
+    `async with rollout:` takes the newest model version for it and turns an exception inside into `fail`, the
+    cancellation of its task into a cancelled rollout; the exception goes on.
+    """
+
+    def __init__(self, producer: AsyncProducer, places: Places, ticket: Ticket) -> None:
+        super().__init__(places, ticket)
+        self._producer = producer
+        self._player: asyncio.Task[Any] | None = None  # that is inside `async with rollout`
+        self._left: asyncio.Event | None = None
+
+    async def push(self, **fields: Any) -> str:
+        """As `Rollout.push`."""
+        return await self._producer._drive(self._push(fields))
+
+    async def fail(self, reason: str = "failed", detail: str = "") -> str:
+        """As `Rollout.fail`."""
+        return await self._producer._drive(self._fail(reason, detail))
+
+    async def __aenter__(self) -> Self:
+        self._start()
+        self._player, self._left = asyncio.current_task(), asyncio.Event()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None and not self.ended:
+                ending = self._places.end([self.rollout_index], kind_of(error), describe(error))
+                with suppress(ProducerClosedError, *RETRYABLE):
+                    await self._producer._drive(ending, patient=isinstance(error, Exception))
+        finally:
+            self._player = None
+            if self._left is not None:
+                self._left.set()
+
+    async def _until_left(self) -> None:
+        """Wait while another task plays it inside `async with rollout`."""
+        player, left = self._player, self._left
+        if player is None or left is None or player.done() or player is asyncio.current_task():
+            return
+        leaving = asyncio.create_task(left.wait())
+        try:
+            await asyncio.wait({player, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+
+
+class AsyncGroup(AnyGroup[AsyncRollout]):
+    """An admitted group: an iterable of its rollouts, and what can be done with it as a whole.
+
+    Leaving `async with producer.group(...) as group:` fails the rollouts that are not pushed, but for those whose
+    tickets were handed out. Left by an exception, it waits for rollouts that other tasks play inside `async with
+    rollout`, so that the error of one does not cost its siblings.
+    """
+
+    def __init__(self, producer: AsyncProducer, tickets: Sequence[Ticket]) -> None:
+        places = Places(producer._logic, tickets)
+        super().__init__(places, [AsyncRollout(producer, places, ticket) for ticket in places.tickets])
+        self._producer = producer
+
+    async def run(self, play: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Await `play(rollout, *args, **kwargs)` for each rollout that has not ended, all at once.
+
+        Returns what the calls returned, None for those that failed. An exception that `play` raises fails its rollout
+        alone, and so does returning without push or fail (`not_pushed`); a call that somebody else cancels is a
+        cancelled rollout. `failures` has the reasons. Raised, after all have ended, is what is no mishap of one
+        rollout: errors of streamadv, and an exception that all rollouts of a group, or three groups of one rollout in
+        a row, raise at the same line. Cancellation cancels the calls and what has not ended.
+        """
+        rollouts = [each for each in self if not each.ended]
+        outcomes = [Outcome() for _ in rollouts]
+        calls = [
+            asyncio.create_task(self._play(rollout, outcome, play, args, kwargs))
+            for rollout, outcome in zip(rollouts, outcomes, strict=True)
+        ]
+        try:
+            if calls:
+                await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            for call, rollout, outcome in zip(calls, rollouts, outcomes, strict=True):
+                if call.cancelled():  # by somebody else than this: one rollout's mishap
+                    outcome.error = asyncio.CancelledError()
+                    await self._producer._drive(self._places.conclude(rollout.rollout_index, outcome))
+                elif call.done():
+                    call.result()
+        except BaseException:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            with suppress(ProducerClosedError, *RETRYABLE):
+                await self._producer._drive(self._places.withdraw(), patient=False)
+            raise
+        failure = self._producer._logic.failures.judge(outcomes)
+        if failure is not None:
+            raise failure
+        return [outcome.result for outcome in outcomes]
+
+    async def _play(
+        self,
+        rollout: AsyncRollout,
+        outcome: Outcome,
+        play: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        rollout._start()
+        try:
+            result = play(rollout, *args, **kwargs)
+            if not inspect.isawaitable(result):
+                raise SettingError(
+                    f"play has returned a {type(result).__name__}, needs to be a coroutine function"
+                )
+            outcome.result = await result
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            outcome.error = error  # of something that play had awaited
+        except Exception as error:
+            outcome.error = error
+        try:
+            await self._producer._drive(self._places.conclude(rollout.rollout_index, outcome))
+        except StreamadvError as error:
+            outcome.error = outcome.error or error
+
+    async def push(self, records: Sequence[Trajectory | Mapping[str, Any]]) -> PushResult:
+        """As `Group.push`."""
+        return await self._producer._drive(self._places.push(records))
+
+    async def cancel(self, count: int | None = None, *, indices: Iterable[int] | None = None) -> PushResult:
+        """As `Group.cancel`."""
+        return await self._producer._drive(self._places.cancel(count, indices))
+
+    async def touch(self, deadline_s: float | None = None) -> bool:
+        """As `Group.touch`."""
+        return await self._producer.touch(self.group_id, deadline_s)
+
+    async def _leave(self, error: BaseException | None) -> None:
+        if isinstance(error, Exception):
+            for rollout in self:
+                await rollout._until_left()
+        patient = error is None or isinstance(error, Exception)
+        with nullcontext() if error is None else suppress(ProducerClosedError, *RETRYABLE):
+            await self._producer._drive(self._places.leave(error), patient=patient)

@@ -1,0 +1,103 @@
+"""Why rollouts failed: told in a few words, summed up in the log, and raised where all fail alike."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..errors import StreamadvError
+from ..messages import one_line
+
+logger = logging.getLogger(__name__)
+
+MAX_REASON_CHARS: Final = 200
+#: Between two lines of the log.
+TELL_S: Final = 30.0
+#: Different reasons that a line names.
+SHOWN: Final = 5
+#: So many groups of one rollout that fail alike, one after the other, show a fault of the code that plays them.
+ALIKE_GROUPS: Final = 3
+#: What a rollout has failed of whose function returned without having ended it.
+NOT_PUSHED: Final = "not_pushed"
+CANCELLED: Final = "cancelled"
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an exception on one line of bounded length; 'cancelled' for what stops a program."""
+    if not isinstance(error, Exception):
+        return CANCELLED
+    text = one_line(str(error))
+    text = text if len(text) <= MAX_REASON_CHARS else text[: MAX_REASON_CHARS - 3] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How one call of the function that plays a rollout ended."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+class Failures:
+    """The failed rollouts of one producer. Threads may share it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._untold: Counter[str] = Counter()
+        self._told = -TELL_S
+        self._alike: tuple[Any, int] = (None, 0)
+
+    def note(self, reason: str) -> None:
+        """Count a rollout that has failed; logged at once after a quiet time, else with those that follow."""
+        with self._lock:
+            self._untold[reason] += 1
+        self.tell()
+
+    def tell(self, now: bool = False) -> None:
+        """Log what has not been told, if it is time for it or `now`."""
+        with self._lock:
+            if not self._untold or not (now or self._clock() - self._told >= TELL_S):
+                return
+            self._told = self._clock()
+            counts, self._untold = self._untold, Counter()
+        listed = [f"{count} x {reason}" for reason, count in counts.most_common(SHOWN)]
+        more = f", and {len(counts) - SHOWN} other reasons" if len(counts) > SHOWN else ""
+        total = counts.total()
+        logger.warning("%d rollout%s failed: %s%s", total, "s" * (total > 1), ", ".join(listed), more)
+
+    def judge(self, outcomes: Sequence[Outcome]) -> BaseException | None:
+        """What is to be raised after a group was played: an error of streamadv, or one that all rollouts have met."""
+        errors = [outcome.error for outcome in outcomes]
+        for error in errors:
+            if isinstance(error, StreamadvError):
+                return error
+        faults = {_fault_of(error) for error in errors}
+        fault = faults.pop() if len(faults) == 1 else None
+        if len(errors) > 1:
+            return None if fault is None else errors[0]
+        with self._lock:
+            before, count = self._alike
+            self._alike = (fault, count + 1 if fault == before else 1)
+            if fault is None or self._alike[1] < ALIKE_GROUPS:
+                return None
+            self._alike = (None, 0)
+        return errors[0]
+
+
+def _fault_of(error: BaseException | None) -> tuple[type, str, int] | None:
+    """Type and place of an exception: equal for those that one line of code raises again and again."""
+    if not isinstance(error, Exception):
+        return None
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return type(error), "", 0
+    return type(error), trace.tb_frame.f_code.co_filename, trace.tb_lineno

@@ -1,0 +1,148 @@
+"""What stands in a run's streams and hashes without anybody of the run having written it.
+
+Whoever meets it removes it in one script: counted, and listed with the reason among the dead letters. A record on
+its way to a group counts as one trajectory, pushed and dead{malformed}; other things count as none.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..messages import brief, one_line
+from ..store.keys import ShardKeys
+from ..store.replies import as_count
+from ..trajectory.schema import MAX_GROUP_SIZE, Role
+from .consumer import Entry
+from .run import Run
+
+logger = logging.getLogger(__name__)
+
+#: Fields of a record in the rollouts stream and the scorers' streams, as `lua/push.lua` writes them.
+RECORD_FIELDS: Final = ("group_id", "index", "kind", "reward", "bytes", "key", "role", "reference")
+_RECORD_FIELDS: Final = frozenset(RECORD_FIELDS)
+KINDS: Final = frozenset([b"usable", b"unscorable", b"failed", b"aborted", b"cancelled"])
+ROLES: Final = frozenset(role.encode() for role in Role)
+#: Most a run may allow for `max_trajectory_bytes`.
+MAX_BYTES: Final = 1 << 30
+#: Of a removed item, so much is kept to look at.
+TEXT_CHARS: Final = 2000
+
+_SPACE: Final = re.compile(r"\s")
+_GROUP_ID: Final = re.compile(r"[^\s\x00-\x1f]{1,200}")
+_NUMBER: Final = re.compile(rb"0|[1-9][0-9]{0,9}")
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Something that was removed."""
+
+    id: str  # '<place>/<item>': where it stood
+    note: str  # id of the note itself
+    trajectories: int
+    detail: str
+    text: str
+    when_ms: int
+
+
+def record_problem(run: Run, shard: int, fields: Mapping[str, bytes]) -> str | None:
+    """Why the fields of an entry are no record of a trajectory, or None if they are one."""
+    if not fields.keys() >= _RECORD_FIELDS:
+        return f"{next(name for name in RECORD_FIELDS if name not in fields)} is missing"
+    try:
+        group_id, key = fields["group_id"].decode(), fields["key"].decode()
+    except UnicodeDecodeError:
+        return "group_id or key is no UTF-8"
+    keys = run.keys.shard(shard)
+    if not _GROUP_ID.fullmatch(group_id) or run.keys.shard_of(group_id) != shard:
+        return f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}"
+    if not _NUMBER.fullmatch(fields["index"]) or int(fields["index"]) >= 2 * MAX_GROUP_SIZE:
+        return f"index is {brief(fields['index'])}, needs 0..{2 * MAX_GROUP_SIZE - 1}"
+    if fields["kind"] not in KINDS:
+        return f"kind is {brief(fields['kind'])}, needs one of {', '.join(sorted(map(bytes.decode, KINDS)))}"
+    if fields["role"] not in ROLES:
+        return f"role is {brief(fields['role'])}, needs train or baseline"
+    if fields["reward"] and not _is_finite(fields["reward"]):
+        return f"reward is {brief(fields['reward'])}, needs a finite number"
+    if not _NUMBER.fullmatch(fields["bytes"]) or int(fields["bytes"]) > MAX_BYTES:
+        return f"bytes is {brief(fields['bytes'])}, needs 0..{MAX_BYTES}"
+    if fields["bytes"] == b"0":
+        return "bytes is 0, needs the size of a payload" if fields["kind"] == b"usable" else None
+    if not is_payload_key(keys, key):
+        return f"key is {brief(key)}, needs the key of a payload"
+    return None
+
+
+def is_payload_key(keys: ShardKeys, key: str) -> bool:
+    """Whether `key` may name a payload of the shard: others must never be deleted as one."""
+    return key.startswith(keys.payload("")) and not _SPACE.search(key)
+
+
+def reject_entry(run: Run, entry: Entry, stream: str, problem: str, stage: str) -> None:
+    """Remove an entry of a consumer's stream."""
+    keys = run.keys.shard(entry.shard)
+    counter, together = "", []
+    if stream == keys.rollouts:
+        counter, together = "rollouts", [keys.rollouts]
+    elif stream != keys.work:
+        counter, together = "scoring", [keys.scoring(name) for name in run.manifest.scorers]
+    text = _text(entry.fields)
+    _reject(run, keys, stream, ["XDEL", stage, entry.id, counter], problem, text, together)
+
+
+def reject_logged(
+    run: Run, shard: int, stream: str, entry: str, problem: str, text: str = "", *, record: bool
+) -> None:
+    """Remove an entry of a log; `record` = it counts as a trajectory."""
+    keys = run.keys.shard(shard)
+    _reject(run, keys, stream, ["XDEL", "", entry, "pushed" if record else ""], problem, text, [])
+
+
+def reject_item(
+    run: Run, keys: ShardKeys, key: str, item: str | bytes, problem: str, text: bytes = b"", *, removal: str
+) -> None:
+    """Remove an item that is no record: by HDEL a field with its text, by ZREM or LREM a member."""
+    _reject(run, keys, key, [removal, "", item, ""], problem, _text({"value": text}), [])
+
+
+def _reject(
+    run: Run, keys: ShardKeys, key: str, args: list[Any], problem: str, text: str, together: list[str]
+) -> None:
+    place = key.partition("}:")[2]
+    problem = one_line(problem)
+    names = [keys.void, keys.ledger, keys.malformed, key, *together]
+    if run.call("reject", names, [*args, place, problem, text]):
+        logger.error("removed from %s: %s", place, problem)
+
+
+def list_malformed(run: Run, keys: ShardKeys) -> Iterator[Malformed]:
+    """What was removed from a shard, oldest first; the last thousand are kept."""
+    entries: Any = run.connection.scripts.xrange(keys.malformed)
+    for entry, stored in entries:
+        names = ("place", "item", "count", "detail", "text")
+        place, item, count, detail, text = (
+            stored.get(name.encode(), b"").decode(errors="backslashreplace") for name in names
+        )
+        yield Malformed(
+            id=one_line(f"{place}/{item}"),
+            note=entry.decode(),
+            trajectories=as_count(count),
+            detail=detail,
+            text=text,
+            when_ms=int(entry.partition(b"-")[0]),
+        )
+
+
+def _is_finite(text: bytes) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _text(fields: Mapping[str, bytes]) -> str:
+    return repr({name[:100]: value[:200] for name, value in list(fields.items())[:20]})[:TEXT_CHARS]

@@ -1,0 +1,275 @@
+"""The run manifest: what all processes of a run must agree on.
+
+The first process given a value writes it; one without takes it, also one that is running already; a different
+value is an error naming both. Shards, salts and the schema version are fixed when the run is created. Every process
+writes back the whole manifest it knows to a server that has lost it, and stops when it finds another one there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from ..errors import ManifestMismatchError, SettingError
+from ..messages import brief, first_problem
+from ..store.keys import RUNS, RUNS_VOID, RunKeys, check_run_name, find_salt, manifest_key, void_key
+from ..store.scripts import ScriptCall, script_call
+from ..trajectory.schema import MAX_GROUP_SIZE
+from ..trajectory.wire import SCHEMA_VERSION
+
+ScorerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+MAX_SHARDS: Final = 1024
+#: Longest time that a group may stay open.
+MAX_DEADLINE_S: Final = 30 * 86400
+
+#: Shared by every process of a run; None stands for "not given" and is never written.
+DEFAULTS: Final[dict[str, Any]] = {
+    "group_deadline_s": 3600.0,
+    "redundancy": 0,
+    "partial_min_usable": None,
+    "zero_variance_filter": False,
+    "difficulty_low": None,
+    "difficulty_high": None,
+    "scorers": (),
+    "max_trajectory_bytes": 4 << 20,
+    "max_bytes": None,
+    "dedupe_groups": 1_000_000,
+    "dead_bytes": 256 << 20,
+    "batch_groups": None,
+    "max_staleness": None,
+}
+
+
+class RunSettings(BaseModel):
+    """Settings of a run, as given by one process. A field left at None takes what the manifest says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] | None = None  # fixed at creation; default 1
+    group_deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None  # from opening
+    redundancy: Annotated[int, Field(ge=0, le=MAX_GROUP_SIZE)] | None = None  # places beyond group_size
+    partial_min_usable: Annotated[int, Field(ge=1)] | None = None  # train a short group from so many on
+    zero_variance_filter: bool | None = None  # drop groups whose rewards are all equal
+    difficulty_low: FiniteFloat | None = None  # drop groups with mean reward <= this
+    difficulty_high: FiniteFloat | None = None  # drop groups with mean reward >= this
+    scorers: tuple[ScorerName, ...] | None = None  # visited in this order by trajectories without reward
+    max_trajectory_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] | None = None
+    max_bytes: Annotated[int, Field(ge=1 << 20)] | None = None  # of the run; default from the server's memory
+    dedupe_groups: Annotated[int, Field(ge=1)] | None = None  # ended groups remembered per shard
+    dead_bytes: Annotated[int, Field(ge=0)] | None = None  # payloads of dead letters kept per shard
+    batch_groups: Annotated[int, Field(ge=1)] | None = None  # for pacing until a trainer says its own
+    max_staleness: Annotated[int, Field(ge=0)] | None = None  # likewise
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        low, high = self.difficulty_low, self.difficulty_high
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"difficulty_low {low} is not below difficulty_high {high}")
+        if self.scorers is not None and len(set(self.scorers)) < len(self.scorers):
+            raise ValueError(f"scorers {', '.join(self.scorers)}: name each once")
+        return self
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What was set, as it goes into the manifest; `shards` apart, which is resolved first."""
+        return self.model_dump(mode="json", exclude_none=True, exclude={"shards"})
+
+
+_SALTS: Final = TypeAdapter(
+    Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1, max_length=MAX_SHARDS)]
+)
+_COLUMN: Final = TypeAdapter(tuple[str, list[Annotated[int, Field(ge=0)]], bool])
+_COLUMN_PREFIX: Final = "column."
+
+
+class Manifest(BaseModel):
+    """The manifest as read: every setting resolved."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    keys: RunKeys
+    fields: dict[str, str]  # as they stand on the server, without those that are ignored
+    ignored: tuple[str, ...]  # what somebody wrote that says nothing, one line each
+    group_deadline_s: float
+    redundancy: int
+    partial_min_usable: int | None
+    zero_variance_filter: bool
+    difficulty_low: float | None
+    difficulty_high: float | None
+    scorers: tuple[str, ...]
+    max_trajectory_bytes: int
+    max_bytes: int | None
+    dedupe_groups: int
+    dead_bytes: int
+    batch_groups: int | None
+    max_staleness: int | None
+    columns: dict[str, str]  # extra column -> JSON of [dtype, shape, per_token]
+
+    @property
+    def policy_args(self) -> list[Any]:
+        """The group policy as the scripts take it: see `lua/lib/complete.lua`."""
+        return [
+            _text(self.partial_min_usable),
+            "1" if self.zero_variance_filter else "0",
+            _text(self.difficulty_low),
+            _text(self.difficulty_high),
+            self.dedupe_groups,
+        ]
+
+    def is_current(self, salts: bytes | None, count: int) -> bool:
+        """Whether this can still be the manifest with these salts and so many fields: settings are only added."""
+        return salts == self.fields["salts"].encode() and count == len(self.fields) + len(self.ignored)
+
+
+def manifest_call(
+    run: str,
+    settings: RunSettings | None,
+    columns: Mapping[str, str] | None = None,
+    known: Manifest | None = None,
+) -> ScriptCall:
+    """Read the manifest, writing what is known of it or given by `settings` and does not stand there."""
+    check_run_name(run)
+    settings = settings or RunSettings()
+    if known is None:
+        shards = settings.shards or 1
+        salts = [find_salt(run, shard, shards) for shard in range(shards)]
+        fields = {"schema_version": json.dumps(SCHEMA_VERSION), "salts": json.dumps(salts)}
+    else:
+        fields = dict(known.fields)
+    fields |= {name: json.dumps(value) for name, value in settings.given.items()}
+    fields |= {f"{_COLUMN_PREFIX}{name}": kind for name, kind in (columns or {}).items()}
+    keys = [void_key(run), manifest_key(run)]
+    return script_call("manifest", keys, [part for pair in fields.items() for part in pair])
+
+
+def parse_manifest(
+    run: str, settings: RunSettings | None, reply: list[Any], known: Manifest | None = None
+) -> Manifest:
+    """The manifest from the reply of `manifest_call`. known: what this process has worked with so far.
+
+    Raises ManifestMismatchError when a given or known value differs from the written one, SettingError for a run of
+    another schema version.
+    """
+    pairs = list(zip(reply[1::2], reply[2::2], strict=True))
+    stored = {name.decode(): value for name, value in pairs if _is_text(name)}
+    ignored = [f"manifest field {brief(name)} is no UTF-8" for name, _ in pairs if not _is_text(name)]
+    salts = _layout(run, stored)
+    given = {} if settings is None else settings.given
+    wanted = None if settings is None else settings.shards
+    if known is not None and known.keys.salts != salts:
+        raise ManifestMismatchError(_another_layout(run, known.keys.salts, salts))
+    if wanted is not None and wanted != len(salts):
+        raise ManifestMismatchError(f"shards is {wanted}, run {run} was created with {len(salts)}")
+    values: dict[str, Any] = dict(DEFAULTS)
+    for name in DEFAULTS.keys() & stored.keys():
+        value, problem = _setting(name, stored[name])
+        if problem is None:
+            values[name] = value
+        else:
+            ignored.append(f"manifest {name} is {brief(stored[name])}: {problem}; {values[name]!r} holds")
+            del stored[name]
+    columns = {}
+    for name in [name for name in stored if name.startswith(_COLUMN_PREFIX)]:
+        try:
+            _COLUMN.validate_json(stored[name])
+            columns[name.removeprefix(_COLUMN_PREFIX)] = stored[name].decode()
+        except ValueError:
+            ignored.append(f"manifest {brief(name)} is {brief(stored.pop(name))}: no kind of a column")
+    fields = {name: value.decode(errors="backslashreplace") for name, value in stored.items()}
+    for name, value in ({} if known is None else known.fields).items():
+        if fields.get(name) != value:
+            raise ManifestMismatchError(
+                f"{name} is {value} in this process, run {run} has {fields.get(name, 'none')} now: {_ANEW}, give "
+                f"all of them the same value"
+            )
+    for name, value in given.items():
+        if value != _jsonable(values[name]):
+            raise ManifestMismatchError(
+                f"{name} is {value}, run {run} was created with {_jsonable(values[name])}: "
+                f"leave it out, or use another run name"
+            )
+    return Manifest(
+        keys=RunKeys(run, salts), fields=fields, ignored=tuple(ignored), columns=columns, **values
+    )
+
+
+_ANEW: Final = (
+    "its manifest was lost and another process, which did not know it, wrote a new one; "
+    "stop all processes of the run"
+)
+
+
+def _another_layout(run: str, known: tuple[int, ...], salts: tuple[int, ...]) -> str:
+    here, there = (f"{len(salts)} (salts {', '.join(map(str, salts[:8]))})" for salts in (known, salts))
+    return (
+        f"shards is {here} in this process, run {run} has {there} now: {_ANEW}, delete the run and create it again "
+        f"with `streamadv runs create --shards {len(known)}`"
+    )
+
+
+def _layout(run: str, stored: Mapping[str, bytes]) -> tuple[int, ...]:
+    """The salts of the run's shards. Raises SettingError for another schema version, or none that can be read."""
+    try:
+        version = int(json.loads(stored.get("schema_version", b"")))
+        salts = tuple(_SALTS.validate_json(stored.get("salts", b"")))
+    except (ValueError, TypeError, RecursionError):
+        raise SettingError(
+            f"run {run}: its manifest has no schema_version and salts that can be read, somebody wrote over it: "
+            f"use another run name"
+        ) from None
+    if version != SCHEMA_VERSION:
+        raise SettingError(
+            f"run {run} has schema version {version}, this release reads {SCHEMA_VERSION}: use another run name"
+        )
+    return salts
+
+
+def _setting(name: str, text: bytes) -> tuple[Any, str | None]:
+    """A stored setting, or why it is none."""
+    try:
+        value = getattr(RunSettings.model_validate_json(b'{"%s": %s}' % (name.encode(), text)), name)
+    except ValidationError as error:
+        return None, first_problem(error)
+    return value, None if value is not None else "no value"
+
+
+def _jsonable(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_text(name: bytes) -> bool:
+    try:
+        name.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def register_call(run: str) -> ScriptCall:
+    """Put the run on the server's list of runs."""
+    return script_call("register", [RUNS_VOID, RUNS], [run])
+
+
+def run_settings(**values: Any) -> RunSettings:
+    """RunSettings from flags or keywords. Raises SettingError on one line."""
+    try:
+        return RunSettings(**values)
+    except ValueError as error:  # pydantic's, or a lone surrogate in a key
+        raise SettingError(f"run settings: {first_problem(error)}") from error
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else repr(value)

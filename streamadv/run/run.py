@@ -1,0 +1,88 @@
+"""A run as a pipeline process sees it: its connection, its keys and its manifest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import SettingError
+from ..store.connection import Connection
+from ..store.keys import RunKeys, check_run_name, manifest_key
+from ..store.scripts import run_script, script_call, server_ids
+from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
+
+
+class Run:
+    """One run on one server. Made by `open_run` and `find_run`."""
+
+    def __init__(self, name: str, connection: Connection, settings: RunSettings | None) -> None:
+        self.name = name
+        self.connection = connection
+        self._settings = settings
+        self._looked = time.monotonic()
+        self.manifest: Manifest = self._read(None)
+
+    def refresh(self) -> None:
+        """Read the manifest again: another process may have written a setting since, or the server lost it.
+
+        What this process knows of it is written back. Raises ManifestMismatchError when another manifest stands there.
+        Without settings this only reads; raises SettingError when the run does not exist.
+        """
+        self.manifest = self._read(None if self._settings is None else self.manifest)
+
+    def keep_up(self, every_s: float = 0.0) -> None:
+        """`refresh`, if there is anything new: one small round trip, unless the last look was within `every_s`."""
+        if time.monotonic() - self._looked < every_s:
+            return
+        self._looked = time.monotonic()
+        key = manifest_key(self.name)
+        pipe = self.connection.scripts.pipeline(transaction=False)
+        pipe.hget(key, "salts")
+        pipe.hlen(key)
+        if not self.manifest.is_current(*pipe.execute()):
+            self.refresh()
+
+    def _read(self, known: Manifest | None) -> Manifest:
+        scripts = self.connection.scripts
+        reply: Any
+        if self._settings is None:
+            stored: Any = scripts.hgetall(manifest_key(self.name))
+            if not stored:
+                raise SettingError(
+                    f"run {self.name!r} does not exist on {self.connection.safe_url}: see `streamadv runs list`"
+                )
+            reply = [0, *(part for pair in stored.items() for part in pair)]
+        else:
+            reply = run_script(scripts, manifest_call(self.name, self._settings, known=known))
+        manifest = parse_manifest(self.name, self._settings, reply, known)
+        if reply[0] or (known is None and self._settings is not None):
+            run_script(scripts, register_call(self.name))
+        return manifest
+
+    @property
+    def keys(self) -> RunKeys:
+        return self.manifest.keys
+
+    def now_ms(self) -> int:
+        """The server's clock, in milliseconds since 1970."""
+        seconds, microseconds = self.connection.scripts.time()
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
+    def server_ids(self) -> list[str | None]:
+        """Which server has each shard, see `scripts.server_ids`."""
+        return server_ids(self.connection, self.keys.voids)
+
+    def call(self, script: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
+        """Run a script that may be repeated when its reply is lost."""
+        return run_script(self.connection.scripts, script_call(script, keys, args))
+
+
+def open_run(connection: Connection, name: str, settings: RunSettings | None = None) -> Run:
+    """Create the run, or join it. Raises SettingError and ManifestMismatchError."""
+    return Run(name, connection, settings or RunSettings())
+
+
+def find_run(connection: Connection, name: str) -> Run:
+    """Join a run that exists, without writing. Raises SettingError when there is none of that name."""
+    return Run(check_run_name(name), connection, None)

@@ -1,0 +1,231 @@
+"""How redis-py's clients are made: timeouts, retries and limits, for a server, a cluster, or behind Sentinels.
+
+redis-py's own defaults change with its version (redis-py 8 retries every command 10 times and cuts reads off
+after 5 s), so nothing is left to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final, cast
+
+import redis
+import redis.asyncio
+import redis.asyncio.cluster
+import redis.asyncio.retry
+import redis.asyncio.sentinel
+import redis.cluster
+import redis.exceptions
+import redis.sentinel
+from redis.backoff import FullJitterBackoff, NoBackoff
+from redis.retry import Retry
+
+from .resp import TRANSACTION, Packer, pack_transaction
+from .retry import classified, not_now
+from .urls import Target
+
+#: Keys of hashes and their fields: bytes or arrays.
+Payloads = Sequence[tuple[str, dict[Any, Any]]]
+
+SOCKET_TIMEOUT: Final = 10.0  # seconds without a byte
+# redis-py 5 ignores its retry setting on a lost reply unless the errors are listed. READONLY is not sent again on the
+# same connection, which leads to a former primary: listed errors also close it.
+SENT_AGAIN_ON: Final = (
+    redis.exceptions.ConnectionError,
+    redis.exceptions.TimeoutError,
+    redis.exceptions.ReadOnlyError,
+)
+MAX_CONNECTIONS: Final = (
+    32  # per client, further callers wait their turn; `?max_connections=` in the URL changes it
+)
+
+NOT_MASTER: Final = "{}:{} is no longer, or not yet, the master"
+
+# Ask for the nodes after every error, as each comes behind a wait already; one shard being away stops no other.
+CLUSTER_OPTIONS: Final = {"reinitialize_steps": 1, "require_full_coverage": False}
+
+
+def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Redis:
+    """A client that sends a command up to 1 + `retries` times; may be shared by threads."""
+    options = target.shared_options | {"socket_timeout": socket_timeout}
+    if "socket_connect_timeout" in options:
+        options["socket_connect_timeout"] = min(options["socket_connect_timeout"], socket_timeout)
+    retry = Retry(FullJitterBackoff(cap=1.0, base=0.05) if retries else NoBackoff(), retries)
+    if target.cluster:
+        # Asks the cluster for its nodes at once, which is why clients are made at first use. It has the
+        # commands of Redis, without being a subclass.
+        options |= CLUSTER_OPTIONS
+        return cast(redis.Redis, _ClusterClient.from_url(target.url, retry=retry, **options))
+    options |= {"retry": retry, "retry_on_error": list(SENT_AGAIN_ON)}
+    options["command_packer"] = Packer()  # a cluster's client takes none: it copies
+    if not target.sentinels:
+        pool = redis.BlockingConnectionPool.from_url(
+            target.url, max_connections=MAX_CONNECTIONS, timeout=None, **options
+        )
+        return Client.from_pool(pool)
+    kind = _MasterSSLConnection if target.tls else _MasterConnection
+    options |= _through_sentinels(target, redis.sentinel.Sentinel, kind, Retry(NoBackoff(), 0))
+    return Client.from_pool(cast(Any, redis.BlockingConnectionPool)(**options))
+
+
+class _Classified:
+    """A client whose refusals are `outages.classified`, also those that come out of a pipeline."""
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        with not_now():
+            return super().execute_command(*args, **options)  # type: ignore[misc]
+
+    def pipeline(self, *args: Any, **options: Any) -> Any:
+        pipe: Any = super().pipeline(*args, **options)  # type: ignore[misc]
+        execute = pipe.execute
+
+        def execute_classified(*args: Any, **options: Any) -> list[Any]:
+            with not_now():
+                replies = execute(*args, **options)
+            refusal = redis.exceptions.ResponseError
+            return [classified(reply) if isinstance(reply, refusal) else reply for reply in replies]
+
+        pipe.execute = execute_classified
+        return pipe
+
+
+class _ClusterClient(_Classified, redis.cluster.RedisCluster):
+    pass
+
+
+class Client(_Classified, redis.Redis):
+    """A client of one server, with transactions that cost less than a pipeline's: packed and sent in one piece."""
+
+    def transact(self, payloads: Payloads, call: Sequence[Any]) -> Any:
+        """MULTI: write the hashes, then make `call`, whose reply is returned. Raises the first error there was."""
+        chunks = pack_transaction(payloads, call)
+        return self.execute_command(TRANSACTION, chunks, writes=len(payloads))
+
+    def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
+        if command_name != TRANSACTION:
+            return super().parse_response(connection, command_name, **options)  # type: ignore[no-untyped-call]
+        refused = None
+        for _ in range(options["writes"] + 2):  # to MULTI, to each write and to the call
+            try:
+                connection.read_response()
+            except redis.exceptions.ResponseError as error:
+                refused = refused or error
+        try:
+            replies = connection.read_response()
+        except redis.exceptions.ResponseError as error:
+            raise refused or error from None
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies[-1]
+
+
+class _MasterConnection(redis.sentinel.SentinelManagedConnection):
+    """Refuses a server that is no master: Sentinels hear of a failover one after the other, replicas can be read."""
+
+    def connect_to(self, address: Any) -> None:
+        super().connect_to(address)  # type: ignore[no-untyped-call]
+        self.send_command("ROLE")  # type: ignore[no-untyped-call]
+        with suppress(redis.exceptions.NoPermissionError):
+            # Asked again: redis-py 5 tries one address for a while, and a former master starts as a master.
+            now = self.connection_pool.get_master_address()
+            if not _is_master(self.read_response()) or now != address:
+                self.disconnect()  # type: ignore[no-untyped-call]  # else the next try takes it for connected
+                raise redis.exceptions.ConnectionError(NOT_MASTER.format(*address))
+
+
+class _MasterSSLConnection(_MasterConnection, redis.sentinel.SentinelManagedSSLConnection):
+    pass
+
+
+class _AsyncMasterConnection(redis.asyncio.sentinel.SentinelManagedConnection):
+    """As `_MasterConnection`."""
+
+    async def connect_to(self, address: Any) -> None:
+        await super().connect_to(address)  # type: ignore[no-untyped-call]
+        await self.send_command("ROLE")
+        with suppress(redis.exceptions.NoPermissionError):
+            now = await self.connection_pool.get_master_address()
+            if not _is_master(await self.read_response()) or now != address:
+                await self.disconnect()
+                raise redis.exceptions.ConnectionError(NOT_MASTER.format(*address))
+
+
+class _AsyncMasterSSLConnection(_AsyncMasterConnection, redis.asyncio.sentinel.SentinelManagedSSLConnection):
+    pass
+
+
+def _is_master(role: Any) -> bool:
+    return role[0] in (b"master", "master")
+
+
+class _Master:
+    """Where the Sentinels say the master is: what redis-py's connections through Sentinels ask of their pool.
+
+    redis-py's own pool for them is not a blocking one.
+    """
+
+    is_master = True
+    check_connection = False
+
+    def __init__(self, sentinel: Any, service_name: str) -> None:
+        self.sentinel = sentinel
+        self.service_name = service_name
+
+    def get_master_address(self) -> Any:
+        """Host and port; to be awaited with asyncio's Sentinel. Raises MasterNotFoundError, a ConnectionError."""
+        return self.sentinel.discover_master(self.service_name)
+
+
+class _AsyncClassified:
+    """As `_Classified`, but for pipelines, whose methods cannot all be replaced: say `not_now` beside `execute`."""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        with not_now():
+            return await super().execute_command(*args, **options)  # type: ignore[misc]
+
+
+class _AsyncClusterClient(_AsyncClassified, redis.asyncio.cluster.RedisCluster):  # type: ignore[misc]
+    pass
+
+
+class _AsyncClient(_AsyncClassified, redis.asyncio.Redis):  # type: ignore[misc]
+    pass
+
+
+def make_async_client(target: Target, retries: int) -> redis.asyncio.Redis:
+    """`make_client` for asyncio."""
+    options = target.shared_options | {"socket_timeout": SOCKET_TIMEOUT}
+    retry = redis.asyncio.retry.Retry(
+        FullJitterBackoff(cap=1.0, base=0.05) if retries else NoBackoff(), retries
+    )
+    if target.cluster:
+        options |= CLUSTER_OPTIONS
+        cluster = _AsyncClusterClient.from_url(target.url, retry=retry, **options)
+        return cast(redis.asyncio.Redis, cluster)
+    options |= {"retry": retry, "retry_on_error": list(SENT_AGAIN_ON)}
+    if not target.sentinels:
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            target.url, max_connections=MAX_CONNECTIONS, timeout=None, **options
+        )
+        return _AsyncClient.from_pool(pool)
+    once = redis.asyncio.retry.Retry(NoBackoff(), 0)
+    kind = _AsyncMasterSSLConnection if target.tls else _AsyncMasterConnection
+    options |= _through_sentinels(target, redis.asyncio.sentinel.Sentinel, kind, once)
+    return _AsyncClient.from_pool(redis.asyncio.BlockingConnectionPool(**options))
+
+
+def sentinels_of(client: Any) -> list[Any]:
+    """The clients behind `client` that are asked for the master: to be closed with it."""
+    pool = getattr(client, "connection_pool", None)  # a cluster's client has none
+    master = pool.connection_kwargs.get("connection_pool") if pool is not None else None
+    return master.sentinel.sentinels if isinstance(master, _Master) else []
+
+
+def _through_sentinels(target: Target, make: Any, kind: type[Any], retry: Any) -> dict[str, Any]:
+    """Options of a pool whose connections, of this kind, ask the Sentinels where to go."""
+    sentinel = make(target.sentinels, sentinel_kwargs=target.sentinel_options | {"retry": retry})
+    master = _Master(sentinel, target.master)
+    limits = {"max_connections": MAX_CONNECTIONS, "timeout": None}
+    return limits | target.url_options | {"connection_class": kind, "connection_pool": master}

@@ -1,0 +1,362 @@
+"""Connections to Redis or Valkey, one client per way of failing.
+
+A lost reply leaves a write in doubt. Scripts and reads may simply be sent again (`scripts`); a push may not,
+since the same payload sent twice would overwrite or delete live columns (`push`); and a blocking read needs a
+socket timeout longer than its block (`blocking`). What passes by itself is waited for: see `outages`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final, Self, cast
+
+import redis
+import redis.asyncio
+import redis.asyncio.cluster
+import redis.cluster
+import redis.exceptions
+
+from ..errors import ServerUnreachableError, SettingError
+from . import tls
+from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_of
+from .retry import RETRYABLE, Backoff, NotNowError, closed_under_way, reason_of, server_reason
+from .urls import Target, hide_password, parse_url
+from .waiting import Reason
+
+_PING_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, redis.exceptions.ResponseError)
+
+MIN_BLOCK_MS: Final = 512
+BLOCK_MARGIN: Final = 5.0  # seconds on top of a read's block: the server re-arms blocks and may be late
+#: Inside the client; the loops around it go on for ever, and are to hear of a server that hangs within 30 s.
+SCRIPT_RETRIES: Final = 1
+
+
+class _Asking:
+    """How long to go on asking a server: `timeout` seconds, None = for ever."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self.backoff = Backoff()
+        self._end = math.inf if timeout is None else time.monotonic() + timeout
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def pause(self) -> float:
+        """Seconds to the next attempt, which is made at the latest when the time is over."""
+        return min(self.backoff.delay(), max(0.0, self._end - time.monotonic()))
+
+
+class _Common:
+    """What the two kinds of connection share: the URL and how it is shown."""
+
+    def __init__(self, url: str, target: Target | None) -> None:
+        self.url = url
+        """The URL as given, with its password: for child processes, not for messages."""
+        self._target = target
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether the server last reached is a cluster's; False before."""
+        return self._target is not None and self._target.cluster
+
+    @property
+    def safe_url(self) -> str:
+        """The URL without its password, for messages."""
+        return hide_password(self.url)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.safe_url!r})"
+
+    def _judge(self, error: Exception) -> None:
+        """Raise SettingError if this failed ping will not pass by itself."""
+        for cause in tls.causes(error):
+            if isinstance(cause, (redis.exceptions.AuthenticationError, redis.exceptions.AuthorizationError)):
+                raise SettingError(
+                    f"redis URL {self.safe_url!r}: {cause}; check user name and password"
+                ) from None
+        if isinstance(error, redis.exceptions.ResponseError) and not isinstance(error, RETRYABLE):
+            raise SettingError(f"redis URL {self.safe_url!r}: the server answers {error}") from None
+        if self._target is not None and (reason := tls.refusal(error, self._target.given)):
+            raise SettingError(f"redis URL {self.safe_url!r}: TLS fails with {reason}") from None
+
+    def _after_failure(self, error: Exception, patience: _Asking, reading: bool) -> bool:
+        """What a failed attempt to reach the server means: True if it will do for a reader, False to try again.
+
+        Raises ServerUnreachableError when it is time to give up; says why it waits otherwise.
+        """
+        if reading and isinstance(error, NotNowError) and reason_of(error) == "misconf":
+            return True  # only writes, and PING, are refused
+        reason = self._unknown_sentinels() or server_reason(error)
+        if patience.timeout is not None and reason.name == "name_resolution":
+            raise ServerUnreachableError(
+                f"redis URL {self.safe_url!r}: {reason.text}: {reason.remedy}"
+            ) from None
+        if patience.is_over:
+            raise ServerUnreachableError(
+                f"no answer from {self.safe_url} within {patience.timeout:g} s ({reason.text}): {reason.remedy}"
+            ) from None
+        patience.backoff.because(self.safe_url, "waiting for the server", reason, first_s=0.0)
+        return False
+
+    def _unknown_sentinels(self) -> Reason | None:
+        """Set when no host of the Sentinels can be resolved: redis-py does not say so."""
+        hosts = [host for host, _ in self._target.sentinels] if self._target is not None else []
+        for host in hosts:
+            try:
+                socket.getaddrinfo(host, None)
+                return None
+            except socket.gaierror as error:
+                text = f"{', '.join(hosts)}: {error.strerror}"
+        return Reason("name_resolution", text) if hosts else None
+
+    def _check_single_node(self, info: dict[str, Any]) -> None:
+        if self._target is None or self._target.cluster or not info.get("cluster_enabled"):
+            return
+        remedy = self.safe_url.replace("://", "+cluster://", 1)
+        raise SettingError(f"redis URL {self.safe_url!r}: this server is a cluster node, write {remedy!r}")
+
+
+class Connection(_Common):
+    """The clients of one process for one server or cluster. Making it does not touch the network.
+
+    URL schemes: redis, rediss (TLS), unix, redis+cluster, rediss+cluster, and redis+sentinel, rediss+sentinel
+    (`//host:port,host:port/name`, `?sentinel_username=`, `?sentinel_password=`); user, password, database and TLS
+    options as redis-py understands them (`?ssl_ca_certs=...`). reply_timeout: of commands that give up: nothing waits
+    longer for a reply or is sent again. Safe to share between threads. Replies are bytes. Raises SettingError on a
+    bad URL.
+    """
+
+    def __init__(self, url: str, *, reply_timeout: float | None = None) -> None:
+        super().__init__(url, parse_url(url))
+        self._reply_timeout = reply_timeout
+        self._clients: dict[str, redis.Redis] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_client(cls, client: Any) -> Self:
+        """A connection that uses this client in every role (fakeredis in tests); its owner closes it."""
+        self = cls.__new__(cls)
+        _Common.__init__(self, "client://", None)
+        self._clients = {"any": client}
+        self._lock = threading.Lock()
+        return self
+
+    @property
+    def scripts(self) -> redis.Redis:
+        """For reads and for scripts that may run twice: sends again when a reply is lost."""
+        return self._client("scripts", SOCKET_TIMEOUT, SCRIPT_RETRIES)
+
+    @property
+    def push(self) -> redis.Redis:
+        """For `MULTI` with payload: never sends anything twice. On a lost reply push under a new nonce."""
+        return self._client("push", SOCKET_TIMEOUT, 0)
+
+    def blocking(self, block_ms: int) -> redis.Redis:
+        """For reads that block up to `block_ms`: times out 5 s after the next power of two, never sends again."""
+        up_to_ms = max(
+            MIN_BLOCK_MS, 1 << (block_ms - 1).bit_length()
+        )  # blocks of any length share few clients
+        return self._client(f"blocking {up_to_ms}", up_to_ms / 1000 + BLOCK_MARGIN, 0)
+
+    def check(self) -> None:
+        """Ask the server once. Raises SettingError if it refuses (password, TLS, database) or is a cluster node and
+        the URL does not say so; what may pass by itself (`RETRYABLE`) as it is.
+        """
+        try:
+            self.push.ping()
+            self._check_single_node(self._cluster_info())
+        except _PING_ERRORS as error:
+            self._judge(error)
+            raise
+
+    def wait_until_ready(
+        self,
+        timeout: float | None = None,
+        on_wait: Callable[[Exception], object] | None = None,
+        *,
+        reading: bool = False,
+    ) -> None:
+        """`check` until the server answers, `timeout` seconds at most (None: for ever). Says why it waits.
+
+        `on_wait` is called with the error after each failed attempt. reading: a server that only refuses writes
+        will do. Raises ServerUnreachableError after `timeout`, with one also for an unknown host name at once, and
+        SettingError as `check`.
+        """
+        patience = _Asking(timeout)
+        while True:
+            try:
+                self.check()
+                return
+            except RETRYABLE as error:
+                if self._after_failure(error, patience, reading):
+                    return
+                if on_wait is not None:
+                    on_wait(error)
+            time.sleep(patience.pause())
+
+    def memory(self) -> dict[str, Any]:
+        """The server's memory figures; {} where INFO is not permitted, or not known to this server."""
+        try:
+            return self.scripts.info("memory")
+        except redis.exceptions.ResponseError as error:
+            if isinstance(error, RETRYABLE):
+                raise
+            return {}
+
+    def note_failed_push(self) -> None:
+        """Call after a push that raised one of RETRYABLE.
+
+        A cluster's transaction looks for its slot's new home after some errors only, not after a timeout, so a
+        primary that hangs would be asked for ever.
+        """
+        client = self._clients.get("push")
+        if client is not None and self.is_cluster:
+            with suppress(*RETRYABLE):
+                cast(redis.cluster.RedisCluster, client).nodes_manager.initialize()
+
+    def close(self) -> None:
+        """Close every client; the next use opens them again."""
+        with self._lock:
+            if self._target is not None:
+                for client in self._clients.values():
+                    for each in (client, *sentinels_of(client)):
+                        each.close()
+                self._clients.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _client(self, role: str, socket_timeout: float, retries: int) -> redis.Redis:
+        if self._target is None:
+            return self._clients["any"]
+        with self._lock:
+            client = self._clients.get(role)
+            if client is None:
+                if self._reply_timeout is not None:
+                    socket_timeout, retries = min(socket_timeout, self._reply_timeout), 0
+                client = self._clients[role] = make_client(self._target, socket_timeout, retries)
+        return client
+
+    def _cluster_info(self) -> dict[str, Any]:
+        if self._target is None or self.is_cluster:
+            return {}
+        try:
+            return self.push.info("cluster")
+        except redis.exceptions.NoPermissionError:
+            return {}
+
+
+class AsyncConnection(_Common):
+    """`Connection` for asyncio, without blocking reads: what producers need. Use it from one event loop."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, parse_url(url))
+        self._clients: dict[str, redis.asyncio.Redis] = {}
+
+    @classmethod
+    def from_client(cls, client: Any) -> Self:
+        """A connection that uses this client in every role (fakeredis in tests); its owner closes it."""
+        self = cls.__new__(cls)
+        _Common.__init__(self, "client://", None)
+        self._clients = {"any": client}
+        return self
+
+    @property
+    def scripts(self) -> redis.asyncio.Redis:
+        """For reads and for scripts that may run twice: sends again when a reply is lost."""
+        return self._client("scripts", SCRIPT_RETRIES)
+
+    @property
+    def push(self) -> redis.asyncio.Redis:
+        """For `MULTI` with payload: never sends anything twice. On a lost reply push under a new nonce."""
+        return self._client("push", 0)
+
+    async def check(self) -> None:
+        """As `Connection.check`."""
+        try:
+            with closed_under_way():
+                await self.push.ping()
+                self._check_single_node(await self._cluster_info())
+        except _PING_ERRORS as error:
+            self._judge(error)
+            raise
+
+    async def wait_until_ready(
+        self,
+        timeout: float | None = None,  # noqa: ASYNC109  the same arguments as the sync one
+        on_wait: Callable[[Exception], object] | None = None,
+    ) -> None:
+        """As `Connection.wait_until_ready`."""
+        patience = _Asking(timeout)
+        while True:
+            try:
+                await self.check()
+                return
+            except RETRYABLE as error:
+                self._after_failure(error, patience, reading=False)
+                if on_wait is not None:
+                    on_wait(error)
+            await asyncio.sleep(patience.pause())
+
+    async def memory(self) -> dict[str, Any]:
+        """As `Connection.memory`."""
+        try:
+            with closed_under_way():
+                found: dict[str, Any] = await self.scripts.info("memory")
+                return found
+        except redis.exceptions.ResponseError as error:
+            if isinstance(error, RETRYABLE):
+                raise
+            return {}
+
+    async def note_failed_push(self) -> None:
+        """As `Connection.note_failed_push`."""
+        client = self._clients.get("push")
+        if client is not None and self.is_cluster:
+            with suppress(*RETRYABLE), closed_under_way():
+                await cast(redis.asyncio.cluster.RedisCluster, client).nodes_manager.initialize()
+
+    async def close(self) -> None:
+        if self._target is not None:
+            for client in self._clients.values():
+                for each in (client, *sentinels_of(client)):
+                    await each.aclose()
+            self._clients.clear()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _client(self, role: str, retries: int) -> redis.asyncio.Redis:
+        if self._target is None:
+            return self._clients["any"]
+        client = self._clients.get(role)
+        if client is None:
+            client = self._clients[role] = make_async_client(self._target, retries)
+        return client
+
+    async def _cluster_info(self) -> dict[str, Any]:
+        if self._target is None or self.is_cluster:
+            return {}
+        try:
+            return await self.push.info("cluster")
+        except redis.exceptions.NoPermissionError:
+            return {}

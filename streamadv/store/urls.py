@@ -1,0 +1,171 @@
+"""The URL of a server, a cluster, or a master behind Sentinels: checked, and in the form redis-py takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import redis
+import redis.asyncio.cluster
+import redis.connection
+import redis.exceptions
+
+from ..errors import SettingError
+from ..messages import brief, one_line
+from . import tls
+
+CONNECT_TIMEOUT: Final = 5.0
+SENTINEL_PORT: Final = 26379
+
+#: Scheme -> the one redis-py knows, and what answers there.
+SCHEMES: Final = {
+    "redis": ("redis", "server"),
+    "rediss": ("rediss", "server"),
+    "unix": ("unix", "server"),
+    "redis+cluster": ("redis", "cluster"),
+    "rediss+cluster": ("rediss", "cluster"),
+    "redis+sentinel": ("redis", "sentinel"),
+    "rediss+sentinel": ("rediss", "sentinel"),
+}
+# What each client must set for itself: an option in the URL would win over it.
+RESERVED_OPTIONS: Final = (
+    "decode_responses",
+    "legacy_responses",
+    "protocol",
+    "retry_on_error",
+    "retry_on_timeout",
+    "socket_timeout",
+)
+
+
+def hide_password(url: str) -> str:
+    """The URL as it may be shown: passwords replaced by `***`."""
+    shown = re.sub(r"^([a-z+]*://)([^:@/]*):(.*)@", r"\1\2:***@", url, flags=re.DOTALL)
+    return re.sub(r"((?:^|[?&])(?:ssl_|sentinel_)?password=)[^&]*", r"\1***", shown)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a URL names."""
+
+    url: str  # as redis-py takes it; behind Sentinels host and port are those of the first of them
+    cluster: bool = False
+    sentinels: tuple[tuple[str, int], ...] = ()
+    sentinel_login: Mapping[str, str] = field(default_factory=dict)  # username, password
+    master: str = ""  # its name, as the Sentinels know it
+
+    @property
+    def shared_options(self) -> dict[str, Any]:
+        """What every client is made with."""
+        # RESP2 on every client version: one shape of replies. A unix socket takes no TCP options.
+        options: dict[str, Any] = {"protocol": 2}
+        if not self.url.startswith("unix:"):
+            options |= {"socket_connect_timeout": CONNECT_TIMEOUT, "socket_keepalive": True}
+        if self.tls and "ssl_cert_reqs" not in self.given:
+            options["ssl_check_hostname"] = True  # redis-py 5 would take any name for the right one
+        return options
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """What the URL says, as redis-py names it."""
+        return _options_of(self.url)
+
+    @property
+    def url_options(self) -> dict[str, Any]:
+        """What the URL says but where the server is: user, password, database, TLS, limits."""
+        where = ("host", "port", "connection_class")
+        return {name: value for name, value in self.given.items() if name not in where}
+
+    @property
+    def sentinel_options(self) -> dict[str, Any]:
+        """Options for the Sentinels: their own user and password, the TLS of the URL."""
+        tls = {name: value for name, value in self.given.items() if name.startswith("ssl_")}
+        given = {**tls, **self.sentinel_login, **self.shared_options}
+        return given | {"ssl": self.tls, "socket_timeout": CONNECT_TIMEOUT}
+
+    @property
+    def tls(self) -> bool:
+        return self.url.startswith("rediss:")
+
+
+def _options_of(url: str) -> dict[str, Any]:
+    options: dict[str, Any] = redis.connection.parse_url(url)  # type: ignore[no-untyped-call]
+    return options
+
+
+def parse_url(url: str) -> Target:
+    """The target of a URL. Raises SettingError on one line that shows no password."""
+    shown = one_line(hide_password(url))
+    scheme, _, rest = url.partition("://")
+    if scheme not in SCHEMES:
+        raise SettingError(
+            f"redis URL {shown!r}: start it with one of {', '.join(f'{s}://' for s in SCHEMES)}"
+        )
+    # Checked first, so that no message below can quote a piece of a password as a host, port or option.
+    if set("/?#@[]") & set(rest.rpartition("@")[0]):
+        raise SettingError(
+            f"redis URL {shown!r}: write special characters in user name and password as %xx (@ is %40)"
+        )
+    plain, kind = SCHEMES[scheme]
+    try:
+        plain_url = f"{plain}://{rest}"
+        target = _behind_sentinels(plain_url) if kind == "sentinel" else Target(plain_url, kind == "cluster")
+        options = _options_of(target.url)
+        path = urlsplit(target.url).path
+    except ValueError as error:
+        raise SettingError(f"redis URL {shown!r}: {one_line(str(error))}") from None
+    for name in RESERVED_OPTIONS:
+        if name in options:
+            raise SettingError(f"redis URL {shown!r}: {name} is set by streamadv, remove it")
+    if plain == "unix":
+        if "path" not in options:
+            raise SettingError(f"redis URL {shown!r}: give the socket's path, unix:///path/to/redis.sock")
+    elif path not in ("", "/") and not path[1:].isdigit():
+        raise SettingError(f"redis URL {shown!r}: the database must be a number, not {brief(path[1:])}")
+    if kind == "cluster":
+        if options.get("db"):
+            raise SettingError(f"redis URL {shown!r}: a cluster has database 0 only")
+        if not hasattr(redis.asyncio.cluster, "TransactionStrategy"):
+            raise SettingError(
+                f"redis URL {shown!r}: redis-py {redis.__version__} has no transactions on a cluster, "
+                'pip install "redis>=7"'
+            )
+    try:  # makes the object only; an unknown option is found now and not at the first command
+        redis.ConnectionPool.from_url(target.url, **target.shared_options).make_connection()
+    except (TypeError, ValueError, redis.exceptions.RedisError) as error:
+        raise SettingError(f"redis URL {shown!r}: {one_line(str(error))}") from None
+    if plain == "rediss":
+        tls.check_files(options)
+    return target
+
+
+def _behind_sentinels(url: str) -> Target:
+    """`//[user:password@]host[:port],host[:port].../name[/database]`. Raises ValueError."""
+    scheme, _, rest = url.partition("://")
+    authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    login, at, hosts = authority.rpartition("@")
+    # With one host: urlsplit may refuse brackets among several.
+    parts = urlsplit(f"{scheme}://{login}{at}{hosts.split(',')[0]}{rest.removeprefix(authority)}")
+    master, _, database = parts.path.strip("/").partition("/")
+    if not master:
+        raise ValueError("name the master behind the hosts, //host:26379,host:26379/mymaster")
+    sentinels = []
+    for host in hosts.split(","):
+        each = urlsplit(f"//{host}")
+        if not each.hostname:
+            raise ValueError("a host of the Sentinels is empty")
+        sentinels.append((each.hostname, each.port or SENTINEL_PORT))
+    options = parts.query.split("&")
+    their_own = [option for option in options if option.startswith("sentinel_")]
+    first = parts._replace(
+        path=f"/{database}", query="&".join(option for option in options if option not in their_own)
+    )
+    logins = dict(parse_qsl("&".join(option.removeprefix("sentinel_") for option in their_own)))
+    if unknown := logins.keys() - {"username", "password"}:
+        raise ValueError(
+            f"sentinel_{min(unknown)} is unknown, there are sentinel_username and sentinel_password"
+        )
+    return Target(first.geturl(), False, tuple(sentinels), logins, unquote(master))

@@ -1,0 +1,36 @@
+"""What is told of a batch when it is delivered: what was passed over for it, and the trainer's metrics."""
+
+from __future__ import annotations
+
+import time
+
+from .. import metrics
+from ..batch.passed_over import PassedOver
+from .microbatch import Batch
+
+
+def passed_over(dropped: PassedOver, batch: Batch) -> dict[str, float]:
+    """What was dropped at naming since the batch before, by reason and source, and how its length compares."""
+    found = dropped.figures()
+    if batch.num_trajectories:
+        found["response_length/mean"] = batch.num_tokens / batch.num_trajectories
+    return found
+
+
+def observe(batch: Batch, wait_s: float) -> None:
+    """Staleness is split into versions that passed while the rollout ran, and while it was queued."""
+    in_flight = [None if r.versions is None else r.versions[1] - r.versions[0] for r in batch.references]
+    metrics.training_metrics(batch.metrics)
+    metrics.batch_delivered(
+        version=batch.version,
+        staleness=batch.staleness,
+        in_flight_lag=in_flight,
+        in_queue_lag=[
+            None if lag is None or total is None else max(0, total - lag)
+            for total, lag in zip(batch.staleness, in_flight, strict=True)
+        ],
+        num_tokens=batch.num_tokens,
+        num_trajectories=batch.num_trajectories,
+        wait_s=wait_s,
+        e2e_s=[time.time() - logged for logged in batch.logged_s],
+    )

@@ -1,0 +1,91 @@
+"""Recorded files as numbered records: what the adapters of this package share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ...errors import TrajectoryError
+from ...messages import brief
+from ..interchange import open_for_reading, parse_json
+
+#: A recorded file is read whole, because group sizes are counted over all its records.
+MAX_FILE_BYTES: Final = 1 << 30
+
+
+class Record(NamedTuple):
+    """One JSON object of a file, and the place to name in errors."""
+
+    where: str
+    fields: dict[str, Any]
+
+
+def read_records(path: Path, max_bytes: int = MAX_FILE_BYTES) -> list[Record]:
+    """The records of `path`: a JSON list of objects, or one object a line.
+
+    Errors name a record of a list by its number, counted from 0 as in the list, and a line by its number,
+    counted from 1. Raises TrajectoryError.
+    """
+    with open_for_reading(path) as file:
+        content: bytes = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise TrajectoryError(f"{path}: is larger than {max_bytes} bytes: split it, keeping groups together")
+    if content.lstrip()[:1] == b"[":
+        values = parse_json(content, str(path))
+        places = [(f"{path}: record {number}", value) for number, value in enumerate(values)]
+    else:
+        lines = [(f"{path}:{number}", line) for number, line in enumerate(content.split(b"\n"), start=1)]
+        places = [(where, parse_json(line, where)) for where, line in lines if line.strip()]
+    if not places:
+        raise TrajectoryError(f"{path}: holds no record")
+    for where, value in places:
+        if not isinstance(value, dict):
+            raise TrajectoryError(f"{where}: is {brief(value)}, needs an object")
+    return [Record(where, value) for where, value in places]
+
+
+def required(record: Record, field: str) -> Any:
+    """The value of a field that must be there. Raises TrajectoryError."""
+    if field not in record.fields:
+        raise TrajectoryError(f"{record.where}: {field}: is missing")
+    return record.fields[field]
+
+
+def field_name(record: Record, field: str, aliases: Sequence[str]) -> str:
+    """The name under which the record has `field`; `field` itself if it has none. Raises TrajectoryError."""
+    present = [name for name in (field, *aliases) if name in record.fields]
+    if len(present) > 1:
+        raise TrajectoryError(f"{record.where}: {present[1]}: means the same as {present[0]}, keep one")
+    return present[0] if present else field
+
+
+def group_name(record: Record, field: str) -> str:
+    """A group's id from a field that holds text or a whole number. Raises TrajectoryError."""
+    value = required(record, field)
+    if type(value) is int and value.bit_length() <= 128:
+        return str(value)
+    if isinstance(value, str) and value and not any(char.isspace() for char in value):
+        return value
+    raise TrajectoryError(
+        f"{record.where}: {field}: is {brief(value)}, needs a whole number or text without spaces"
+    )
+
+
+def index(record: Record, field: str) -> int:
+    """A whole number from 0. Raises TrajectoryError."""
+    value = required(record, field)
+    if type(value) is not int or value < 0:
+        raise TrajectoryError(f"{record.where}: {field}: is {brief(value)}, needs a whole number from 0")
+    return value
+
+
+def ranks(identities: Iterable[tuple[str, int]]) -> Mapping[str, Mapping[int, int]]:
+    """For each group: its distinct indices in order, mapped to 0 .. n - 1.
+
+    Indices that already are 0 .. n - 1 are mapped to themselves; an index given twice is counted once.
+    """
+    seen: dict[str, set[int]] = {}
+    for group_id, number in identities:
+        seen.setdefault(group_id, set()).add(number)
+    return {group_id: {n: rank for rank, n in enumerate(sorted(ns))} for group_id, ns in seen.items()}

@@ -1,0 +1,150 @@
+"""Interchange files: one trajectory a line, JSON, as `schema.Trajectory.to_json` writes it.
+
+Files are data from outside: a line is bounded before it is parsed, and whatever is wrong with one is a
+TrajectoryError on one line, `file:line: field: problem`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, Final
+
+from pydantic_core import from_json, to_json
+
+from ..errors import TrajectoryError
+from ..messages import one_line
+from .schema import Trajectory, parse_trajectory
+
+#: 4 MiB of columns (the default limit of a trajectory) are some 25 MB as JSON lists.
+MAX_LINE_BYTES: Final = 64 << 20
+POLL_S: Final = 0.2
+
+
+def poll() -> bool:
+    """The default `wait` of `read_trajectories`: half a moment, and never a reason to stop."""
+    return threading.Event().wait(POLL_S)
+
+
+def read_trajectories(
+    path: Path,
+    follow: bool = False,
+    wait: Callable[[], bool] = poll,
+    max_line_bytes: int = MAX_LINE_BYTES,
+) -> Iterator[Trajectory]:
+    """The trajectories of the interchange file `path`, in file order. Blank lines are skipped.
+
+    With `follow` the file may still be growing: at its end `wait()` is called, and reading goes on until
+    that returns True (as `threading.Event.wait` does). A last line without a newline is then still being
+    written; without `follow` it is an error unless it is whole. Raises TrajectoryError.
+    """
+    with open_for_reading(path) as file:
+        for number, line in _lines(file, path, wait if follow else None, max_line_bytes):
+            where = f"{path}:{number}"
+            yield parse_trajectory(parse_json(line, where), where)
+
+
+def write_trajectory(file: IO[bytes], trajectory: Trajectory) -> None:
+    """Append one line to `file`, in a single write.
+
+    Only extra columns may hold NaN or infinity; those stand in the file as `NaN` and `Infinity`, as Python's
+    json module writes and reads them.
+    """
+    file.write(to_json(trajectory.to_json(), inf_nan_mode="constants") + b"\n")
+
+
+def recover(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> dict[str, set[int]]:
+    """Make the output file `path` ready to be continued; what is in it: group_id -> rollout indices.
+
+    A last line without a newline was cut off by a crash and is removed. The writer may have died between two
+    trajectories of a group, and a group may rightly have fewer members in the file than its size, so only
+    the indices tell what is still to be written when the group is delivered again. A file that does not
+    exist is empty. Raises TrajectoryError, and changes nothing, when `path` is no interchange file.
+    """
+    if not path.exists():
+        return {}
+    written: dict[str, set[int]] = {}
+    whole = 0  # bytes up to the last newline
+    with open_for_reading(path, "r+b") as file:
+        for number, line in enumerate(iter(lambda: file.readline(max_line_bytes + 1), b""), start=1):
+            if not line.endswith(b"\n"):
+                if len(line) > max_line_bytes or not (written or _may_begin_record(line)):
+                    raise TrajectoryError(f"{path}:{number}: is no trajectory: choose another output file")
+                break
+            whole += len(line)
+            if not line.isspace():
+                group_id, rollout_index = _identity(parse_json(line, f"{path}:{number}"), f"{path}:{number}")
+                written.setdefault(group_id, set()).add(rollout_index)
+        file.truncate(whole)
+        file.flush()
+        os.fsync(file.fileno())
+    return written
+
+
+def open_for_reading(path: Path, mode: str = "rb") -> IO[Any]:
+    """`path` opened; an OSError becomes a TrajectoryError that names it."""
+    try:
+        return path.open(mode)
+    except OSError as error:
+        raise TrajectoryError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def parse_json(text: bytes, where: str) -> Any:
+    """The value of a JSON text. Raises TrajectoryError, also for invalid UTF-8 and for deep nesting."""
+    try:
+        return from_json(text)
+    except ValueError as error:
+        raise TrajectoryError(f"{where}: is no valid JSON: {one_line(str(error))}") from error
+
+
+def _lines(
+    file: IO[bytes], path: Path, wait: Callable[[], bool] | None, max_line_bytes: int
+) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines that are not blank; `wait` None = the file is complete."""
+    number, line = 1, b""
+    while True:
+        line += file.readline(max_line_bytes + 1 - len(line))
+        if len(line) > max_line_bytes:
+            raise TrajectoryError(
+                f"{path}:{number}: is longer than {max_line_bytes} bytes: split the file into lines, "
+                f"one trajectory each, or shorten the trajectory"
+            )
+        if line.endswith(b"\n"):
+            if not line.isspace():
+                yield number, line
+            number, line = number + 1, b""
+        elif wait is None:
+            if line.strip():
+                _check_whole(line, f"{path}:{number}")
+                yield number, line
+            return
+        else:
+            if file.seekable() and os.fstat(file.fileno()).st_size < file.tell():
+                raise TrajectoryError(f"{path}:{number}: the file was cut while it was followed: start again")
+            if wait():
+                return
+
+
+def _check_whole(line: bytes, where: str) -> None:
+    try:
+        parse_json(line, where)
+    except TrajectoryError as error:
+        raise TrajectoryError(
+            f"{where}: is cut off (no newline at its end): remove it, or follow the file if it still grows"
+        ) from error
+
+
+def _may_begin_record(line: bytes) -> bool:
+    """Whether `line` can be the beginning of what write_trajectory writes."""
+    start = b'{"group_id":"'
+    return line.startswith(start) or start.startswith(line)
+
+
+def _identity(record: Any, where: str) -> tuple[str, int]:
+    if isinstance(record, dict):
+        group_id, rollout_index = record.get("group_id"), record.get("rollout_index")
+        if isinstance(group_id, str) and type(rollout_index) is int:
+            return group_id, rollout_index
+    raise TrajectoryError(f"{where}: is no trajectory (group_id, rollout_index): choose another output file")

@@ -1,0 +1,409 @@
+"""The data model: trajectory, row, step, and the JSON-lines form they are exchanged in.
+
+This is the public boundary, validated by pydantic. Past it, columns travel as raw bytes (`wire.py`) and a
+trajectory is represented in streams by its reference (`wire.Reference`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Final, Self
+
+import numpy as np
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    JsonValue,
+    PlainSerializer,
+    StrictBool,
+    StringConstraints,
+    WithJsonSchema,
+    computed_field,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from ..errors import TrajectoryError
+from ..messages import brief, first_problem
+from .columns import (
+    COLUMN_NAME,
+    EXTRA_DTYPES,
+    KNOWN_COLUMNS,
+    MAX_COLUMNS,
+    OUTPUT_COLUMNS,
+    REQUIRED_COLUMNS,
+    Array,
+    cast_array,
+    extra_array,
+    known_array,
+)
+
+MAX_ROWS: Final = 4096
+MAX_STEPS: Final = 65536
+MAX_GROUP_SIZE: Final = 4096
+MAX_METADATA_DEPTH: Final = 32
+TOKEN_COLUMNS: Final = (*KNOWN_COLUMNS, *OUTPUT_COLUMNS)
+
+
+def _no_text(value: Any) -> Any:
+    if isinstance(value, str | bytes):
+        raise ValueError(f"is the text {brief(value)}, needs a number")
+    return value
+
+
+def _no_text_or_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"is {value}, needs a whole number")
+    return _no_text(value)
+
+
+def _plain_metadata(value: Any) -> Any:
+    """Refuse what would not survive as JSON: NaN, infinity, endless digits or nesting, lone surrogates."""
+    level = [value]
+    for _ in range(MAX_METADATA_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                below += [*item.keys(), *item.values()]
+            elif isinstance(item, list | tuple):
+                below += item
+            elif isinstance(item, float) and not math.isfinite(item):
+                raise ValueError(f"holds {item}, needs finite numbers")
+            elif isinstance(item, int) and item.bit_length() > 128:
+                raise ValueError(f"holds {brief(item)}, needs at most 128")
+            elif isinstance(item, str):
+                try:
+                    item.encode()
+                except UnicodeEncodeError:
+                    raise ValueError(f"holds {brief(item)}, which is no Unicode text") from None
+        if not below:
+            return value
+        level = below
+    raise ValueError(f"is nested more than {MAX_METADATA_DEPTH} levels deep")
+
+
+Whole: Final = BeforeValidator(_no_text_or_bool)
+Reward = Annotated[
+    FiniteFloat, BeforeValidator(_no_text), WithJsonSchema({"type": ["number", "boolean"]})
+]  # True and False are 1 and 0
+GroupId = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\s\x00-\x1f]+$")]
+ShortText = Annotated[str, StringConstraints(max_length=200)]
+Metadata = Annotated[dict[str, JsonValue], BeforeValidator(_plain_metadata)]
+Version = Annotated[int, Field(ge=0, lt=2**53), Whole]
+
+
+class Status(StrEnum):
+    """How a rollout ended. The first two are usable: they count towards completion and are trained on."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"  # ran into a length or turn limit
+    ABORTED = "aborted"  # stopped from outside, by the engine or the environment
+    FAILED = "failed"  # raised an error
+
+    @property
+    def usable(self) -> bool:
+        return self in (Status.COMPLETED, Status.TRUNCATED)
+
+
+class Role(StrEnum):
+    """`baseline` counts for its group and is seen by the estimator (ReMax), but is never delivered."""
+
+    TRAIN = "train"
+    BASELINE = "baseline"
+
+
+class Column(BaseModel):
+    """An extra column that says itself whether it has one entry per token."""
+
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True, extra="forbid", frozen=True, ser_json_inf_nan="constants"
+    )
+
+    data: Annotated[
+        Any,
+        BeforeValidator(extra_array),
+        PlainSerializer(lambda array: array.tolist()),
+        WithJsonSchema({"type": "array"}),
+    ]
+    per_token: StrictBool
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def dtype(self) -> str:
+        """numpy's name, such as `<f4`; written to files so that reading them restores the very array."""
+        return str(self.data.dtype.str)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_dtype(cls, value: Any) -> Any:
+        """The interchange form names the dtype, which a list of numbers has lost."""
+        if not isinstance(value, Mapping) or "dtype" not in value:
+            return value
+        value = dict(value)
+        dtype = value.pop("dtype")
+        if not isinstance(dtype, str) or dtype not in EXTRA_DTYPES:
+            raise ValueError(f"dtype is {brief(dtype)}, needs one of {', '.join(sorted(EXTRA_DTYPES))}")
+        if "data" in value:
+            value["data"] = cast_array(extra_array(value["data"]), np.dtype(dtype))
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumn:
+    """The pydantic type of one known column: validated to its dtype, written as a list."""
+
+    name: str
+
+    def validate(self, value: Any) -> Array | None:
+        if value is None and self.name not in REQUIRED_COLUMNS:
+            return None
+        return known_array(self.name, value)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        write = core_schema.plain_serializer_function_ser_schema(
+            lambda array: None if array is None else array.tolist()
+        )
+        return core_schema.no_info_plain_validator_function(self.validate, serialization=write)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        dtype = KNOWN_COLUMNS.get(self.name) or OUTPUT_COLUMNS[self.name]
+        item: dict[str, Any] = {"type": "number"} if dtype.kind == "f" else {"type": "integer"}
+        if self.name == "response_mask":
+            item = {"enum": [0, 1, False, True]}
+        kind = "array" if self.name in REQUIRED_COLUMNS else ["array", "null"]
+        return {"type": kind, "minItems": 1, "items": item}
+
+
+class Row(BaseModel):
+    """One token sequence of a trajectory, with its columns (each a 1-D array of the row's length T).
+
+    Most trajectories have one row; step-wise agents, forks, compacted contexts and sub-agents have several.
+    A token is trainable (`response_mask` 1) in one row only. Any further keyword is an extra column.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="allow", frozen=True)
+
+    agent: ShortText | None = None
+    reward: Reward | None = None  # of this row; None = the trajectory's reward
+
+    input_ids: Annotated[Array, TokenColumn("input_ids")]
+    response_mask: Annotated[Array, TokenColumn("response_mask")]
+    rollout_log_probs: Annotated[Array | None, TokenColumn("rollout_log_probs")] = None
+    old_log_probs: Annotated[Array | None, TokenColumn("old_log_probs")] = None
+    ref_log_probs: Annotated[Array | None, TokenColumn("ref_log_probs")] = None
+    teacher_log_probs: Annotated[Array | None, TokenColumn("teacher_log_probs")] = None
+    values: Annotated[Array | None, TokenColumn("values")] = None
+    token_level_rewards: Annotated[Array | None, TokenColumn("token_level_rewards")] = None
+    sum_pi_squared: Annotated[Array | None, TokenColumn("sum_pi_squared")] = None
+    versions: Annotated[Array | None, TokenColumn("versions")] = None
+    advantages: Annotated[Array | None, TokenColumn("advantages")] = None
+    returns: Annotated[Array | None, TokenColumn("returns")] = None
+    raw_advantages: Annotated[Array | None, TokenColumn("raw_advantages")] = None
+    rollout_is_weights: Annotated[Array | None, TokenColumn("rollout_is_weights")] = None
+    sample_weights: Annotated[Array | None, TokenColumn("sample_weights")] = None
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> Self:
+        length = len(self)
+        for name, array in self.columns.items():
+            if len(array) != length:
+                raise ValueError(f"{name} has {len(array)} values, input_ids has {length}: one per token")
+        extras = self.__pydantic_extra__ or {}
+        if len(extras) > MAX_COLUMNS:
+            raise ValueError(f"has {len(extras)} extra columns, at most {MAX_COLUMNS} are allowed")
+        for name, value in extras.items():
+            if not COLUMN_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} is no column name: letters, digits, '_' and '.', at most 64, not header"
+                )
+            extras[name] = _extra_column(name, value, length)
+        return self
+
+    def __len__(self) -> int:
+        """T: the number of tokens, prompt and response."""
+        return len(self.input_ids)
+
+    @property
+    def columns(self) -> dict[str, Array]:
+        """Known columns that are present, in their fixed order."""
+        values = self.__dict__  # one look-up for each of many names
+        return {name: array for name in TOKEN_COLUMNS if (array := values[name]) is not None}
+
+    @property
+    def extras(self) -> dict[str, Column]:
+        """Extra columns, carried through untouched."""
+        return self.__pydantic_extra__ or {}
+
+
+def _extra_column(name: str, value: Any, length: int) -> Column:
+    try:
+        if isinstance(value, Mapping):
+            value = Column.model_validate(value)
+        if not isinstance(value, Column):
+            array = extra_array(value)
+            value = Column.model_construct(data=array, per_token=len(array) == length)
+    except ValueError as error:
+        raise ValueError(f"extra column {name} {first_problem(error)}") from error
+    if value.per_token and len(value.data) != length:
+        raise ValueError(f"extra column {name} has {len(value.data)} entries, input_ids has {length}")
+    assert isinstance(value, Column)
+    return value
+
+
+class Step(BaseModel):
+    """One turn of an agent: a span of tokens in a row, what it earned, and the state it acted in."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    row: Annotated[int, Field(ge=0, lt=MAX_ROWS), Whole] = 0
+    start: Annotated[int, Field(ge=0), Whole]
+    end: Annotated[int, Field(gt=0), Whole]  # exclusive
+    reward: Reward = 0.0
+    state_key: ShortText | None = None  # hash of the observation; equal keys share a state group (GiGPO)
+
+
+class Trajectory(BaseModel):
+    """One rollout of one prompt, pushed whole: the unit of identity, completion, ledger and staleness.
+
+    Identity is (run, group_id, rollout_index). `reward` None means unscorable (ends its place, outside all
+    statistics); leaving it out means that the run's scorers bring it, or `producer.score` where `reward_later` says so.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    group_id: GroupId
+    group_size: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE), Whole]
+    rollout_index: Annotated[int, Field(ge=0, lt=2 * MAX_GROUP_SIZE), Whole]
+    reward: Reward | None = None
+    reward_later: StrictBool = False
+    rewards: dict[ShortText, Reward] = Field(default_factory=dict, max_length=64)
+    status: Status = Status.COMPLETED
+    model_version: Version | tuple[Version, Version] | None = None  # a number, or [start, end]
+    data_source: ShortText | None = None
+    role: Role = Role.TRAIN
+    metadata: Metadata = Field(default_factory=dict)
+    steps: list[Step] = Field(default_factory=list, max_length=MAX_STEPS)
+    rows: list[Row] = Field(default_factory=list, max_length=MAX_ROWS)
+    batch: Version | None = None  # output: the batch (version) it was delivered in
+    staleness: Version | None = None  # output: batch minus the oldest version it was generated by
+
+    @model_validator(mode="before")
+    @classmethod
+    def _single_row_at_top_level(cls, data: Any) -> Any:
+        """A single row's columns stand at top level in a file: gather them into `rows`."""
+        if not isinstance(data, Mapping):
+            return data
+        columns = {name: value for name, value in data.items() if name not in _FIELDS}
+        if not columns:
+            return data
+        if data.get("rows", []) != []:
+            raise ValueError(f"{next(iter(columns))!r} stands beside rows: move it into a row or remove it")
+        missing = [name for name in REQUIRED_COLUMNS if name not in columns]
+        if len(missing) == len(REQUIRED_COLUMNS):
+            unknown = brief(next(iter(columns)))
+            raise ValueError(f"unknown field {unknown}: columns need input_ids and response_mask")
+        rest = {name: value for name, value in data.items() if name in _FIELDS}
+        return {**rest, "rows": [columns]}
+
+    @model_validator(mode="after")
+    def _check_structure(self) -> Self:
+        if isinstance(self.model_version, tuple) and self.model_version[0] > self.model_version[1]:
+            raise ValueError(f"model_version {list(self.model_version)} ends before it starts")
+        if self.reward_later and self.scored:
+            raise ValueError("reward_later stands beside reward: leave one of them out")
+        if self.status.usable and not self.rows:
+            raise ValueError(f"status {self.status} needs at least one row with input_ids and response_mask")
+        if len(self.rows) > 1 and len({(*row.columns, *row.extras) for row in self.rows}) > 1:
+            raise ValueError("rows differ in their columns: give every row the same ones")
+        for position, step in enumerate(self.steps):
+            if step.row >= len(self.rows):
+                raise ValueError(f"steps.{position}.row is {step.row}, there are {len(self.rows)} rows")
+            tokens = len(self.rows[step.row])
+            if not step.start < step.end <= tokens:
+                span = f"{brief(step.start)}..{brief(step.end)}"
+                raise ValueError(f"steps.{position} spans {span}, its row has {tokens} tokens")
+        return self
+
+    @property
+    def scored(self) -> bool:
+        """Whether a reward (or the statement that there is none) came with the trajectory."""
+        return "reward" in self.model_fields_set
+
+    @property
+    def waits_for_reward(self) -> bool:
+        """Whether it takes part in its group once somebody has brought its reward."""
+        return self.status.usable and not self.scored
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row) for row in self.rows)
+
+    @property
+    def version_span(self) -> tuple[int, int] | None:
+        """Oldest and newest policy version over trainable tokens; None when the source has no version."""
+        spans: list[tuple[int, int]] = []
+        for row in self.rows:
+            if row.versions is not None:
+                trained = row.versions[row.response_mask == 1]
+                if trained.size:
+                    spans.append((max(0, int(trained.min())), max(0, int(trained.max()))))
+        if spans:
+            return min(start for start, _ in spans), max(end for _, end in spans)
+        if isinstance(self.model_version, tuple):
+            return self.model_version
+        return None if self.model_version is None else (self.model_version, self.model_version)
+
+    def to_json(self) -> dict[str, Any]:
+        """The interchange form: lists for arrays, a single row at top level, nothing that is absent."""
+        record = self.model_dump(mode="json", exclude={"rows"}, exclude_defaults=True)
+        if self.scored:
+            record["reward"] = self.reward
+        rows = [row.model_dump(mode="json", exclude_none=True) for row in self.rows]
+        if len(rows) == 1 and not {"agent", "reward"} & rows[0].keys():
+            return {**record, **rows[0]}
+        return {**record, "rows": rows} if rows else record
+
+
+_FIELDS: Final = frozenset(Trajectory.model_fields)
+
+
+def parse_trajectory(data: Any, where: str = "trajectory") -> Trajectory:
+    """Validate `data` (a mapping in interchange form or with arrays).
+
+    Raises TrajectoryError with one line: `where`, the field and what it needs.
+    """
+    if not isinstance(data, Mapping | Trajectory):
+        raise TrajectoryError(f"{where}: is {brief(data)}, needs an object with the fields of a trajectory")
+    try:
+        return Trajectory.model_validate(data)
+    except ValueError as error:  # pydantic's, or a lone surrogate in a key
+        problem = first_problem(error)
+        if isinstance(data, Mapping) and "rows" not in data:  # the columns stood at top level
+            problem = problem.removeprefix("rows.0.").removeprefix("rows.0: ")
+        raise TrajectoryError(f"{where}: {problem}") from error
+
+
+def trajectory_json_schema() -> dict[str, Any]:
+    """JSON schema of one line of an interchange file: a row's columns at top level, or `rows`."""
+    schema = Trajectory.model_json_schema(mode="validation")
+    row = schema["$defs"]["Row"]
+    flat = {name: value for name, value in row["properties"].items() if name != "reward"}
+    schema["properties"] |= flat
+    schema["additionalProperties"] = {"$ref": "#/$defs/ExtraColumn"}
+    row["additionalProperties"] = {"$ref": "#/$defs/ExtraColumn"}
+    schema["$defs"]["ExtraColumn"] = {
+        "title": "ExtraColumn",
+        "description": "Any further column: carried through to the trainer, not interpreted.",
+        "anyOf": [{"type": "array"}, {"$ref": "#/$defs/Column"}],
+    }
+    column = schema["$defs"].setdefault("Column", Column.model_json_schema())
+    column["properties"]["dtype"] = {"enum": sorted(EXTRA_DTYPES)}
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "streamadv trajectory"
+    return schema
