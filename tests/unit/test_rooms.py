@@ -30,7 +30,7 @@ def imports_of(file: Path) -> Iterator[tuple[str, ...]]:
         if isinstance(node, ast.ImportFrom) and node.level:
             above = package[: len(package) - (node.level - 1)]
             module = (*above, *(node.module.split(".") if node.module else ()))
-            yield from ((*module, name.name) if not module else module for name in node.names)
+            yield from (module or (name.name,) for name in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "streamadv":
             yield tuple((node.module or "").split(".")[1:])
 
