@@ -1,38 +1,18 @@
-"""The byte budget, and what a producer reads out of the replies of `begin.lua` and `push.lua`."""
+"""What a producer reads out of the replies of `begin.lua` and `push.lua`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from .. import metrics
 from ..errors import Busy, GroupEndedError, SettingError, TrajectoryError
 from ..store.waiting import Reason
 
-FALLBACK_MAX_BYTES: Final = 1 << 30
-MAX_BYTES_SHARE: Final = 0.7  # of maxmemory
 LOST_GROUPS_FIRST: Final = Reason(
     "lost_groups_first", "there is no room yet for groups that the server has lost"
 )
 NO_ROOM: Final = -1  # a budget that opens no group; those that are open go on
-
-
-def byte_budget(max_bytes: int | None, memory: Mapping[str, Any]) -> int:
-    """The run's budget for payload bytes.
-
-    Given: at most 0.7 x maxmemory (SettingError above it). Else 0.7 x maxmemory, half of the system's memory
-    without maxmemory, 1 GiB where the server does not tell.
-    """
-    maxmemory = int(memory.get("maxmemory", 0))
-    limit = int(maxmemory * MAX_BYTES_SHARE)
-    if max_bytes is None:
-        return limit or int(memory.get("total_system_memory", 0)) // 2 or FALLBACK_MAX_BYTES
-    if limit and max_bytes > limit:
-        raise SettingError(
-            f"max_bytes is {max_bytes}, more than {MAX_BYTES_SHARE} of the server's maxmemory ({maxmemory}): "
-            f"set it to {limit} or less, or raise maxmemory"
-        )
-    return max_bytes
 
 
 def refusal(reply: Sequence[Any], shard: int | None = None) -> Reason:

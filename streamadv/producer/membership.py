@@ -14,12 +14,13 @@ from typing import Any, Final
 from .. import metrics
 from ..errors import ManifestMismatchError, ProducerClosedError, SettingError, TrajectoryError
 from ..messages import brief
+from ..run.budget import byte_budget
 from ..run.manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
 from ..store.keys import ShardKeys
 from ..store.retry import Backoff
 from ..store.scripts import script_call
 from ..store.waiting import Reason, Waiting
-from .admission import LOST_GROUPS_FIRST, NO_ROOM, byte_budget
+from .admission import LOST_GROUPS_FIRST, NO_ROOM
 from .failures import Failures
 from .requests import Memory, Pause, Request, Steps
 from .resend import RESEND_WINDOW_S, ResendWindow

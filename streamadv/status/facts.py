@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from redis.exceptions import ResponseError
 
 from ..errors import SettingError
-from ..producer.admission import byte_budget
 from ..run import Run
+from ..run.budget import byte_budget
 from ..store.keys import ShardKeys
 from ..store.replies import as_count, as_mapping, as_whole, or_nothing, replies_of
 from ..store.retry import RETRYABLE, NotNowError

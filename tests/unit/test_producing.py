@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from streamadv.errors import Busy, GroupEndedError, SettingError, TrajectoryError
 from streamadv.producer import Producer
-from streamadv.producer.admission import byte_budget
 from streamadv.producer.records import MAX_SLICE_BYTES
 from streamadv.producer.tickets import Ticket, new_group_id, prepare
 from streamadv.run import Run
+from streamadv.run.budget import byte_budget
 from streamadv.status.ledger import read_status
 from streamadv.store.connection import Connection
 from streamadv.store.scripts import ScriptCall, script_call
