@@ -54,7 +54,7 @@ class Computed:
     entry: Entry
     unit: Unit
     header: str
-    results: dict[str, bytes]  # one number per trajectory, row or step: travels in the ready log
+    results: dict[str, bytes]  # one number per trajectory, row or step: travels in the results log
     outputs: dict[Any, Any]  # '<member>:<column>' -> one number per token: a hash of its own
     groups: Sequence[LoggedGroup] = field(default=(), compare=False)  # those of the results, for the metrics
     advantages: Array | None = field(default=None, compare=False)  # likewise; trainable tokens only

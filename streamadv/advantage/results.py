@@ -1,4 +1,4 @@
-"""Results of units of work: the entries of the ready log, checked, and each trajectory's part of them."""
+"""Results of units of work: the entries of the results log, checked, and each trajectory's part of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class GroupCounts(NamedTuple):
 
 
 class ResultHeader(BaseModel):
-    """What an entry of the ready log says of its results. Written by `computing.compute`."""
+    """What an entry of the results log says of its results. Written by `computing.compute`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -62,7 +62,7 @@ class ResultHeader(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One entry of the ready log: the results of one unit of work."""
+    """One entry of the results log: the results of one unit of work."""
 
     batch: str
     header: ResultHeader
@@ -71,7 +71,7 @@ class Result:
 
 
 def parse_result(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Result:
-    """An entry of a shard's ready log. Raises WireError when it is none."""
+    """An entry of a shard's results log. Raises WireError when it is none."""
     missing = [name for name in _RESULT_FIELDS if name not in fields]
     if missing:
         raise WireError(f"field {missing[0].decode()} is missing")

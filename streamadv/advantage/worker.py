@@ -249,7 +249,7 @@ def publish(run: Run, computed: Computed) -> bool:
     """Hand results off; False when somebody else had finished the entry or the batch is gone."""
     keys: ShardKeys = run.keys.shard(computed.entry.shard)
     output = keys.output(secrets.token_hex(12)) if computed.outputs else keys.void
-    names = [keys.void, keys.work, keys.ready, keys.applied, keys.ledger, keys.sizes, output]
+    names = [keys.void, keys.work, keys.results, keys.applied, keys.ledger, keys.sizes, output]
     payloads = [(output, dict(computed.outputs))] if computed.outputs else []
     call = script_call("publish", names, _publish_args(computed, {}))
     try:

@@ -159,20 +159,20 @@ def commit(
     record: BatchRecord,
     epoch: int,
     known: Mapping[Pointer, Leaving] | None = None,
-    ready: Sequence[ReadyEntry] | None = None,
+    entries: Sequence[ResultsEntry] | None = None,
 ) -> None:
     """Count a batch as trained and delete what is stored of it. Repeating it changes nothing.
 
-    known: what need not be read from the log again. ready: `read_ready`, if done already.
+    known: what need not be read from the log again. entries: `read_results`, if done already.
     The lineage must say already that it is committed (`commit_lineage.lua`).
     """
-    ready = read_ready(run) if ready is None else ready
+    entries = read_results(run) if entries is None else entries
     by_shard: dict[int, list[Pointer]] = defaultdict(list)
     for pointer in record.groups:
         by_shard[pointer.shard].append(pointer)
     for shard, pointers in by_shard.items():
         _commit_groups(run, shard, record, pointers, epoch, known or {})
-        _close(run, shard, record.id, epoch, ready)
+        _close(run, shard, record.id, epoch, entries)
     _forget(run, record, epoch)
 
 
@@ -209,8 +209,8 @@ def _commit_groups(
         check_fence(run, run.call("commit", [*fixed, *payloads], args))
 
 
-class ReadyEntry(NamedTuple):
-    """An entry of a shard's ready log: of which batch it is, and where its output columns are."""
+class ResultsEntry(NamedTuple):
+    """An entry of a shard's results log: of which batch it is, and where its output columns are."""
 
     shard: int
     batch: str
@@ -219,30 +219,30 @@ class ReadyEntry(NamedTuple):
     output_bytes: int
 
 
-def read_ready(run: Run) -> list[ReadyEntry]:
-    """The ready logs of all shards: read once for all the batches that one commit ends."""
+def read_results(run: Run) -> list[ResultsEntry]:
+    """The results logs of all shards: read once for all the batches that one commit ends."""
     found = []
     for shard, keys in enumerate(run.keys.shards):
-        entries: Any = run.connection.scripts.xrange(keys.ready)
+        entries: Any = run.connection.scripts.xrange(keys.results)
         for entry, fields in entries:
             batch = fields.get(b"batch", b"").decode(errors="replace")
             output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
             if output.startswith(keys.output("").encode()) and size.isdigit():
-                found.append(ReadyEntry(shard, batch, entry, output.decode(errors="replace"), int(size)))
+                found.append(ResultsEntry(shard, batch, entry, output.decode(errors="replace"), int(size)))
             else:  # none, or it holds no results: the rank that reads it removes it
-                found.append(ReadyEntry(shard, batch, entry, keys.void, 0))
+                found.append(ResultsEntry(shard, batch, entry, keys.void, 0))
     return found
 
 
-def _close(run: Run, shard: int, batch_id: str, epoch: int, ready: Sequence[ReadyEntry]) -> None:
+def _close(run: Run, shard: int, batch_id: str, epoch: int, entries: Sequence[ResultsEntry]) -> None:
     keys = run.keys.shard(shard)
     outputs: list[str] = []
     args: list[Any] = [epoch, batch_id]
-    for each in ready:
+    for each in entries:
         if (each.shard, each.batch) == (shard, batch_id):
             outputs.append(each.output)
             args += [each.entry, each.output_bytes]
-    names = [keys.void, keys.trainer, keys.ready, keys.applied, keys.ledger, *outputs]
+    names = [keys.void, keys.trainer, keys.results, keys.applied, keys.ledger, *outputs]
     check_fence(run, run.call("close_batch", names, args))
 
 
@@ -293,7 +293,7 @@ def undo(run: Run, shard: int, batch_id: str, epoch: int) -> None:
     keys = run.keys.shard(shard)
     names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups]
     check_fence(run, run.call("unapply_batch", names, [epoch, batch_id]))
-    _close(run, shard, batch_id, epoch, read_ready(run))
+    _close(run, shard, batch_id, epoch, read_results(run))
 
 
 def _entry_before(entry: str) -> str:

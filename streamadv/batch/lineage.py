@@ -320,9 +320,9 @@ class Lineage(Session):
         if version > self.progress.committed:
             self._write_committed(version)
         committed = [k for k in sorted(self.records) if k < self.progress.committed]
-        ready = batch_commit.read_ready(self.run) if committed else []
+        entries = batch_commit.read_results(self.run) if committed else []
         for k in committed:
-            self._finish_commit(self.records[k], ready)
+            self._finish_commit(self.records[k], entries)
             del self.records[k]
 
     def _write_committed(self, version: int) -> None:
@@ -332,6 +332,6 @@ class Lineage(Session):
         self.progress.commit(version)
 
     def _finish_commit(
-        self, record: BatchRecord, ready: Sequence[batch_commit.ReadyEntry] | None = None
+        self, record: BatchRecord, entries: Sequence[batch_commit.ResultsEntry] | None = None
     ) -> None:
-        batch_commit.commit(self.run, record, self.epoch, self._leaving.pop(record.k, {}), ready)
+        batch_commit.commit(self.run, record, self.epoch, self._leaving.pop(record.k, {}), entries)

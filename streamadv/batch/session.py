@@ -108,7 +108,7 @@ class Session:
     leads = False
     #: Whether the last look at the groups logs came to their end, so that nothing fit for a batch is behind.
     scanned = True
-    #: Rank 0 waits for groups as well, see `ready.py`.
+    #: Rank 0 waits for groups as well, see `trainer/results_log.py`.
     waits_for_groups = False
 
     kl: KLCoefficients

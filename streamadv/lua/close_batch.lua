@@ -1,6 +1,6 @@
 -- The last step of a commit in a shard: a batch's results and its marks are removed.
--- KEYS  void, trainer, ready, applied, ledger, output columns of each entry ('void' key without any) ...
--- ARGV  epoch, batch id, then for each entry of the ready log: entry id, bytes of its output columns
+-- KEYS  void, trainer, results, applied, ledger, output columns of each entry ('void' key without any) ...
+-- ARGV  epoch, batch id, then for each entry of the results log: entry id, bytes of its output columns
 -- Returns  1, or -1 when fenced
 -- include fence
 redis.call('DEL', KEYS[1])

@@ -83,7 +83,7 @@ def walk(run: Run, keys: ShardKeys) -> ShardInventory:
     for item in garbage:
         key, _, size = item.rpartition(b" ")
         _add(found.payloads, key, size)
-    for fields in _stream(run, keys.ready):
+    for fields in _stream(run, keys.results):
         _add(found.outputs, fields.get(b"output", b""), fields.get(b"output_bytes", b""))
     return found
 
@@ -141,7 +141,7 @@ def delete_run(run: Run) -> int:
     for keys in run.keys.shards:
         found = walk(run, keys)
         names = [*found.payloads, *found.outputs, *found.dead, *_group_keys(keys, found)]
-        names += [keys.rollouts, keys.open, keys.groups, keys.work, keys.ready, keys.applied, keys.ledger]
+        names += [keys.rollouts, keys.open, keys.groups, keys.work, keys.results, keys.applied, keys.ledger]
         names += [keys.trainer, keys.ended, keys.ended_before, keys.garbage, keys.dead, keys.attempts]
         names += [keys.malformed, keys.sizes, keys.scored]
         names += [keys.scoring(scorer) for scorer in run.manifest.scorers]

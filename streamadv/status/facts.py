@@ -52,7 +52,7 @@ def _movement(
     for keys in run.keys.shards:
         pipe.zrange(keys.open, 0, looked_at - 1)
         pipe.xinfo_stream(keys.groups)
-        pipe.xinfo_stream(keys.ready)
+        pipe.xinfo_stream(keys.results)
         for kind, group in streams.values():
             key = keys.scoring(group) if kind == "scoring" else getattr(keys, kind)
             pipe.xinfo_stream(key)

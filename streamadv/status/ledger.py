@@ -54,7 +54,7 @@ class ShardState:
     trainer: dict[str, str]
     groups_open: int
     groups_logged: int
-    ready: int
+    results: int
     batches_applied: int
     groups_remembered: int
     garbage: int
@@ -108,7 +108,7 @@ def _read_shard(run: Run, keys: ShardKeys) -> tuple[ShardState, bool]:
         for key in (keys.ledger, keys.trainer, keys.sizes):
             pipe.hgetall(key)
         pipe.zcard(keys.open)
-        for key in (keys.groups, keys.ready):
+        for key in (keys.groups, keys.results):
             pipe.xlen(key)
         for key in (keys.applied, keys.ended, keys.ended_before):
             pipe.hlen(key)
@@ -126,7 +126,7 @@ def _read_shard(run: Run, keys: ShardKeys) -> tuple[ShardState, bool]:
         reply, atomic = read(False), False
     reply = list(map(or_nothing, reply))
     now_ms = run.now_ms()
-    counters, trainer, known, groups_open, groups_logged, ready, applied, ended, ended_before, garbage = (
+    counters, trainer, known, groups_open, groups_logged, results, applied, ended, ended_before, garbage = (
         reply[:10]
     )
     per_stream = [reply[start : start + 3] for start in range(10, len(reply), 3)]
@@ -137,7 +137,7 @@ def _read_shard(run: Run, keys: ShardKeys) -> tuple[ShardState, bool]:
         trainer=as_texts(trainer),
         groups_open=groups_open,
         groups_logged=groups_logged,
-        ready=ready,
+        results=results,
         batches_applied=applied,
         groups_remembered=ended + ended_before,
         garbage=garbage,
@@ -262,7 +262,7 @@ def read_status(run: Run) -> dict[str, Any]:
         },
         "place_bytes": max(state.place_bytes for state in shards),  # that an admitted rollout reserves
         "garbage": sum(state.garbage for state in shards),
-        "ready": sum(state.ready for state in shards),
+        "results": sum(state.results for state in shards),
         "streams": streams,
         "trainer": {
             "epoch": as_count(lineage.get("epoch")),

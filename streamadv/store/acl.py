@@ -64,7 +64,7 @@ PIPELINE: Final = Role(
         "manifest": "hget hgetall hlen hsetnx",
         "manifest_void runs_void": "del",
         "runs": "hsetnx",
-        "void rollouts scoring open group groups payload work ready output applied ledger sizes trainer ended "
+        "void rollouts scoring open group groups payload work results output applied ledger sizes trainer ended "
         "ended_before garbage scored dead dead_group malformed attempts lineage batches producers": _PIPELINE,
     },
 )
@@ -78,7 +78,7 @@ OBSERVER: Final = Role(
         "group": "hmget",
         "applied ended ended_before batches": "hlen",
         "garbage": "llen",
-        "ready": "xinfo|stream xlen",
+        "results": "xinfo|stream xlen",
         "groups": "xinfo|stream xlen xrange",
         "rollouts work scoring": "xinfo|consumers xinfo|groups xinfo|stream xlen xrange",
         "dead": "zrange zscore",

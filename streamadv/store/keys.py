@@ -80,8 +80,8 @@ class ShardKeys:
         return self._key("work")
 
     @property
-    def ready(self) -> str:
-        return self._key("ready")
+    def results(self) -> str:
+        return self._key("results")
 
     @property
     def applied(self) -> str:
@@ -164,7 +164,7 @@ class ShardKeys:
 
 #: Kinds of keys of a shard that exist once, and those of which there are many.
 SINGLE_KINDS: Final = (
-    *("void", "rollouts", "open", "groups", "work", "ready", "applied", "ledger", "sizes", "trainer"),
+    *("void", "rollouts", "open", "groups", "work", "results", "applied", "ledger", "sizes", "trainer"),
     *("ended", "ended_before", "garbage", "scored", "dead", "malformed", "attempts", "lineage", "batches"),
     "producers",
 )

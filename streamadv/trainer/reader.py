@@ -22,7 +22,7 @@ from .fetch import ReadAhead
 from .late_columns import LateColumn
 from .microbatch import Batch
 from .report import passed_over
-from .results_log import ReadyLogs
+from .results_log import ResultsLogs
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +38,15 @@ class BatchReader:
         self._rank, self._world_size = rank, world_size
         self._device = device
         self._late = late
-        self._ready = ReadyLogs()
+        self._ready = ResultsLogs()
         self.ahead: ReadAhead | None = None  # of the batch to be delivered next
 
     def restart(self) -> None:
         """A new session has begun: read the logs from their start."""
-        self._ready = ReadyLogs()
+        self._ready = ResultsLogs()
 
     def wait(self, session: Session, block_ms: int, max_groups: int | None, stop: threading.Event) -> None:
-        """As `ReadyLogs.wait`."""
+        """As `ResultsLogs.wait`."""
         self._ready.wait(session, block_ms, max_groups, stop)
 
     def collect(self, session: Session) -> Batch | None:

@@ -1,4 +1,4 @@
-"""The ready logs of a run as one rank follows them: results of units of work, waited for and read once."""
+"""The results logs of a run as one rank follows them: results of units of work, waited for and read once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..run.malformed import reject_logged
 REST_S: Final = 0.05
 
 
-class ReadyLogs:
+class ResultsLogs:
     """What has been read of them. Begun anew with every session."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class ReadyLogs:
         run, known = session.run, {record.id for record in session.records.values()}
         for shard, keys in enumerate(run.keys.shards):
             after = self._cursors.get(shard, "0-0")
-            entries: Any = run.connection.scripts.xrange(keys.ready, f"({after}", "+")
+            entries: Any = run.connection.scripts.xrange(keys.results, f"({after}", "+")
             for entry, fields in entries:
                 self._cursors[shard] = entry.decode()
                 problem = None
@@ -56,7 +56,7 @@ class ReadyLogs:
                     # Published while the batch was committed or undone, behind the look at what there is to delete.
                     commit.undo(run, shard, result.batch, session.epoch)
                 elif session.leads:
-                    reject_logged(run, shard, keys.ready, entry.decode(), problem, record=False)
+                    reject_logged(run, shard, keys.results, entry.decode(), problem, record=False)
 
     def results_of(self, record: BatchRecord, units: Sequence[Unit]) -> list[Result] | None:
         """One result for each unit of a batch, or None while some are not there."""
@@ -83,7 +83,7 @@ class ReadyLogs:
         for shard, keys in enumerate(shards):
             until = time.monotonic() + share / 1000
             while (left_ms := round((until - time.monotonic()) * 1000)) > 0:
-                streams: dict[Any, Any] = {keys.ready: self._cursors.get(shard, "0-0")}
+                streams: dict[Any, Any] = {keys.results: self._cursors.get(shard, "0-0")}
                 rest_ms = round((rest_until - time.monotonic()) * 1000) if session.waits_for_groups else 0
                 if rest_ms > 0:
                     left_ms = min(left_ms, rest_ms)
@@ -99,7 +99,7 @@ class ReadyLogs:
                     if rest_ms > 0:
                         continue
                     break
-                if keys.ready.encode() in dict(reply) or session.could_name(max_groups):
+                if keys.results.encode() in dict(reply) or session.could_name(max_groups):
                     return
                 rest_until = time.monotonic() + REST_S * session.share_behind_next(max_groups)
         if time.monotonic() - started < block_ms / 2000:

@@ -15,7 +15,7 @@ Identity = tuple[str, int]
 
 #: Keys that outlast a drained run; streams among them must be empty.
 LASTING: Final = ("ledger", "sizes", "ended", "ended_before", "trainer", "lineage", "producers")
-STREAMS: Final = ("rollouts", "groups", "work", "ready", "scoring:")
+STREAMS: Final = ("rollouts", "groups", "work", "results", "scoring:")
 
 
 def registered(run: Run) -> set[Identity]:

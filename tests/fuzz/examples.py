@@ -92,5 +92,5 @@ def stored() -> tuple[Run, dict[str, list[dict[bytes, bytes]]]]:
         except NoBatchError:
             keep("work")
         compute_all(run)
-        keep("ready")
+        keep("results")
     return run, entries

@@ -28,7 +28,7 @@ SHARES: Final = {
     "payload, memory": 0.03,
     "records": 0.15,
     "groups log": 0.08,
-    "ready log": 0.08,
+    "results log": 0.08,
     "a run's streams": 0.01,
     "JSON lines": 0.16,
     "files": 0.02,

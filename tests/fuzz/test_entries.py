@@ -92,11 +92,11 @@ def test_groups_log() -> None:
         one_line_error(call, WireError, fields)
 
 
-def test_ready_log() -> None:
+def test_results_log() -> None:
     run, entries = stored()
-    for number in cases("ready log"):
-        chance = chance_of("ready log", number)
-        fields = damaged_entry(pick(entries["ready"], chance), chance)
+    for number in cases("results log"):
+        chance = chance_of("results log", number)
+        fields = damaged_entry(pick(entries["results"], chance), chance)
         one_line_error(lambda fields=fields: parse_result(run.keys.home, fields), WireError, fields)  # type: ignore[misc]
 
 
@@ -115,19 +115,19 @@ def test_streams_of_a_run() -> None:
                         fields: Any = damaged_entry(pick(entries[name], chance), chance)
                         run.connection.scripts.xadd(getattr(run.keys.home, name), fields or {b"junk": b"1"})
 
-            spoil("rollouts", "groups", "work", "ready")
+            spoil("rollouts", "groups", "work", "results")
             ids = push_groups(producer, 2, prefix="healthy")
             spoil("rollouts", "groups")
             producer.finish()
         group_all(run)
-        spoil("groups", "ready")
+        spoil("groups", "results")
         queue = TrainerQueue(connection, "r", batch_groups=2, chain={"estimator": "reinforce"})
         trained: set[str] = set()
         for _ in range(20):
             try:
                 batch = queue.next_batch(timeout=0)
             except NoBatchError:
-                spoil("work", "ready")
+                spoil("work", "results")
                 compute_all(run)
                 continue
             if batch is None:

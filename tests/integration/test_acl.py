@@ -253,8 +253,8 @@ def test_an_observer_can_look_and_needs_all_it_is_allowed(
         with pytest.raises(NoBatchError):  # the groups become dead letters, one trajectory waits
             next_batch(queue, run)
         consumer_of(run, "s")
-        stored = run.connection.scripts.xadd(run.keys.home.ready, {"results": "of a batch"})
-        run.connection.scripts.xdel(run.keys.home.ready, stored)
+        stored = run.connection.scripts.xadd(run.keys.home.results, {"results": "of a batch"})
+        run.connection.scripts.xdel(run.keys.home.results, stored)
     with Connection(empty.server.url) as owner:
         open_run(owner, "other")
     monkeypatch.setenv("STREAMADV_REDIS_URL", empty.url("observer"))

@@ -94,7 +94,7 @@ def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: i
             "scoring": lambda keys: keys.scoring("judge"),
             "groups": lambda keys: keys.groups,
             "work": lambda keys: keys.work,
-            "ready": lambda keys: keys.ready,
+            "results": lambda keys: keys.results,
         }
         sent: Counter[str] = Counter()
 
@@ -137,7 +137,7 @@ def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: i
         "rollouts",
         "scoring:judge",
         "groups",
-        "ready",
+        "results",
     }
     assert all("\n" not in item.detail and item.detail for item in dead)
 
@@ -288,7 +288,7 @@ def test_copies_of_genuine_entries_change_nothing(redis_url: str, run: str) -> N
         queue.next_batch(timeout=0)
     copy(keys.work)
     compute_all(joined)
-    copy(keys.ready)
+    copy(keys.results)
     seen: Counter[str] = Counter()
     for batch in queue:
         seen.update(reference.group_id for reference in batch.references)

@@ -159,9 +159,9 @@ def test_results_that_are_not_finite_cost_their_group(joined: Run, what: str) ->
         (key,) = [key.decode() for key in client.keys("*") if b":output:" in key]
         client.hset(key, "0:advantages", np.full(5, np.nan, np.float32).tobytes())
     else:
-        ((entry, fields),) = client.xrange(keys.ready)
-        client.delete(keys.ready)
-        client.xadd(keys.ready, {**fields, b"rewards": np.array([np.nan, 1, 0, 1]).tobytes()}, id=entry)
+        ((entry, fields),) = client.xrange(keys.results)
+        client.delete(keys.results)
+        client.xadd(keys.results, {**fields, b"rewards": np.array([np.nan, 1, 0, 1]).tobytes()}, id=entry)
     batch = queue.next_batch(timeout=0)
     assert batch is not None
     assert {reference.group_id for reference in batch.references} == {"g0001"}

@@ -236,7 +236,7 @@ def test_a_trainer_that_settled_on_a_server_that_is_not_the_one(
 
 
 def test_results_that_come_too_late_are_deleted(redis_url: str, run: str) -> None:
-    """Published between the look at the ready log and the end of a batch that is committed or undone."""
+    """Published between the look at the results log and the end of a batch that is committed or undone."""
     chain = {"estimator": "reinforce", "gamma": 0.9}  # has columns of its own
     with producing(redis_url, run) as producer:
         push_groups(producer, 2)

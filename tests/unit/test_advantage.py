@@ -53,7 +53,7 @@ def test_a_second_result_is_thrown_away(named: Run) -> None:
     kept = outputs(named)
     assert not worker.publish(named, result)
     assert outputs(named) == kept
-    assert named.connection.scripts.xlen(named.keys.home.ready) == 1
+    assert named.connection.scripts.xlen(named.keys.home.results) == 1
     assert problems(named) == []
 
 
@@ -84,7 +84,7 @@ def test_a_result_after_the_commit_is_thrown_away(named: Run) -> None:
     named.connection.scripts.hdel(keys.applied, result.unit.batch)
     assert not worker.publish(named, result)
     assert outputs(named) == []
-    assert named.connection.scripts.xlen(keys.ready) == 0
+    assert named.connection.scripts.xlen(keys.results) == 0
 
 
 def test_work_whose_groups_are_gone_is_finished(named: Run) -> None:

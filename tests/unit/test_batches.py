@@ -167,7 +167,7 @@ def test_the_ledger_holds_in_the_middle_of_a_commit(named: tuple[Run, BatchRecor
     for shard in range(2):
         batch_commit._commit_groups(run, shard, record, record.in_shard(shard), 1, {})
         assert problems(run) == []
-        batch_commit._close(run, shard, record.id, 1, batch_commit.read_ready(run))
+        batch_commit._close(run, shard, record.id, 1, batch_commit.read_results(run))
         assert problems(run) == []
     assert ledger(run)["trained"] == 12
 
