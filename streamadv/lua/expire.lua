@@ -1,5 +1,5 @@
 -- End groups whose deadline has passed, unless records pushed before the deadline still wait in the rollouts stream:
--- the grouper's own downtime must not lose anything. One call ends groups of EXPIRE_PLACES places, and the one that
+-- the grouper's own downtime must not lose anything. One call ends groups of EXPIRE_SLOTS slots, and the one that
 -- goes beyond.
 -- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, hash of each group ...
 -- ARGV  partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups, id of each group ...
@@ -12,7 +12,7 @@
 -- include broken
 -- include holders
 redis.call('DEL', KEYS[1])
-local EXPIRE_PLACES = 1024
+local EXPIRE_SLOTS = 1024
 local keys = {open = KEYS[2], groups = KEYS[4], ended = KEYS[5], ended_before = KEYS[6], ledger = KEYS[7],
   garbage = KEYS[8], malformed = KEYS[9], sizes = KEYS[10]}
 local policy = {partial_min_usable = ARGV[1], zero_variance = ARGV[2], difficulty_low = ARGV[3],
@@ -22,7 +22,7 @@ local now = now_ms()
 local oldest = redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', 1)
 local waiting_since = oldest[1] and tonumber(string.match(oldest[1][1], '^(%d+)')) or now + 1
 
--- Returns how many places the group had, its outcome and data source; 0 when it is not (or no longer) due.
+-- Returns how many slots the group had, its outcome and data source; 0 when it is not (or no longer) due.
 local function expire(id)
   local deadline = tonumber(redis.call('ZSCORE', keys.open, id) or '')
   if not deadline then return 0 end
@@ -38,27 +38,27 @@ local function expire(id)
   end
   if state == 'broken' then return 64, end_broken(keys, id, policy) end
   if is_withdrawn(keys.group) then
-    local group = redis.call('HMGET', keys.group, 'unfilled', 'place_bytes', 'abandoned')
+    local group = redis.call('HMGET', keys.group, 'unfilled', 'slot_bytes', 'abandoned')
     redis.call('ZREM', keys.open, id)
     redis.call('DEL', keys.group)
     redis.call('HINCRBY', keys.ledger, 'groups_open', -1)
-    give_back(keys, {unfilled = group[1], place_bytes = group[2], abandoned = group[3]})
+    give_back(keys, {unfilled = group[1], slot_bytes = group[2], abandoned = group[3]})
     return 1
   end
   if deadline > now or waiting_since <= deadline then return 0 end
-  return counts.places, end_group(keys, id, short_outcome(counts.usable, policy, 'expired'), 'e', policy)
+  return counts.slots, end_group(keys, id, short_outcome(counts.usable, policy, 'expired'), 'e', policy)
 end
 
-local reply, places = {0}, 0
+local reply, slots = {0}, 0
 for i = 0, #KEYS - first_group do
   keys.group = KEYS[first_group + i]
   local more, outcome, data_source = expire(ARGV[first_id + i])
-  places, reply[1] = places + more, i + 1
+  slots, reply[1] = slots + more, i + 1
   if outcome then
     reply[#reply + 1] = ARGV[first_id + i]
     reply[#reply + 1] = outcome
     reply[#reply + 1] = data_source
   end
-  if places >= EXPIRE_PLACES then break end
+  if slots >= EXPIRE_SLOTS then break end
 end
 return reply

@@ -4,10 +4,10 @@
 --       key without scorers), payload of each record ('void' key for a record without one) ...
 -- ARGV  those of an admission, see lib/admit; '1' if the run has scorers, then for each record: index (-1 = the
 --       highest free one of those allowed), kind, reward ('' = none yet), bytes, payload key (a nonce for index -1),
---       role, reference JSON (for the first -1 the places that are allowed: a '0' or '1' for each from place 0 on)
---       kind is 'usable', or the reason the place ended: failed, aborted, cancelled, unscorable
+--       role, reference JSON (for the first -1 the slots that are allowed: a '0' or '1' for each from slot 0 on)
+--       kind is 'usable', or the reason the slot ended: failed, aborted, cancelled, unscorable
 -- Returns  {'ok', code of each record ...}  'pushed' ('pushed <index>' for index -1), 'duplicate', 'surplus' or
---                                           'late' (the group had ended), 'range' (no such place)
+--                                           'late' (the group had ended), 'range' (no such slot)
 --          {'busy', reason, used, limit}    the group was unknown and is not admitted now
 --          {'mismatch', size}               open with another size
 --          {'layout'}                       the run may have another number of shards: read the manifest again
@@ -32,9 +32,9 @@ local function unlink_all(reply)
 end
 
 local ended, ended_key = find_ended(keys, id)
-local places = spec.places
+local slots = spec.slots
 if not ended then
-  local group = redis.pcall('HMGET', keys.group, 'size', 'places', 'unfilled', 'place_bytes')
+  local group = redis.pcall('HMGET', keys.group, 'size', 'slots', 'unfilled', 'slot_bytes')
   for i = 1, 4 do
     if group.err or (group[1] and not string.match(group[i] or '', '^%-?%d+$')) then return unlink_all({'broken'}) end
   end
@@ -44,14 +44,14 @@ if not ended then
   elseif group[1] ~= spec.size then
     return unlink_all({'mismatch', group[1]})
   else
-    places = tonumber(group[2])
+    slots = tonumber(group[2])
     if is_withdrawn(keys.group) then adopt(keys, spec, '-') end
   end
 else
-  places = #ended - 1
+  slots = #ended - 1
 end
 
--- Take the place: true if nobody had it before.
+-- Take the slot: true if nobody had it before.
 local function take(index)
   if ended then
     if string.sub(ended, index + 2, index + 2) ~= '0' then return false end
@@ -64,14 +64,14 @@ end
 
 local codes, stuck = {'ok'}, nil
 local pushed, duplicates, in_rollouts, in_scoring, bytes_in, sizes, dropped = 0, 0, 0, 0, 0, {}, {}
-local allowed, next_free = '', 0  -- for -1: from next_free on all places are taken, or not allowed
+local allowed, next_free = '', 0  -- for -1: from next_free on all slots are taken, or not allowed
 for i = 0, records - 1 do
   local at = first_record + i * width
   local index, kind, reward, bytes = tonumber(ARGV[at]), ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
   local code, registered
   if index == -1 then
     registered = false
-    if ARGV[at + 6] ~= '' then allowed, next_free = ARGV[at + 6], math.min(#ARGV[at + 6], places) end
+    if ARGV[at + 6] ~= '' then allowed, next_free = ARGV[at + 6], math.min(#ARGV[at + 6], slots) end
     local taken = not ended and redis.call('HGET', keys.group, 'cancel:' .. ARGV[at + 4])  -- this call comes again
     taken = taken and string.match(taken, '^%d+$')
     if ended then
@@ -90,7 +90,7 @@ for i = 0, records - 1 do
       end
       code = registered and 'pushed ' .. index or 'range'
     end
-  elseif index >= places then
+  elseif index >= slots then
     registered, code = false, 'range'
   else
     registered = take(index)
@@ -134,7 +134,7 @@ if used > 0 then
   redis.pcall('HINCRBY', keys.ledger, 'live_bytes', string.format('%d', bytes_in))
   if #sizes > 0 then note_sizes(keys.sizes, sizes) end
   redis.call('HINCRBY', keys.group, 'unfilled', -used)
-  reserve(keys.sizes, redis.call('HMGET', keys.group, 'place_bytes')[1], -used)
+  reserve(keys.sizes, redis.call('HMGET', keys.group, 'slot_bytes')[1], -used)
   play(keys, spec.producer)
 end
 if stuck then

@@ -33,7 +33,7 @@ local function no_payload(at)
 end
 
 local function not_awaited(at)
-  return 'place ' .. ARGV[at + 3] .. ' of group ' .. ARGV[at + 2] .. ' waits for no record'
+  return 'slot ' .. ARGV[at + 3] .. ' of group ' .. ARGV[at + 2] .. ' waits for no record'
 end
 
 -- A record whose group is not open.
@@ -56,10 +56,10 @@ local function take_open(records, first, counts)
     indices[#indices + 1] = ARGV[records[i] + 3]
     if ARGV[records[i] + 4] == 'usable' then payloads[#payloads + 1] = ARGV[records[i] + 7] end
   end
-  local places = redis.call('HMGET', keys.group, unpack(indices))
+  local slots = redis.call('HMGET', keys.group, unpack(indices))
   local all_there = #payloads == 0 or redis.call('EXISTS', unpack(payloads)) == #payloads
   local waits, members, rewarded, unscored = {}, {}, {}, 0
-  for i, index in ipairs(indices) do waits[index] = places[i] == 'p' end
+  for i, index in ipairs(indices) do waits[index] = slots[i] == 'p' end
   local usable, unusable, last = counts.usable, counts.unusable, first - 1
   repeat
     last = last + 1

@@ -1,11 +1,11 @@
--- The caller of a `begin` has not heard of it. A group whose tickets nobody else has, and of which no place is filled,
+-- The caller of a `begin` has not heard of it. A group whose tickets nobody else has, and of which no slot is filled,
 -- counts no more in pacing; the grouper removes it as if it had never been opened, unless somebody begins it before.
 -- KEYS  void, group, open, ledger
 -- ARGV  group id, nonce of the call
 -- Returns  1 if the group was withdrawn, 0 if not
 -- include holders
 redis.call('DEL', KEYS[1])
-local group = redis.pcall('HMGET', KEYS[2], 'holders', 'places', 'unfilled', 'abandoned')
+local group = redis.pcall('HMGET', KEYS[2], 'holders', 'slots', 'unfilled', 'abandoned')
 if group.err or not group[1] or group[1] == '' or #group[1] >= MAX_HOLDERS then return 0 end
 local others = {}
 for nonce in string.gmatch(group[1], '%S+') do

@@ -33,7 +33,7 @@ class ShardInventory:
     open: int = 0
     unfilled: dict[str, int] = field(
         default_factory=dict
-    )  # bytes a place began with -> places without a record
+    )  # bytes a slot began with -> slots without a record
     abandoned: int = 0  # open groups
     logged: int = 0  # trajectories in the groups log: grouped or in flight
     foreign: list[str] = field(
@@ -57,8 +57,8 @@ def walk(run: Run, keys: ShardKeys) -> ShardInventory:
         group = _hash(run, keys.group(group_id))
         found.abandoned += group.get(b"abandoned") == b"1"
         filled = sum(index.isdigit() for index in group)
-        if free := as_count(group.get(b"places", b"")) - filled:
-            each = group.get(b"place_bytes", b"").decode(errors="backslashreplace")
+        if free := as_count(group.get(b"slots", b"")) - filled:
+            each = group.get(b"slot_bytes", b"").decode(errors="backslashreplace")
             found.unfilled[each] = found.unfilled.get(each, 0) + free
         for index, record in group.items():
             parts = record.split(b" ", 5)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CONSUMER_TIMEOUT_S: Final = 30.0
 #: Open groups that are looked at, in all shards together: those that are due first.
 OPEN_LOOKED_AT: Final = 256
-GROUP_FIELDS: Final = ("opened_ms", "size", "places", "usable", "unscored", "unusable")
+GROUP_FIELDS: Final = ("opened_ms", "size", "slots", "usable", "unscored", "unusable")
 
 
 def read_facts(

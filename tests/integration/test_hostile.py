@@ -142,7 +142,7 @@ def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: i
     assert all("\n" not in item.detail and item.detail for item in dead)
 
 
-@pytest.mark.parametrize("change", [{"places": "many"}, {"size": "x"}, {"place_bytes": ""}], ids=str)
+@pytest.mark.parametrize("change", [{"slots": "many"}, {"size": "x"}, {"slot_bytes": ""}], ids=str)
 def test_a_producer_is_told_of_a_group_that_somebody_wrote_into(
     redis_url: str, run: str, change: dict[str, str]
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_producer_is_told_of_a_group_that_somebody_wrote_into(
         connection.scripts.hset(joined.keys.home.group("g"), mapping=change)
         with pytest.raises(GroupEndedError, match="group g is not what was opened"):
             group.push([{"rollout_index": 0, "input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0}])
-        if "place_bytes" not in change:
+        if "slot_bytes" not in change:
             with pytest.raises(GroupEndedError, match="group g is not what was opened"):
                 producer.begin_group(2, group_id="g")
     assert ledger(joined)["pushed"] == 0
@@ -301,7 +301,7 @@ def test_copies_of_genuine_entries_change_nothing(redis_url: str, run: str) -> N
 @pytest.mark.parametrize(
     "change",
     [
-        {"places": "many"},
+        {"slots": "many"},
         {"size": "-1"},
         {"unfilled": "1e9"},
         {"usable": "x"},

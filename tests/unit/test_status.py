@@ -115,7 +115,7 @@ def test_status_tells_what_admission_reserves(fake: Connection, tokens: int, cou
         open_groups = [producer.begin_group(3) for _ in range(2)]
         each = read_status(run)["place_bytes"]
         key = run.keys.home.group(open_groups[-1].group_id)
-        assert str(each).encode() == fake.scripts.hget(key, "place_bytes")
+        assert str(each).encode() == fake.scripts.hget(key, "slot_bytes")
         assert read_status(run)["bytes"]["reserved"] == 2 * 3 * each
 
 

@@ -2,11 +2,11 @@
 local ADMISSION_ARGS = 12
 
 -- The first arguments of a script that may open a group:
---   group id, size, places, data source, deadline (ms), max_trajectory_bytes, max_bytes of this shard, shards, groups that
+--   group id, size, slots, data source, deadline (ms), max_trajectory_bytes, max_bytes of this shard, shards, groups that
 --   count in the other shards ('' = not known), max_staleness and batch_groups until a trainer says its own ('' = no
 --   pacing), producer
 local function admission_of(args)
-  return {id = args[1], size = args[2], places = tonumber(args[3]), data_source = args[4],
+  return {id = args[1], size = args[2], slots = tonumber(args[3]), data_source = args[4],
     deadline_ms = tonumber(args[5]), max_trajectory_bytes = tonumber(args[6]), max_bytes = tonumber(args[7]),
     shards = tonumber(args[8]), elsewhere = tonumber(args[9]), max_staleness = args[10], batch_groups = args[11],
     producer = args[12]}
@@ -25,7 +25,7 @@ end
 -- Returns nil when opened, else {'busy', reason, used, limit}, for max_bytes with {open groups, groups logged, trajectories in
 -- streams and in flight, batch_groups or ''}, or {'layout'} where nobody has confirmed that the run has so
 -- many shards: the server may have lost its manifest, and nobody may read what is pushed here.
--- What is reserved is a function of the open groups' unfilled places, so no credit can leak.
+-- What is reserved is a function of the open groups' unfilled slots, so no credit can leak.
 local function open_group(keys, spec)
   if tonumber(redis.call('HMGET', keys.ledger, 'shards')[1] or '') ~= spec.shards then return {'layout'} end
   local trainer = redis.call('HMGET', keys.trainer, 'max_staleness', 'batch_groups', 'held', 'epoch', 'version')
@@ -38,10 +38,10 @@ local function open_group(keys, spec)
     if used >= limit then return {'busy', 'max_staleness', used, limit} end
   end
   local known = read_sizes(keys.sizes)
-  local each = place_bytes(known, spec.max_trajectory_bytes)
+  local each = slot_bytes(known, spec.max_trajectory_bytes)
   local used = (tonumber(redis.call('HMGET', keys.ledger, 'live_bytes')[1] or '') or 0) + reserved_bytes(known, each)
-  if used + spec.places * each > spec.max_bytes then
-    local reason = spec.max_bytes >= 0 and spec.places * each > spec.max_bytes and 'group_bytes' or 'max_bytes'
+  if used + spec.slots * each > spec.max_bytes then
+    local reason = spec.max_bytes >= 0 and spec.slots * each > spec.max_bytes and 'group_bytes' or 'max_bytes'
     if reason == 'group_bytes' then used = each end
     local on_way = redis.call('HMGET', keys.ledger, 'rollouts', 'scoring', 'in_flight')
     local moving = (tonumber(on_way[1] or '') or 0) + (tonumber(on_way[2] or '') or 0) + (tonumber(on_way[3] or '') or 0)
@@ -49,11 +49,11 @@ local function open_group(keys, spec)
       redis.call('ZCARD', keys.open), redis.call('XLEN', keys.groups), moving, batch_groups or ''}
   end
   local now = now_ms()
-  redis.call('HSET', keys.group, 'size', spec.size, 'places', spec.places, 'data_source', spec.data_source,
-    'opened_ms', string.format('%.17g', now), 'unfilled', spec.places, 'place_bytes', string.format('%d', each),
+  redis.call('HSET', keys.group, 'size', spec.size, 'slots', spec.slots, 'data_source', spec.data_source,
+    'opened_ms', string.format('%.17g', now), 'unfilled', spec.slots, 'slot_bytes', string.format('%d', each),
     'producer', spec.producer, 'epoch', trainer[4] or '0', 'version', trainer[5] or '0')
   redis.call('ZADD', keys.open, string.format('%.17g', now + spec.deadline_ms), spec.id)
-  reserve(keys.sizes, string.format('%d', each), spec.places)
+  reserve(keys.sizes, string.format('%d', each), spec.slots)
   redis.pcall('HINCRBY', keys.ledger, 'groups_open', 1)
   return nil
 end

@@ -20,13 +20,13 @@ local function end_broken(keys, id, policy)
   for index = 0, highest do bitmap[#bitmap + 1] = there[index] or '0' end
   redis.call('DEL', keys.group)
   if redis.call('ZREM', keys.open, id) == 1 then redis.pcall('HINCRBY', keys.ledger, 'groups_open', -1) end
-  for _, name in ipairs({'unfilled', 'place_bytes'}) do
+  for _, name in ipairs({'unfilled', 'slot_bytes'}) do
     if not string.match(group[name] or '', '^%d+$') or #group[name] > 15 then group.unfilled = '0' end
   end
   give_back(keys, group)
   if held > 0 then redis.pcall('HINCRBY', keys.ledger, 'open', -held) end
   redis.pcall('HINCRBY', keys.ledger, 'outcome:malformed', 1)
-  note_malformed(keys, 'group:' .. id, 'hash', held, 'size, places or counters are not what was written', '')
+  note_malformed(keys, 'group:' .. id, 'hash', held, 'size, slots or counters are not what was written', '')
   remember_ended(keys, id, 'e', table.concat(bitmap), policy.dedupe_groups)
   return 'malformed', ''
 end

@@ -27,22 +27,22 @@ end
 
 -- 'none', 'open' or 'broken' (what stands there is not what the scripts wrote), and the counts of an open group.
 local function group_state(keys)
-  local n = redis.pcall('HMGET', keys.group, 'size', 'places', 'unfilled', 'place_bytes', 'opened_ms', 'usable', 'unscored',
+  local n = redis.pcall('HMGET', keys.group, 'size', 'slots', 'unfilled', 'slot_bytes', 'opened_ms', 'usable', 'unscored',
     'unusable')
   if n.err then return 'broken' end
   if not (n[1] or n[2] or n[3]) then return 'none' end
   for i = 1, 8 do
     if not string.match(n[i] or (i > 5 and '0' or ''), '^%-?%d+$') or #(n[i] or '') > 15 then return 'broken' end
   end
-  local counts = {size = tonumber(n[1]), places = tonumber(n[2]), usable = tonumber(n[6] or '') or 0,
+  local counts = {size = tonumber(n[1]), slots = tonumber(n[2]), usable = tonumber(n[6] or '') or 0,
     unusable = tonumber(n[8] or '') or 0}
-  return counts.size > 0 and counts.places <= 8192 and 'open' or 'broken', counts
+  return counts.size > 0 and counts.slots <= 8192 and 'open' or 'broken', counts
 end
 
 -- What an open group holds beside its members, when it ends.
 local function give_back(keys, group)
   local unfilled = tonumber(group.unfilled)
-  if unfilled > 0 then reserve(keys.sizes, group.place_bytes, -unfilled) end
+  if unfilled > 0 then reserve(keys.sizes, group.slot_bytes, -unfilled) end
   if group.abandoned == '1' then redis.pcall('HINCRBY', keys.ledger, 'groups_abandoned', -1) end
 end
 
@@ -53,9 +53,9 @@ local function end_group(keys, id, outcome, letter, policy)
   local flat = redis.call('HGETALL', keys.group)
   local group = {}
   for i = 1, #flat, 2 do group[flat[i]] = flat[i + 1] end
-  local places, bitmap = tonumber(group.places), {}
+  local slots, bitmap = tonumber(group.slots), {}
   local kept, rewards, left_out = {}, {}, {}
-  for index = 0, places - 1 do
+  for index = 0, slots - 1 do
     local text = group[tostring(index)]
     bitmap[#bitmap + 1] = text and (text == 'p' and '2' or '1') or '0'
     local reward, bytes, key, role, reference = member_fields(text or '')
@@ -121,7 +121,7 @@ end
 
 -- Whether a group of these counts ends: enough usable members are there, or nothing more can come.
 local function is_complete(counts)
-  return counts.usable >= counts.size or counts.usable + counts.unusable >= counts.places
+  return counts.usable >= counts.size or counts.usable + counts.unusable >= counts.slots
 end
 
 -- End a group that is complete. Returns what end_group returns.

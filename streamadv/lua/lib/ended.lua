@@ -1,4 +1,4 @@
--- Tombstones of ended groups: id -> letter and bitmap. 'c' = completed, 'e' = expired; then one digit per place:
+-- Tombstones of ended groups: id -> letter and bitmap. 'c' = completed, 'e' = expired; then one digit per slot:
 -- '0' nobody has pushed it, '1' it has ended, '2' its record is still on its way to the group. Two generations: when
 -- the young one is full it replaces the old one, so at least the last dedupe_groups groups are remembered.
 local function find_ended(keys, id)

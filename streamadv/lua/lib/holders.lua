@@ -3,6 +3,6 @@
 local MAX_HOLDERS = 200
 
 local function is_withdrawn(group_key)
-  local group = redis.call('HMGET', group_key, 'holders', 'places', 'unfilled')
+  local group = redis.call('HMGET', group_key, 'holders', 'slots', 'unfilled')
   return group[1] == '' and group[2] == group[3]
 end

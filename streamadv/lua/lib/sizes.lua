@@ -1,12 +1,12 @@
--- What trajectories of this run need, and what is reserved for the places of open groups that no record has filled.
+-- What trajectories of this run need, and what is reserved for the slots of open groups that no record has filled.
 -- The hash `sizes` of a shard:
 --   'h<b>'      payloads pushed that have at most 2^(b/4) bytes, and do not fit below; older ones count less and less
 --   'n'         the sum of these
 --   'in', 'out' payload bytes that results were computed for, and bytes of these results
---   'u<bytes>'  unfilled places of open groups, by the bytes a place needed when its group was opened
-local SIZES_KNOWN = 8  -- payloads after which their sizes count; until then a place needs max_trajectory_bytes
+--   'u<bytes>'  unfilled slots of open groups, by the bytes a slot needed when its group was opened
+local SIZES_KNOWN = 8  -- payloads after which their sizes count; until then a slot needs max_trajectory_bytes
 local SIZES_FORGET = 4096  -- at so many all counts are halved
-local SIZES_RARE = 0.01  -- the share of payloads that may be larger than what a place needs
+local SIZES_RARE = 0.01  -- the share of payloads that may be larger than what a slot needs
 
 local SIZES_MOST = 240  -- buckets above would be of payloads that no server holds
 
@@ -32,8 +32,8 @@ local function read_sizes(key)
   return known
 end
 
--- Bytes that a place needs now: those of nearly all payloads, and as many for results as they have had so far.
-local function place_bytes(known, max_trajectory_bytes)
+-- Bytes that a slot needs now: those of nearly all payloads, and as many for results as they have had so far.
+local function slot_bytes(known, max_trajectory_bytes)
   if known.n < SIZES_KNOWN then return max_trajectory_bytes end
   local buckets, larger = {}, 0
   for bucket in pairs(known.payloads) do buckets[#buckets + 1] = bucket end
@@ -49,7 +49,7 @@ local function place_bytes(known, max_trajectory_bytes)
   return max_trajectory_bytes
 end
 
--- All unfilled places at `each` bytes, those whose groups began with more at that.
+-- All unfilled slots at `each` bytes, those whose groups began with more at that.
 local function reserved_bytes(known, each)
   local sum = 0
   for bytes, count in pairs(known.unfilled) do sum = sum + math.max(bytes, each) * count end
@@ -64,7 +64,7 @@ local function add(key, field, count)
   return redis.call('HINCRBY', key, field, count)
 end
 
--- `count` places of a group opened at `bytes` each are unfilled (or, below 0, no longer).
+-- `count` slots of a group opened at `bytes` each are unfilled (or, below 0, no longer).
 local function reserve(key, bytes, count)
   if add(key, 'u' .. bytes, count) <= 0 then redis.call('HDEL', key, 'u' .. bytes) end
 end
