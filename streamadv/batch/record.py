@@ -29,7 +29,7 @@ ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
 
 class Score(BaseModel):
-    """A reward that `producer.score` brought, as `lua/score.lua` keeps it."""
+    """A reward that `producer.score` brought, as `lua/group/score.lua` keeps it."""
 
     reward: FiniteFloat
     rewards: dict[str, FiniteFloat] = {}

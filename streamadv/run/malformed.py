@@ -22,7 +22,7 @@ from .run import Run
 
 logger = logging.getLogger(__name__)
 
-#: Fields of a record in the rollouts stream and the scorers' streams, as `lua/push.lua` writes them.
+#: Fields of a record in the rollouts stream and the scorers' streams, as `lua/group/push.lua` writes them.
 RECORD_FIELDS: Final = ("group_id", "index", "kind", "reward", "bytes", "key", "role", "reference")
 _RECORD_FIELDS: Final = frozenset(RECORD_FIELDS)
 KINDS: Final = frozenset([b"usable", b"unscorable", b"failed", b"aborted", b"cancelled"])

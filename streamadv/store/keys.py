@@ -143,7 +143,7 @@ class ShardKeys:
         return self._key(f"output:{nonce}")
 
     def admission(self, group_id: str) -> list[str]:
-        """KEYS of the scripts that may open a group, see `lua/begin.lua`."""
+        """KEYS of the scripts that may open a group, see `lua/group/begin.lua`."""
         names = [self.open, self.groups, self.ended, self.ended_before, self.ledger, self.trainer, self.sizes]
         return [self.group(group_id), *names]
 

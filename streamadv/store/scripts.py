@@ -1,18 +1,20 @@
 """The Lua scripts: loading, and calling them by their hash.
 
-Every change of state is one script in `lua/`; each file opens with its keys, arguments and returns. A line
-`-- include name` is replaced by `lua/lib/name.lua`. All scripts but `push` and `begin` first delete
-a key that never exists: over `maxmemory` a server refuses a script whose first write needs memory, and these
-are the ones that let a full server drain.
+Every change of state is one script in `lua/`, in the folder of its life cycle; each file opens with its keys,
+arguments and returns. Callers say its plain name, which no other folder has. A line `-- include name` is
+replaced by `lua/lib/name.lua`. All scripts but `push` and `begin` first delete a key that never exists: over
+`maxmemory` a server refuses a script whose first write needs memory, and these are the ones that let a full
+server drain.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, NamedTuple
 
 from redis.exceptions import NoScriptError
@@ -22,6 +24,8 @@ from .connection import AsyncConnection, Connection
 from .resp import as_buffer
 from .retry import RETRYABLE, closed_under_way, not_now
 
+_LUA = resources.files("streamadv") / "lua"
+_LIB = "lib"
 _INCLUDE = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
 #: Left out of what travels; the lines stay, as a script's errors name them.
 _INDENT_OR_COMMENT = re.compile(r"^[ \t]+(?:--.*)?|^--.*", re.MULTILINE)
@@ -54,17 +58,24 @@ class ScriptCall(NamedTuple):
 
 
 @cache
+def files() -> Mapping[str, Traversable]:
+    """Name of each script -> its file."""
+    folders = [folder for folder in _LUA.iterdir() if folder.is_dir() and folder.name != _LIB]
+    scripts = {file.name.removesuffix(".lua"): file for folder in folders for file in folder.iterdir()}
+    return dict(sorted(scripts.items()))
+
+
+@cache
 def load(name: str) -> Script:
-    """The script `lua/<name>.lua` with its includes, less indentation and comment lines."""
-    folder = resources.files("streamadv") / "lua"
-    text = (folder / f"{name}.lua").read_text()
-    text = _INCLUDE.sub(lambda match: (folder / "lib" / f"{match[1]}.lua").read_text(), text)
+    """The script `name` with its includes, less indentation and comment lines."""
+    text = files()[name].read_text()
+    text = _INCLUDE.sub(lambda match: (_LUA / _LIB / f"{match[1]}.lua").read_text(), text)
     text = _INDENT_OR_COMMENT.sub("", text)
     return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 def script_call(name: str, keys: Sequence[str], args: Sequence[Any] = ()) -> ScriptCall:
-    """A call of `lua/NAME.lua`; keys and arguments in the order its first lines give."""
+    """A call of the script `name`; keys and arguments in the order its first lines give."""
     return ScriptCall(load(name), keys, args)
 
 

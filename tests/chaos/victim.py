@@ -1,7 +1,7 @@
 """Dying at a named point: the execution of scripts is wrapped, the library itself has no hooks.
 
 Points are `before:<script>` (nothing of it has happened), `after:<script>` (it has happened, the process does not
-know), for every file in `streamadv/lua`, and the two gaps that no script marks: `between:fetch-publish` of an
+know), for every script in `streamadv/lua`, and the two gaps that no script marks: `between:fetch-publish` of an
 advantage worker and `between:save-commit` of a trainer.
 
     python -m tests.chaos.victim --at after:take:3 -- worker grouper --redis URL --run NAME
@@ -20,7 +20,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,11 +41,7 @@ SAVE_COMMIT: Final = "between:save-commit"
 
 def script_names() -> list[str]:
     """Every script of the library: a new one is a new point by itself."""
-    return sorted(
-        Path(file.name).stem
-        for file in (resources.files("streamadv") / "lua").iterdir()
-        if file.name.endswith(".lua")
-    )
+    return list(scripts.files())
 
 
 def points() -> list[str]:

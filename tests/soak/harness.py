@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple
@@ -32,9 +31,9 @@ import redis
 from streamadv.processes.children import Child, Message
 from streamadv.run import Run, open_run
 from streamadv.status.ledger import problems_of, read_shard, read_status
+from streamadv.store import scripts
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
-from streamadv.store.scripts import load
 
 from .roles import settings
 
@@ -105,11 +104,7 @@ class Soak:
         self._costs = costs
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._children: dict[str, Child] = {}
-        self._scripts = {
-            load(file.name.removesuffix(".lua")).sha: file.name.removesuffix(".lua")
-            for file in (resources.files("streamadv") / "lua").iterdir()
-            if file.name.endswith(".lua")
-        }
+        self._scripts = {scripts.load(name).sha: name for name in scripts.files()}
 
     def play(self) -> Report:
         """Run it and judge."""

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import re
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
 from streamadv.store import acl, scripts
 from streamadv.store.connection import Connection
 
-FOLDER = resources.files("streamadv") / "lua"
-NAMES = sorted(path.name.removesuffix(".lua") for path in FOLDER.iterdir() if path.name.endswith(".lua"))
+NAMES = list(scripts.files())
 #: May be refused above maxmemory: they bring data in. `status`, `ahead` and `server_id` write nothing.
 WRITERS_OF_NEW_DATA = {"push", "begin", "status", "server_id", "ahead"}
 
 
+def test_a_script_has_its_name_alone() -> None:
+    folder = resources.files("streamadv") / "lua"
+    files = [path for path in Path(str(folder)).rglob("*.lua") if path.parent.name != "lib"]
+    assert sorted(path.stem for path in files) == NAMES
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_script_says_what_it_takes_and_gives(name: str) -> None:
-    text = (FOLDER / f"{name}.lua").read_text()
+    text = scripts.files()[name].read_text()
     for word in ("KEYS", "ARGV", "Returns"):
         assert re.search(rf"^-- (KEYS and )?{word}  ", text, re.MULTILINE) or word not in text, word
     assert "Returns" in text
@@ -34,7 +40,7 @@ def test_scripts_use_only_what_every_server_has(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - WRITERS_OF_NEW_DATA))
 def test_the_first_write_of_a_script_needs_no_memory(name: str) -> None:
-    body = (FOLDER / f"{name}.lua").read_text()
+    body = scripts.files()[name].read_text()
     first = re.search(r"redis\.p?call\('(\w+)', (KEYS\[1\])", body)
     assert first is not None
     assert first[1] == "DEL"
