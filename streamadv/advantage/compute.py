@@ -1,6 +1,6 @@
-"""The chain over one unit of work: pure functions from what was fetched to what will be published.
+"""The chain over one work item: pure functions from what was fetched to what will be published.
 
-The same unit gives the same bits on any worker. Nothing here reads or writes but the tries at suspect groups
+The same item gives the same bits on any worker. Nothing here reads or writes but the tries at suspect groups
 (`isolation.py`).
 """
 
@@ -19,8 +19,10 @@ from torch import Tensor
 from ..algorithms.chain import Chain, ChainResult, cut_chain, run_chain
 from ..algorithms.packed import Level, PackedBatch, pack
 from ..batch.carryover import running_of
-from ..batch.record import Death, LoggedGroup, Unit
+from ..batch.record import Death
+from ..batch.work import WorkItem
 from ..errors import ChainError, SettingError
+from ..grouping.groups_log import LoggedGroup
 from ..run import Run
 from ..run.consumer import ADVANTAGE, Entry
 from ..run.hangs import call_within
@@ -38,10 +40,10 @@ TIMEOUT_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A unit of work with everything its computation needs."""
+    """A work item with everything its computation needs."""
 
     entry: Entry
-    unit: Unit
+    item: WorkItem
     groups: list[LoggedGroup]
     columns: dict[str, list[dict[str, Array]]]  # group id -> columns of its members; {} when none are needed
     dead: dict[str, Death] = field(default_factory=dict)  # groups that could not be read or computed
@@ -49,10 +51,10 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Results of one unit of work, ready to be written."""
+    """Results of one work item, ready to be written."""
 
     entry: Entry
-    unit: Unit
+    item: WorkItem
     header: str
     results: dict[str, bytes]  # one number per trajectory, row or step: travels in the results log
     outputs: dict[Any, Any]  # '<member>:<column>' -> one number per token: a hash of its own
@@ -73,9 +75,9 @@ def choose_device(device: Device) -> torch.device:
     return torch.device(device)
 
 
-def worker_chain(unit: Unit) -> Chain:
+def worker_chain(item: WorkItem) -> Chain:
     """The part of the chain that runs here: up to the first step needing a late column."""
-    return cut_chain(unit.chain, unit.late)[0]
+    return cut_chain(item.chain, item.late)[0]
 
 
 def compute_safely(
@@ -90,7 +92,7 @@ def compute_safely(
     timeout_s: for one computation; a group that takes longer alone is left out. Raises Stopped when `stop` is set
     and a computation goes on.
     """
-    what = f"{ADVANTAGE}: the chain ({prepared.unit.chain.get('estimator')}) on batch {prepared.unit.batch}"
+    what = f"{ADVANTAGE}: the chain ({prepared.item.chain.get('estimator')}) on batch {prepared.item.batch}"
 
     def bounded(part: Prepared) -> Computed:
         return call_within(lambda: compute(part, device), timeout_s, what, stop)
@@ -102,7 +104,7 @@ def compute_safely(
             raise
         except Exception as error:  # some group's data: found out below
             logger.warning(
-                "%s: batch %s to be computed group by group: %s", ADVANTAGE, prepared.unit.batch, error
+                "%s: batch %s to be computed group by group: %s", ADVANTAGE, prepared.item.batch, error
             )
 
     def compute_alone(group: LoggedGroup) -> object:
@@ -112,26 +114,26 @@ def compute_safely(
     dead = isolate(run, living, compute_alone)
     if len(dead) == len(living) > 1:
         raise ChainError(
-            f"batch {prepared.unit.batch}: every group fails, as with {next(iter(dead.values())).detail}"
+            f"batch {prepared.item.batch}: every group fails, as with {next(iter(dead.values())).detail}"
         )
     return bounded(replace(prepared, dead=prepared.dead | dead))
 
 
 def compute(prepared: Prepared, device: torch.device) -> Computed:
     """Run the worker's part of the chain. Pure: the same entry gives the same bits on any worker."""
-    unit = prepared.unit
-    chain = worker_chain(unit)
+    item = prepared.item
+    chain = worker_chain(item)
     groups = [group for group in prepared.groups if group.group_id not in prepared.dead]
-    mine = [group for group in groups if group.shard == unit.shard]
-    header: dict[str, Any] = {"unit": unit.number, "level": chain.level, "dead": prepared.dead}
+    mine = [group for group in groups if group.shard == item.shard]
+    header: dict[str, Any] = {"unit": item.number, "level": chain.level, "dead": prepared.dead}
     header["groups"] = [counts_of(group) for group in mine]
     if not groups:
         header |= {"columns": [], "metrics": {}, "weights": {}}
-        return Computed(prepared.entry, unit, json.dumps(header), {}, {})
+        return Computed(prepared.entry, item, json.dumps(header), {}, {})
     columns = [each for group in groups for each in prepared.columns.get(group.group_id, ())]
     batch = pack([member for group in groups for member in group.members], columns or None, device)
-    result = run_chain(chain, batch, unit.kl_coefficient, running_of(unit))
-    own = torch.tensor([group.shard == unit.shard for group in groups], dtype=torch.bool, device=device)
+    result = run_chain(chain, batch, item.kl_coefficient, running_of(item))
+    own = torch.tensor([group.shard == item.shard for group in groups], dtype=torch.bool, device=device)
     selection = Selection(batch, own[batch.trajectory_group])
     results, outputs = split_result(result, selection)
     header |= {
@@ -142,7 +144,7 @@ def compute(prepared: Prepared, device: torch.device) -> Computed:
     weights = result.columns.get("rollout_is_weights")
     return Computed(
         prepared.entry,
-        unit,
+        item,
         json.dumps(header),
         results,
         outputs,

@@ -1,6 +1,6 @@
 """Poison: groups whose data break the computation are found by computing every group alone.
 
-One bad group must neither stop the stage nor take its batch-mates with it. A unit of work that failed, or that a
+One bad group must neither stop the stage nor take its batch-mates with it. A work item that failed, or that a
 worker before did not survive, is tried group by group; each try is counted on the server before it is made, so
 that a crash counts as well. What fails MAX_ATTEMPTS times is left out and reported as dead.
 """
@@ -11,8 +11,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ..batch.record import Death, LoggedGroup
+from ..batch.record import Death
 from ..errors import ChainError, EstimatorError, HungError, SettingError
+from ..grouping.groups_log import LoggedGroup
 from ..run import Run
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Results of units of work: the entries of the results log, checked, and each trajectory's part of them."""
+"""Results of work items: the entries of the results log, checked, and each trajectory's part of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ..algorithms.packed import Level
-from ..batch.record import Death, LoggedGroup, Unit
+from ..batch.record import Death
+from ..batch.work import WorkItem
 from ..errors import WireError
+from ..grouping.groups_log import LoggedGroup
 from ..messages import brief, first_problem, one_line
 from ..store.keys import ShardKeys
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
@@ -38,7 +40,7 @@ OutputName = Annotated[str, AfterValidator(_known_output)]
 
 
 class GroupCounts(NamedTuple):
-    """How much of a unit's results is a group's: they follow each other in this order."""
+    """How much of a work item's results is a group's: they follow each other in this order."""
 
     group_id: str
     trajectories: Count
@@ -51,7 +53,7 @@ class ResultHeader(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    unit: int  # number of the unit of work
+    unit: int  # number of the work item
     level: Level
     groups: list[GroupCounts]
     columns: list[OutputName]  # of the output hash
@@ -62,7 +64,7 @@ class ResultHeader(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One entry of the results log: the results of one unit of work."""
+    """One entry of the results log: the results of one work item."""
 
     batch: str
     header: ResultHeader
@@ -104,12 +106,12 @@ def parse_result(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Result:
     return Result(batch, header, output, results)
 
 
-def misfit(result: Result, unit: Unit, groups: Mapping[str, LoggedGroup]) -> str | None:
-    """Why these are not the results of `unit`, given the batch's living groups by id; None if it is."""
+def misfit(result: Result, item: WorkItem, groups: Mapping[str, LoggedGroup]) -> str | None:
+    """Why these are not the results of `item`, given the batch's living groups by id; None if it is."""
     counts = {each.group_id: each[1:] for each in result.header.groups}
-    for pointer in unit.groups:
+    for pointer in item.groups:
         group = groups.get(pointer.group_id)
-        if group is None or pointer.shard != unit.shard or pointer.group_id in result.header.dead:
+        if group is None or pointer.shard != item.shard or pointer.group_id in result.header.dead:
             continue
         if counts.get(pointer.group_id) != counts_of(group)[1:]:
             return f"group {pointer.group_id} has other counts than in the log"
@@ -127,7 +129,7 @@ def _kind(result: str, level: Level) -> str:
 
 
 class Member(NamedTuple):
-    """A trajectory of the batch, and where its part of a unit's results begins."""
+    """A trajectory of the batch, and where its part of a work item's results begins."""
 
     reference: Reference
     result: Result
@@ -169,7 +171,7 @@ def numbers_of(members: Sequence[Member], name: str) -> Array:
 
 
 def assign(
-    units: Sequence[Unit], results: Mapping[int, Result], groups: Sequence[LoggedGroup]
+    items: Sequence[WorkItem], results: Mapping[int, Result], groups: Sequence[LoggedGroup]
 ) -> list[Member]:
     """Every member of `groups`, the living ones of the batch, with its numbers, in batch order.
 
@@ -177,8 +179,8 @@ def assign(
     """
     by_id = {group.group_id: group for group in groups}
     members: dict[str, list[Member]] = {}
-    for unit in units:
-        result = results[unit.number]
+    for item in items:
+        result = results[item.number]
         position, first_row, first_step = 0, 0, 0
         for group_id, trajectories, rows, steps in result.header.groups:
             if group_id in by_id:

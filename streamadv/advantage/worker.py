@@ -1,7 +1,7 @@
-"""The advantage stage: reads units of work of named batches, runs the chain, publishes the results.
+"""The advantage stage: reads work items of named batches, runs the chain, publishes the results.
 
 Three threads overlap: a reader fetches references and the columns the chain needs, the main thread computes, a
-publisher hands off. Results are pure functions of the unit of work, so a worker that was too slow just finds its
+publisher hands off. Results are pure functions of the work item, so a worker that was too slow just finds its
 entry acked by somebody else and drops what it has.
 """
 
@@ -23,9 +23,10 @@ from redis.exceptions import OutOfMemoryError
 
 from .. import metrics
 from ..algorithms.chain import cut_chain
-from ..batch.record import ENTRY_ID, Death, Unit, find_record, read_groups, read_records, work_units
-from ..batch.work import batch_scope
+from ..batch.record import Death, find_record, read_records
+from ..batch.work import WorkItem, work_items
 from ..errors import BatchLostError, SettingError, WireError
+from ..grouping.groups_log import ENTRY_ID, read_groups
 from ..messages import first_problem
 from ..run import Run
 from ..run.consumer import ADVANTAGE, Consumer, Entry
@@ -47,7 +48,7 @@ LEASE_S: Final = 15.0
 #: From the end of the last computation, for what is in hand and for the server to answer.
 LEAVE_S: Final = 8.0
 SAY_S: Final = 2.0
-#: Units of work read ahead of the one being computed.
+#: Work items read ahead of the one being computed.
 PREFETCH: Final = 2
 
 
@@ -196,10 +197,10 @@ def prepare_or_discard(run: Run, entry: Entry) -> Prepared | None:
 
 
 def prepare(run: Run, entry: Entry) -> Prepared:
-    """Fetch what a unit of work needs: references, and of the columns only those its chain reads."""
-    unit = _unit_of(run, entry)
-    groups = read_groups(run, unit.groups)
-    chain = worker_chain(unit)
+    """Fetch what a work item needs: references, and of the columns only those its chain reads."""
+    item = _work_item_of(run, entry)
+    groups = read_groups(run, item.groups)
+    chain = worker_chain(item)
     columns: dict[str, list[dict[str, Array]]] = {}
     dead: dict[str, Death] = {}
     if chain.needs:
@@ -215,34 +216,34 @@ def prepare(run: Run, entry: Entry) -> Prepared:
             except WireError as error:
                 dead[group.group_id] = Death("undecodable", str(error))
         read_groups(
-            run, [p for p in unit.groups if p.group_id in dead]
+            run, [p for p in item.groups if p.group_id in dead]
         )  # committed meanwhile: nothing is wrong
-    return Prepared(entry, unit, groups, columns, dead)
+    return Prepared(entry, item, groups, columns, dead)
 
 
-def _unit_of(run: Run, entry: Entry) -> Unit:
-    """The unit of work of an entry. Raises WireError unless it is one of the batch whose id it bears.
+def _work_item_of(run: Run, entry: Entry) -> WorkItem:
+    """The work item of an entry. Raises WireError unless it is one of the batch whose id it bears.
 
     A record that the home slot has lost is no reason to doubt the work: the trainer remembers it.
     """
     if "work" not in entry.fields:
         raise WireError("work is missing")
     try:
-        unit = Unit.model_validate_json(entry.fields["work"])
+        item = WorkItem.model_validate_json(entry.fields["work"])
     except ValidationError as error:
         raise WireError(f"work: {first_problem(error)}") from error
-    if {unit.shard, *(pointer.shard for pointer in unit.groups)} - set(range(len(run.keys.salts))):
+    if {item.shard, *(pointer.shard for pointer in item.groups)} - set(range(len(run.keys.salts))):
         raise WireError("work: names a shard that the run does not have")
-    if not all(ENTRY_ID.fullmatch(pointer.entry) for pointer in unit.groups):
+    if not all(ENTRY_ID.fullmatch(pointer.entry) for pointer in item.groups):
         raise WireError("work: names an entry of the groups log by something else than its id")
-    record = find_record(run, unit.k)
+    record = find_record(run, item.k)
     if record is not None and (
-        record.id != unit.batch
-        or record.chain != unit.chain  # before a chain is built that nobody of the run has asked for
-        or unit not in work_units(record, batch_scope(record))
+        record.id != item.batch
+        or record.chain != item.chain  # before a chain is built that nobody of the run has asked for
+        or item not in work_items(record)
     ):
-        raise WireError(f"work: is none of batch {unit.k}")
-    return unit
+        raise WireError(f"work: is none of batch {item.k}")
+    return item
 
 
 def publish(run: Run, computed: Computed) -> bool:
@@ -262,7 +263,7 @@ def publish(run: Run, computed: Computed) -> bool:
 def _publish_args(computed: Computed, inline: Mapping[Any, Any]) -> list[Any]:
     size = sum(len(value) for value in computed.outputs.values())
     payloads = sum(group.size_bytes for group in computed.groups)
-    args: list[Any] = [STAGE, computed.entry.id, computed.unit.batch, computed.header, size, payloads]
+    args: list[Any] = [STAGE, computed.entry.id, computed.item.batch, computed.header, size, payloads]
     args.append(len(inline))
     return args + [part for pair in (*inline.items(), *computed.results.items()) for part in pair]
 

@@ -15,7 +15,9 @@ from ..algorithms.chain.steps import raw_rewards
 from ..algorithms.kl import adapted_coefficient
 from ..algorithms.packed import pack
 from ..algorithms.running_moments import RunningMoments
-from .record import BatchRecord, LoggedGroup, Unit
+from ..grouping.groups_log import LoggedGroup
+from .record import BatchRecord
+from .work import WorkItem
 
 
 def running_with(
@@ -30,8 +32,8 @@ def running_with(
     return asdict(RunningMoments(**(before or {})).updated(rewards))
 
 
-def running_of(stamped: BatchRecord | Unit) -> RunningMoments | None:
-    """The moments stamped into a record or a unit of work."""
+def running_of(stamped: BatchRecord | WorkItem) -> RunningMoments | None:
+    """The moments stamped into a record or a work item."""
     return None if stamped.running is None else RunningMoments(**stamped.running)
 
 

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, cast
 
+from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
 from ..run import Run
 from ..run.malformed import reject_logged
 from ..store.replies import as_count
 from ..trajectory.schema import Role
 from ..trajectory.wire import Reference
-from .record import BatchRecord, LoggedGroup, Pointer, check_fence, entry_order, find_groups
+from .record import BatchRecord, check_fence, entry_order
 
 COMMIT_SLICE: Final = 64  # trajectories deleted in one call
 

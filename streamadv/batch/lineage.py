@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from .. import metrics
 from ..algorithms.chain.config import ChainConfig
+from ..grouping.groups_log import LoggedGroup, Pointer, find_groups, read_log
 from ..run import Run
 from ..run.heartbeats import Attendance, is_over
 from . import commit as batch_commit
@@ -20,10 +21,10 @@ from . import record as batch_record
 from . import selection
 from .carryover import running_with
 from .progress import Progress
-from .record import BatchRecord, Death, LoggedGroup, Pointer, check_fence
+from .record import BatchRecord, Death, check_fence
 from .selection import NamingSettings
 from .session import Session, take
-from .work import batch_scope
+from .work import apply
 
 #: Pages of the groups log looked at for one batch: bounds what one naming may drop.
 SCAN_PAGES: Final = 8
@@ -142,7 +143,7 @@ class Lineage(Session):
         self._apply(record)
 
     def _apply(self, record: BatchRecord) -> None:
-        batch_record.apply(self.run, record, batch_scope(record), self.epoch, self.records.values())
+        apply(self.run, record, self.epoch, self.records.values())
 
     def _tell_shards(self) -> None:
         progress, settings = self.progress, self._settings
@@ -235,7 +236,7 @@ class Lineage(Session):
         for shard in self._cursors:
             missing = limit - sum(group.shard == shard for group in self._waiting)
             while missing > 0:
-                page = batch_record.read_log(self.run, shard, self.seen[shard], missing)
+                page = read_log(self.run, shard, self.seen[shard], missing)
                 if not page:
                     self._read_to_end.add(shard)
                     break
@@ -281,7 +282,7 @@ class Lineage(Session):
 
     def _bury(self, record: BatchRecord, deaths: Mapping[str, Death]) -> None:
         doomed = [pointer for pointer in record.groups if pointer.group_id in deaths]
-        for group in batch_record.find_groups(self.run, doomed):
+        for group in find_groups(self.run, doomed):
             if group is not None:
                 death = deaths[group.group_id]
                 batch_commit.bury(self.run, group, death.reason, death.detail, record.id, self.epoch)

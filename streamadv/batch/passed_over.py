@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from .record import LoggedGroup
+from ..grouping.groups_log import LoggedGroup
 
 #: Reasons and sources told apart; further sources are "other".
 MAX_NAMES: Final = 256

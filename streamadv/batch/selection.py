@@ -8,8 +8,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..trajectory.wire import Reference
-from .record import BatchRecord, LoggedGroup
+from ..grouping.groups_log import LoggedGroup
+from .record import BatchRecord
 
 BATCH_ID: Final = re.compile(r"[0-9]+-[0-9a-f]{12}")
 
@@ -53,33 +53,17 @@ class NamingRules:
         restored = self.rolled_back_above
         if (
             restored is not None
-            and begun_under(group) < self.branch
+            and group.begun_epoch < self.branch
             and group.version is not None
             and group.version > restored
         ):
             return "rolled_back"
-        age = group_staleness(group, k)
+        age = group.staleness(k)
         if self.drop_after is not None and age is not None and age > self.drop_after:
             return "stale"
         if any(not self.needs <= set(member.columns) for member in group.members):
             return "dead:missing_column"
         return None
-
-
-def begun_under(group: LoggedGroup) -> int:
-    """The epoch in which the group was begun. Its tickets tell, where a server has lost the epoch with the group."""
-    return max([group.epoch, *(member.epoch for member in group.members)])
-
-
-def staleness(member: Reference, k: int) -> int | None:
-    """k minus the oldest version over trainable tokens; None without a version, 0 when it is above k."""
-    return None if member.versions is None else max(0, k - member.versions[0])
-
-
-def group_staleness(group: LoggedGroup, k: int) -> int | None:
-    """The staleness of the stalest member that has a version."""
-    values = [value for member in group.members if (value := staleness(member, k)) is not None]
-    return max(values, default=None)
 
 
 def choose(

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from ..algorithms.chain.config import ChainConfig
 from ..errors import BatchLostError, EpochFencedError, StreamadvError
+from ..grouping.groups_log import LoggedGroup, Pointer, read_groups
 from ..run import Run
 from ..store.replies import as_count
 from ..store.waiting import Reason
@@ -25,7 +26,7 @@ from . import record as batch_record
 from .carryover import KLCoefficients
 from .passed_over import PassedOver
 from .progress import Progress
-from .record import BatchRecord, Death, LoggedGroup, Pointer
+from .record import BatchRecord, Death
 from .selection import NamingSettings
 
 _SESSION: Final = re.compile(r"([0-9]+)-[0-9a-f]+")
@@ -192,7 +193,7 @@ class Session:
         known = self._groups.get(record.k, {})
         living = [pointer for pointer in record.groups if pointer.group_id not in dead]
         unknown = [pointer for pointer in living if pointer not in known]
-        groups = {**known, **dict(zip(unknown, batch_record.read_groups(self.run, unknown), strict=True))}
+        groups = {**known, **dict(zip(unknown, read_groups(self.run, unknown), strict=True))}
         self._groups[record.k] = groups
         return [groups[pointer] for pointer in living]
 

@@ -1,7 +1,7 @@
 """Metrics of a process: what the stages report here is served at `/metrics` for Prometheus.
 
 docs/observability.md explains each. Labels take values from small fixed sets, never an id. Instruments are
-made once, below; units of work and batches are reported whole, as arrays. Any thread may call. torch is not imported.
+made once, below; work items and batches are reported whole, as arrays. Any thread may call. torch is not imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from ..version import __version__
 from .exposition import ArrayHistogram, LedgerCollector, StatusReader, serve_metrics
 
-#: Numbers of a unit of work or batch: an array, a list or one number. None stands for unknown and is left out.
+#: Numbers of a work item or batch: an array, a list or one number. None stands for unknown and is left out.
 Values = NDArray[Any] | Sequence[float | None] | Sequence[int | None] | float | None
 Event = Literal["delivered", "acked", "reclaimed", "duplicate"]
 
@@ -138,19 +138,19 @@ TRUNCATED: Final = _counter("streamadv_truncated", "Trajectories cut off at a li
 NONFINITE: Final = _counter("streamadv_nonfinite", "NaN or infinity where a number belongs.", "quantity")
 REWARD_CLIPPED: Final = _gauge(
     "streamadv_reward_clipped_ratio",
-    "Share of the rewards that was clipped, last unit of work.",
+    "Share of the rewards that was clipped, last work item.",
     "stage",
     "level",
 )
 ADVANTAGE_CLIPPED: Final = _gauge(
     "streamadv_advantage_clipped_ratio",
-    "Share of trainable tokens with a clipped advantage, last unit of work.",
+    "Share of trainable tokens with a clipped advantage, last work item.",
     "stage",
 )
 KL_COEFFICIENT: Final = _gauge("streamadv_kl_coefficient", "Coefficient of the KL penalty.", "stage")
 KL_PENALTY: Final = _gauge(
     "streamadv_kl_penalty",
-    "KL to the reference policy as the chain estimates it, last unit of work.",
+    "KL to the reference policy as the chain estimates it, last work item.",
     "stage",
 )
 
@@ -172,10 +172,10 @@ KL_K3: Final = _gauge(
 )
 IS_WEIGHT: Final = _histogram("streamadv_is_weight", "Importance weights after truncation.", WEIGHTS)
 IS_ESS: Final = _gauge(
-    "streamadv_is_ess_ratio", "mean(w)^2 / mean(w^2) of importance weights, last unit of work.", "stage"
+    "streamadv_is_ess_ratio", "mean(w)^2 / mean(w^2) of importance weights, last work item.", "stage"
 )
 IS_CLIPPED: Final = _gauge(
-    "streamadv_is_clipped_ratio", "Share of weights truncated, last unit of work.", "stage"
+    "streamadv_is_clipped_ratio", "Share of weights truncated, last work item.", "stage"
 )
 
 # The trainer queue.
@@ -302,7 +302,7 @@ def unit_computed(
     is_weights: Values = None,
     stage: str = "advantage",
 ) -> None:
-    """A unit of work has been computed, by an advantage worker or (`stage`) the trainer.
+    """A work item has been computed, by an advantage worker or (`stage`) the trainer.
 
     rewards, response_tokens, turns, truncated (0 or 1): of each trajectory. advantages: at the estimator's
     level, trainable tokens only. group_reward_std, group_completion_s (seconds from opening to end): of each

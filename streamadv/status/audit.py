@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from redis.exceptions import NoPermissionError, ResponseError
 
-from ..batch import record as batch_record
+from ..grouping.groups_log import read_log
 from ..messages import brief
 from ..run import Run
 from ..store.keys import RUNS, ShardKeys, manifest_key
@@ -68,7 +68,7 @@ def walk(run: Run, keys: ShardKeys) -> ShardInventory:
                 _add(found.payloads, key, size)
     after = "0-0"
     shard = run.keys.shards.index(keys)
-    while groups := batch_record.read_log(run, shard, after, PAGE):
+    while groups := read_log(run, shard, after, PAGE):
         after = groups[-1].entry
         for group_entry in groups:
             found.logged += len(group_entry.payloads)

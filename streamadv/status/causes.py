@@ -66,7 +66,7 @@ def ordinary(status: Status) -> Reason:
         work = status["streams"]["work"]
         return Reason(
             "computing",
-            f"{untrained(status)} batches are named, {work['length']} units of their work are left, "
+            f"{untrained(status)} batches are named, {work['length']} of their work items are left, "
             f"{work['alive']} advantage workers are alive",
         )
     groups = status["groups"]

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from redis.exceptions import OutOfMemoryError
 
-from ..batch import record, selection
+from ..grouping.groups_log import read_log
 from ..grouping.short_groups import loss_of
 from ..run import Run
 from ..run.consumer import ADVANTAGE, GROUPER
@@ -295,9 +295,9 @@ def staleness_of(run: Run, version: int) -> dict[str, float | None]:
     values = [
         age
         for shard in range(len(run.keys.salts))
-        for group in record.read_log(run, shard, "0-0", 64)
+        for group in read_log(run, shard, "0-0", 64)
         for member in group.members
-        if (age := selection.staleness(member, version)) is not None
+        if (age := member.staleness(version)) is not None
     ]
     return {"mean": sum(values) / len(values) if values else None, "max": max(values, default=None)}
 

@@ -17,9 +17,9 @@ from ..algorithms.chain import cut_chain, run_chain
 from ..algorithms.chain_metrics import merge_metrics
 from ..algorithms.packed import PackedBatch, expand, pack
 from ..batch.commit import terminal_states
-from ..batch.record import BatchRecord, LoggedGroup
-from ..batch.selection import staleness
+from ..batch.record import BatchRecord
 from ..errors import SettingError, UndecodableGroupError
+from ..grouping.groups_log import LoggedGroup
 from ..run import Run
 from ..run.payloads import fetch_payloads
 from ..store.replies import replies_of
@@ -102,7 +102,7 @@ def deliver(
 
     def delivered() -> list[Delivered]:
         return [
-            Delivered(reference, payload, arrays, staleness(reference, record.k))
+            Delivered(reference, payload, arrays, reference.staleness(record.k))
             for reference, payload, arrays in zip(
                 own_references, payloads, _split(batch, written), strict=True
             )
@@ -118,7 +118,7 @@ def deliver(
         num_rows=sum(len(reference.row_lengths) for reference in trained),
         num_trajectories=len(trained),
         references=trained,
-        staleness=[staleness(reference, record.k) for reference in trained],
+        staleness=[reference.staleness(record.k) for reference in trained],
         logged_s=[logged[reference.group_id] for reference in trained],
         metrics=merge_metrics(metrics)[0],
         make_delivered=delivered,

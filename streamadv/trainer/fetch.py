@@ -18,8 +18,9 @@ from redis.exceptions import RedisError
 from torch import Tensor
 
 from ..algorithms.packed import empty_column
-from ..batch.record import BatchRecord, LoggedGroup
+from ..batch.record import BatchRecord
 from ..errors import StreamadvError, WireError
+from ..grouping.groups_log import LoggedGroup
 from ..run import Run
 from ..run.payloads import fetch_payloads
 from ..trajectory.columns import KNOWN_COLUMNS, Array, check_values

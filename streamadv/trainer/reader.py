@@ -11,11 +11,11 @@ from typing import Final
 import torch
 
 from ..advantage.results import Result, assign, misfit
-from ..batch import record as batch_record
-from ..batch.record import BatchRecord, Death, Unit
+from ..batch.record import BatchRecord, Death
 from ..batch.session import Session
-from ..batch.work import batch_scope
+from ..batch.work import WorkItem, work_items
 from ..errors import BatchLostError, UndecodableGroupError
+from ..grouping.groups_log import read_groups
 from ..store.retry import RETRYABLE
 from .delivery import Fetched, deliver
 from .fetch import ReadAhead
@@ -55,13 +55,13 @@ class BatchReader:
         if record is None:
             return None
         self.read_ahead(session, record)
-        units = batch_record.work_units(record, batch_scope(record))
+        items = work_items(record)
         self._ready.read(session)
-        results = self._ready.results_of(record, units)
+        results = self._ready.results_of(record, items)
         if results is None:
             return None
         try:
-            batch = self._deliver(session, record, units, results)
+            batch = self._deliver(session, record, items, results)
         except BatchLostError:
             if session.has_same_servers():
                 raise
@@ -97,31 +97,31 @@ class BatchReader:
         self.ahead = None
 
     def _deliver(
-        self, session: Session, record: BatchRecord, units: Sequence[Unit], results: Sequence[Result]
+        self, session: Session, record: BatchRecord, items: Sequence[WorkItem], results: Sequence[Result]
     ) -> Batch | None:
         """This rank's part of the batch without the groups that turn out to be dead.
 
         A rank among several leaves out the trajectories only: the others do not know, and keep to the plan.
 
-        None when results are not what their unit of work gives (they are forgotten), or a server is another one now.
+        None when results are not what their work item gives (they are forgotten), or a server is another one now.
         """
         deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
         while True:
             dead, left_out = session.bury(record, deaths)
             groups = session.read_groups(record, dead)
             by_id = {group.group_id: group for group in groups}
-            for unit, result in zip(units, results, strict=True):
-                problem = misfit(result, unit, by_id)
+            for item, result in zip(items, results, strict=True):
+                problem = misfit(result, item, by_id)
                 if problem is not None:
                     logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem)
-                    self._ready.refuse(record, unit)
+                    self._ready.refuse(record, item)
                     return None
             try:
                 return deliver(
                     session.run,
                     record,
                     groups,
-                    assign(units, {result.header.unit: result for result in results}, groups),
+                    assign(items, {result.header.unit: result for result in results}, groups),
                     results,
                     rank=self._rank,
                     world_size=self._world_size,
@@ -136,7 +136,7 @@ class BatchReader:
                 logger.error("%s: %s", STAGE, error)
                 ids = {group_id for group_id, _ in error.problems}
                 found = [pointer for pointer in record.groups if pointer.group_id in ids]
-                batch_record.read_groups(session.run, found)  # lost with their payloads: BatchLostError
+                read_groups(session.run, found)  # lost with their payloads: BatchLostError
                 if self._world_size > 1:
                     if not session.leave_out(record, error.problems):
                         return None

@@ -1,4 +1,4 @@
-"""The results logs of a run as one rank follows them: results of units of work, waited for and read once."""
+"""The results logs of a run as one rank follows them: results of work items, waited for and read once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from redis.exceptions import ResponseError
 
 from ..advantage.results import Result, parse_result
 from ..batch import commit
-from ..batch.record import BatchRecord, Unit
+from ..batch.record import BatchRecord
 from ..batch.selection import BATCH_ID
 from ..batch.session import Session
+from ..batch.work import WorkItem
 from ..errors import WireError
 from ..messages import brief
 from ..run.malformed import reject_logged
@@ -29,7 +30,7 @@ class ResultsLogs:
 
     def __init__(self) -> None:
         self._cursors: dict[int, str] = {}  # last entry read of each shard
-        #: By batch and number of the unit; more than one for a unit: copies, or foreign ones.
+        #: By batch and number of the work item; more than one for an item: copies, or foreign ones.
         self._results: dict[str, dict[int, list[Result]]] = defaultdict(lambda: defaultdict(list))
 
     def read(self, session: Session) -> None:
@@ -58,16 +59,16 @@ class ResultsLogs:
                 elif session.leads:
                     reject_logged(run, shard, keys.results, entry.decode(), problem, record=False)
 
-    def results_of(self, record: BatchRecord, units: Sequence[Unit]) -> list[Result] | None:
-        """One result for each unit of a batch, or None while some are not there."""
+    def results_of(self, record: BatchRecord, items: Sequence[WorkItem]) -> list[Result] | None:
+        """One result for each work item of a batch, or None while some are not there."""
         found = self._results[record.id]
-        if not all(found[unit.number] for unit in units):
+        if not all(found[item.number] for item in items):
             return None
-        return [found[unit.number][0] for unit in units]
+        return [found[item.number][0] for item in items]
 
-    def refuse(self, record: BatchRecord, unit: Unit) -> None:
-        """Forget what `results_of` has given for a unit: another one is to come."""
-        del self._results[record.id][unit.number][0]
+    def refuse(self, record: BatchRecord, item: WorkItem) -> None:
+        """Forget what `results_of` has given for a work item: another one is to come."""
+        del self._results[record.id][item.number][0]
 
     def forget(self, record: BatchRecord) -> None:
         """The batch is delivered."""

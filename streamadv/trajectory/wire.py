@@ -154,6 +154,10 @@ class Reference:
     def num_tokens(self) -> int:
         return sum(self.row_lengths)
 
+    def staleness(self, k: int) -> int | None:
+        """`k` minus the oldest version over trainable tokens, at least 0; None without a version."""
+        return None if self.versions is None else max(0, k - self.versions[0])
+
 
 #: Reads and writes references. Raises pydantic's ValidationError.
 REFERENCE: Final = TypeAdapter(Reference)

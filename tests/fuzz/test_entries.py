@@ -9,8 +9,8 @@ import fakeredis
 from pydantic_core import from_json
 
 from streamadv.advantage.results import parse_result
-from streamadv.batch.record import parse_group
 from streamadv.errors import NoBatchError, WireError
+from streamadv.grouping.groups_log import parse_group
 from streamadv.run.malformed import record_problem
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import streamadv as sa
-from streamadv.batch.record import read_log
 from streamadv.cli import main
 from streamadv.errors import NoBatchError
+from streamadv.grouping.groups_log import read_log
 from streamadv.trainer.queue import TrainerQueue
 
 from ..support import (

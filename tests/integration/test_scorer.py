@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import redis
 
-from streamadv.batch.record import read_log
 from streamadv.errors import SettingError
 from streamadv.grouping import grouper
+from streamadv.grouping.groups_log import read_log
 from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
 from streamadv.run import Run

@@ -13,8 +13,8 @@ import pytest
 
 import streamadv.producer.producer
 from streamadv import cli
-from streamadv.batch.record import read_log
 from streamadv.errors import Busy, NoBatchError, SettingError
+from streamadv.grouping.groups_log import read_log
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings

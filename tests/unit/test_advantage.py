@@ -81,7 +81,7 @@ def test_a_result_after_the_commit_is_thrown_away(named: Run) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
     result = compute.compute(worker.prepare(named, entry), CPU)
     keys = named.keys.home
-    named.connection.scripts.hdel(keys.applied, result.unit.batch)
+    named.connection.scripts.hdel(keys.applied, result.item.batch)
     assert not worker.publish(named, result)
     assert outputs(named) == []
     assert named.connection.scripts.xlen(keys.results) == 0
@@ -97,7 +97,7 @@ def test_work_whose_groups_are_gone_is_finished(named: Run) -> None:
 def test_only_the_columns_of_the_chain_are_fetched(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
     prepared = worker.prepare(named, entry)
-    chain = compute.worker_chain(prepared.unit)
+    chain = compute.worker_chain(prepared.item)
     fetched = {name for members in prepared.columns.values() for columns in members for name in columns}
     assert fetched == set(chain.needs)
     assert fetched <= {"response_mask"}

@@ -1,4 +1,4 @@
-"""Batches: which groups, in which units of work, and scripts that may be repeated at any point."""
+"""Batches: which groups, in which items of work, and scripts that may be repeated at any point."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from streamadv.algorithms import build_chain
 from streamadv.batch import commit as batch_commit
 from streamadv.batch import record as batch_record
 from streamadv.batch import selection
-from streamadv.batch.record import UNIT_TRAJECTORIES, BatchRecord, LoggedGroup, Pointer
+from streamadv.batch.record import BatchRecord
 from streamadv.batch.selection import NamingRules
+from streamadv.batch.work import ITEM_TRAJECTORIES, apply, work_items
 from streamadv.errors import BatchLostError, EpochFencedError
+from streamadv.grouping.groups_log import LoggedGroup, Pointer, read_groups, read_log
 from streamadv.run import Run
 from streamadv.store.connection import Connection
 from streamadv.trajectory.wire import Reference
@@ -25,6 +27,7 @@ from streamadv.trajectory.wire import Reference
 from ..support import compute_all, group_all, join, ledger, problems, producing, push_groups
 
 CHAIN = build_chain("grpo").config.model_dump(mode="json")
+WHOLE_BATCH = build_chain("verl/gpg").config.model_dump(mode="json")
 
 
 def reference(
@@ -93,26 +96,34 @@ pointers = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 150)), min_size=
 
 @settings(max_examples=80, deadline=None)
 @given(found=pointers, batch_scope=st.booleans())
-def test_every_group_is_in_one_unit_of_its_shard(found: list[tuple[int, int]], batch_scope: bool) -> None:
+def test_every_group_is_in_one_work_item_of_its_shard(
+    found: list[tuple[int, int]], batch_scope: bool
+) -> None:
     groups = [Pointer(shard, f"1-{n}", f"g{n:02}", size) for n, (shard, size) in enumerate(found)]
     record = BatchRecord(
-        k=3, id="3-x", epoch=1, groups=groups, chain=CHAIN, late=["values"], kl_coefficient=0.5
+        k=3,
+        id="3-x",
+        epoch=1,
+        groups=groups,
+        chain=WHOLE_BATCH if batch_scope else CHAIN,
+        late=["values"],
+        kl_coefficient=0.5,
     )
-    units = batch_record.work_units(record, batch_scope)
-    assert [unit.number for unit in units] == list(range(len(units)))
-    published = [p for unit in units for p in unit.groups if p.shard == unit.shard]
+    items = work_items(record)
+    assert [item.number for item in items] == list(range(len(items)))
+    published = [p for item in items for p in item.groups if p.shard == item.shard]
     assert sorted(published) == sorted(groups)
-    assert {(unit.k, unit.batch, tuple(unit.late), unit.kl_coefficient) for unit in units} == {
+    assert {(item.k, item.batch, tuple(item.late), item.kl_coefficient) for item in items} == {
         (3, "3-x", ("values",), 0.5)
     }
     if batch_scope:
-        assert all(unit.groups == groups for unit in units)
+        assert all(item.groups == groups for item in items)
         return
-    for unit in units:
-        assert len(unit.groups) == 1 or sum(p.trajectories for p in unit.groups) <= UNIT_TRAJECTORIES
-    for one, two in itertools.pairwise(units):
+    for item in items:
+        assert len(item.groups) == 1 or sum(p.trajectories for p in item.groups) <= ITEM_TRAJECTORIES
+    for one, two in itertools.pairwise(items):
         if one.shard == two.shard:
-            assert sum(p.trajectories for p in one.groups) + two.groups[0].trajectories > UNIT_TRAJECTORIES
+            assert sum(p.trajectories for p in one.groups) + two.groups[0].trajectories > ITEM_TRAJECTORIES
 
 
 @pytest.fixture
@@ -127,7 +138,7 @@ def named(fake: Connection) -> tuple[Run, BatchRecord]:
         [run.keys.home.void, run.keys.home.lineage],
         ["", 0, "job", "", "", "0123456789ab", "", "", "0"],
     )
-    logged = [each for shard in range(2) for each in batch_record.read_log(run, shard, "0-0", 100)]
+    logged = [each for shard in range(2) for each in read_log(run, shard, "0-0", 100)]
     record = selection.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
     assert batch_record.name(run, record, {}, record.epoch)
     return run, record
@@ -143,7 +154,7 @@ def test_a_batch_is_named_once(named: tuple[Run, BatchRecord]) -> None:
 def test_naming_applying_and_committing_may_be_repeated(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
     for _ in range(3):
-        batch_record.apply(run, record, False, 1, [record])
+        apply(run, record, 1, [record])
         assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (12, 4)
         assert problems(run) == []
     assert compute_all(run) == 2
@@ -153,13 +164,13 @@ def test_naming_applying_and_committing_may_be_repeated(named: tuple[Run, BatchR
         assert problems(run) == []
     assert batch_record.read_records(run) == {}
     with pytest.raises(BatchLostError, match="is gone: restart the trainer"):
-        batch_record.read_groups(run, record.groups)
+        read_groups(run, record.groups)
 
 
 def test_the_ledger_holds_in_the_middle_of_a_commit(named: tuple[Run, BatchRecord]) -> None:
     """Between the steps of a commit: other processes may look, and the trainer may die."""
     run, record = named
-    batch_record.apply(run, record, False, 1, [record])
+    apply(run, record, 1, [record])
     compute_all(run)
     for shard in range(2):
         batch_commit._commit_groups(run, shard, record, record.in_shard(shard)[:1], 1, {})
@@ -175,12 +186,7 @@ def test_the_ledger_holds_in_the_middle_of_a_commit(named: tuple[Run, BatchRecor
 def test_groups_taken_out_of_the_log_are_counted_once(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
     taken = {pointer.group_id for pointer in record.groups}
-    left = [
-        g
-        for shard in range(2)
-        for g in batch_record.read_log(run, shard, "0-0", 100)
-        if g.group_id not in taken
-    ]
+    left = [g for shard in range(2) for g in read_log(run, shard, "0-0", 100) if g.group_id not in taken]
     for _ in range(2):
         batch_commit.drop(run, [(left[0], "stale"), (left[1], "trained")], 1)
         assert (ledger(run)["dropped"], ledger(run)["trained"]) == ({"stale": 2}, 2)
@@ -193,12 +199,12 @@ def test_groups_marked_by_several_batches_are_in_flight_once(
 ) -> None:
     """A failover may leave a shard with batches nobody knows, whose groups are named again, dropped, or committed."""
     run, draw = named[0], random.Random(seed)
-    logged = [each for shard in range(2) for each in batch_record.read_log(run, shard, "0-0", 100)]
+    logged = [each for shard in range(2) for each in read_log(run, shard, "0-0", 100)]
     records = [selection.make_record(k, 1, draw.sample(logged, 5), chain=CHAIN) for k in range(4)]
     marked: set[str] = set()
 
-    def apply(record: BatchRecord) -> None:
-        batch_record.apply(run, record, False, 1, [record])
+    def apply_once(record: BatchRecord) -> None:
+        apply(run, record, 1, [record])
         marked.add(record.id)
 
     def take_back(record: BatchRecord) -> None:
@@ -210,13 +216,13 @@ def test_groups_marked_by_several_batches_are_in_flight_once(
         marked.discard(record.id)
 
     steps: list[Callable[[BatchRecord], object]] = [
-        *(apply, apply, apply, take_back, commit),
+        *(apply_once, apply_once, apply_once, take_back, commit),
         lambda record: batch_commit.drop(run, [(draw.choice(logged), "trained")], 1),
         lambda record: batch_commit.bury(run, draw.choice(logged), "crashed", "", "", 1),
     ]
     for _ in range(12):
         draw.choice(steps)(draw.choice(records))
-        left = [each for shard in range(2) for each in batch_record.read_log(run, shard, "0-0", 100)]
+        left = [each for shard in range(2) for each in read_log(run, shard, "0-0", 100)]
         held = {p.group_id for record in records if record.id in marked for p in record.groups}
         in_flight = sum(len(each.members) for each in left if each.group_id in held)
         waiting = sum(len(each.members) for each in left) - in_flight
@@ -231,10 +237,10 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     for keys in run.keys.shards:
         run.call("set_trainer", [keys.void, keys.trainer, keys.groups], [2, 0, "", 1, "", "0"])
     before = ledger(run)
-    logged = batch_record.read_log(run, 0, "0-0", 1) or batch_record.read_log(run, 1, "0-0", 1)
+    logged = read_log(run, 0, "0-0", 1) or read_log(run, 1, "0-0", 1)
     for attempt in (
         lambda: batch_record.name(run, selection.make_record(1, 1, [], chain=CHAIN), {}, 1),
-        lambda: batch_record.apply(run, record, False, 1, [record]),
+        lambda: apply(run, record, 1, [record]),
         lambda: batch_commit.commit(run, record, 1),
         lambda: batch_commit.drop(run, [(logged[0], "stale")], 1),
     ):

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.advantage.results import assign, counts_of, numbers_of, parse_result
-from streamadv.batch.record import LoggedGroup, Pointer, Unit
+from streamadv.batch.work import WorkItem
 from streamadv.errors import NoBatchError
+from streamadv.grouping.groups_log import LoggedGroup, Pointer
 from streamadv.run.dead_letters import list_dead
 from streamadv.store.connection import Connection
 from streamadv.store.keys import ShardKeys
@@ -49,24 +50,26 @@ def test_every_number_goes_back_to_its_owner(found: Any, level: str, split: int)
     ]
     pointers = [Pointer(0, g.entry, g.group_id, len(g.members)) for g in groups]
     parts = [pointers[start : start + split] for start in range(0, len(pointers), split)]
-    units = [Unit(batch="b", k=0, number=n, shard=0, groups=part, chain={}) for n, part in enumerate(parts)]
+    items = [
+        WorkItem(batch="b", k=0, number=n, shard=0, groups=part, chain={}) for n, part in enumerate(parts)
+    ]
     results = {}
-    for unit in units:
-        own = [m for g in groups if g.group_id in {p.group_id for p in unit.groups} for m in g.members]
+    for item in items:
+        own = [m for g in groups if g.group_id in {p.group_id for p in item.groups} for m in g.members]
         rows = [f"{m.group_id}{m.rollout_index}" for m in own for _ in m.row_lengths]
         steps = [f"{m.group_id}{m.rollout_index}" for m in own for _ in m.steps]
         code = {f"{m.group_id}{m.rollout_index}": float(n) for n, m in enumerate(own)}
         header = {
-            "unit": unit.number,
+            "unit": item.number,
             "level": level,
             "columns": [],
             "metrics": {},
             "weights": {},
             "dead": {},
-            "groups": [counts_of(g) for g in groups if g.group_id in {p.group_id for p in unit.groups}],
+            "groups": [counts_of(g) for g in groups if g.group_id in {p.group_id for p in item.groups}],
         }
         numbers = np.array([code[each] for each in (rows if level == "row" else steps)], np.float32)
-        results[unit.number] = parse_result(
+        results[item.number] = parse_result(
             ShardKeys("r:0:0"),
             {
                 **{
@@ -80,7 +83,7 @@ def test_every_number_goes_back_to_its_owner(found: Any, level: str, split: int)
                 b"advantages": numbers.tobytes(),
             },
         )
-    members = assign(units, results, groups)
+    members = assign(items, results, groups)
     for each in members:
         (own_number,) = set(numbers_of([each], "rewards").tolist())
         assert set(numbers_of([each], "step_rewards").tolist()) <= {own_number}

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import streamadv.producer.producer
 import streamadv.run.heartbeats
 from streamadv import cli
-from streamadv.batch import record
 from streamadv.errors import Busy, NoBatchError, TrajectoryError
 from streamadv.grouping import grouper
+from streamadv.grouping.groups_log import LoggedGroup, read_log
 from streamadv.producer import Producer
 from streamadv.producer.tickets import Ticket
 from streamadv.run import Run
@@ -46,11 +46,11 @@ from ..support import (
 )
 
 
-def logged(run: Run) -> dict[str, record.LoggedGroup]:
+def logged(run: Run) -> dict[str, LoggedGroup]:
     return {
         group.group_id: group
         for shard in range(len(run.keys.shards))
-        for group in record.read_log(run, shard, "0-0", 1000)
+        for group in read_log(run, shard, "0-0", 1000)
     }
 
 

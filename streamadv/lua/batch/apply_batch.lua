@@ -2,7 +2,7 @@
 -- each batch id. Groups the log no longer has (dead letters, or the server has lost them) are not counted.
 -- KEYS  void, trainer, applied, ledger, work, groups
 -- ARGV  epoch, batch id, ids of the batches the trainer knows, number of groups of the batch in this shard, then for each
---       of them: entry id, trajectories; then units of work JSON ...
+--       of them: entry id, trajectories; then work items JSON ...
 -- Returns  1, 0 when it was applied before, -1 when fenced
 -- include fence
 -- include marks

@@ -1,4 +1,4 @@
--- An advantage worker's hand-off: results of one unit of work become visible to the trainer. Output columns are
+-- An advantage worker's hand-off: results of one work item become visible to the trainer. Output columns are
 -- written by a HSET in the same MULTI, before this script; over maxmemory that is refused, and they come inline.
 -- KEYS  void, work, results, applied, ledger, sizes, output columns ('void' key without any)
 -- ARGV  consumer group, entry id, batch id, header JSON, bytes of the output columns, payload bytes of the

@@ -1,0 +1,213 @@
+"""The groups log of a shard: complete groups with the references of their members, until a trainer commits them.
+
+The grouper appends to it (`lua/lib/complete.lua`), rank 0 of the trainer names batches from it, and whoever works on a
+batch reads its groups here again by their pointers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from pydantic import BaseModel, FiniteFloat, TypeAdapter
+
+from ..errors import BatchLostError
+from ..messages import brief, first_problem
+from ..run import Run
+from ..store.keys import RunKeys
+from ..trajectory.wire import Reference, reference_problem
+
+ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
+
+
+class Score(BaseModel):
+    """A reward that `producer.score` brought, as `lua/group/score.lua` keeps it."""
+
+    reward: FiniteFloat
+    rewards: dict[str, FiniteFloat] = {}
+
+
+_SCORES: Final = TypeAdapter(dict[str, Score])
+_GROUP_FIELDS: Final = (
+    *("group_id", "size", "data_source", "opened_ms", "outcome", "epoch", "version"),
+    *("members", "scores", "payloads"),
+)
+_REFERENCES: Final = TypeAdapter(list[Reference])
+
+
+class Pointer(NamedTuple):
+    """The place of a group in the groups logs of a run."""
+
+    shard: int
+    entry: str
+    group_id: str
+    trajectories: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedGroup:
+    """An entry of a groups log; members sorted by rollout_index."""
+
+    shard: int
+    entry: str
+    group_id: str
+    size: int
+    data_source: str | None
+    outcome: str
+    opened_ms: int
+    epoch: int
+    version: int | None
+    members: tuple[Reference, ...]
+    payloads: tuple[tuple[str, int], ...]  # key and bytes of every member, as the push script saw them
+    problem: str | None = None  # why the members could not be read
+    malformed: bool = False  # it is no group at all
+
+    @property
+    def pointer(self) -> Pointer:
+        return Pointer(self.shard, self.entry, self.group_id, len(self.members))
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(size for _, size in self.payloads)
+
+    @property
+    def logged_ms(self) -> int:
+        """When it was completed: the log assigns the id by the server's clock."""
+        return int(self.entry.partition("-")[0])
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """Sorts groups by age, and those of one shard as they stand in its log: one script logs many in a ms."""
+        return self.logged_ms, self.shard, int(self.entry.partition("-")[2])
+
+    @property
+    def begun_epoch(self) -> int:
+        """Fencing epoch in which the group was begun. Its tickets tell it if a server has lost it with the group."""
+        return max([self.epoch, *(member.epoch for member in self.members)])
+
+    def staleness(self, k: int) -> int | None:
+        """Staleness at version k of the stalest member that has a version; None if none has one."""
+        values = [value for member in self.members if (value := member.staleness(k)) is not None]
+        return max(values, default=None)
+
+
+def parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> LoggedGroup:
+    """Parse an entry of a groups log and fill in rewards that came after the push.
+
+    An entry that is no group is `malformed`; a group whose members cannot be read has a `problem`.
+    """
+    try:
+        missing = [name for name in _GROUP_FIELDS if name.encode() not in fields]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
+        return _parse_group(keys, shard, entry, fields)
+    except ValueError as error:
+        return LoggedGroup(
+            shard=shard,
+            entry=entry.decode(),
+            group_id="",
+            size=0,
+            data_source=None,
+            outcome="",
+            opened_ms=0,
+            epoch=0,
+            version=None,
+            members=(),
+            payloads=(),
+            problem=first_problem(error),
+            malformed=True,
+        )
+
+
+def _parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> LoggedGroup:
+    group_id = fields[b"group_id"].decode()
+    if not group_id or keys.shard_of(group_id) != shard:
+        raise ValueError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
+    lines = [line.rpartition(" ") for line in fields[b"payloads"].decode().split("\n")]
+    payloads = tuple((key, int(size)) for key, _, size in lines)
+    prefix = keys.shard(shard).payload("")
+    if not all(key.startswith(prefix) and 0 < size < 1 << 40 for key, size in payloads):
+        raise ValueError("payloads is not a list of payload keys and their bytes")
+    members: list[Reference] = []
+    try:
+        members = _parse_members(fields)
+        problem = _members_problem(group_id, members, payloads)
+    except ValueError as error:
+        problem = first_problem(error)
+    return LoggedGroup(
+        shard=shard,
+        entry=entry.decode(),
+        group_id=group_id,
+        size=int(fields[b"size"]),
+        data_source=fields[b"data_source"].decode() or None,
+        outcome=fields[b"outcome"].decode(),
+        opened_ms=int(fields[b"opened_ms"]),
+        epoch=int(fields[b"epoch"]),
+        version=int(fields[b"version"]) if fields[b"version"] else None,
+        members=() if problem else tuple(members),
+        payloads=payloads,
+        problem=problem,
+    )
+
+
+def _parse_members(fields: Mapping[bytes, bytes]) -> list[Reference]:
+    members = _REFERENCES.validate_json(fields[b"members"])
+    scores = _SCORES.validate_json(fields[b"scores"])
+    if not scores:
+        return members
+    return [_with_score(member, scores.get(str(member.rollout_index))) for member in members]
+
+
+def _with_score(member: Reference, score: Score | None) -> Reference:
+    return member if score is None else replace(member, **score.model_dump(exclude_unset=True))
+
+
+def _members_problem(
+    group_id: str, members: Sequence[Reference], payloads: Sequence[tuple[str, int]]
+) -> str | None:
+    """Why these are not the members whose payloads the push script has seen, or None."""
+    if [(member.key, member.size) for member in members] != list(payloads):
+        return "members are not those of its payloads"
+    indices = [member.rollout_index for member in members]
+    if indices != sorted(set(indices)) or any(member.group_id != group_id for member in members):
+        return "members are of another group, or not in the order of their rollout_index"
+    if any(member.reward is None for member in members):
+        return "a member has no reward"
+    problems = (
+        f"member {member.rollout_index}: {problem}"
+        for member in members
+        if (problem := reference_problem(member)) is not None
+    )
+    return next(problems, None)
+
+
+def read_log(run: Run, shard: int, after: str, count: int) -> list[LoggedGroup]:
+    """Up to `count` groups of a shard's log after the entry `after` ('0-0' = from the start)."""
+    key = run.keys.shard(shard).groups
+    entries: Any = run.connection.scripts.xrange(key, f"({after}", "+", count)
+    return [parse_group(run.keys, shard, entry, fields) for entry, fields in entries]
+
+
+def read_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup]:
+    """The groups of a batch, in its order. Raises BatchLostError if the server no longer has one."""
+    groups = []
+    for pointer, group in zip(pointers, find_groups(run, pointers), strict=True):
+        if group is None or group.group_id != pointer.group_id:
+            raise BatchLostError(
+                f"group {pointer.group_id} of a named batch is gone: restart the trainer from its checkpoint"
+            )
+        groups.append(group)
+    return groups
+
+
+def find_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup | None]:
+    """The groups pointed at, None where the log has no such entry (any more)."""
+    pipe = run.connection.scripts.pipeline(transaction=False)
+    for pointer in pointers:
+        pipe.xrange(run.keys.shard(pointer.shard).groups, pointer.entry, pointer.entry)
+    return [
+        parse_group(run.keys, pointer.shard, *entries[0]) if entries else None
+        for pointer, entries in zip(pointers, pipe.execute(), strict=True)
+    ]
