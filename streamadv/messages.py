@@ -1,4 +1,4 @@
-"""How a problem with a value is told: one line, `field.path: what is wrong`, of bounded length."""
+"""Messages for people and for machines: problems on one line, values cut to size, fields of log records."""
 
 from __future__ import annotations
 
@@ -57,3 +57,20 @@ def brief(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return repr(value) if isinstance(value, int | float | None) else f"a {type(value).__name__}"
+
+
+def log_fields(
+    event: str,
+    *,
+    run: str | None = None,
+    role: str | None = None,
+    batch: int | None = None,
+    group: str | None = None,
+) -> dict[str, object]:
+    """The `extra=` of a log call: fields by which machines find its records, whatever their text says.
+
+    `event` says what happened, in snake_case, and never changes; `role` is the stage or the process that logs, `batch`
+    the number k, `group` a group id. What does not apply is left out of the record.
+    """
+    context = {"run": run, "role": role, "batch": batch, "group": group}
+    return {"event": event, **{name: value for name, value in context.items() if value is not None}}

@@ -19,6 +19,7 @@ from typing import Any, Final
 from redis.exceptions import OutOfMemoryError
 
 from .. import metrics
+from ..messages import log_fields
 from ..run import Run
 from ..run.consumer import GROUPER, Consumer, Entry
 from ..run.dead_letters import trim_dead
@@ -162,9 +163,9 @@ class Housekeeping:
             ended = ended + page
         if ended:
             told = ", ".join(f"{name} {n}" for name, n in Counter(name for _, name in ended).items())
-            logger.warning(
-                "%d groups reached their deadline, %s among them: %s", len(ended), ended[0][0], told
-            )
+            text = "%d groups reached their deadline, %s among them: %s"
+            fields = log_fields("groups_expired", run=self._run.name, role=STAGE, group=ended[0][0])
+            logger.warning(text, len(ended), ended[0][0], told, extra=fields)
         return len(page) >= EXPIRE_COUNT
 
 
@@ -173,7 +174,8 @@ def mend_streams(run: Run, keys: ShardKeys) -> None:
     for stream in (keys.rollouts, *map(keys.scoring, run.manifest.scorers)):
         place = stream.partition("}:")[2]
         if run.call("mend_stream", [keys.void, stream, keys.ledger, keys.malformed], [place]):
-            logger.error("%s: somebody has set its last id, it was made anew with all its entries", place)
+            text = "%s: somebody has set its last id, it was made anew with all its entries"
+            logger.error(text, place, extra=log_fields("stream_mended", run=run.name, role=STAGE))
 
 
 def apply_scores(run: Run, keys: ShardKeys) -> None:
@@ -232,9 +234,8 @@ def _shorten_deadlines(run: Run, keys: ShardKeys, now_ms: int) -> None:
         deadline = now_ms + round(run.manifest.group_deadline_s * 1000)
         with suppress(OutOfMemoryError):  # above maxmemory: later
             scripts.zadd(keys.open, dict.fromkeys(beyond, deadline), xx=True)
-        logger.warning(
-            "%d open groups had deadlines farther than any may be: they get the run's", len(beyond)
-        )
+        text = "%d open groups had deadlines farther than any may be: they get the run's"
+        logger.warning(text, len(beyond), extra=log_fields("deadlines_shortened", run=run.name, role=STAGE))
 
 
 def _foreign_members(run: Run, keys: ShardKeys) -> list[bytes]:

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from ..messages import log_fields
 from ..run import Run
+from ..run.consumer import GROUPER
 from ..run.heartbeats import Attendance
 from ..store.keys import ShardKeys
 from ..store.replies import replies_of
@@ -67,5 +69,6 @@ class LostProducers:
                     "producer %s is lost: its %d open groups do not count in pacing, unless others push to them",
                     owner.decode(errors="backslashreplace"),
                     count,
+                    extra=log_fields("producer_lost", run=self._run.name, role=GROUPER),
                 )
         return abandoned

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from .. import metrics
 from ..errors import HungError, SettingError, UndecodableGroupError
-from ..messages import first_problem
+from ..messages import first_problem, log_fields
 from ..run import open_run
 from ..run.consumer import Consumer, Entry
 from ..run.hangs import Stopped, call_within
@@ -213,7 +213,8 @@ class Scorer:
             try:
                 found += fetch_payloads(self._run, [reference], self._columns)
             except UndecodableGroupError as error:
-                logger.warning("scorer %s: left out: %s", self._name, error)
+                fields = self._log_fields("payload_unreadable", reference)
+                logger.warning("scorer %s: unscorable: %s", self._name, error, extra=fields)
                 found.append(None)
         return found
 
@@ -224,7 +225,8 @@ class Scorer:
         try:
             scores = self._ask(waiting, score, consumer.stop)
         except ScoreError as error:
-            logger.warning("scorer %s failed on %d trajectories: %s", self._name, len(waiting), error)
+            text = "scorer %s failed on %d trajectories: %s"
+            logger.warning(text, self._name, len(waiting), error, extra=self._log_fields("score_failed"))
             return list(waiting)
         scored, failed = [], []
         for each, answer in zip(waiting, scores, strict=True):
@@ -249,7 +251,8 @@ class Scorer:
                 return [_Suspect(time.monotonic() + delay, each.entry)]
             metrics.unscorable(self._name, error.kind)
             text = "scorer %s: trajectory %s is unscorable after %d tries: %s"
-            logger.warning(text, self._name, each.name, self._tries, error)
+            fields = self._log_fields("trajectory_unscorable", each.reference)
+            logger.warning(text, self._name, each.name, self._tries, error, extra=fields)
             scored = _Scored(each.entry, _fields(each.entry, None))
         self._hand_off(consumer, [scored])
         self._attempt(each, count=False)
@@ -297,6 +300,10 @@ class Scorer:
         args = [self._tries_field(each), "1" if count else "0"]
         tries: int = self._run.call("attempt", [keys.void, keys.attempts], args)
         return tries
+
+    def _log_fields(self, event: str, reference: Reference | None = None) -> dict[str, object]:
+        group = None if reference is None else reference.group_id
+        return log_fields(event, run=self._run.name, role=self._name, group=group)
 
     def _tries_field(self, each: _Unscored) -> str:
         return f"{self._name} {each.reference.group_id} {each.reference.rollout_index}"

@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+from ..messages import log_fields
 from ..run import Run
+from ..run.consumer import GROUPER
 from ..store.replies import as_count
 
 logger = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ class ShortGroups:
         if lately.ended < (FEW if long_ago else WINDOW):
             return
         if lately.is_much:
-            logger.warning("%s", lately)
+            logger.warning("%s", lately, extra=log_fields("groups_short", run=self._run.name, role=GROUPER))
         self._since, self._before = now, current
 
     def _read(self) -> Loss:

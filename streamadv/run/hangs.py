@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from ..errors import HungError
+from ..messages import log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,14 @@ class _Limit:
             if now - self._told > TELL_S or (self._stopped and self._told < self._stopped):
                 self._told = now
                 ending = " (this process is to end)" if self._stopped else ""
-                logger.warning("%s has not returned after %.0f s%s", self._what, now - self._started, ending)
+                text = "%s has not returned after %.0f s%s"
+                logger.warning(
+                    text,
+                    self._what,
+                    now - self._started,
+                    ending,
+                    extra=log_fields("call_slow", role=self._what),
+                )
         return True
 
     def error(self) -> HungError | Stopped:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..messages import brief, one_line
+from ..messages import brief, log_fields, one_line
 from ..store.keys import ShardKeys
 from ..store.replies import as_count
 from ..trajectory.schema import MAX_GROUP_SIZE, Role
@@ -116,7 +116,9 @@ def _reject(
     problem = one_line(problem)
     names = [keys.void, keys.ledger, keys.malformed, key, *together]
     if run.call("reject", names, [*args, place, problem, text]):
-        logger.error("removed from %s: %s", place, problem)
+        logger.error(
+            "removed from %s: %s", place, problem, extra=log_fields("malformed_removed", run=run.name)
+        )
 
 
 def list_malformed(run: Run, keys: ShardKeys) -> Iterator[Malformed]:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from .. import metrics
+from ..messages import log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,8 @@ class Waiting:
                 return  # another thread or task of the same process waits as well
             self._said = moment
         waited = f" for {moment - self._since:.0f} s" if moment - self._since >= 1 else ""
-        logger.warning("%s: %s%s: %s", *self._whose, waited, listed(reasons))
+        fields = log_fields("waiting", role=self._whose[0])
+        logger.warning("%s: %s%s: %s", *self._whose, waited, listed(reasons), extra=fields)
 
     def over(self) -> None:
         """The wait has ended; the next turn begins another one."""

@@ -1,0 +1,68 @@
+"""Log records carry fields for machines: what happened, and which run, role, batch and group it concerns."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from streamadv.grouping import grouper
+from streamadv.messages import log_fields
+from streamadv.store.connection import Connection
+from streamadv.store.waiting import Reason, Waiting
+
+from ..support import group_all, join, make_overdue, producing, trajectory
+
+PACKAGE = Path(str(resources.files("streamadv")))
+#: Rooms whose log records all have fields.
+ROOMS = ("run", "grouping", "store")
+LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+
+
+def log_calls(room: str) -> Iterator[tuple[str, ast.Call]]:
+    """Every call of a module's `logger`, with the place where it stands."""
+    for file in sorted((PACKAGE / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            if isinstance(node.func.value, ast.Name) and node.func.value.id == "logger":
+                assert node.func.attr in LEVELS, node.func.attr
+                yield f"{file.relative_to(PACKAGE)}:{node.lineno}", node
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_log_call_passes_fields(room: str) -> None:
+    for place, call in log_calls(room):
+        assert "extra" in {keyword.arg for keyword in call.keywords}, place
+
+
+def test_fields_that_do_not_apply_are_left_out() -> None:
+    assert log_fields("trained", run="r", batch=0) == {"event": "trained", "run": "r", "batch": 0}
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, object]:
+    names = ("event", "run", "role", "batch", "group")
+    return {name: getattr(record, name) for name in names if hasattr(record, name)}
+
+
+def test_an_expired_group_is_found_by_its_fields(fake: Connection, caplog: pytest.LogCaptureFixture) -> None:
+    with producing(fake, "r") as producer:
+        producer.push([trajectory("late", 0)])
+        run = join(fake, "r")
+        group_all(run)
+        make_overdue(run, "late")
+        grouper.Housekeeping(run).round()
+    expected = {"event": "groups_expired", "run": "r", "role": "grouper", "group": "late"}
+    assert expected in map(fields_of, caplog.records)
+
+
+def test_who_waits_is_found_by_its_fields(caplog: pytest.LogCaptureFixture) -> None:
+    Waiting("judge", "waiting for the server", first_s=0.0).because(Reason("server_away", "refused"))
+    (record,) = caplog.records
+    assert fields_of(record) == {"event": "waiting", "role": "judge"}
+    assert re.match("judge: waiting for the server", record.getMessage())
