@@ -7,9 +7,9 @@ cd "$(dirname "$0")/.."
 python="$1"
 
 tests=(
-  tests/unit/test_connection.py tests/unit/test_scripts.py tests/unit/test_streams.py tests/integration/test_connection.py
-  tests/integration/test_pipeline.py tests/integration/test_producer.py tests/integration/test_server_restart.py
-  tests/integration/test_sentinel.py tests/integration/test_cluster.py tests/integration/test_versions.py
+  tests/unit/store tests/unit/run tests/servers/test_connection.py tests/servers/test_sentinel.py
+  tests/servers/test_cluster.py tests/servers/test_versions.py tests/promises/nothing_lost/test_pipeline.py
+  tests/promises/nothing_lost/test_producer.py tests/promises/nothing_lost/test_server_restart.py
 )
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT

@@ -18,8 +18,7 @@ from typing import Final
 import pytest
 
 from streamadv.trajectory.interchange import write_trajectory
-
-from ..support import trajectory
+from tests.support import trajectory
 
 GROUPS: Final = 60
 SIZE: Final = 4

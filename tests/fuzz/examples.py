@@ -15,8 +15,7 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.schema import Trajectory
 from streamadv.trajectory.wire import encode_payload
-
-from ..support import compute_all, group_all, join, producing, push_groups, trajectory
+from tests.support import compute_all, group_all, join, producing, push_groups, trajectory
 
 ROWS = [
     {"input_ids": [1, 2, 3, 4], "response_mask": [0, 1, 1, 1], "values": [0.0, 0.5, 0.5, 0.25]},

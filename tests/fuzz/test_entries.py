@@ -14,8 +14,8 @@ from streamadv.grouping.groups_log import parse_group
 from streamadv.run.malformed import record_problem
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
+from tests.support import compute_all, group_all, join, ledger, problems, producing, push_groups
 
-from ..support import compute_all, group_all, join, ledger, problems, producing, push_groups
 from .examples import stored
 from .mutations import (
     HOSTILE,

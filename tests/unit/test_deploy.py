@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from streamadv import metrics
 from streamadv.cli import make_parser
 
-from .test_metrics import STATUS, report_everything
+from .metrics.test_metrics import STATUS, report_everything
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

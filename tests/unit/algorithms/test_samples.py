@@ -16,8 +16,8 @@ from streamadv.errors import SettingError
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.schema import Status
+from tests.support import group_all, join, next_batch, producing, trajectory
 
-from ...support import group_all, join, next_batch, producing, trajectory
 from .reference import Member, batch_of, member, random_pairs
 
 

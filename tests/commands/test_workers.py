@@ -1,0 +1,92 @@
+"""Worker processes: they wait for the server, stop on a signal, and refuse what the run was not created with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
+from tests.support import join, producing, push_groups
+
+
+def start(url: str, run: str, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "streamadv", "worker", *words, "--redis", url, "--run", run],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture
+def later() -> Iterator[EmbeddedServer]:
+    """A server that is not started yet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = EmbeddedServer(port=port)
+    yield server
+    server.close()
+
+
+def test_workers_wait_for_the_server_work_and_stop(later: EmbeddedServer, run: str, tmp_path: Path) -> None:
+    port = later._wanted_port
+    url = f"redis://127.0.0.1:{port}/0"
+    workers = [
+        start(url, run, "grouper", "--redundancy", "1"),
+        start(url, run, "advantage", "--device", "cpu"),
+    ]
+    for worker in workers:
+        assert worker.stderr is not None
+        while "waiting for the server" not in (line := worker.stderr.readline()):
+            assert line
+    later.start()
+    command = [sys.executable, "-m", "streamadv", "consume", "-o", str(tmp_path / "out"), "--max-groups", "3"]
+    with producing(later.url, run) as producer:
+        push_groups(producer, 3)
+        consumed = subprocess.run(
+            [*command, "--timeout", "30", "--redis", url, "--run", run],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+    assert consumed.returncode == 0, consumed.stderr
+    assert len((tmp_path / "out").read_text().splitlines()) == 6
+    assert join(Connection(url), run).manifest.redundancy == 1
+    for worker, number in zip(workers, (signal.SIGTERM, signal.SIGINT), strict=True):
+        worker.send_signal(number)
+        _, log = worker.communicate(timeout=30)
+        assert worker.returncode == 0, log
+        assert "finishing what is in hand" in log
+        assert "Traceback" not in log
+
+
+def test_a_worker_waits_for_a_server_that_does_not_write(later: EmbeddedServer, run: str) -> None:
+    later.start()
+    with Connection(later.url) as connection:
+        connection.scripts.config_set("min-replicas-to-write", 1)
+        worker = start(later.url, run, "grouper")
+        assert worker.stderr is not None
+        while "waiting for the server: NOREPLICAS" not in (line := worker.stderr.readline()):
+            assert line
+        worker.terminate()
+        _, log = worker.communicate(timeout=30)
+    assert worker.returncode == 130, log
+    assert "Traceback" not in log
+
+
+def test_a_worker_with_another_setting_is_refused(redis_url: str, run: str) -> None:
+    with producing(redis_url, run, {"redundancy": 2}):
+        worker = start(redis_url, run, "grouper", "--redundancy", "3")
+        _, log = worker.communicate(timeout=60)
+    assert worker.returncode == 1
+    error = next(line for line in log.splitlines() if "error" in line)
+    assert f"redundancy is 3, run {run} was created with 2" in error

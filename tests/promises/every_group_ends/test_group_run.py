@@ -1,0 +1,325 @@
+"""`group.run(play)`: a rollout that fails is one failed rollout, a bug in `play` is raised; blocking and asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import streamadv as sa
+from streamadv.errors import SettingError, TrajectoryError
+from tests.support import group_all, join, ledger, problems, producing
+
+COLUMNS: dict[str, Any] = {"input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0}
+Play = Callable[[int], bool]  # whether to push
+
+
+class Blocking:
+    """Groups of one producer, played by a function of the index that says whether to push."""
+
+    def __init__(self, url: str, run: str, **options: Any) -> None:
+        self.url, self.run, self.options = url, run, options
+
+    def play(self, size: int, plan: Callable[[int], object], groups: int = 1) -> list[Any]:
+        """(results or the exception raised, failures) of each group."""
+        found: list[Any] = []
+
+        def play(rollout: sa.Rollout, answer: str, *, suffix: str) -> str:
+            if plan(rollout.rollout_index) is not False:
+                rollout.push(**COLUMNS)
+            return f"{answer}{rollout.rollout_index}{suffix}"
+
+        with producing(self.url, self.run) as producer:
+            for _ in range(groups):
+                with producer.group(size) as group:
+                    try:
+                        results: Any = group.run(play, "r", suffix="!", **self.options)
+                    except Exception as error:
+                        results = error
+                found.append((results, group.failures))
+        return found
+
+
+class Asyncio(Blocking):
+    def play(self, size: int, plan: Callable[[int], object], groups: int = 1) -> list[Any]:
+        async def play(rollout: sa.AsyncRollout, answer: str, *, suffix: str) -> str:
+            await asyncio.sleep(0)
+            if plan(rollout.rollout_index) is not False:
+                await rollout.push(**COLUMNS)
+            return f"{answer}{rollout.rollout_index}{suffix}"
+
+        async def work() -> list[Any]:
+            found: list[Any] = []
+            async with sa.Producer(self.url, self.run) as producer:
+                for _ in range(groups):
+                    async with producer.group(size) as group:
+                        try:
+                            results: Any = await group.run(play, "r", suffix="!")
+                        except Exception as error:
+                            results = error
+                    found.append((results, group.failures))
+            return found
+
+        return asyncio.run(work())
+
+
+@pytest.fixture(params=["blocking", "in turn", "asyncio"])
+def player(request: pytest.FixtureRequest, redis_url: str, run: str) -> Blocking:
+    if request.param == "asyncio":
+        return Asyncio(redis_url, run)
+    return Blocking(redis_url, run, threads=1) if request.param == "in turn" else Blocking(redis_url, run)
+
+
+def raising(errors: dict[int, Exception]) -> Callable[[int], object]:
+    def plan(index: int) -> None:
+        if index in errors:
+            raise errors[index]
+
+    return plan
+
+
+def test_an_error_of_the_environment_is_one_failed_rollout(player: Blocking) -> None:
+    def plan(index: int) -> object:
+        if index == 3:
+            raise TimeoutError("the engine\nis slow" + "!" * 1000)
+        return index != 5
+
+    [(results, failures)] = player.play(8, plan)
+    assert results == [f"r{index}!" if index != 3 else None for index in range(8)]
+    assert sorted(failures) == [3, 5]
+    assert failures[3].startswith(r"TimeoutError: the engine\nis slow!!")
+    assert len(failures[3]) < 300
+    assert failures[5] == "not_pushed"
+    joined = join(player.url, player.run)
+    assert group_all(joined) == ["incomplete"]
+    found = ledger(joined)
+    assert (found["pushed"], found["dropped"]) == (8, {"failed": 2, "incomplete": 6})
+    assert problems(joined) == []
+
+
+def test_failures_are_told_summed_up(player: Blocking, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        player.play(
+            8, raising({2: TimeoutError("slow"), 3: TimeoutError("slow"), 4: KeyError("x")}), groups=30
+        )
+    told = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    assert 1 <= len(told) <= 5, told
+    assert sum(int(text.split()[0]) for text in told) == 90, told
+    assert any("TimeoutError: slow" in text for text in told)
+
+
+def test_what_fails_in_every_rollout_of_a_group_is_raised(player: Blocking) -> None:
+    def plan(index: int) -> None:
+        raise ZeroDivisionError(f"in {index}")
+
+    [(error, failures)] = player.play(4, plan)
+    assert isinstance(error, ZeroDivisionError)
+    assert sorted(failures) == [0, 1, 2, 3]
+    joined = join(player.url, player.run)
+    group_all(joined)
+    assert ledger(joined)["dropped"] == {"failed": 4}
+
+
+@pytest.mark.parametrize("other", ["place", "type"])
+def test_what_fails_in_different_ways_is_not_raised(player: Blocking, other: str) -> None:
+    def plan(index: int) -> None:
+        if index < 3:
+            raise ValueError("bad")
+        if other == "type":
+            raise KeyError("bad")
+        raise ValueError("bad")
+
+    [(results, failures)] = player.play(4, plan)
+    assert results == [None] * 4
+    assert len(failures) == 4
+
+
+def test_groups_of_one_that_fail_three_times_in_a_row_are_raised(player: Blocking) -> None:
+    calls: list[int] = []
+
+    def plan(index: int) -> None:
+        calls.append(index)
+        if len(calls) != 3:
+            raise ZeroDivisionError
+
+    outcomes = player.play(1, plan, groups=6)
+    assert [isinstance(results, ZeroDivisionError) for results, _ in outcomes] == [False] * 5 + [True]
+
+
+def test_an_error_of_streamadv_is_raised_after_the_others_have_ended(redis_url: str, run: str) -> None:
+    def play(rollout: sa.Rollout) -> None:
+        wrong = {"response_mask": [1]} if rollout.rollout_index == 0 else {}
+        rollout.push(**{**COLUMNS, **wrong})
+
+    async def aplay(rollout: sa.AsyncRollout) -> None:
+        wrong = {"response_mask": [1]} if rollout.rollout_index == 0 else {}
+        await rollout.push(**{**COLUMNS, **wrong})
+
+    async def work() -> None:
+        async with sa.Producer(redis_url, run) as producer, producer.group(3) as group:
+            with pytest.raises(TrajectoryError, match="response_mask"):
+                await group.run(aplay)
+
+    with producing(redis_url, run) as producer, producer.group(3) as group:
+        with pytest.raises(TrajectoryError, match="response_mask"):
+            group.run(play)
+        with pytest.raises(SettingError, match="threads is 0"):
+            group.run(play, threads=0)
+    asyncio.run(work())
+    joined = join(redis_url, run)
+    assert group_all(joined) == ["incomplete"] * 2
+    assert ledger(joined)["dropped"] == {"failed": 2, "incomplete": 4}
+
+
+def test_play_is_a_function_of_the_producers_kind(redis_url: str, run: str) -> None:
+    async def aplay(rollout: Any) -> None: ...
+
+    def play(rollout: Any) -> None: ...
+
+    async def work() -> None:
+        async with sa.Producer(redis_url, run) as producer, producer.group(1) as group:
+            with pytest.raises(SettingError, match="play"):
+                await group.run(play)
+
+    with (
+        producing(redis_url, run) as producer,
+        producer.group(1) as group,
+        pytest.raises(SettingError, match="play is a coroutine function"),
+    ):
+        group.run(aplay)
+    asyncio.run(work())
+
+
+async def test_cancellation_ends_what_is_open_and_goes_on(redis_url: str, run: str) -> None:
+    async def play(rollout: sa.AsyncRollout) -> None:
+        if rollout.rollout_index:
+            await asyncio.Event().wait()
+        await rollout.push(**COLUMNS)
+        pushed.set()
+
+    async with sa.Producer(redis_url, run) as producer:
+        pushed = asyncio.Event()
+        group = await producer.begin_group(3)
+        playing = asyncio.create_task(group.run(play))
+        await asyncio.wait_for(pushed.wait(), 30)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert group.failures == {1: "cancelled", 2: "cancelled"}
+    joined = join(redis_url, run)
+    assert group_all(joined) == ["incomplete"]
+    assert ledger(joined)["dropped"] == {"cancelled": 2, "incomplete": 1}
+
+
+async def test_a_rollout_that_somebody_else_cancels_ends_alone(redis_url: str, run: str) -> None:
+    """A watchdog of the user's cancels the task of a rollout that takes too long."""
+    slow = asyncio.get_running_loop().create_future()
+
+    async def play(rollout: sa.AsyncRollout) -> str:
+        if rollout.rollout_index == 0:
+            slow.set_result(asyncio.current_task())
+            await asyncio.Event().wait()
+        (await slow).cancel()
+        return await rollout.push(**COLUMNS)
+
+    async with sa.Producer(redis_url, run) as producer, producer.group(3) as group:
+        assert await group.run(play) == [None, "pushed", "pushed"]
+        assert group.failures == {0: "cancelled"}
+    joined = join(redis_url, run)
+    assert group_all(joined) == ["incomplete"]
+    assert ledger(joined)["dropped"] == {"cancelled": 1, "incomplete": 2}
+
+
+def test_an_interrupt_ends_what_is_open_and_goes_on(redis_url: str, run: str) -> None:
+    entered, end = threading.Barrier(3, timeout=30), threading.Event()
+
+    def play(rollout: sa.Rollout) -> None:
+        entered.wait()
+        if rollout.rollout_index == 0:
+            raise KeyboardInterrupt
+        end.wait(30)
+
+    with producing(redis_url, run) as producer:
+        group = producer.begin_group(3)
+        with pytest.raises(KeyboardInterrupt):
+            group.run(play)
+        assert group.failures == dict.fromkeys(range(3), "cancelled")
+        assert all(rollout.cancelled for rollout in group)
+        end.set()
+    joined = join(redis_url, run)
+    assert group_all(joined) == ["incomplete"]
+    assert ledger(joined)["dropped"] == {"cancelled": 3}
+
+
+async def test_siblings_of_a_failed_rollout_in_gather_are_pushed(redis_url: str, run: str) -> None:
+    """The pattern with tasks of one's own: leaving the group waits for rollouts that are being played."""
+    failed = asyncio.Event()
+
+    async def play(rollout: sa.AsyncRollout) -> None:
+        async with rollout:
+            if rollout.rollout_index == 1:
+                failed.set()
+                raise TimeoutError("slow")
+            await failed.wait()
+            await asyncio.sleep(0.02)
+            await rollout.push(**COLUMNS)
+
+    async with sa.Producer(redis_url, run) as producer:
+        with pytest.raises(TimeoutError):
+            async with producer.group(4) as group:
+                await asyncio.gather(*(play(rollout) for rollout in group))
+        assert group.failures == {1: "TimeoutError: slow"}
+    joined = join(redis_url, run)
+    group_all(joined)
+    assert ledger(joined)["dropped"] == {"failed": 1, "incomplete": 3}
+
+
+async def test_a_rollout_that_is_cancelled_by_a_siblings_error_says_so(redis_url: str, run: str) -> None:
+    async def play(rollout: sa.AsyncRollout) -> None:
+        async with rollout:
+            if rollout.rollout_index == 1:
+                raise TimeoutError("slow")
+            await asyncio.Event().wait()
+
+    async with sa.Producer(redis_url, run) as producer:
+        group = await producer.begin_group(3)
+
+        async def play_all() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for rollout in group:
+                    tasks.create_task(play(rollout))
+
+        with pytest.raises(ExceptionGroup):
+            await play_all()
+        assert group.failures == {0: "cancelled", 1: "TimeoutError: slow", 2: "cancelled"}
+    joined = join(redis_url, run)
+    group_all(joined)
+    assert ledger(joined)["dropped"] == {"cancelled": 2, "failed": 1}
+
+
+def test_groups_and_rollouts_are_documented() -> None:
+    for kind in (sa.Group, sa.Rollout, sa.AsyncGroup, sa.AsyncRollout, sa.AsyncProducer):
+        for name in [name for name in dir(kind) if not name.startswith("_")]:
+            assert getattr(kind, name).__doc__, f"{kind.__name__}.{name}"
+
+
+async def test_the_producer_of_the_readme_runs(redis_url: str, run: str) -> None:
+    text = (Path(sa.__file__).parents[1] / "README.md").read_text()
+    block = text.split("## A producer")[1].split("```python\n")[1].split("```")[0]
+    block = block.replace("redis://localhost:6379", redis_url).replace("exp1", run)
+    code = "async def main():\n" + textwrap.indent(block, "    ")
+
+    async def agent(prompt: str, version: int | None) -> SimpleNamespace:
+        return SimpleNamespace(ids=[1, 2], mask=[0, 1], logp=[0.0, -1.0], reward=1.0, steps=[])
+
+    names: dict[str, Any] = {"agent": agent, "prompts": ["a", "b"]}
+    exec(code, names)
+    await names["main"]()
+    assert group_all(join(redis_url, run)) == ["complete"] * 2

@@ -1,0 +1,331 @@
+"""Scorers: rewards that come between the push and the grouper."""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from streamadv.errors import SettingError
+from streamadv.grouping import grouper
+from streamadv.grouping.groups_log import read_log
+from streamadv.grouping.scorer import Scorer
+from streamadv.producer import Producer
+from streamadv.run import Run
+from streamadv.run.manifest import RunSettings
+from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.wire import Payload, Reference
+from tests.support import (
+    consumer_of,
+    ended,
+    group_all,
+    join,
+    ledger,
+    make_overdue,
+    problems,
+    producing,
+    threads,
+    trajectory,
+    unscored,
+)
+
+
+def wait_for_rollouts(run: Any, count: int, ended: Callable[[], bool] = lambda: False) -> None:
+    """Until the scorers have passed on so many records, or have `ended`."""
+    done = threading.Event()
+    while sum(run.connection.scripts.xlen(keys.rollouts) for keys in run.keys.shards) < count and not ended():
+        done.wait(0.01)
+
+
+def test_two_scorers_in_their_order(redis_url: str, run: str) -> None:
+    seen: list[tuple[str, list[str]]] = []
+
+    def length(references: Sequence[Reference], payloads: Sequence[Payload]) -> list[Any]:
+        seen.extend(("length", sorted(payload.columns)) for payload in payloads)
+        lengths = [float(len(payload.columns["input_ids"])) for payload in payloads]
+        return [
+            None if reference.rollout_index == 3 else tokens
+            for reference, tokens in zip(references, lengths, strict=True)
+        ]
+
+    def style(references: Sequence[Reference], payloads: Sequence[Payload]) -> list[Any]:
+        seen.extend(("style", sorted(payload.columns)) for payload in payloads)
+        assert {reference.reward for reference in references} == {5}
+        return [{"style": 0.25, "tone": 0.5}] * len(references)
+
+    with producing(redis_url, run, {"scorers": ("length", "style"), "partial_min_usable": 1}) as producer:
+        joined = join(redis_url, run)
+        scorers = [Scorer(redis_url, run, name, columns=["input_ids"]) for name in ("length", "style")]
+        producer.push([unscored("g", 0, 5), unscored("g", 1, 5), trajectory("g", 2, 5, reward=9.0)])
+        producer.push([unscored("g", 3, 5), ended("g", 4, 5, "failed")])
+        assert problems(joined) == []
+        assert ledger(joined)["queued"] == 5
+        with threads(lambda stop: scorers[0].run(length, stop), lambda stop: scorers[1].run(style, stop)):
+            wait_for_rollouts(joined, 5)
+        assert problems(joined) == []
+        assert group_all(joined) == ["partial"]
+    (group,) = read_log(joined, 0, "0-0", 10)
+    assert [member.reward for member in group.members] == [5.75, 5.75, 9.0]
+    assert group.members[0].rewards == {"length": 5.0, "style": 0.25, "tone": 0.5}
+    assert sorted(name for name, _ in seen) == ["length"] * 3 + ["style"] * 2
+    assert all(columns == ["input_ids"] for _, columns in seen)
+    assert ledger(joined)["dropped"] == {"failed": 1, "unscorable": 1}
+    assert problems(joined) == []
+
+
+def push_alone(producer: Producer, names: Iterable[str]) -> None:
+    """Groups of one."""
+    for name in names:
+        producer.push([unscored(name, 0, 1)])
+
+
+EIGHT = [f"g{number}" for number in range(8)]
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def answer() -> Any:
+        raise error
+
+    return answer
+
+
+ANSWERS: dict[str, Callable[[], Any]] = {
+    "nan": lambda: math.nan,
+    "infinite": lambda: np.float32("-inf"),
+    "text": lambda: "0.5",
+    "a-huge-integer": lambda: 10**400,
+    "a-list": lambda: [0.5],
+    "an-array": lambda: np.zeros(1),
+    "a-component": lambda: {"style": 0.5, "tone": math.nan},
+    "a-sum": lambda: {"one": 1.7e308, "two": 1.7e308},
+    "a-name": lambda: {3: 0.5},
+    "an-exception": raising(ValueError("no parse")),
+    "an-outage": raising(redis.exceptions.ConnectionError("of the judge")),
+    "an-exit": raising(SystemExit("bye")),
+}
+
+
+def test_a_trajectory_without_a_score_is_unscorable_alone(
+    redis_url: str, run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def judge(references: Sequence[Reference], _: Sequence[Payload]) -> list[Any]:
+        return [ANSWERS[r.group_id]() if r.group_id in ANSWERS else np.float32(0.5) for r in references]
+
+    with producing(redis_url, run, {"scorers": ("s",)}) as producer:
+        joined = join(redis_url, run)
+        push_alone(producer, [*ANSWERS, "one", "two", "three"])
+        with threads(lambda stop: Scorer(redis_url, run, "s", tries=2).run(judge, stop)):
+            wait_for_rollouts(joined, len(ANSWERS) + 3)
+        assert problems(joined) == []
+        assert Counter(group_all(joined)) == {"complete": 3, "incomplete": len(ANSWERS)}
+    assert ledger(joined)["dropped"] == {"unscorable": len(ANSWERS)}
+    assert problems(joined) == []
+    said = [record.getMessage() for record in caplog.records if "unscorable" in record.getMessage()]
+    assert [next(text for text in said if f"{group_id}/0 " in text) for group_id in ANSWERS]
+    assert all(text.startswith("scorer s: trajectory ") for text in said)
+
+
+WRONG: dict[str, Any] = {
+    **{"nothing": None, "a-number": 0.5, "no-text": "", "a-mapping": {"s": 1.0}, "a-set": {1.0}},
+    **{"two": [1.0, 2.0], "none": [], "an-iterator": iter([1.0]), "of-numpy": np.float64(1)},
+}
+
+
+def test_a_function_whose_answer_is_no_list_of_scores(redis_url: str, run: str) -> None:
+    with producing(redis_url, run, {"scorers": ("s",)}) as producer:
+        joined = join(redis_url, run)
+        push_alone(producer, WRONG)
+        scorer = Scorer(redis_url, run, "s", tries=1, batch_size=1)
+        with threads(lambda stop: scorer.run(lambda references, _: WRONG[references[0].group_id], stop)):
+            wait_for_rollouts(joined, len(WRONG))
+        assert group_all(joined) == ["incomplete"] * len(WRONG)
+    assert ledger(joined)["dropped"] == {"unscorable": len(WRONG)}
+    assert problems(joined) == []
+
+
+def test_a_function_that_fails_for_a_while_scores_in_the_end(redis_url: str, run: str) -> None:
+    calls = []
+
+    async def judge(references: Sequence[Reference], _: Sequence[Payload]) -> list[float]:
+        calls.append(len(references))
+        if len(calls) < 4:
+            raise OSError("the judge is away")
+        return [1.0] * len(references)
+
+    with producing(redis_url, run, {"scorers": ("s",)}) as producer:
+        joined = join(redis_url, run)
+        producer.push([unscored("g", 0, 2), unscored("g", 1, 2)])
+        with threads(lambda stop: Scorer(redis_url, run, "s").run(judge, stop)):
+            wait_for_rollouts(joined, 2)
+        assert group_all(joined) == ["complete"]
+    assert calls == [2, 1, 1, 1, 1]
+    assert ledger(joined)["dropped"] == {}
+    assert not joined.connection.scripts.exists(joined.keys.home.attempts)
+
+
+CHILD = """
+import os, sys, threading, time
+import streamadv as sa
+
+def judge(references, payloads):
+    for reference in references:
+        print(reference.group_id, flush=True)
+        if reference.group_id == "g3":
+            os._exit(9)
+    return [1.0 for _ in references]
+
+sa.Scorer(sys.argv[1], sys.argv[2], "s", lease_s=0.3, tries=2).run(judge, threading.Event())
+"""
+
+
+def score_in_a_child(url: str, run: Run, code: str, count: int) -> int:
+    """Until so many records are passed on: -SIGKILL, or the status with which the process ends before."""
+    child = subprocess.Popen([sys.executable, "-c", code, url, run.name], stdout=subprocess.DEVNULL)
+    try:
+        wait_for_rollouts(run, count, lambda: child.poll() is not None)
+    finally:
+        child.kill()
+    return child.wait()
+
+
+def test_a_trajectory_that_ends_its_scorer_is_worked_alone(redis_url: str, run: str) -> None:
+    """A supervisor starts it again and again; it dies once with all, and as often as it is tried alone."""
+    with producing(redis_url, run, {"scorers": ("s",), "shards": 2}) as producer:
+        joined = join(redis_url, run)
+        push_alone(producer, EIGHT)
+        deaths = 0
+        while score_in_a_child(redis_url, joined, CHILD, 8) == 9:
+            deaths += 1
+        assert deaths == 3
+        assert sorted(group_all(joined)) == ["complete"] * 7 + ["incomplete"]
+    assert ledger(joined)["dropped"] == {"unscorable": 1}
+    assert problems(joined) == []
+
+
+def busy() -> None:
+    while True:
+        pass
+
+
+def asleep() -> None:
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("hang", [busy, asleep])
+def test_a_function_that_does_not_return_keeps_nobody(
+    redis_url: str, run: str, hang: Callable[[], None]
+) -> None:
+    """Neither its neighbours nor the end of the process; a thread of a test's stands for the main one."""
+
+    def judge(references: Sequence[Reference], _: Sequence[Payload]) -> list[float]:
+        if any(reference.group_id == "g1" for reference in references):
+            hang()
+        return [1.0] * len(references)
+
+    with producing(redis_url, run, {"scorers": ("s",)}) as producer:
+        joined = join(redis_url, run)
+        push_alone(producer, EIGHT[:3])
+        scorer = Scorer(redis_url, run, "s", timeout_s=0.3, tries=1)
+        with threads(lambda stop: scorer.run(judge, stop)):
+            wait_for_rollouts(joined, 3)
+        assert sorted(group_all(joined)) == ["complete"] * 2 + ["incomplete"]
+    assert ledger(joined)["dropped"] == {"unscorable": 1}
+
+
+def test_the_main_thread_of_a_process_is_interrupted(redis_url: str, run: str) -> None:
+    """The regular expression takes for ever, and lets no other thread run."""
+    hangs = (
+        "[lambda: re.match('(x+x+)+y', 'x' * 60), lambda: time.sleep(1e9), lambda: exec('while True: pass')]"
+    )
+    code = CHILD.replace(
+        'if reference.group_id == "g3":\n            os._exit(9)', "HANGS.pop()() if HANGS else None"
+    )
+    code = code.replace("import os", f"import re, os\nHANGS = {hangs}\nimport os", 1)
+    code = code.replace("lease_s=0.3, tries=2", "timeout_s=0.4, tries=1, batch_size=1")
+    assert "HANGS.pop" in code
+    with producing(redis_url, run, {"scorers": ("s",)}) as producer:
+        joined = join(redis_url, run)
+        push_alone(producer, EIGHT)
+        assert score_in_a_child(redis_url, joined, code, 8) == -signal.SIGKILL
+        assert sorted(group_all(joined)) == ["complete"] * 7 + ["incomplete"]
+    assert ledger(joined)["dropped"] == {"unscorable": 1}  # the third hang was of another, which scored alone
+
+
+def test_a_function_slower_than_the_lease_scores_everything_once(redis_url: str, run: str) -> None:
+    seen: list[tuple[str, int]] = []
+    slow = threading.Event()
+
+    def judge(references: Sequence[Reference], _: Sequence[Payload]) -> list[float]:
+        seen.extend((r.group_id, r.rollout_index) for r in references)
+        slow.wait(1.5)
+        return [1.0] * len(references)
+
+    with producing(redis_url, run, {"scorers": ("s",)}) as producer:
+        joined = join(redis_url, run)
+        producer.push([unscored("g", index, 6) for index in range(6)])
+        scorers = [Scorer(redis_url, run, "s", lease_s=0.4, batch_size=3) for _ in range(3)]
+        with threads(*(lambda stop, scorer=scorer: scorer.run(judge, stop) for scorer in scorers)):
+            wait_for_rollouts(joined, 6)
+        assert group_all(joined) == ["complete"]
+    assert sorted(seen) == [("g", index) for index in range(6)]
+    assert not joined.connection.scripts.exists(joined.keys.home.attempts)
+
+
+@pytest.mark.parametrize("scorers", [("s",), ("first", "s")])
+@pytest.mark.parametrize("read", [False, True], ids=["nobody has read it", "a scorer died with it"])
+def test_a_run_ends_although_nobody_scores(redis_url: str, run: str, scorers: Any, read: bool) -> None:
+    with producing(redis_url, run, {"scorers": scorers}) as producer:
+        joined = join(redis_url, run)
+        names = [f"g{number:03d}" for number in range(150)]
+        push_alone(producer, names)
+        if read:
+            assert consumer_of(joined, scorers[0]).read(1)
+        for name in names:
+            make_overdue(joined, name)
+        producer.finish()
+        for _ in range(4):
+            group_all(joined)
+    queue = TrainerQueue(redis_url, run, batch_groups=1)
+    assert queue.next_batch(timeout=10) is None
+    queue.close()
+    assert (ledger(joined)["queued"], ledger(joined)["dropped"]) == (0, {"late": 150})
+    assert problems(joined) == []
+
+
+def test_records_of_ended_groups_go_straight_on(redis_url: str, run: str) -> None:
+    with producing(redis_url, run, {"scorers": ("first", "second")}) as producer:
+        joined = join(redis_url, run)
+        producer.push([unscored("late", 0, 1)])
+        make_overdue(joined, "late")
+        grouper.expire(joined, joined.keys.home)
+        producer.push([unscored("g", 0, 1)])
+        asked: list[str] = []
+
+        def judge(references: Sequence[Reference], _: Sequence[Payload]) -> list[float]:
+            asked.extend(reference.group_id for reference in references)
+            return [1.0] * len(references)
+
+        with threads(
+            lambda stop: Scorer(redis_url, run, "first").run(judge, stop),
+            lambda stop: Scorer(redis_url, run, "second").run(judge, stop),
+        ):
+            wait_for_rollouts(joined, 2)
+        group_all(joined)
+    assert asked == ["g", "g"]
+    assert ledger(joined)["dropped"] == {"late": 1}
+    assert problems(joined) == []
+
+
+def test_a_scorer_must_be_one_of_the_run(redis_url: str, run: str) -> None:
+    with Producer(redis_url, run), pytest.raises(SettingError, match="scorer 's' is not one of run"):
+        Scorer(redis_url, run, "s")
+    Scorer(redis_url, run, "s", settings=RunSettings(scorers=("s",)))

@@ -1,0 +1,117 @@
+"""Payloads of the next batch are there when it is asked for, and nothing else comes of reading ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamadv.errors import NoBatchError
+from streamadv.run import Run
+from streamadv.run.dead_letters import list_dead
+from streamadv.store.connection import Connection
+from streamadv.trainer import fetch
+from streamadv.trainer.microbatch import Batch
+from streamadv.trainer.queue import TrainerQueue
+from tests.support import compute_all, identities, join, ledger, next_batch, problems, producing, push_groups
+
+
+@pytest.fixture
+def joined(redis_url: str, run: str) -> Run:
+    """Six groups of two, all pushed."""
+    connection = Connection(redis_url)
+    with producing(connection, run) as producer:
+        push_groups(producer, 6)
+        producer.finish()
+    return join(connection, run)
+
+
+def first_batch(joined: Run) -> tuple[TrainerQueue, Batch]:
+    """A queue that has delivered batch 0, named batch 1, and begun to read it ahead."""
+    queue = TrainerQueue(joined.connection, joined.name, batch_groups=2, commit="manual")
+    batch = next_batch(queue, joined)
+    assert batch is not None
+    return queue, batch
+
+
+def read_through(queue: TrainerQueue) -> int:
+    """Wait for what is being read ahead; payloads found."""
+    assert queue._reader.ahead is not None
+    return len(queue._reader.ahead.result().payloads)
+
+
+def payload_keys(joined: Run, group_id: str) -> list[str]:
+    keys = joined.keys.shard(0)
+    entries = joined.connection.scripts.xrange(keys.groups)
+    (lines,) = [f[b"payloads"].decode() for _, f in entries if f[b"group_id"].decode() == group_id]
+    return [line.rpartition(" ")[0] for line in lines.split("\n")]
+
+
+def test_payloads_come_over_the_network_once(joined: Run) -> None:
+    queue, _ = first_batch(joined)
+    assert read_through(queue) == 4
+    for group_id in ("g0002", "g0003"):
+        joined.connection.scripts.delete(*payload_keys(joined, group_id))
+    compute_all(joined)
+    batch = queue.next_batch(timeout=0)
+    assert batch is not None
+    assert identities(batch.references) == [("g0002", 0), ("g0002", 1), ("g0003", 0), ("g0003", 1)]
+    assert batch.micro_batches[0].input_ids.tolist() == [*range(5), *range(10, 15)] * 2
+
+
+def test_what_was_read_ahead_is_not_delivered(joined: Run) -> None:
+    queue, _ = first_batch(joined)
+    read_through(queue)
+    queue.commit(queue.state_dict())
+    queue.close()
+    assert ledger(joined)["trained"] == 0
+    assert ledger(joined)["in_flight"] == 8
+    compute_all(joined)
+    again = TrainerQueue(joined.connection, joined.name, batch_groups=2)
+    assert identities(again.next_batch(timeout=0).references)[0] == ("g0000", 0)  # type: ignore[union-attr]
+    assert problems(joined) == []
+
+
+@pytest.mark.parametrize("wrong", ["size", "values"])
+def test_what_cannot_be_read_ahead_is_a_dead_letter_when_it_is_due(
+    wrong: str, joined: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "SLICE", 2)
+    queue, _ = first_batch(joined)
+    read_through(queue)
+    first, *_ = payload_keys(joined, "g0005")
+    mask: Any = joined.connection.scripts.hget(first, "response_mask")
+    damaged = mask[:-1] if wrong == "size" else mask.replace(b"\1", b"\2")
+    joined.connection.scripts.hset(first, "response_mask", damaged)
+    compute_all(joined)
+    assert queue.next_batch(timeout=0) is not None
+    assert read_through(queue) == 2, "the group before it"
+    compute_all(joined)
+    batch = queue.next_batch(timeout=0)
+    assert batch is not None
+    assert identities(batch.references) == [("g0004", 0), ("g0004", 1)]
+    assert [dead.group_id for dead in list_dead(joined)] == ["g0005"]
+
+
+def test_a_batch_too_large_to_hold_is_fetched_when_it_is_due(
+    joined: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "MAX_BYTES", 1)
+    queue, _ = first_batch(joined)
+    assert read_through(queue) == 0
+    compute_all(joined)
+    assert queue.next_batch(timeout=0) is not None
+
+
+def test_a_fault_while_reading_ahead_is_raised_by_the_queue(
+    joined: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(fetch, "fetch_payloads", fail)
+    queue = TrainerQueue(joined.connection, joined.name, batch_groups=2)
+    with pytest.raises(NoBatchError):
+        queue.next_batch(timeout=0)
+    with pytest.raises(ZeroDivisionError):
+        next_batch(queue, joined)

@@ -1,0 +1,400 @@
+"""Producers against a real server: waiting for admission, the asyncio twin, a server that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+import streamadv
+from streamadv.errors import Busy, NoBatchError, ProducerClosedError
+from streamadv.producer import Producer, async_producer
+from streamadv.run.manifest import RunSettings
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.trainer.queue import TrainerQueue
+from tests.clusters import until
+from tests.support import (
+    group_all,
+    join,
+    ledger,
+    next_batch,
+    problems,
+    producing,
+    push_groups,
+    refusals,
+    threads,
+    trajectory,
+)
+
+MB = 1 << 20
+
+
+def test_a_producer_never_imports_torch() -> None:
+    code = (
+        "import sys, streamadv; streamadv.Producer, streamadv.Trajectory, streamadv.Ticket; "
+        "streamadv.AsyncProducer; assert 'torch' not in sys.modules"
+    )
+    folder = Path(streamadv.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=folder)
+
+
+def test_a_producer_waits_for_room(redis_url: str, run: str) -> None:
+    limits = {"max_bytes": 4 * MB, "max_trajectory_bytes": 2 * MB}
+    with producing(redis_url, run, limits) as producer:
+        joined = join(redis_url, run)
+        first = producer.begin_group(2)
+        with pytest.raises(Busy, match=r"not admitted after 0\.01 s"):
+            producer.begin_group(1, timeout=0.01)
+        admitted = threading.Event()
+
+        def wait(stop: threading.Event) -> None:
+            producer.begin_group(2, group_id="next")
+            admitted.set()
+
+        with threads(wait):
+            assert not admitted.wait(0.1)
+            first.cancel(2)
+            group_all(joined)
+            assert admitted.wait(20)
+    assert problems(joined) == []
+
+
+def test_many_producers_push_the_same_file(redis_url: str, run: str) -> None:
+    items = [[trajectory(f"g{number}", index, 3) for index in range(3)] for number in range(30)]
+    codes: list[str] = []
+
+    def push(stop: threading.Event) -> None:
+        with Producer(redis_url, run) as producer:
+            for members in items:
+                codes.extend(producer.push(members).codes)
+
+    with threads(push, push, push):
+        pass
+    joined = join(redis_url, run)
+    assert (codes.count("pushed"), codes.count("duplicate")) == (90, 180)
+    group_all(joined)
+    assert ledger(joined) | {"pushed": 90, "queued": 90} == ledger(joined)
+    assert problems(joined) == []
+
+
+async def test_the_asyncio_twin(redis_url: str, run: str) -> None:
+    settings = RunSettings(partial_min_usable=1)
+    async with Producer(redis_url, run, settings=settings) as producer:
+
+        async def play(rollout: Any) -> None:
+            async with rollout:
+                if rollout.rollout_index == 1:
+                    raise RuntimeError("the environment broke")
+                await rollout.push(input_ids=[1, 2], response_mask=[0, 1], reward=rollout.rollout_index)
+
+        async with producer.group(size=4, data_source="math") as group:
+            rollouts = list(group)
+            results = await asyncio.gather(*map(play, rollouts[:3]), return_exceptions=True)
+            assert [type(result) for result in results] == [type(None), RuntimeError, type(None)]
+        assert await producer.model_version() is None
+        assert await producer.score("other", 0, 1.0) == "unknown"
+        assert (await producer.push([trajectory("h", 0)])).codes == ["pushed"]
+        assert await producer.touch("h", 10_000)
+        again = await producer.begin_group(2, group_id="h")
+        assert (await again.cancel(1)).codes == ["pushed"]
+        await producer.finish()
+    joined = join(redis_url, run)
+    assert sorted(group_all(joined)) == ["partial", "partial"]
+    assert ledger(joined)["dropped"] == {"cancelled": 1, "failed": 2}
+    assert problems(joined) == []
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_closing_ends_the_heartbeat_at_any_moment(
+    redis_url: str, run: str, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Python's wait_for, inside redis-py, drops the cancellation as its reply has just come."""
+    monkeypatch.setattr(async_producer, "HEARTBEAT_S", 0)
+    producer = await Producer(redis_url, run).__aenter__()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(producer.close())
+    done, _ = await asyncio.wait({closing}, timeout=10)
+    monkeypatch.setattr(async_producer, "HEARTBEAT_S", 3600)  # where it does not end: lets it be cancelled
+    assert done
+
+
+def test_a_push_survives_a_restart_of_the_server(tmp_path: Path, run: str) -> None:
+    server = EmbeddedServer(tmp_path)
+    with server:
+        with Producer(server.url, run) as producer:
+            push_groups(producer, 3)
+            server.kill()  # with the last second of pushes: they are sent again
+
+            def push(stop: threading.Event) -> None:
+                push_groups(producer, 3, prefix="after")
+
+            with threads(push):
+                server.start()
+            producer.finish()
+        joined = join(Connection(server.url), run)
+        group_all(joined)
+        found = ledger(joined)
+        assert found["pushed"] == found["queued"] == 12
+        assert problems(joined) == []
+
+
+def test_a_push_above_maxmemory_waits_and_leaves_nothing_behind(tmp_path: Path, run: str) -> None:
+    with EmbeddedServer() as server, redis.Redis.from_url(server.url) as client:
+        with Producer(server.url, run) as producer:
+            push_groups(producer, 1, 1)
+            client.config_set("maxmemory", 1)
+            pushed = threading.Event()
+
+            def push(stop: threading.Event) -> None:
+                push_groups(producer, 1, 1, prefix="more")
+                pushed.set()
+
+            with threads(push):
+                assert not pushed.wait(0.3)
+                client.config_set("maxmemory", 0)
+                assert pushed.wait(20)
+        joined = join(Connection(server.url), run)
+        assert ledger(joined)["pushed"] == 2
+        assert problems(joined) == []
+
+
+def ends(queue: TrainerQueue) -> bool:
+    try:
+        return queue.next_batch(timeout=0) is None
+    except NoBatchError:
+        return False
+
+
+@pytest.mark.parametrize("last_words", ["close", "finish"])
+def test_a_producer_that_closes_late_does_not_speak_for_its_successor(
+    redis_url: str, run: str, last_words: str
+) -> None:
+    """A restarted process of one name, while the old one still winds up."""
+    with producing(redis_url, run) as other:
+        other.finish()
+    queue = TrainerQueue(redis_url, run, batch_groups=1)
+    old = Producer(redis_url, run, name="rollouts-0").open()
+    with Producer(redis_url, run, name="rollouts-0") as new:
+        if last_words == "finish":
+            old.finish()
+        old.close()
+        assert not ends(queue)
+        push_groups(new, 1)
+        new.finish()
+    group_all(join(redis_url, run))
+    assert not ends(queue), "the last group is yet to be named"
+
+
+def test_the_name_of_a_producer_that_has_gone_is_free(redis_url: str, run: str) -> None:
+    queue = TrainerQueue(redis_url, run, batch_groups=1)
+    for _ in range(2):
+        with Producer(redis_url, run, name="rollouts-0") as producer:
+            assert not ends(queue)
+            producer.finish()
+            assert ends(queue)
+
+
+@pytest.mark.parametrize("last_words", ["close", "finish", "collect"])
+def test_a_forked_child_does_not_speak_for_its_parent(redis_url: str, run: str, last_words: str) -> None:
+    with producing(redis_url, run) as other:
+        other.finish()
+    queue = TrainerQueue(redis_url, run, batch_groups=1)
+    with Producer(redis_url, run) as producer:
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                assert push_groups(producer, 1) == ["g0000"]
+                if last_words == "finish":
+                    producer.finish()
+                if last_words != "collect":
+                    producer.close()
+                del producer
+                gc.collect()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        group_all(join(redis_url, run))
+        assert next_batch(queue, join(redis_url, run)) is not None
+        assert not ends(queue)
+        push_groups(producer, 1, prefix="more")
+
+
+@pytest.mark.parametrize("way", ["cancel", "leave"])
+def test_ending_many_rollouts_is_linear_and_keeps_nobody_waiting(
+    server: EmbeddedServer, redis_url: str, run: str, way: str
+) -> None:
+    count = 4096
+    with (
+        producing(redis_url, run, {"max_trajectory_bytes": 1024}) as producer,
+        redis.Redis.from_url(redis_url) as client,
+    ):
+        with producer.group(count) as group:
+            client.config_resetstat()
+            if way == "cancel":
+                assert group.cancel(count).indices == list(reversed(range(count)))
+        calls: Any = client.info("commandstats")
+        assert calls["cmdstat_hsetnx"]["calls"] <= 2 * count
+        assert calls["cmdstat_evalsha"]["calls"] + calls.get("cmdstat_eval", {"calls": 0})["calls"] >= 32
+    joined = join(redis_url, run)
+    assert group_all(joined) == ["incomplete"]
+    assert problems(joined) == []
+
+
+COLUMNS: dict[str, Any] = {"input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0}
+
+
+def connections_of(client: redis.Redis) -> int:
+    """Connections to the server besides this one."""
+    return len(client.client_list()) - 1
+
+
+def scripts_run(client: redis.Redis) -> int:
+    """How many scripts were called."""
+    calls: Any = client.info("commandstats")
+    return int(calls["cmdstat_evalsha"]["calls"])
+
+
+def open_groups(client: redis.Redis, run: str) -> int:
+    """What groupers leave open. Behind all that is written: joining waits for a paused server."""
+    joined = join(Connection.from_client(client), run)
+    group_all(joined)
+    return int(client.zcard(joined.keys.home.open))
+
+
+def test_closing_ends_who_waits_and_what_comes_later(run: str) -> None:
+    """For admission, for memory, for a server that is away: 12 threads, then every kind of call."""
+    with EmbeddedServer() as server, redis.Redis.from_url(server.url) as client:
+        settings = RunSettings(max_bytes=2 * MB, max_trajectory_bytes=MB)
+        producer = Producer(server.url, run, settings=settings).open()
+        group = producer.begin_group(2)
+        first, second = group
+        waiting = threading.Semaphore(0)
+
+        def wait(stop: threading.Event) -> None:
+            waiting.release()
+            with pytest.raises(ProducerClosedError, match=r"producer .* is closed"):
+                producer.begin_group(1)
+
+        def push(stop: threading.Event) -> None:
+            waiting.release()
+            with pytest.raises(ProducerClosedError, match=r"producer .* is closed"):
+                first.push(**COLUMNS)
+
+        client.config_set("maxmemory", 1)
+        with threads(*[wait] * 11, push):
+            for _ in range(12):
+                waiting.acquire()
+            until(lambda: refusals(client, "OOM") and scripts_run(client) > 30, "all wait")
+            producer.close()
+        client.config_set("maxmemory", 0)
+        assert connections_of(client) == 0
+        for call in (
+            producer.open,
+            lambda: producer.begin_group(1),
+            lambda: producer.push([trajectory("x", 0)]),
+            lambda: producer.score("x", 0, 1.0),
+            lambda: producer.touch("x"),
+            producer.model_version,
+            producer.finish,
+            lambda: group.cancel(1),
+            lambda: group.touch(10),
+            lambda: second.push(**COLUMNS),
+            second.fail,
+            lambda: group.run(lambda rollout: rollout.push(**COLUMNS)),
+        ):
+            with pytest.raises(ProducerClosedError):
+                call()
+        producer.close()
+        assert connections_of(client) == 0
+
+
+async def test_closing_ends_the_tasks_that_wait(run: str) -> None:
+    with EmbeddedServer() as server, redis.Redis.from_url(server.url) as client:
+        settings = RunSettings(max_bytes=2 * MB, max_trajectory_bytes=MB)
+        producer = await Producer(server.url, run, settings=settings).__aenter__()
+        group = await producer.begin_group(2)
+        first, second = group
+        client.config_set("maxmemory", 1)
+        calls: list[Any] = [asyncio.ensure_future(producer.begin_group(1)) for _ in range(40)]
+        calls.append(asyncio.ensure_future(first.push(**COLUMNS)))
+        await asyncio.to_thread(
+            until, lambda: refusals(client, "OOM") and scripts_run(client) > 80, "all wait"
+        )
+        await producer.close()
+        results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+        assert {type(result) for result in results} == {ProducerClosedError}
+        client.config_set("maxmemory", 0)
+        for call in (
+            producer.begin_group(1),
+            producer.model_version(),
+            producer.finish(),
+            second.fail(),
+            group.cancel(1),
+        ):
+            with pytest.raises(ProducerClosedError):
+                await call
+        await asyncio.to_thread(until, lambda: connections_of(client) == 0, "disconnected")
+
+
+@pytest.mark.parametrize("group_id", [None, "mine"])
+async def test_a_group_whose_begin_was_cancelled_is_not_open(
+    redis_url: str, run: str, group_id: str | None
+) -> None:
+    """The server opens it while nobody waits for the answer any more; the same call again begins it."""
+    async with Producer(redis_url, run) as producer:
+        with redis.Redis.from_url(redis_url) as client:
+            for pause_ms in (0, 100, 200):
+                begin = asyncio.create_task(producer.begin_group(2, group_id=group_id))
+                if pause_ms:
+                    client.client_pause(pause_ms, all=False)
+                await asyncio.sleep(0 if not pause_ms else 0.02)
+                begin.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await begin
+                await asyncio.to_thread(
+                    until, lambda: open_groups(client, run) == 0, "the group is withdrawn"
+                )
+            group = await producer.begin_group(2, group_id=group_id)
+            assert open_groups(client, run) == 1
+            assert (await group.cancel(2)).codes == ["pushed"] * 2
+    joined = join(redis_url, run)
+    group_all(joined)
+    assert problems(joined) == []
+
+
+async def test_a_cancelled_begin_leaves_the_tickets_of_others(redis_url: str, run: str) -> None:
+    async with Producer(redis_url, run) as producer, Producer(redis_url, run) as other:
+        with redis.Redis.from_url(redis_url) as client:
+            group = await other.begin_group(2, group_id="shared")
+            client.client_pause(100, all=False)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(producer.begin_group(2, group_id="shared"), 0.02)
+            await producer.begin_group(1)  # behind what the cancelled call has left
+            assert [await rollout.push(**COLUMNS) for rollout in group] == ["pushed"] * 2
+
+
+def test_a_group_whose_begin_was_under_way_at_the_close_is_not_open(redis_url: str, run: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        producer = Producer(redis_url, run).open()
+
+        def begin(stop: threading.Event) -> None:
+            with pytest.raises(ProducerClosedError):
+                producer.begin_group(2)
+
+        client.client_pause(300, all=False)
+        with threads(begin):
+            until(lambda: any("b" in each["flags"] for each in client.client_list()), "it has asked")
+            producer.close()
+        assert open_groups(client, run) == 0
+    assert problems(join(redis_url, run)) == []

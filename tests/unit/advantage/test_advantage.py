@@ -1,0 +1,136 @@
+"""The advantage stage: pure, repeatable, and only the first result counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from redis.client import Pipeline
+from redis.exceptions import ExecAbortError
+
+from streamadv.advantage import compute, worker
+from streamadv.advantage.compute import choose_device
+from streamadv.errors import NoBatchError, SettingError
+from streamadv.run import Run
+from streamadv.run.consumer import ADVANTAGE
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
+from tests.support import CPU, consumer_of, group_all, join, ledger, problems, producing, push_groups
+
+TOKENS: Any = {"estimator": "reinforce", "gamma": 0.9, "whiten_advantages": True}
+
+
+@pytest.fixture(params=["grpo", TOKENS], ids=["rows", "tokens"])
+def named(request: pytest.FixtureRequest, fake: Connection) -> Run:
+    """A run whose first batch waits for a worker."""
+    with producing(fake, "r") as producer:
+        push_groups(producer, 4)
+    run = join(fake, "r")
+    group_all(run)
+    with pytest.raises(NoBatchError):
+        TrainerQueue(fake, "r", batch_groups=4, prefetch=0, chain=request.param).next_batch(timeout=0)
+    return run
+
+
+def outputs(run: Run) -> list[bytes]:
+    return [key for key in run.connection.scripts.keys("*") if b":output:" in key]
+
+
+def test_the_same_work_gives_the_same_bits(named: Run) -> None:
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    one, two = (compute.compute(worker.prepare(named, entry), CPU) for _ in range(2))
+    assert one == two
+    assert one.results["rewards"]
+
+
+def test_a_second_result_is_thrown_away(named: Run) -> None:
+    """A worker thought dead comes back: its output leaves no key and no byte behind."""
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    result = compute.compute(worker.prepare(named, entry), CPU)
+    assert worker.publish(named, result)
+    kept = outputs(named)
+    assert not worker.publish(named, result)
+    assert outputs(named) == kept
+    assert named.connection.scripts.xlen(named.keys.home.results) == 1
+    assert problems(named) == []
+
+
+def test_a_server_that_is_full_at_exec_takes_the_result(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of a transaction may be what fills it: then EXEC is refused, and not each of them."""
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    result = compute.compute(worker.prepare(named, entry), CPU)
+    refusals = []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        refusals.append(1)
+        raise ExecAbortError(
+            "Transaction discarded because of: OOM command not allowed, used memory > 'maxmemory'."
+        )
+
+    monkeypatch.setattr(Pipeline, "execute", refuse)
+    assert worker.publish(named, result)
+    assert refusals == [1]
+    assert len(outputs(named)) == bool(result.outputs)
+    monkeypatch.undo()
+    assert problems(named) == []
+
+
+def test_a_result_after_the_commit_is_thrown_away(named: Run) -> None:
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    result = compute.compute(worker.prepare(named, entry), CPU)
+    keys = named.keys.home
+    named.connection.scripts.hdel(keys.applied, result.item.batch)
+    assert not worker.publish(named, result)
+    assert outputs(named) == []
+    assert named.connection.scripts.xlen(keys.results) == 0
+
+
+def test_work_whose_groups_are_gone_is_finished(named: Run) -> None:
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    named.connection.scripts.delete(named.keys.home.groups)
+    assert worker.prepare_or_discard(named, entry) is None
+    assert named.connection.scripts.xlen(named.keys.home.work) == 0
+
+
+def test_only_the_columns_of_the_chain_are_fetched(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    prepared = worker.prepare(named, entry)
+    chain = compute.worker_chain(prepared.item)
+    fetched = {name for members in prepared.columns.values() for columns in members for name in columns}
+    assert fetched == set(chain.needs)
+    assert fetched <= {"response_mask"}
+
+
+def test_devices() -> None:
+    assert choose_device("cpu").type == "cpu"
+    if torch.cuda.is_available():
+        assert choose_device("auto").type == "cuda"
+    else:
+        assert choose_device("auto").type == "cpu"
+        with pytest.raises(SettingError, match="this machine has none"):
+            choose_device("cuda")
+
+
+def test_a_broken_payload_costs_its_group_only(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        push_groups(producer, 3)
+    run = join(fake, "r")
+    group_all(run)
+    queue = TrainerQueue(fake, "r", batch_groups=3, prefetch=0, chain=TOKENS)
+    with pytest.raises(NoBatchError):
+        queue.next_batch(timeout=0)
+    (entry,) = consumer_of(run, ADVANTAGE).read(1)
+    victim = next(
+        member.key
+        for group in worker.prepare(run, entry).groups
+        for member in group.members
+        if group.group_id == "g0001"
+    )
+    fake.scripts.hset(victim, "response_mask", b"\x07")
+    assert worker.publish(run, compute.compute_safely(run, worker.prepare(run, entry), CPU))
+    batch = queue.next_batch(timeout=0)
+    assert batch is not None
+    assert {reference.group_id for reference in batch.references} == {"g0000", "g0002"}
+    assert ledger(run)["dead"] == {"undecodable": 2}
+    assert problems(run) == []

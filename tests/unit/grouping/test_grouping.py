@@ -1,0 +1,612 @@
+"""Groups end once and rightly, whatever order things come in: examples, and a machine against a model."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import fakeredis
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import streamadv.producer.producer
+import streamadv.run.heartbeats
+from streamadv import cli
+from streamadv.errors import Busy, NoBatchError, TrajectoryError
+from streamadv.grouping import grouper
+from streamadv.grouping.groups_log import LoggedGroup, read_log
+from streamadv.producer import Producer
+from streamadv.producer.tickets import Ticket
+from streamadv.run import Run
+from streamadv.run.manifest import RunSettings
+from streamadv.status.ledger import read_status
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
+from tests.clusters import until
+from tests.support import (
+    batches_read,
+    consumer_of,
+    ended,
+    group_all,
+    identities,
+    join,
+    ledger,
+    make_overdue,
+    now_ms,
+    problems,
+    producing,
+    threads,
+    trajectory,
+    unscored,
+)
+
+
+def logged(run: Run) -> dict[str, LoggedGroup]:
+    return {
+        group.group_id: group
+        for shard in range(len(run.keys.shards))
+        for group in read_log(run, shard, "0-0", 1000)
+    }
+
+
+def rewards_of(run: Run, group_id: str = "g") -> list[float | None]:
+    return [member.reward for member in logged(run)[group_id].members]
+
+
+def test_a_group_completes_with_its_first_usable_members(fake: Connection) -> None:
+    with producing(fake, "r", {"redundancy": 2}) as producer:
+        run = join(fake, "r")
+        producer.push([ended("g", 0, 2, "failed"), trajectory("g", 3, 2), trajectory("g", 1, 2)])
+        assert group_all(run) == ["complete"]
+    (group,) = logged(run).values()
+    assert identities(group.members) == [("g", 1), ("g", 3)]
+    assert (group.size, group.outcome) == (2, "complete")
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize(
+    ("minimum", "usable", "outcome"),
+    [
+        (None, 3, "incomplete"),
+        (2, 1, "incomplete"),
+        (2, 2, "partial"),
+        (2, 3, "partial"),
+        (1, 0, "incomplete"),
+    ],
+)
+def test_a_group_short_of_members_follows_the_policy(
+    fake: Connection, minimum: int | None, usable: int, outcome: str
+) -> None:
+    with producing(fake, "r", {"partial_min_usable": minimum}) as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", index, 4) for index in range(usable)])
+        producer.push([ended("g", index, 4, "aborted") for index in range(usable, 4)])
+        assert group_all(run) == [outcome]
+    assert len(logged(run)) == (outcome == "partial")
+    assert ledger(run)["queued"] == (usable if outcome == "partial" else 0)
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "rewards", "outcome"),
+    [
+        ({"zero_variance_filter": True}, [0.5, 0.5], "zero_variance"),
+        ({"zero_variance_filter": True}, [0.5, 0.6], "complete"),
+        ({}, [0.5, 0.5], "complete"),
+        ({"difficulty_low": 0.2}, [0.1, 0.3], "difficulty"),
+        ({"difficulty_low": 0.2}, [0.1, 0.4], "complete"),
+        ({"difficulty_high": 0.9}, [1.0, 0.8], "difficulty"),
+        ({"difficulty_high": 0.9}, [1.0, 0.7], "complete"),
+        ({"difficulty_low": 0.0}, [0.0, 0.0], "difficulty"),
+        ({"difficulty_high": 0.30000000000000004}, [0.1 + 0.2, 0.1 + 0.2], "difficulty"),
+    ],
+)
+def test_filters_look_at_rewards(
+    fake: Connection, policy: dict[str, Any], rewards: list[float], outcome: str
+) -> None:
+    with producing(fake, "r", policy) as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", index, reward=reward) for index, reward in enumerate(rewards)])
+        assert group_all(run) == [outcome]
+    assert ledger(run)["dropped"] == ({} if outcome == "complete" else {outcome: 2})
+    assert problems(run) == []
+
+
+def test_filters_do_not_look_at_baselines(fake: Connection) -> None:
+    with producing(fake, "r", {"zero_variance_filter": True}) as producer:
+        run = join(fake, "r")
+        members = [trajectory("g", 0, 3, reward=1.0), trajectory("g", 1, 3, reward=1.0)]
+        producer.push([*members, trajectory("g", 2, 3, reward=0.0, role="baseline")])
+        assert group_all(run) == ["zero_variance"]
+        producer.push([trajectory("h", 0, 1, role="baseline")])
+        assert group_all(run) == ["no_train_members"]
+    assert problems(run) == []
+
+
+def test_downtime_of_the_grouper_loses_nothing(fake: Connection) -> None:
+    """Pushed before the deadline, taken after it: the group completes."""
+    with producing(fake, "r", {"group_deadline_s": 0.001}) as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", index) for index in range(2)])
+        producer.push([trajectory("h", 0)])
+        make_overdue(run, "g", now_ms(run))
+        make_overdue(run, "h", now_ms(run))
+        consumer = consumer_of(run)
+        entries = consumer.read(1)
+        grouper.Housekeeping(run).round()
+        assert grouper.take(run, entries) == []
+        grouper.Housekeeping(run).round()
+        assert ledger(run)["dropped"] == {}, "the second record still waits"
+        assert group_all(run, consumer) == ["complete"]
+    assert ledger(run)["dropped"] == {"expired": 1}
+    assert problems(run) == []
+
+
+def test_an_expired_group_may_be_trained_in_part(fake: Connection) -> None:
+    with producing(fake, "r", {"partial_min_usable": 1}) as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", 1)])
+        producer.push([unscored("h", 0), trajectory("h", 1)])
+        producer.push([unscored("i", 0)])
+        group_all(run)
+        for group_id in "ghi":
+            make_overdue(run, group_id)
+        group_all(run)
+    assert {group_id: group.outcome for group_id, group in logged(run).items()} == {
+        "g": "partial",
+        "h": "partial",
+    }
+    assert ledger(run)["dropped"] == {"surplus": 1, "expired": 1}
+    assert problems(run) == []
+
+
+def test_scores_may_come_before_or_after_the_grouper(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        assert producer.score("g", 0, 1.0) == "unknown"
+        producer.push([unscored("g", index, 3) for index in range(3)])
+        assert producer.score("g", 0, 0.1, {"style": 0.1}) == "scored"
+        assert group_all(run) == []
+        assert producer.score("g", 3, 0.5) == "unknown"
+        assert producer.score("g", 0, 0.9) == "duplicate"
+        assert producer.score("g", 1, 0.2) == "scored"
+        assert producer.score("g", 2, 0.3) == "scored"
+        assert producer.score("g", 2, 0.3) == "duplicate"
+        group_all(run)
+        assert producer.score("g", 2, 0.3) == "ended"
+    assert rewards_of(run) == [0.1, 0.2, 0.3]
+    assert logged(run)["g"].members[0].rewards == {"style": 0.1}
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize("taken_first", [False, True])
+def test_a_score_cannot_replace_the_reward_that_came_with_the_push(
+    fake: Connection, taken_first: bool
+) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", 0, reward=1.0)])
+        if taken_first:
+            group_all(run)
+        producer.score("g", 0, 0.0)
+        group_all(run)
+        assert producer.score("g", 0, 0.0) == "duplicate"
+        producer.push([trajectory("g", 1, reward=2.0)])
+        group_all(run)
+    assert rewards_of(run) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("taken_first", [False, True])
+def test_a_score_of_none_ends_the_place(fake: Connection, taken_first: bool) -> None:
+    with producing(fake, "r", {"partial_min_usable": 1}) as producer:
+        run = join(fake, "r")
+        producer.push([unscored("g", 0), trajectory("g", 1)])
+        if taken_first:
+            group_all(run)
+        assert producer.score("g", 0, None) == "scored"
+        group_all(run)
+    assert logged(run)["g"].outcome == "partial"
+    assert ledger(run)["dropped"] == {"unscorable": 1}
+    assert problems(run) == []
+
+
+def test_several_groupers_race(redis_url: str, run: str) -> None:
+    """Each trajectory lands in one group, each group in the log once."""
+    with producing(redis_url, run, {"shards": 2}) as producer:
+        joined = join(redis_url, run)
+        for number in range(60):
+            producer.push([trajectory(f"g{number}", index, 4) for index in (0, 1, 2)])
+        stages = [lambda stop: grouper.run_grouper(join(redis_url, run), stop)] * 3
+        with threads(*stages):
+            for number in range(60):
+                producer.push([trajectory(f"g{number}", 3, 4)])
+            while ledger(joined)["queued"] > sum(len(g.members) for g in logged(joined).values()):
+                assert problems(joined, deep=False) == []
+    groups = logged(joined)
+    assert len(groups) == 60
+    assert all(len(group.members) == 4 for group in groups.values())
+    assert problems(joined) == []
+
+
+def test_a_take_that_is_repeated_changes_nothing(fake: Connection) -> None:
+    """The reply was lost, or a grouper that was thought dead wakes up."""
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", index) for index in range(2)])
+        entries = consumer_of(run).read(10)
+        assert grouper.take(run, entries) == ["complete"]
+        before = ledger(run)
+        assert grouper.take(run, entries) == []
+        assert ledger(run) == before
+    assert problems(run) == []
+
+
+def test_records_taken_together_or_one_by_one_come_to_the_same(redis_url: str, run: str) -> None:
+    """Copies, lost payloads, scores that came first, more members than a group needs, a hash somebody wrote into."""
+    connection, found = Connection(redis_url), []
+    for name, count in ((f"{run}-alone", 1), (f"{run}-together", 128)):
+        with producing(connection, name, {"redundancy": 2, "partial_min_usable": 1}) as producer:
+            joined, scripts = join(connection, name), connection.scripts
+            keys = joined.keys.home
+            producer.push([unscored("scored", index, 2) for index in range(4)])
+            producer.score("scored", 1, None)
+            producer.score("scored", 2, 0.25)
+            producer.score("scored", 3, 0.5)
+            producer.push([ended("short", index, 2, "failed") for index in range(3)])
+            producer.push([trajectory("short", 3, 2)])
+            for index, group_id in itertools.product(range(4), ("broken", "lost")):
+                producer.push([trajectory(group_id, index, 2)])
+            producer.push([trajectory("waiting", 0, 2)])
+            scripts.hset(keys.group("broken"), "size", "x")
+            records: Any = scripts.xrange(keys.rollouts)
+            lost = next(fields for _, fields in records if fields[b"group_id"] == b"lost")
+            scripts.unlink(lost[b"key"].decode())
+            for _, fields in records[::2]:
+                scripts.xadd(keys.rollouts, fields)
+            outcomes = group_all(joined, count=count)
+            assert all("live_bytes" in each for each in problems(joined))  # of the payload somebody deleted
+        members = {group_id: identities(group.members) for group_id, group in logged(joined).items()}
+        found.append((sorted(outcomes), ledger(joined), members))
+    assert found[0] == found[1]
+    outcomes, _, members = found[0]
+    assert outcomes == ["complete", "complete", "malformed", "partial"]
+    assert members == {
+        "scored": [("scored", 2), ("scored", 3)],
+        "short": [("short", 3)],
+        "lost": [("lost", 1), ("lost", 2)],
+    }
+
+
+def test_garbage_is_swept_once(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        for number in range(100):
+            producer.push([trajectory(f"g{number}", 0)])
+        for entries in batches_read(consumer_of(run)):
+            grouper.take(run, entries)
+        for number in range(100):
+            make_overdue(run, f"g{number}")
+        while grouper.expire(run, run.keys.home):
+            pass
+        assert fake.scripts.llen(run.keys.home.garbage) == 100
+        assert [grouper.sweep(run, run.keys.home) for _ in range(3)] == [64, 36, 0]
+    assert not [key for key in fake.scripts.keys("*") if b"payload" in key]
+    assert problems(run) == []
+
+
+# A machine against a model
+
+SIZE, PLACES = 2, 3
+IDS = "abcdef"
+KINDS = {
+    "usable": lambda g, i: trajectory(g, i, SIZE, reward=0.5),
+    "unscored": lambda g, i: unscored(g, i, SIZE),
+    "unscorable": lambda g, i: trajectory(g, i, SIZE, reward=None),
+    "failed": lambda g, i: ended(g, i, SIZE, "failed"),
+}
+
+
+@dataclass
+class Group:
+    letter: str = ""  # 'c' completed, 'e' expired, '' open
+    pushed: set[int] = field(default_factory=set)
+    members: dict[int, bool] = field(default_factory=dict)  # taken and usable: has it a reward?
+    ended_places: int = 0
+    scores: dict[int, bool] = field(default_factory=dict)  # brought by `score`: is it a number?
+
+
+class Pipeline:
+    """push, score, cancel, take, expire and crashes in any order: each trajectory is in one place."""
+
+    def __init__(self, minimum: int | None) -> None:
+        self.minimum = minimum
+        self.connection = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+        self.producer = Producer(
+            self.connection, "r", settings=RunSettings(redundancy=PLACES - SIZE, partial_min_usable=minimum)
+        ).open()
+        self.run = join(self.connection, "r")
+        self.groups: dict[str, Group] = {}
+        self.stream: list[tuple[str, int, str]] = []
+        self.dropped: Counter[str] = Counter()
+        self.logged: dict[str, set[int]] = {}
+        self.pushed = 0
+        self.zombies: list[Any] = []
+
+    def push(self, group_id: str, records: list[tuple[int, str]]) -> None:
+        codes = self.producer.push([KINDS[kind](group_id, index) for index, kind in records]).codes
+        group = self.groups.setdefault(group_id, Group())
+        for (index, kind), code in zip(records, codes, strict=True):
+            if index in group.pushed:
+                assert code == "duplicate"
+            else:
+                self._register(group_id, index, kind, code)
+
+    def cancel(self, group_id: str) -> None:
+        ticket = Ticket(group_id, 0, SIZE, PLACES, 0, None)
+        group = self.groups.setdefault(group_id, Group())
+        free = [index for index in range(PLACES) if index not in group.pushed]
+        steps = self.producer._logic.cancel(ticket, 1, range(PLACES))
+        try:
+            (code,) = self.producer._drive(steps).codes
+        except TrajectoryError:
+            assert not free
+            assert not group.letter
+            return
+        if group.letter:
+            assert code == {"c": "surplus", "e": "late"}[group.letter]
+        else:
+            self._register(group_id, free[-1], "cancelled", code)
+
+    def _register(self, group_id: str, index: int, kind: str, code: str) -> None:
+        group = self.groups[group_id]
+        group.pushed.add(index)
+        self.pushed += 1
+        if not group.letter:
+            assert code == "pushed"
+            self.stream.append((group_id, index, kind))
+            return
+        late = {"c": "surplus", "e": "late"}[group.letter]
+        assert code == late
+        self.dropped[late if kind in ("usable", "unscored") else kind] += 1
+
+    def score(self, group_id: str, index: int, reward: float | None) -> None:
+        code = self.producer.score(group_id, index, reward)
+        grouper.apply_scores(self.run, self.run.keys.home)
+        group = self.groups.get(group_id)
+        if group is None:
+            assert code == "unknown"
+        elif group.letter:
+            assert code == "ended"
+        elif group.members.get(index) or index in group.scores:
+            assert code == "duplicate"
+        else:
+            assert code == "scored"
+            group.scores[index] = reward is not None
+            if index in group.members:
+                if reward is None:
+                    del group.members[index]
+                    group.ended_places += 1
+                    self.dropped["unscorable"] += 1
+                else:
+                    group.members[index] = True
+                self._try_complete(group_id)
+
+    def take(self, count: int, crash: bool) -> None:
+        if not self.stream:
+            return
+        entries = consumer_of(self.run, lease_s=0).read(count)
+        found = [(e.fields["group_id"].decode(), int(e.fields["index"])) for e in entries]
+        assert found == [(group_id, index) for group_id, index, _ in self.stream[: len(entries)]]
+        assert entries
+        self.zombies.append(entries)
+        if crash:  # read and died: the next one finds them pending
+            return
+        grouper.take(self.run, entries)
+        taken, self.stream = self.stream[: len(entries)], self.stream[len(entries) :]
+        for group_id, index, kind in taken:
+            self._take_one(group_id, index, kind)
+
+    def take_again(self) -> None:
+        """A zombie repeats what others have done since."""
+        if not self.zombies:
+            return
+        entries = self.zombies.pop(0)
+        waiting = {(group_id, index) for group_id, index, _ in self.stream}
+        if not any((e.fields["group_id"].decode(), int(e.fields["index"])) in waiting for e in entries):
+            assert grouper.take(self.run, entries) == []
+
+    def _take_one(self, group_id: str, index: int, kind: str) -> None:
+        group = self.groups[group_id]
+        if group.letter:
+            late = {"c": "surplus", "e": "late"}[group.letter]
+            self.dropped[late if kind in ("usable", "unscored") else kind] += 1
+            return
+        if kind != "unscored":
+            group.scores.pop(index, None)
+        elif index in group.scores:
+            kind = "usable" if group.scores[index] else "unscorable"
+        if kind in ("usable", "unscored"):
+            group.members[index] = kind == "usable"
+        else:
+            group.ended_places += 1
+            self.dropped[kind] += 1
+        self._try_complete(group_id)
+
+    def _try_complete(self, group_id: str) -> None:
+        group = self.groups[group_id]
+        usable = sum(group.members.values())
+        if usable >= SIZE:
+            self._end(group_id, "complete", "c")
+        elif usable + group.ended_places >= PLACES:
+            self._end(group_id, "partial" if self.minimum and usable >= self.minimum else "incomplete", "c")
+
+    def _end(self, group_id: str, outcome: str, letter: str) -> None:
+        group = self.groups[group_id]
+        group.letter = letter
+        scored = {index for index, has_reward in group.members.items() if has_reward}
+        if outcome in ("complete", "partial"):
+            self.logged[group_id] = scored
+            self.dropped["surplus"] += len(group.members) - len(scored)
+        else:
+            self.dropped[outcome] += len(group.members)
+
+    def expire(self, group_id: str, watermark: bool) -> None:
+        group = self.groups.get(group_id)
+        if group is None or group.letter or not group.pushed:
+            return
+        make_overdue(self.run, group_id, now_ms(self.run) - 1 if watermark else 1)
+        if watermark and self.stream:
+            make_overdue(self.run, group_id, now_ms(self.run))
+        grouper.expire(self.run, self.run.keys.home)
+        if watermark and self.stream:
+            make_overdue(self.run, group_id, now_ms(self.run) + 10**9)
+            return
+        usable = sum(group.members.values())
+        self._end(group_id, "partial" if self.minimum and usable >= self.minimum else "expired", "e")
+
+    def sweep(self) -> None:
+        grouper.sweep(self.run, self.run.keys.home)
+
+    def check(self) -> None:
+        found = ledger(self.run)
+        assert found["pushed"] == self.pushed
+        assert found["dropped"] == {reason: n for reason, n in self.dropped.items() if n}
+        open_members = sum(len(g.members) for g in self.groups.values() if not g.letter)
+        assert found["queued"] == len(self.stream) + open_members + sum(map(len, self.logged.values()))
+        kept = {g: {m.rollout_index for m in group.members} for g, group in logged(self.run).items()}
+        assert kept == self.logged
+        assert problems(self.run) == []
+
+
+def random_step(draw: random.Random) -> tuple[Any, ...]:
+    group_id, index = draw.choice(IDS), draw.randrange(PLACES)
+    records = [(draw.randrange(PLACES), draw.choice(("usable", "usable", *KINDS))) for _ in range(3)]
+    steps: list[tuple[Any, ...]] = [
+        ("push", group_id, records[: draw.randint(1, 3)]),
+        ("take", draw.choice((1, 3, 9)), draw.random() < 0.2),
+        ("take_again",),
+        ("cancel", group_id),
+        ("score", group_id, index, draw.choice((0.25, None))),
+        ("expire", group_id, draw.random() < 0.5),
+        ("sweep",),
+    ]
+    (step,) = draw.choices(steps, weights=(8, 6, 2, 1, 3, 1, 1))
+    return step
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32), minimum=st.sampled_from([None, 1]))
+def test_each_trajectory_is_in_one_place(seed: int, minimum: int | None) -> None:
+    draw, pipeline = random.Random(seed), Pipeline(minimum)
+    try:
+        for _ in range(60):
+            name, *arguments = random_step(draw)
+            getattr(pipeline, name)(*arguments)
+            pipeline.check()
+    finally:
+        pipeline.producer.close()
+
+
+def test_expiry_goes_on_while_full_pages_end(redis_url: str, run: str) -> None:
+    """A fleet that died leaves thousands of open groups: all end in one round of housekeeping."""
+    with producing(redis_url, run, {"shards": 2, "max_trajectory_bytes": 1024}) as producer:
+        joined = join(redis_url, run)
+        for number in range(600):
+            producer.begin_group(2, group_id=f"g{number}")
+        producer.push([trajectory("g7", 0)])
+        group_all(joined)
+        for number in range(600):
+            make_overdue(joined, f"g{number}")
+        grouper.Housekeeping(joined).round()
+    status = read_status(joined)
+    assert status["groups"]["open"] == 0
+    assert status["groups"]["outcomes"] == {"expired": 600}
+    assert status["bytes"] == {"live": 0, "reserved": 0, "dead": 0}
+    assert problems(joined) == []
+
+
+def test_groups_of_a_lost_producer_do_not_count_in_pacing(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed with every admitted group open, it must not stop the others until the deadline."""
+    monkeypatch.setattr(streamadv.producer.producer, "HEARTBEAT_S", 3600.0)
+    joined = join(redis_url, run)
+    queue = TrainerQueue(redis_url, run, batch_groups=2, max_staleness=1, chain={"estimator": "grpo"})
+    with pytest.raises(NoBatchError):
+        queue.next_batch(timeout=0)
+    killed = Producer(redis_url, run).open()
+    lost = [killed.begin_group(2, timeout=0) for _ in range(4)]
+    monkeypatch.setattr(streamadv.producer.producer, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(streamadv.run.heartbeats, "PRODUCER_TIMEOUT_S", 0.5)
+    with threads(lambda stop: grouper.run_grouper(joined, stop)), producing(redis_url, run) as other:
+        mine = [other.begin_group(2, timeout=30) for _ in range(4)]
+        with pytest.raises(Busy, match="4 groups begun"):
+            other.begin_group(2, timeout=0)
+        assert read_status(joined)["groups"]["open"] == 8
+        # What was handed on to a process that is alive counts again, and completes.
+        for ticket in lost[0].tickets:
+            other.rollout(ticket).push(input_ids=[1], response_mask=[1], reward=1.0)
+        until(lambda: joined.connection.scripts.xlen(joined.keys.home.groups) == 1, "it completes")
+        mine[0].cancel(2)
+        mine[1].cancel(2)
+        until(lambda: read_status(joined)["groups"]["open"] == 5, "two have ended")
+        other.begin_group(2, timeout=0)
+        with pytest.raises(Busy, match="4 groups begun"):
+            other.begin_group(2, timeout=0)
+    assert read_status(joined)["groups"]["abandoned"] == 3
+    assert problems(joined) == []
+    for group in lost[1:]:
+        make_overdue(joined, group.group_id)
+    group_all(joined)
+    assert read_status(joined)["groups"]["abandoned"] == 0
+    assert problems(joined) == []
+    killed.close()
+    queue.close()
+
+
+def push_some_failed(producer: Producer, groups: int, failing: int) -> None:
+    """Groups of 4; in the first `failing` of them one rollout fails."""
+    for number in range(groups):
+        group = producer.begin_group(4)
+        members = [
+            {"rollout_index": index, "input_ids": [1], "response_mask": [1], "reward": 1.0}
+            for index in range(3)
+        ]
+        group.push(members)
+        if number < failing:
+            list(group)[3].fail()
+        else:
+            group.push([{**members[0], "rollout_index": 3}])
+
+
+@pytest.mark.parametrize("failing", [3, 8])
+def test_what_failed_rollouts_cost_is_said(
+    redis_url: str,
+    run: str,
+    failing: int,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Short groups are dropped by default, never silently: from a fifth of the groups on."""
+    joined = join(redis_url, run)
+    with threads(lambda stop: grouper.run_grouper(joined, stop)), producing(redis_url, run) as producer:
+        until(lambda: joined.connection.scripts.exists(joined.keys.home.rollouts), "the grouper reads")
+        push_some_failed(producer, 30, failing)
+        until(lambda: read_status(joined)["groups"]["open"] == 0, "all have ended")
+        if failing == 8:
+            until(lambda: "partial_min_usable" in caplog.text, "it is said")
+    assert read_status(joined)["groups"]["short"] == {
+        "groups": failing,
+        "ended": 30,
+        "trajectories": 3 * failing,
+        "usable": 120 - failing,
+    }
+    assert ("8 of 30 groups" in caplog.text or "partial_min_usable" in caplog.text) == (failing == 8)
+    assert cli.main(["status", "--redis", redis_url, "--run", run]) == 0
+    out = capsys.readouterr().out
+    assert (f"{failing} of 30 groups ended short" in out) == (failing == 8)
+    assert ("partial_min_usable" in out) == (failing == 8)

@@ -1,0 +1,278 @@
+"""The consumer loop: nothing read is lost, nothing in hand is given twice, what vanishes is made again."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import redis
+from redis.exceptions import MasterDownError, MovedError, ReadOnlyError, ResponseError
+
+from streamadv.producer import Producer
+from streamadv.run import Run
+from streamadv.run import consumer as streams
+from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer, Entry
+from streamadv.store.connection import Connection
+from tests.support import consumer_of, join, producing, push_groups
+
+
+@pytest.fixture
+def pushed(fake: Connection) -> Run:
+    """A run with 40 records in its rollouts stream."""
+    with producing(fake, "r") as producer:
+        push_groups(producer, 20)
+    return join(fake, "r")
+
+
+def read_all(consumer: Consumer, count: int) -> list[Entry]:
+    found: list[Entry] = []
+    while entries := consumer.read(count):
+        found += entries
+    return found
+
+
+def ids(entries: list[Entry]) -> list[str]:
+    return [entry.id for entry in entries]
+
+
+def test_every_entry_is_given_once(pushed: Run) -> None:
+    consumer = consumer_of(pushed)
+    found = ids(read_all(consumer, 7))
+    assert len(found) == len(set(found)) == 40
+    assert consumer.read(7) == []
+
+
+def test_own_pending_entries_come_first_after_a_restart(pushed: Run) -> None:
+    first = consumer_of(pushed, name="same")
+    lost = first.read(25)  # more than one page below
+    again = consumer_of(pushed, name="same")
+    found = read_all(again, 10)
+    assert ids(found[:25]) == ids(lost)
+    assert len(set(ids(found))) == 40
+
+
+def test_after_a_failed_hand_off_everything_pending_comes_again(pushed: Run) -> None:
+    consumer = consumer_of(pushed)
+    lost = consumer.read(5)
+    consumer.recover()
+    assert ids(consumer.read(5)) == ids(lost)
+
+
+def test_entries_in_hand_are_not_given_twice(pushed: Run) -> None:
+    """Also when their lease is over and the consumer claims them from itself."""
+    consumer = consumer_of(pushed, lease_s=0)
+    found = read_all(consumer, 7)
+    consumer.recover_own()
+    assert read_all(consumer, 7) == []
+    consumer.done(found[:3])
+    consumer.recover_own()
+    assert ids(read_all(consumer, 7)) == ids(found[:3]), "not handed off after all"
+
+
+def test_what_a_dead_consumer_left_is_taken_over_after_its_lease(pushed: Run) -> None:
+    dead = ids(consumer_of(pushed, name="dead").read(15))
+    patient = consumer_of(pushed, name="patient", lease_s=1000)
+    assert not set(dead) & set(ids(read_all(patient, 4)))
+    heir = consumer_of(pushed, name="heir", lease_s=0)
+    found = ids(read_all(heir, 4))
+    assert len(found) == len(set(found)) == 40
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def heir_of(run: Run, clock: Clock, name: str = "heir") -> Consumer:
+    stop = threading.Event()
+    stop.set()
+    return Consumer(run, GROUPER, lambda keys: keys.rollouts, lease_s=10.0, stop=stop, name=name, clock=clock)
+
+
+@pytest.mark.parametrize("hours", [-1, 0, 1])
+def test_leases_end_by_the_readers_clock_whatever_the_servers_says(
+    redis_url: str, run: str, hours: int
+) -> None:
+    """The server's clock went back or ahead after these were delivered, or a failover brought another one."""
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 20)
+    joined = join(redis_url, run)
+    dead = ids(read_all(consumer_of(joined, name="dead"), 100))
+    assert len(dead) == 40
+    scripts = joined.connection.scripts
+    delivered_ms = scripts.time()[0] * 1000 - hours * 3_600_000
+    scripts.xclaim(joined.keys.home.rollouts, GROUPER, "dead", 0, list(dead), time=delivered_ms, justid=True)
+    clock = Clock()
+    heir = heir_of(joined, clock)
+    assert heir.read(100) == []
+    clock.now += 9.0
+    assert heir.read(100) == [], "its lease goes on"
+    clock.now += 5.0
+    assert sorted(ids(read_all(heir, 7))) == sorted(dead)
+
+
+def test_whoever_takes_or_renews_an_entry_begins_its_lease_anew(redis_url: str, run: str) -> None:
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 2)
+    joined = join(redis_url, run)
+    first, second = consumer_of(joined, name="first"), consumer_of(joined, name="second", lease_s=0)
+    held = ids(first.read(2))
+    clock = Clock()
+    heir = heir_of(joined, clock)
+    rest = ids(read_all(heir, 2))
+    assert len(held) == len(rest) == 2
+    for _ in range(5):
+        clock.now += 8.0
+        first.renew()
+        assert heir.read(2) == []
+    taken = ids(read_all(second, 2))
+    assert set(held) <= set(taken)
+    clock.now += 8.0
+    assert heir.read(2) == []
+    clock.now += 20.0
+    assert set(held) <= set(ids(read_all(heir, 4)))
+
+
+def test_two_heirs_take_an_entry_once(redis_url: str, run: str) -> None:
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 30)
+    joined = join(redis_url, run)
+    assert len(read_all(consumer_of(joined, name="dead"), 100)) == 60
+    clock = Clock()
+    one, other = heir_of(joined, clock), heir_of(joined, clock, name="other")
+    assert one.read(20) == other.read(20) == []
+    clock.now += 20.0
+    found = []
+    for _ in range(9):  # the first read of each finds all 60 free
+        found += ids(one.read(20)) + ids(other.read(20))
+    assert len(set(found)) == len(found) == 60
+
+
+def test_entries_deleted_while_pending_are_no_longer_pending(redis_url: str, run: str) -> None:
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 2)
+    joined = join(redis_url, run)
+    held = ids(consumer_of(joined, name="dead").read(10))
+    scripts = joined.connection.scripts
+    scripts.xdel(joined.keys.home.rollouts, *held[:2])
+    assert sorted(ids(read_all(consumer_of(joined, name="heir", lease_s=0), 10))) == sorted(held[2:])
+    pending: Any = scripts.xpending(joined.keys.home.rollouts, GROUPER)
+    assert pending["pending"] == 2
+
+
+def test_given_back_entries_are_there_for_others_at_once(pushed: Run) -> None:
+    leaving = consumer_of(pushed, name="leaving", lease_s=1000)
+    held = leaving.read(5)
+    leaving.done(held[:2])
+    leaving.give_back()
+    other = consumer_of(pushed, name="other", lease_s=1000)
+    found = ids(read_all(other, 50))
+    assert set(ids(held[2:])) <= set(found)
+    assert not set(ids(held[:2])) & set(found), "still pending, and its lease goes on"
+
+
+def test_a_stream_that_vanishes_is_made_again_without_a_hot_loop(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = join(redis_url, run)
+    consumer = consumer_of(joined)
+    assert consumer.read(5) == []
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+    calls: list[str] = []
+    original = Run.call
+
+    def count(self: Run, script: str, keys: Any, args: Any = ()) -> Any:
+        calls.extend([script] if script != "retire" else [])
+        return original(self, script, keys, args)
+
+    monkeypatch.setattr(Run, "call", count)
+    assert consumer.read(5) == []
+    assert calls == ["ensure_group"]
+    joined.refresh()
+    with Producer(redis_url, run) as producer:
+        push_groups(producer, 1)
+    assert len(read_all(consumer, 5)) == 2
+    assert calls == ["ensure_group"]
+
+    slept: list[float] = []
+    consumer._backoff._sleep = slept.append
+    monkeypatch.setattr(
+        Consumer, "_read", lambda *_: (_ for _ in ()).throw(ResponseError("NOGROUP No such key"))
+    )
+    for _ in range(20):
+        assert consumer.read(5) == []
+    assert len(slept) == 19, "the first time at once, then slower and slower"
+
+
+@pytest.mark.parametrize(
+    "error", [ReadOnlyError("READONLY"), MovedError("1 127.0.0.1:7000"), MasterDownError("MASTERDOWN")]
+)
+def test_a_failover_is_waited_out(pushed: Run, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """These are replies like WRONGTYPE, but pass by themselves."""
+    consumer = consumer_of(pushed)
+    slept: list[float] = []
+    consumer._backoff._sleep = slept.append
+    with monkeypatch.context() as patch:
+        patch.setattr(Consumer, "_read", lambda *_: (_ for _ in ()).throw(error))
+        assert consumer.read(5) == []
+    assert slept
+    with monkeypatch.context() as patch:  # also while the consumer group is made again
+        patch.setattr(Consumer, "_read", lambda *_: (_ for _ in ()).throw(ResponseError("NOGROUP")))
+        patch.setattr(Run, "call", lambda *_: (_ for _ in ()).throw(error))
+        assert consumer.read(5) == []
+    assert consumer.read(5)
+
+
+def test_another_error_of_the_server_is_not_swallowed(pushed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer = consumer_of(pushed)
+    monkeypatch.setattr(Consumer, "_read", lambda *_: (_ for _ in ()).throw(ResponseError("WRONGTYPE")))
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        consumer.read(5)
+
+
+def test_every_shard_is_read(fake: Connection) -> None:
+    with producing(fake, "r", {"shards": 4}) as producer:
+        push_groups(producer, 20, 1)
+    run = join(fake, "r")
+    consumer = Consumer(run, GROUPER, lambda keys: keys.rollouts, lease_s=5, stop=threading.Event())
+    for keys in run.keys.shards:
+        run.call("ensure_group", [keys.void, keys.rollouts], [GROUPER])
+    found = read_all(consumer, 3)
+    assert len(found) == 20
+    assert {entry.shard for entry in found} == {0, 1, 2, 3}
+    assert all(run.keys.shard_of(e.fields["group_id"].decode()) == e.shard for e in found)
+
+
+def test_consumers_that_are_gone_are_forgotten_but_never_with_work_pending(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with producing(fake, "r") as producer:
+        push_groups(producer, 1)
+    run = join(fake, "r")
+    keys = run.keys.home
+    holder, idle, me = (consumer_of(run, name=name) for name in ("holder", "idle", "me"))
+    assert len(holder.read(10)) == 2
+    idle.read(1)
+    me.read(1)
+    monkeypatch.setattr(streams, "RETIRE_AFTER_MS", 0)
+    me.retire_others()
+    left: Any = fake.scripts.xinfo_consumers(keys.rollouts, GROUPER)
+    assert {consumer["name"] for consumer in left} == {b"holder", b"me"}
+
+
+@pytest.mark.parametrize("stage", [GROUPER, ADVANTAGE, "judge"])
+def test_every_stage_forgets_consumers_that_are_gone(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    run = join(fake, "r")
+    monkeypatch.setattr(streams, "RETIRE_AFTER_MS", 0)
+    for name in ("gone", "me"):
+        consumer = consumer_of(run, stage, name=name)
+        assert consumer.read(1) == []
+    left: Any = fake.scripts.xinfo_consumers(consumer.streams[0], stage)
+    assert [each["name"] for each in left] == [b"me"]

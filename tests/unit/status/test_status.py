@@ -1,0 +1,127 @@
+"""Status: the ledger is checked against what is really there, so that a wrong counter cannot hide."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamadv.run import Run
+from streamadv.status.audit import deep_problems, delete_run
+from streamadv.status.ledger import read_status
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
+from tests.support import group_all, join, next_batch, problems, producing, push_groups, trajectory, unscored
+
+
+@pytest.fixture
+def busy(fake: Connection) -> Run:
+    """A run with something everywhere: stream, scorer, open group, log, named batch, results, garbage."""
+    with producing(fake, "r", {"scorers": ("s",), "redundancy": 1}) as producer:
+        run = join(fake, "r")
+        push_groups(producer, 5, model_version=0)
+        producer.push([trajectory("open", 0)])
+        producer.push([trajectory("v", 0, 1)])
+        assert next_batch(TrainerQueue(fake, "r", batch_groups=2, prefetch=0), run) is not None
+        producer.push([unscored("scored", 0)])
+        producer.push([trajectory("late", 0)])
+    return run
+
+
+def test_the_status_says_where_everything_is(busy: Run) -> None:
+    found = read_status(busy)
+    assert found["balanced"]
+    assert found["problems"] == []
+    assert found["ledger"] == {
+        **{"pushed": 14, "trained": 0, "dropped": {}, "dead": {}, "queued": 10, "in_flight": 4}
+    }
+    assert found["places"] == {"scoring": 1, "rollouts": 1, "open": 1, "grouped": 7}
+    assert (found["groups"]["open"], found["groups"]["logged"]) == (3, 6)
+    assert found["streams"]["rollouts"]["length"] == 1
+    assert found["trainer"]["batches"] == 1
+    assert found["staleness"]["max"] == 0
+    assert deep_problems(busy) == []
+
+
+@pytest.mark.parametrize(
+    "counter",
+    [
+        "pushed",
+        "trained",
+        "rollouts",
+        "scoring",
+        "open",
+        "grouped",
+        "in_flight",
+        "groups_open",
+        "groups_logged",
+    ],
+)
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_wrong_counter_is_found_at_once(busy: Run, counter: str, by: int) -> None:
+    busy.connection.scripts.hincrby(busy.keys.home.ledger, counter, by)
+    assert problems(busy, deep=False) != []
+    assert not read_status(busy)["balanced"]
+
+
+@pytest.mark.parametrize(("one", "two"), [("open", "grouped"), ("rollouts", "open"), ("grouped", "trained")])
+def test_two_wrong_counters_that_balance_are_found_by_walking(busy: Run, one: str, two: str) -> None:
+    busy.connection.scripts.hincrby(busy.keys.home.ledger, one, -1)
+    busy.connection.scripts.hincrby(busy.keys.home.ledger, two, 1)
+    assert problems(busy) != []
+
+
+def test_orphans_and_missing_payloads_are_found(busy: Run) -> None:
+    keys, scripts = busy.keys.home, busy.connection.scripts
+    scripts.hset(keys.payload("stray"), "header", "x")
+    (problem,) = deep_problems(busy)
+    assert problem.endswith("payload:stray belongs to nothing (orphan)")
+    scripts.delete(keys.payload("stray"))
+    scripts.hset(keys.group("stray"), "size", 1)
+    assert "group:stray belongs to nothing" in deep_problems(busy)[0]
+    scripts.delete(keys.group("stray"))
+    victim = next(key for key in scripts.scan_iter("*:payload:*"))
+    scripts.delete(victim)
+    assert deep_problems(busy) == [f"shard 0: key {victim.decode()} is referred to and missing"]
+
+
+def test_wrong_bytes_are_found(busy: Run) -> None:
+    busy.connection.scripts.hincrby(busy.keys.home.ledger, "live_bytes", 5)
+    assert "live_bytes" in deep_problems(busy)[0]
+
+
+def test_deleting_a_run_leaves_nothing(busy: Run) -> None:
+    group_all(busy)
+    assert delete_run(busy) > 10
+    assert busy.connection.scripts.keys("*") in ([], [b"streamadv:runs"])
+
+
+def test_producers_that_are_silent_are_lost(fake: Connection) -> None:
+    with producing(fake, "r"):
+        run = join(fake, "r")
+        name = next(iter(fake.scripts.hkeys(run.keys.home.producers)))
+        assert [p["state"] for p in read_status(run)["producers"]] == ["open"]
+        fake.scripts.hset(run.keys.home.producers, name, "1000 open")
+        assert [p["state"] for p in read_status(run)["producers"]] == ["lost"]
+
+
+@pytest.mark.parametrize("tokens", [5, 50, 700, 3000])
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_status_tells_what_admission_reserves(fake: Connection, tokens: int, count: int) -> None:
+    """It reads without scripts what admission computes in one."""
+    with producing(fake, "r") as producer:
+        push_groups(producer, count, size=4, tokens=tokens)
+        run = join(fake, "r")
+        group_all(run)
+        open_groups = [producer.begin_group(3) for _ in range(2)]
+        each = read_status(run)["place_bytes"]
+        key = run.keys.home.group(open_groups[-1].group_id)
+        assert str(each).encode() == fake.scripts.hget(key, "slot_bytes")
+        assert read_status(run)["bytes"]["reserved"] == 2 * 3 * each
+
+
+@pytest.mark.parametrize("name", ["live_bytes", "dead_bytes"])
+def test_bytes_that_no_server_holds_are_a_problem(fake: Connection, name: str) -> None:
+    """They keep producers waiting for room."""
+    run = join(fake, "r")
+    fake.scripts.hincrby(run.keys.home.ledger, name, 1 << 60)
+    (problem,) = read_status(run)["problems"]
+    assert f"{name} is {1 << 60}" in problem
