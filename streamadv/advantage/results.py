@@ -17,7 +17,7 @@ from ..grouping.groups_log import LoggedGroup
 from ..messages import brief, first_problem, one_line
 from ..store.keys import ShardKeys
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
-from ..trajectory.wire import Reference
+from ..trajectory.reference import Reference
 
 _RESULT_FIELDS: Final = (b"batch", b"header", b"output", b"output_bytes")
 _RESULTS: Final[dict[str, np.dtype[Any]]] = {

@@ -15,8 +15,8 @@ from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
 from ..run import Run
 from ..run.malformed import reject_logged
 from ..store.replies import as_count
+from ..trajectory.reference import Reference
 from ..trajectory.schema import Role
-from ..trajectory.wire import Reference
 from .record import BatchRecord, check_fence, entry_order
 
 COMMIT_SLICE: Final = 64  # trajectories deleted in one call

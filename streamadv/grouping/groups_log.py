@@ -17,7 +17,7 @@ from ..errors import BatchLostError
 from ..messages import brief, first_problem
 from ..run import Run
 from ..store.keys import RunKeys
-from ..trajectory.wire import Reference, reference_problem
+from ..trajectory.reference import Reference, reference_problem
 
 ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 

@@ -36,7 +36,8 @@ from ..run.payloads import fetch_payloads
 from ..store.connection import Connection
 from ..store.replies import as_count
 from ..store.retry import RETRYABLE, Backoff, patiently, retried
-from ..trajectory.wire import REFERENCE, Payload, Reference
+from ..trajectory.payload import Payload
+from ..trajectory.reference import REFERENCE, Reference
 from .scores import Score, ScoreError, ScoreFunction, rewards_of, scores_of
 from .scoring import Passed, pass_on, unchanged, waits_for_score
 

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from typing import Any, Final
 
 from ..messages import brief, one_line
-from ..trajectory.wire import Payload, Reference
+from ..trajectory.payload import Payload
+from ..trajectory.reference import Reference
 
 #: A reward, None (unscorable), or named components which are summed up.
 Score = float | None | Mapping[str, float]

@@ -10,8 +10,9 @@ from ..errors import TrajectoryError
 from ..run.manifest import Manifest
 from ..store.keys import ShardKeys
 from ..store.scripts import ScriptCall, script_call
+from ..trajectory.payload import encode_payload, payload_bytes
+from ..trajectory.reference import encode_reference, sent_reference
 from ..trajectory.schema import Trajectory
-from ..trajectory.wire import encode_payload, encode_reference, payload_bytes, sent_reference
 from .requests import Transaction
 
 #: Largest slice of a group sent in one MULTI.

@@ -26,8 +26,8 @@ from ..errors import ManifestMismatchError, SettingError
 from ..messages import brief, first_problem
 from ..store.keys import RUNS, RUNS_VOID, RunKeys, check_run_name, find_salt, manifest_key, void_key
 from ..store.scripts import ScriptCall, script_call
+from ..trajectory.payload import SCHEMA_VERSION
 from ..trajectory.schema import MAX_GROUP_SIZE
-from ..trajectory.wire import SCHEMA_VERSION
 
 ScorerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 

@@ -7,8 +7,9 @@ from typing import Final
 
 from ..errors import UndecodableGroupError, WireError
 from ..store.replies import replies_of
-from ..trajectory.columns import Array
-from ..trajectory.wire import HEADER, Payload, Reference, decode_payload
+from ..trajectory.columns import HEADER, Array
+from ..trajectory.payload import Payload, decode_payload
+from ..trajectory.reference import Reference
 from .run import Run
 
 #: Bytes of payload asked for before the reply is read: the server buffers all of it.

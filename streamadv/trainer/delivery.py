@@ -24,8 +24,9 @@ from ..run import Run
 from ..run.payloads import fetch_payloads
 from ..store.replies import replies_of
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
+from ..trajectory.payload import Payload
+from ..trajectory.reference import Reference
 from ..trajectory.schema import TOKEN_COLUMNS
-from ..trajectory.wire import Payload, Reference
 from .late_columns import LateColumn, late_values
 from .microbatch import Batch, Delivered, MicroBatch
 from .plan import RowRef, plan

@@ -24,7 +24,7 @@ from ..grouping.groups_log import LoggedGroup
 from ..run import Run
 from ..run.payloads import fetch_payloads
 from ..trajectory.columns import KNOWN_COLUMNS, Array, check_values
-from ..trajectory.wire import Reference
+from ..trajectory.reference import Reference
 from .delivery import Fetched, references_of_rank
 
 logger = logging.getLogger(__name__)

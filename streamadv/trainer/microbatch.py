@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..trajectory.columns import Array
+from ..trajectory.payload import Payload, payload_trajectory
+from ..trajectory.reference import Reference
 from ..trajectory.schema import Trajectory
-from ..trajectory.wire import Payload, Reference, payload_trajectory
 
 
 class Columns:

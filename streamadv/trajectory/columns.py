@@ -1,8 +1,7 @@
-"""Token columns: the known names with their dtypes, and the one place where arrays are checked.
+"""Columns: the names the library interprets with their dtypes, and the checks of arrays.
 
-A column belongs to a row and, unless it is an extra that says otherwise, holds one value per token:
-position t describes token t itself (no shift by one). Arrays are numpy here; torch appears only in stages
-that compute.
+A column belongs to a row and holds one value per token: position t describes token t itself (no shift by one). Only an
+extra column may state otherwise. Arrays are numpy: torch appears only in rooms that compute.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-#: dtype of every column the library itself understands, in the order they are written.
+#: dtype of every column that the library interprets, in the order of writing.
 KNOWN_COLUMNS: Final[dict[str, np.dtype[Any]]] = {
     "input_ids": np.dtype("<i4"),
     "response_mask": np.dtype("u1"),
@@ -28,7 +27,7 @@ KNOWN_COLUMNS: Final[dict[str, np.dtype[Any]]] = {
     "versions": np.dtype("<i4"),
 }
 
-#: Columns the pipeline adds; never pushed by a producer.
+#: Columns that the pipeline computes. Producers do not push them.
 OUTPUT_COLUMNS: Final[dict[str, np.dtype[Any]]] = {
     "advantages": np.dtype("<f4"),
     "returns": np.dtype("<f4"),
@@ -39,22 +38,23 @@ OUTPUT_COLUMNS: Final[dict[str, np.dtype[Any]]] = {
 
 REQUIRED_COLUMNS: Final = ("input_ids", "response_mask")
 
-#: dtypes an extra column may have (little-endian, fixed size: no objects, so nothing is ever unpickled).
+#: dtypes of extra columns: little-endian numbers of fixed size. Without objects nothing is ever unpickled.
 EXTRA_DTYPES: Final = frozenset(["|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8"])
 
 MAX_COLUMNS: Final = 64
 MAX_DIMENSIONS: Final = 6
-#: `header` is the one field of a stored payload that is no column.
+#: The one field of a stored payload that is no column.
+HEADER: Final = b"header"
 COLUMN_NAME: Final = re.compile(r"(?!header\Z)[A-Za-z_][A-Za-z0-9_.]{0,63}")
 
 Array = NDArray[Any]
 
 
 def known_array(name: str, value: Any) -> Array:
-    """`value` (list, numpy array or tensor) as the 1-D array of the known column `name`.
+    """`value` (list, numpy array or tensor) as the array of a column the library interprets: [T], in its dtype.
 
-    Raises ValueError when it is not one-dimensional, empty, not numeric, changes value in the column's
-    dtype, or holds NaN or infinity.
+    Raises ValueError if `value` is not one-dimensional, is empty, is not numeric, changes in the column's dtype, or
+    holds NaN or infinity.
     """
     dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name]
     if type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1 and value.size:
@@ -74,7 +74,10 @@ def known_array(name: str, value: Any) -> Array:
 
 
 def extra_array(value: Any) -> Array:
-    """`value` as the array of an extra column: any fixed-size number type, at least one dimension."""
+    """`value` as the array of an extra column: a dtype of EXTRA_DTYPES, 1 to MAX_DIMENSIONS dimensions.
+
+    Raises ValueError for anything else.
+    """
     array = _numeric(value)
     if array.ndim == 0:  # most often a misspelt field
         raise ValueError(f"is the single value {array}, needs a list")
@@ -89,7 +92,7 @@ def extra_array(value: Any) -> Array:
 
 
 def check_values(name: str, array: Array) -> None:
-    """Raise ValueError if a known column holds NaN, infinity or, for `response_mask`, other than 0 and 1."""
+    """Raise ValueError if the column holds NaN or infinity, or `response_mask` holds anything except 0 and 1."""
     if array.dtype.kind == "f":
         finite = np.isfinite(array)
         if np.count_nonzero(finite) < array.size:
@@ -121,10 +124,10 @@ def _numeric(value: Any) -> Array:
 
 
 def _check_nesting(value: Sequence[Any], depth: int) -> set[type]:
-    """The types of the values in a nested list, looked at before numpy allocates for them.
+    """The types of the values in a nested list.
 
-    Raises ValueError if there is text, or if values and lists are mixed.
-    One long string among many short ones would make numpy reserve the long one's size for each.
+    Runs before numpy allocates: among many short strings one long string would make numpy reserve the long size for
+    all. Raises ValueError for text, and for a mix of values and lists.
     """
     if depth == 0:
         raise ValueError(f"has more than {MAX_DIMENSIONS} dimensions")
@@ -141,7 +144,7 @@ def _check_nesting(value: Sequence[Any], depth: int) -> set[type]:
 
 
 def cast_array(array: Array, dtype: np.dtype[Any]) -> Array:
-    """`array` as `dtype`; floats are rounded. Raises ValueError where an integer would change its value."""
+    """`array` as `dtype`; floats are rounded. Raises ValueError if a conversion to integers changes a value."""
     if dtype.kind in "iu":
         if array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
             raise ValueError("holds fractions, needs whole numbers")

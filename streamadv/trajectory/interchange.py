@@ -1,7 +1,7 @@
-"""Interchange files: one trajectory a line, JSON, as `schema.Trajectory.to_json` writes it.
+"""Interchange files: one trajectory per line, as JSON in the form of `schema.Trajectory.to_json`.
 
-Files are data from outside: a line is bounded before it is parsed, and whatever is wrong with one is a
-TrajectoryError on one line, `file:line: field: problem`.
+Files are data from outside: readers bound a line before they parse it, and report every problem as a TrajectoryError
+of one line, `file:line: field: problem`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POLL_S: Final = 0.2
 
 
 def poll() -> bool:
-    """The default `wait` of `read_trajectories`: half a moment, and never a reason to stop."""
+    """The default `wait` of `read_trajectories`: sleeps POLL_S and returns False, so reading never stops."""
     return threading.Event().wait(POLL_S)
 
 
@@ -36,9 +36,9 @@ def read_trajectories(
 ) -> Iterator[Trajectory]:
     """The trajectories of the interchange file `path`, in file order. Blank lines are skipped.
 
-    With `follow` the file may still be growing: at its end `wait()` is called, and reading goes on until
-    that returns True (as `threading.Event.wait` does). A last line without a newline is then still being
-    written; without `follow` it is an error unless it is whole. Raises TrajectoryError.
+    With `follow` a writer may still append: at the end of the file the reader calls `wait()`, and reads on until
+    `wait` returns True (`threading.Event.wait` fits). It then takes a last line without a newline for an unfinished
+    one; without `follow` such a line must be whole JSON. Raises TrajectoryError.
     """
     with open_for_reading(path) as file:
         for number, line in _lines(file, path, wait if follow else None, max_line_bytes):
@@ -49,19 +49,18 @@ def read_trajectories(
 def write_trajectory(file: IO[bytes], trajectory: Trajectory) -> None:
     """Append one line to `file`, in a single write.
 
-    Only extra columns may hold NaN or infinity; those stand in the file as `NaN` and `Infinity`, as Python's
-    json module writes and reads them.
+    Only extra columns may hold NaN or infinity. The file says `NaN` and `Infinity`, the form of Python's json module.
     """
     file.write(to_json(trajectory.to_json(), inf_nan_mode="constants") + b"\n")
 
 
 def recover(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> dict[str, set[int]]:
-    """Make the output file `path` ready to be continued; what is in it: group_id -> rollout indices.
+    """Prepare the output file `path` for appending, and return its contents: group_id -> rollout indices.
 
-    A last line without a newline was cut off by a crash and is removed. The writer may have died between two
-    trajectories of a group, and a group may rightly have fewer members in the file than its size, so only
-    the indices tell what is still to be written when the group is delivered again. A file that does not
-    exist is empty. Raises TrajectoryError, and changes nothing, when `path` is no interchange file.
+    Removes a last line without a newline, because a crash has cut it off. The writer may have died between two
+    trajectories of a group, and a complete group may have fewer members than its size, so only the indices tell what
+    the writer has to add when the group is delivered again. A missing file counts as empty. Raises TrajectoryError,
+    and leaves the file unchanged, if `path` is no interchange file.
     """
     if not path.exists():
         return {}
@@ -84,7 +83,7 @@ def recover(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> dict[str, set[i
 
 
 def open_for_reading(path: Path, mode: str = "rb") -> IO[Any]:
-    """`path` opened; an OSError becomes a TrajectoryError that names it."""
+    """Open `path`. Raises TrajectoryError with the path in place of an OSError."""
     try:
         return path.open(mode)
     except OSError as error:
@@ -102,7 +101,7 @@ def parse_json(text: bytes, where: str) -> Any:
 def _lines(
     file: IO[bytes], path: Path, wait: Callable[[], bool] | None, max_line_bytes: int
 ) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines that are not blank; `wait` None = the file is complete."""
+    """Non-blank lines with their numbers; `wait` None = nobody appends any more."""
     number, line = 1, b""
     while True:
         line += file.readline(max_line_bytes + 1 - len(line))

@@ -1,14 +1,12 @@
-"""The data model: trajectory, row, step, and the JSON-lines form they are exchanged in.
+"""The data model: trajectory, row and step, and the JSON form of an interchange file.
 
-This is the public boundary, validated by pydantic. Past it, columns travel as raw bytes (`wire.py`) and a
-trajectory is represented in streams by its reference (`wire.Reference`).
+This is the public boundary: pydantic validates every field. Behind it columns travel as raw bytes (`payload.py`), and
+a reference stands for the trajectory in the streams (`reference.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Final, Self
 
@@ -18,16 +16,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    FiniteFloat,
-    JsonValue,
     PlainSerializer,
     StrictBool,
-    StringConstraints,
     WithJsonSchema,
     computed_field,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema
 
 from ..errors import TrajectoryError
 from ..messages import brief, first_problem
@@ -41,65 +35,17 @@ from .columns import (
     Array,
     cast_array,
     extra_array,
-    known_array,
 )
+from .fields import GroupId, Metadata, Reward, ShortText, TokenColumn, Version, Whole
 
 MAX_ROWS: Final = 4096
 MAX_STEPS: Final = 65536
 MAX_GROUP_SIZE: Final = 4096
-MAX_METADATA_DEPTH: Final = 32
 TOKEN_COLUMNS: Final = (*KNOWN_COLUMNS, *OUTPUT_COLUMNS)
 
 
-def _no_text(value: Any) -> Any:
-    if isinstance(value, str | bytes):
-        raise ValueError(f"is the text {brief(value)}, needs a number")
-    return value
-
-
-def _no_text_or_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError(f"is {value}, needs a whole number")
-    return _no_text(value)
-
-
-def _plain_metadata(value: Any) -> Any:
-    """Refuse what would not survive as JSON: NaN, infinity, endless digits or nesting, lone surrogates."""
-    level = [value]
-    for _ in range(MAX_METADATA_DEPTH):
-        below: list[Any] = []
-        for item in level:
-            if isinstance(item, Mapping):
-                below += [*item.keys(), *item.values()]
-            elif isinstance(item, list | tuple):
-                below += item
-            elif isinstance(item, float) and not math.isfinite(item):
-                raise ValueError(f"holds {item}, needs finite numbers")
-            elif isinstance(item, int) and item.bit_length() > 128:
-                raise ValueError(f"holds {brief(item)}, needs at most 128")
-            elif isinstance(item, str):
-                try:
-                    item.encode()
-                except UnicodeEncodeError:
-                    raise ValueError(f"holds {brief(item)}, which is no Unicode text") from None
-        if not below:
-            return value
-        level = below
-    raise ValueError(f"is nested more than {MAX_METADATA_DEPTH} levels deep")
-
-
-Whole: Final = BeforeValidator(_no_text_or_bool)
-Reward = Annotated[
-    FiniteFloat, BeforeValidator(_no_text), WithJsonSchema({"type": ["number", "boolean"]})
-]  # True and False are 1 and 0
-GroupId = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\s\x00-\x1f]+$")]
-ShortText = Annotated[str, StringConstraints(max_length=200)]
-Metadata = Annotated[dict[str, JsonValue], BeforeValidator(_plain_metadata)]
-Version = Annotated[int, Field(ge=0, lt=2**53), Whole]
-
-
 class Status(StrEnum):
-    """How a rollout ended. The first two are usable: they count towards completion and are trained on."""
+    """How a rollout ended. The first two are usable: they count for their group and are trained on."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"  # ran into a length or turn limit
@@ -112,14 +58,14 @@ class Status(StrEnum):
 
 
 class Role(StrEnum):
-    """`baseline` counts for its group and is seen by the estimator (ReMax), but is never delivered."""
+    """What a trajectory is for. The estimator reads a `baseline` (ReMax); the trainer never receives it."""
 
     TRAIN = "train"
     BASELINE = "baseline"
 
 
 class Column(BaseModel):
-    """An extra column that says itself whether it has one entry per token."""
+    """An extra column that states whether it has one entry per token."""
 
     model_config = ConfigDict(
         arbitrary_types_allowed=True, extra="forbid", frozen=True, ser_json_inf_nan="constants"
@@ -136,13 +82,13 @@ class Column(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def dtype(self) -> str:
-        """numpy's name, such as `<f4`; written to files so that reading them restores the very array."""
+        """numpy's name, such as `<f4`. Files carry it, because a list of numbers does not tell its dtype."""
         return str(self.data.dtype.str)
 
     @model_validator(mode="before")
     @classmethod
     def _apply_dtype(cls, value: Any) -> Any:
-        """The interchange form names the dtype, which a list of numbers has lost."""
+        """Cast the list of an interchange file to the dtype that stands beside it."""
         if not isinstance(value, Mapping) or "dtype" not in value:
             return value
         value = dict(value)
@@ -154,37 +100,11 @@ class Column(BaseModel):
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class TokenColumn:
-    """The pydantic type of one known column: validated to its dtype, written as a list."""
-
-    name: str
-
-    def validate(self, value: Any) -> Array | None:
-        if value is None and self.name not in REQUIRED_COLUMNS:
-            return None
-        return known_array(self.name, value)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        write = core_schema.plain_serializer_function_ser_schema(
-            lambda array: None if array is None else array.tolist()
-        )
-        return core_schema.no_info_plain_validator_function(self.validate, serialization=write)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
-        dtype = KNOWN_COLUMNS.get(self.name) or OUTPUT_COLUMNS[self.name]
-        item: dict[str, Any] = {"type": "number"} if dtype.kind == "f" else {"type": "integer"}
-        if self.name == "response_mask":
-            item = {"enum": [0, 1, False, True]}
-        kind = "array" if self.name in REQUIRED_COLUMNS else ["array", "null"]
-        return {"type": kind, "minItems": 1, "items": item}
-
-
 class Row(BaseModel):
     """One token sequence of a trajectory, with its columns (each a 1-D array of the row's length T).
 
-    Most trajectories have one row; step-wise agents, forks, compacted contexts and sub-agents have several.
-    A token is trainable (`response_mask` 1) in one row only. Any further keyword is an extra column.
+    Most trajectories have one row; step-wise agents, forks, compacted contexts and sub-agents have several. A token is
+    trainable (`response_mask` 1) in one row only. Any other keyword is an extra column.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="allow", frozen=True)
@@ -232,12 +152,12 @@ class Row(BaseModel):
     @property
     def columns(self) -> dict[str, Array]:
         """Known columns that are present, in their fixed order."""
-        values = self.__dict__  # one look-up for each of many names
+        values = self.__dict__  # one look-up per name; attribute access goes through pydantic
         return {name: array for name in TOKEN_COLUMNS if (array := values[name]) is not None}
 
     @property
     def extras(self) -> dict[str, Column]:
-        """Extra columns, carried through untouched."""
+        """Extra columns, which the library carries to the trainer without interpreting them."""
         return self.__pydantic_extra__ or {}
 
 
@@ -257,7 +177,7 @@ def _extra_column(name: str, value: Any, length: int) -> Column:
 
 
 class Step(BaseModel):
-    """One turn of an agent: a span of tokens in a row, what it earned, and the state it acted in."""
+    """One turn of an agent: its span of tokens in a row, its reward, and the state it acted in."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -271,8 +191,8 @@ class Step(BaseModel):
 class Trajectory(BaseModel):
     """One rollout of one prompt, pushed whole: the unit of identity, completion, ledger and staleness.
 
-    Identity is (run, group_id, rollout_index). `reward` None means unscorable (ends its place, outside all
-    statistics); leaving it out means that the run's scorers bring it, or `producer.score` where `reward_later` says so.
+    Identity is (run, group_id, rollout_index). `reward` None means unscorable: the slot ends, outside all statistics.
+    Without `reward` the run's scorers bring it, or `producer.score` if `reward_later` is true.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -290,13 +210,13 @@ class Trajectory(BaseModel):
     metadata: Metadata = Field(default_factory=dict)
     steps: list[Step] = Field(default_factory=list, max_length=MAX_STEPS)
     rows: list[Row] = Field(default_factory=list, max_length=MAX_ROWS)
-    batch: Version | None = None  # output: the batch (version) it was delivered in
-    staleness: Version | None = None  # output: batch minus the oldest version it was generated by
+    batch: Version | None = None  # output: the batch that delivered it
+    staleness: Version | None = None  # output: batch minus the oldest version over trainable tokens
 
     @model_validator(mode="before")
     @classmethod
     def _single_row_at_top_level(cls, data: Any) -> Any:
-        """A single row's columns stand at top level in a file: gather them into `rows`."""
+        """Gather columns at top level into `rows`: files write a single row so."""
         if not isinstance(data, Mapping):
             return data
         columns = {name: value for name, value in data.items() if name not in _FIELDS}
@@ -337,7 +257,7 @@ class Trajectory(BaseModel):
 
     @property
     def waits_for_reward(self) -> bool:
-        """Whether it takes part in its group once somebody has brought its reward."""
+        """Whether the trajectory is usable and a scorer or `producer.score` still has to bring its reward."""
         return self.status.usable and not self.scored
 
     @property
@@ -360,7 +280,7 @@ class Trajectory(BaseModel):
         return None if self.model_version is None else (self.model_version, self.model_version)
 
     def to_json(self) -> dict[str, Any]:
-        """The interchange form: lists for arrays, a single row at top level, nothing that is absent."""
+        """The interchange form: lists for arrays, a single row at top level, absent fields left out."""
         record = self.model_dump(mode="json", exclude={"rows"}, exclude_defaults=True)
         if self.scored:
             record["reward"] = self.reward
@@ -374,9 +294,9 @@ _FIELDS: Final = frozenset(Trajectory.model_fields)
 
 
 def parse_trajectory(data: Any, where: str = "trajectory") -> Trajectory:
-    """Validate `data` (a mapping in interchange form or with arrays).
+    """Validate `data`: a mapping in interchange form, or the same fields with arrays.
 
-    Raises TrajectoryError with one line: `where`, the field and what it needs.
+    Raises TrajectoryError with one line: `where`, the field, its value and what it needs.
     """
     if not isinstance(data, Mapping | Trajectory):
         raise TrajectoryError(f"{where}: is {brief(data)}, needs an object with the fields of a trajectory")

@@ -13,8 +13,8 @@ from streamadv.errors import NoBatchError
 from streamadv.run import Run
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.payload import encode_payload
 from streamadv.trajectory.schema import Trajectory
-from streamadv.trajectory.wire import encode_payload
 from tests.support import compute_all, group_all, join, producing, push_groups, trajectory
 
 ROWS = [

@@ -16,8 +16,8 @@ from streamadv.errors import StreamadvError, TrajectoryError
 from streamadv.trajectory.adapters.chat import read_chat, tokenize_chat
 from streamadv.trajectory.adapters.tau_bench import read_tau_bench
 from streamadv.trajectory.interchange import parse_json, read_trajectories, recover
+from streamadv.trajectory.payload import encode_payload
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
-from streamadv.trajectory.wire import encode_payload
 
 from .examples import chats, lines
 from .mutations import (

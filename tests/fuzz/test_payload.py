@@ -9,8 +9,9 @@ from typing import Any
 from pydantic_core import from_json
 
 from streamadv.errors import WireError
+from streamadv.trajectory.columns import HEADER
+from streamadv.trajectory.payload import MAX_HEADER_BYTES, decode_payload, payload_trajectory
 from streamadv.trajectory.schema import Trajectory
-from streamadv.trajectory.wire import HEADER, MAX_HEADER_BYTES, decode_payload, payload_trajectory
 
 from .examples import payloads
 from .mutations import as_json, cases, chance_of, damaged_bytes, damaged_value, one_line_error, pick

@@ -14,7 +14,7 @@ from streamadv.run import open_run
 from streamadv.store.connection import Connection
 from streamadv.store.keys import manifest_key
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.wire import SCHEMA_VERSION, Header
+from streamadv.trajectory.payload import SCHEMA_VERSION, Header
 from tests.support import join, ledger, next_batch, problems, push_groups
 
 

@@ -1,13 +1,13 @@
 """Chats as trajectories: any OpenAI-style list of messages as token ids, response mask and steps.
 
-A turn is `<boundary of the role> text <end>`. What the policy wrote is a response token (mask 1): the text of
-an assistant turn, its tool calls and its end token. All else is masked: system, user and tool turns and the
-boundary that opens an assistant turn.
+A turn is `<boundary of the role> text <end>`. The policy wrote the text of an assistant turn, its tool calls and its
+end token, so these are response tokens (mask 1). All others have mask 0: system, user and tool turns, and the boundary
+that opens an assistant turn.
 
-Without a tokenizer, text becomes its UTF-8 bytes (ids 0 to 255) and each boundary one id of
-`BOUNDARY_IDS`, which no text can imitate. A tokenizer (any callable from text to ids) gets text and ChatML
-boundaries alike (`<|im_start|>user`, `<|im_end|>`, each with a newline). Recorded text tokenised again is not
-always what the engine sampled: where the engine's token ids exist, push those.
+Without a tokenizer, text becomes its UTF-8 bytes (ids 0 to 255) and a boundary one id of `BOUNDARY_IDS`, so that no
+text can imitate a boundary. A tokenizer (any callable from text to ids) receives text and ChatML boundaries alike
+(`<|im_start|>user`, `<|im_end|>`, each with a newline). To tokenise recorded text again may give other ids than the
+engine sampled: push the engine's token ids if they exist.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BOUNDARY_IDS: Final = {
     "tool": 261,
 }
 
-#: Fields of a record beside `messages`: those of a trajectory that are not made from the messages.
+#: Fields of a record beside `messages`: a trajectory's, without those that the messages determine.
 RECORD_FIELDS: Final = frozenset(Trajectory.model_fields) - {"steps", "rows", "batch", "staleness"}
 
 #: What other frameworks call these fields (verl, SkyRL: uid; slime: group_index; TRL: num_generations ...).
@@ -49,7 +49,7 @@ ALIASES: Final = {
     "model_version": ("policy_version", "generation_weight_version"),
 }
 
-#: Roles that other recorders use for the same turn.
+#: Other recorders' names of a role.
 _ROLE_NAMES: Final = {"function": "tool"}
 
 
@@ -61,20 +61,19 @@ class Turn(NamedTuple):
 
 
 class ChatTokens(NamedTuple):
-    """One row and its steps, in the form `push` and `parse_trajectory` take them."""
+    """One row and its steps, in the form that `push` and `parse_trajectory` accept."""
 
     input_ids: Array  # [T] int32
     response_mask: Array  # [T] uint8
-    steps: list[dict[str, Any]]  # one for each assistant turn: start, end, state_key
+    steps: list[dict[str, Any]]  # one per assistant turn: start, end, state_key
 
 
 def read_chat(path: Path, tokenizer: Tokenizer | None = None) -> Iterator[Trajectory]:
     """Trajectories of a .json list or .jsonl file of records {group_id, rollout_index, messages, reward ...}.
 
-    Further fields are those of a trajectory (`RECORD_FIELDS`); names in `ALIASES` are accepted. Without
-    `group_size` it is the number of distinct rollout indices the file has for the group, and indices with
-    gaps are renumbered 0 .. n - 1 in their order. `reward` null = unscorable, absent = a scorer brings it.
-    Raises TrajectoryError.
+    A record may have the other fields of a trajectory (`RECORD_FIELDS`), also under the names in `ALIASES`. Without
+    `group_size` the reader counts the distinct rollout indices of the group in the file and, if they have gaps,
+    renumbers them 0 .. n - 1 in order. `reward` null = unscorable, absent = a scorer brings it. Raises TrajectoryError.
     """
     records = read_records(path)
     members = ranks(_identity(record) for record in records)
@@ -87,8 +86,8 @@ def read_chat(path: Path, tokenizer: Tokenizer | None = None) -> Iterator[Trajec
         fields = {field: record.fields[name] for field, name in names.items() if name in record.fields}
         fields["group_id"], fields["rollout_index"] = _identity(record)
         if "group_size" not in fields:
-            places = members[fields["group_id"]]
-            fields |= {"group_size": len(places), "rollout_index": places[fields["rollout_index"]]}
+            indices = members[fields["group_id"]]
+            fields |= {"group_size": len(indices), "rollout_index": indices[fields["rollout_index"]]}
         yield chat_trajectory(record, "messages", tokenizer, fields)
 
 
@@ -100,7 +99,7 @@ def _identity(record: Record) -> tuple[str, int]:
 def chat_trajectory(
     record: Record, field: str, tokenizer: Tokenizer | None, fields: Mapping[str, Any]
 ) -> Trajectory:
-    """The trajectory of a record whose messages stand in `field`; a failed one may have none."""
+    """The trajectory of a record with messages in `field`; failed and aborted records may have none."""
     messages = required(record, field)
     columns: dict[str, Any] = {}
     if messages or fields.get("status") not in ("failed", "aborted"):
@@ -113,10 +112,9 @@ def tokenize_chat(
 ) -> ChatTokens:
     """The tokens of a chat: `messages` is a list of {role, content, tool_calls ...}.
 
-    `content` is text, null or a list of text parts. A step is one assistant turn; its `state_key` is the hash
-    of the observation it answers: the messages since the assistant turn before it (all of them for the first
-    one), names of tools included, ids of tool calls not, so that two rollouts in which the same tool
-    returned the same result share a state. A turn that answers no new message has no key.
+    `content` is text, null or a list of text parts. A step is one assistant turn. Its `state_key` is the hash of its
+    observation: the messages since the previous assistant turn, with names of tools and without ids of tool calls, so
+    that two rollouts share a state if the same tool returned the same result. A turn after no new message has no key.
 
     Raises TrajectoryError, `where: field.3.content: problem`.
     """
@@ -146,7 +144,7 @@ def tokenize_chat(
 
 
 def state_key(observation: Sequence[Turn]) -> str | None:
-    """128-bit hash of the messages an assistant turn answers; None if there are none."""
+    """128-bit hash of the messages that an assistant turn answers; None without messages."""
     digest = hashlib.blake2b(digest_size=16)
     for role, text in observation:
         content = _encode(text, None)
@@ -189,7 +187,7 @@ def _turns(messages: Any, where: str, field: str) -> Iterator[Turn]:
 
 
 def _content(content: Any, place: str) -> str:
-    """The text of a message; the parts of a list are joined."""
+    """The text of a message: a string, or the parts of a list end to end."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -206,7 +204,7 @@ def _content(content: Any, place: str) -> str:
 
 
 def _tool_calls(message: Mapping[str, Any], place: str) -> Iterator[str]:
-    """Tool calls as the text they are trained as. Their ids are the engine's, not the policy's: left out."""
+    """Tool calls as text, one at a time. Ids are omitted: the engine makes them, not the policy."""
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):
         raise TrajectoryError(f"{place}.tool_calls: is {brief(calls)}, needs a list")

@@ -1,4 +1,4 @@
-"""Recorded files as numbered records: what the adapters of this package share."""
+"""Recorded files as numbered records, for all adapters of this package."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ MAX_FILE_BYTES: Final = 1 << 30
 
 
 class Record(NamedTuple):
-    """One JSON object of a file, and the place to name in errors."""
+    """One JSON object of a file, and where it stands, for error messages."""
 
     where: str
     fields: dict[str, Any]
 
 
 def read_records(path: Path, max_bytes: int = MAX_FILE_BYTES) -> list[Record]:
-    """The records of `path`: a JSON list of objects, or one object a line.
+    """The records of `path`: a JSON list of objects, or one object per line.
 
-    Errors name a record of a list by its number, counted from 0 as in the list, and a line by its number,
-    counted from 1. Raises TrajectoryError.
+    Raises TrajectoryError, which names a record of a list by its index from 0, and a line by its number from 1.
     """
     with open_for_reading(path) as file:
         content: bytes = file.read(max_bytes + 1)
@@ -33,27 +32,27 @@ def read_records(path: Path, max_bytes: int = MAX_FILE_BYTES) -> list[Record]:
         raise TrajectoryError(f"{path}: is larger than {max_bytes} bytes: split it, keeping groups together")
     if content.lstrip()[:1] == b"[":
         values = parse_json(content, str(path))
-        places = [(f"{path}: record {number}", value) for number, value in enumerate(values)]
+        objects = [(f"{path}: record {number}", value) for number, value in enumerate(values)]
     else:
         lines = [(f"{path}:{number}", line) for number, line in enumerate(content.split(b"\n"), start=1)]
-        places = [(where, parse_json(line, where)) for where, line in lines if line.strip()]
-    if not places:
+        objects = [(where, parse_json(line, where)) for where, line in lines if line.strip()]
+    if not objects:
         raise TrajectoryError(f"{path}: holds no record")
-    for where, value in places:
+    for where, value in objects:
         if not isinstance(value, dict):
             raise TrajectoryError(f"{where}: is {brief(value)}, needs an object")
-    return [Record(where, value) for where, value in places]
+    return [Record(where, value) for where, value in objects]
 
 
 def required(record: Record, field: str) -> Any:
-    """The value of a field that must be there. Raises TrajectoryError."""
+    """The value of a mandatory field. Raises TrajectoryError without it."""
     if field not in record.fields:
         raise TrajectoryError(f"{record.where}: {field}: is missing")
     return record.fields[field]
 
 
 def field_name(record: Record, field: str, aliases: Sequence[str]) -> str:
-    """The name under which the record has `field`; `field` itself if it has none. Raises TrajectoryError."""
+    """The record's name for `field`: itself or one of `aliases`. Raises TrajectoryError if it has two of them."""
     present = [name for name in (field, *aliases) if name in record.fields]
     if len(present) > 1:
         raise TrajectoryError(f"{record.where}: {present[1]}: means the same as {present[0]}, keep one")
@@ -61,7 +60,7 @@ def field_name(record: Record, field: str, aliases: Sequence[str]) -> str:
 
 
 def group_name(record: Record, field: str) -> str:
-    """A group's id from a field that holds text or a whole number. Raises TrajectoryError."""
+    """A group id from a field of text or a whole number. Raises TrajectoryError."""
     value = required(record, field)
     if type(value) is int and value.bit_length() <= 128:
         return str(value)
@@ -81,11 +80,14 @@ def index(record: Record, field: str) -> int:
 
 
 def ranks(identities: Iterable[tuple[str, int]]) -> Mapping[str, Mapping[int, int]]:
-    """For each group: its distinct indices in order, mapped to 0 .. n - 1.
+    """Per group: its distinct indices in order, mapped to 0 .. n - 1.
 
-    Indices that already are 0 .. n - 1 are mapped to themselves; an index given twice is counted once.
+    Indices that already are 0 .. n - 1 map to themselves; repeated ones count once.
     """
-    seen: dict[str, set[int]] = {}
+    indices: dict[str, set[int]] = {}
     for group_id, number in identities:
-        seen.setdefault(group_id, set()).add(number)
-    return {group_id: {n: rank for rank, n in enumerate(sorted(ns))} for group_id, ns in seen.items()}
+        indices.setdefault(group_id, set()).add(number)
+    return {
+        group_id: {number: rank for rank, number in enumerate(sorted(numbers))}
+        for group_id, numbers in indices.items()
+    }

@@ -1,6 +1,6 @@
-"""Recorded tau-bench runs: a list of {task_id, trial, reward, info, traj}, one record a run.
+"""Recorded tau-bench runs: a list of {task_id, trial, reward, info, traj}, one record per run.
 
-The format is what tau-bench's own runner writes (github.com/sierra-research/tau-bench, `EnvRunResult`).
+tau-bench's runner writes this format (github.com/sierra-research/tau-bench, `EnvRunResult`).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from .records import Record, group_name, index, ranks, read_records, required
 def read_tau_bench(path: Path, tokenizer: Tokenizer | None = None) -> Iterator[Trajectory]:
     """Trajectories of a tau-bench results file, in file order.
 
-    group_id is task_id (text or a whole number), group_size the number of distinct trials of the task in the
-    file, rollout_index the trial; where a task's trials are not 0 .. n - 1 they are renumbered so, in their
-    order. A record given twice is passed on twice and counted once. A run that the runner recorded as an
-    error (empty `traj`, `info.error`) becomes a failed trajectory. `reward` null = unscorable; metadata keeps
-    task_id and trial as they were. Raises TrajectoryError naming file, record (from 0) and field.
+    group_id is task_id (text or a whole number), group_size the number of distinct trials of the task in the file,
+    rollout_index the trial, renumbered 0 .. n - 1 in order if the task's trials have gaps. The reader passes a repeated
+    record on and counts it once. A run that the runner recorded as an error (empty `traj`, `info.error`) becomes a
+    failed trajectory. `reward` null = unscorable; metadata holds task_id and trial unchanged. Raises TrajectoryError,
+    which names file, record (from 0) and field.
     """
     records = read_records(path)
     trials = ranks((group_name(r, "task_id"), index(r, "trial")) for r in records)
     for record in records:
-        places = trials[group_name(record, "task_id")]
+        indices = trials[group_name(record, "task_id")]
         failed = _failed(record)
         fields = {
             "group_id": group_name(record, "task_id"),
-            "group_size": len(places),
-            "rollout_index": places[index(record, "trial")],
+            "group_size": len(indices),
+            "rollout_index": indices[index(record, "trial")],
             "reward": None if failed else required(record, "reward"),
             "status": "failed" if failed else "completed",
             "data_source": "tau-bench",

@@ -23,7 +23,8 @@ from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.wire import Payload, Reference
+from streamadv.trajectory.payload import Payload
+from streamadv.trajectory.reference import Reference
 from tests.support import (
     consumer_of,
     ended,

@@ -22,7 +22,7 @@ from streamadv.errors import BatchLostError, EpochFencedError
 from streamadv.grouping.groups_log import LoggedGroup, Pointer, read_groups, read_log
 from streamadv.run import Run
 from streamadv.store.connection import Connection
-from streamadv.trajectory.wire import Reference
+from streamadv.trajectory.reference import Reference
 from tests.support import compute_all, group_all, join, ledger, problems, producing, push_groups
 
 CHAIN = build_chain("grpo").config.model_dump(mode="json")

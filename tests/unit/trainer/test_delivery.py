@@ -18,7 +18,7 @@ from streamadv.run.dead_letters import list_dead
 from streamadv.store.connection import Connection
 from streamadv.store.keys import ShardKeys
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.wire import Reference, StepSpan
+from streamadv.trajectory.reference import Reference, StepSpan
 from tests.support import compute_all, group_all, join, next_batch, producing, push_groups, trajectory
 
 

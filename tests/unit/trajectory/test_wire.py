@@ -12,18 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.errors import TrajectoryError, WireError
-from streamadv.trajectory.columns import EXTRA_DTYPES, KNOWN_COLUMNS
+from streamadv.trajectory.columns import EXTRA_DTYPES, HEADER, KNOWN_COLUMNS
+from streamadv.trajectory.payload import decode_payload, encode_payload, payload_bytes, payload_trajectory
+from streamadv.trajectory.reference import REFERENCE, encode_reference, sent_reference
 from streamadv.trajectory.schema import Column, Trajectory, parse_trajectory
-from streamadv.trajectory.wire import (
-    HEADER,
-    REFERENCE,
-    decode_payload,
-    encode_payload,
-    encode_reference,
-    payload_bytes,
-    payload_trajectory,
-    sent_reference,
-)
 from tests.support import trajectory
 
 FLOAT_COLUMNS = [name for name, dtype in KNOWN_COLUMNS.items() if dtype.kind == "f"]

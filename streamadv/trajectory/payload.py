@@ -1,21 +1,19 @@
-"""The wire format: a trajectory as one Redis hash, and its reference in the streams.
+"""The payload: a trajectory's data as one Redis hash.
 
-Payload hash: field `header` holds JSON (everything that is no array), then one field per column with the raw
-little-endian bytes of all rows end to end. Decoding is zero-copy: arrays are views of the received bytes.
-
-Reference: the JSON that travels through streams instead of the payload, with the scalars that grouping,
-planning and outcome estimators need, so that those stages never touch a column.
+The field `header` holds JSON: everything except arrays. Every other field is a column: the raw little-endian bytes of
+all rows end to end. The producer encodes; advantage workers, scorers and the trainer decode, without a copy: arrays
+are views of the received bytes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from pydantic_core import to_json
 
 from ..errors import TrajectoryError, WireError
@@ -23,6 +21,7 @@ from ..messages import brief, first_problem, one_line
 from .columns import (
     COLUMN_NAME,
     EXTRA_DTYPES,
+    HEADER,
     KNOWN_COLUMNS,
     MAX_COLUMNS,
     MAX_DIMENSIONS,
@@ -30,34 +29,16 @@ from .columns import (
     Array,
     check_values,
 )
-from .schema import (
-    MAX_ROWS,
-    MAX_STEPS,
-    Column,
-    GroupId,
-    Metadata,
-    Role,
-    Row,
-    ShortText,
-    Status,
-    Step,
-    Trajectory,
-)
+from .fields import GroupId, Metadata, ShortText
+from .reference import MAX_ROW_TOKENS, Count, Length, Reference, StepSpan, scalars
+from .schema import MAX_ROWS, MAX_STEPS, Column, Role, Row, Status, Step, Trajectory
 
 SCHEMA_VERSION: Final = 1
-HEADER: Final = b"header"
 MAX_HEADER_BYTES: Final = 1 << 20
-MAX_ROW_TOKENS: Final = 1 << 27
-
-#: Stored bytes of a token, at least: the two columns that every row has.
-MIN_TOKEN_BYTES: Final = sum(KNOWN_COLUMNS[name].itemsize for name in REQUIRED_COLUMNS)
-
-Length = Annotated[int, Field(ge=0, le=MAX_ROW_TOKENS)]
-Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 def _stored_column(name: str) -> str:
-    """Names that rows and outputs use themselves would take their place."""
+    """Refuses the names of a row's fields and of outputs: such a column would overwrite them when it is read."""
     if name in KNOWN_COLUMNS or (COLUMN_NAME.fullmatch(name) and name not in Row.model_fields):
         return name
     raise ValueError(f"{brief(name)} is no name of a stored column")
@@ -66,18 +47,8 @@ def _stored_column(name: str) -> str:
 StoredColumn = Annotated[str, AfterValidator(_stored_column)]
 
 
-class StepSpan(NamedTuple):
-    """A `schema.Step` as the compact list it is in a reference."""
-
-    row: Count
-    start: Count
-    end: Count
-    reward: FiniteFloat
-    state_key: ShortText | None
-
-
 class ColumnSpec(BaseModel):
-    """How to read one column's bytes: dtype, shape behind the first dimension, entries of each row."""
+    """How to read one column's bytes: dtype, shape after the first dimension, entries per row."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -93,6 +64,8 @@ _KNOWN_HEADERS: Final = {name: {"dtype": dtype.str} for name, dtype in KNOWN_COL
 
 
 class RowHeader(BaseModel):
+    """One row of a payload: its length in tokens, and the fields of `schema.Row` that are no columns."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     length: Annotated[int, Field(ge=1, le=MAX_ROW_TOKENS)]
@@ -101,7 +74,7 @@ class RowHeader(BaseModel):
 
 
 class Header(BaseModel):
-    """All of a trajectory but its arrays. Fields are only ever added within a schema version."""
+    """A trajectory without its arrays. Within a schema version releases only add fields."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -122,64 +95,22 @@ class Header(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """One trajectory as the streams know it. Satisfies `algorithms.packed.Packable`.
-
-    A trainer holds thousands, through which its garbage collector walks again and again: so no model, and tuples.
-    """
-
-    __pydantic_config__ = ConfigDict(extra="ignore")
-
-    group_id: str
-    rollout_index: int
-    key: str  # of the payload
-    size: Annotated[int, Field(ge=0, le=1 << 40)]  # payload bytes
-    row_lengths: Annotated[tuple[Length, ...], Field(max_length=MAX_ROWS)]
-    row_trainable: Annotated[tuple[Length, ...], Field(max_length=MAX_ROWS)]
-    status: Status = Status.COMPLETED
-    reward: FiniteFloat | None = None
-    rewards: dict[str, FiniteFloat] = field(default_factory=dict)
-    role: Role = Role.TRAIN
-    versions: tuple[Count, Count] | None = None
-    epoch: int = 0  # of the trainer when the group was begun
-    data_source: str | None = None
-    steps: Annotated[tuple[StepSpan, ...], Field(max_length=MAX_STEPS)] = ()
-    columns: Annotated[tuple[str, ...], Field(max_length=2 * MAX_COLUMNS)] = ()
-
-    @property
-    def is_baseline(self) -> bool:
-        return self.role is Role.BASELINE
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.row_lengths)
-
-    def staleness(self, k: int) -> int | None:
-        """`k` minus the oldest version over trainable tokens, at least 0; None without a version."""
-        return None if self.versions is None else max(0, k - self.versions[0])
-
-
-#: Reads and writes references. Raises pydantic's ValidationError.
-REFERENCE: Final = TypeAdapter(Reference)
-
-
-@dataclass(frozen=True, slots=True)
 class Payload:
-    """A decoded payload: per column, one array with all rows end to end."""
+    """A decoded payload: one array per column, all rows end to end."""
 
-    header_json: bytes  # valid
+    header_json: bytes  # valid; encoded for the reason given in `Reference`
     columns: dict[str, Array]
 
     @property
     def header(self) -> Header:
-        """Made anew each time: few are looked at, and thousands kept would keep the garbage collector busy."""
+        """Parsed at every call: most payloads are never asked for it."""
         return Header.model_validate_json(self.header_json)
 
 
 def encode_payload(trajectory: Trajectory) -> dict[Any, Any]:
     """The fields of the payload hash, columns as arrays. Raises TrajectoryError when the header is too large."""
     columns = _column_specs(trajectory)
-    header = _scalars(trajectory)
+    header = scalars(trajectory)
     header["group_size"] = trajectory.group_size
     if trajectory.model_version is not None:
         header["model_version"] = trajectory.model_version
@@ -207,42 +138,25 @@ def payload_bytes(fields: Mapping[Any, Any]) -> int:
     return sum(len(value) if isinstance(value, bytes) else value.nbytes for value in fields.values())
 
 
-def encode_reference(trajectory: Trajectory, fields: Mapping[Any, Any], size: int) -> bytes:
-    """The JSON of a reference to a payload of `fields`, but for what each send gives it: see `sent_reference`."""
-    reference = _scalars(trajectory)
-    versions = trajectory.version_span
-    if versions is not None:
-        reference["versions"] = versions
-    reference["size"] = size
-    reference["row_lengths"] = [len(row) for row in trajectory.rows]
-    reference["row_trainable"] = [int(np.count_nonzero(row.response_mask)) for row in trajectory.rows]
-    reference["columns"] = sorted(fields.keys() - {HEADER})
-    return to_json(reference)
-
-
-def sent_reference(reference: bytes, key: str, epoch: int) -> bytes:
-    """An encoded reference with the key of its payload, which is a new one for every send, and the group's epoch."""
-    return b'%b,"key":%b,"epoch":%d}' % (reference[:-1], to_json(key), epoch)
-
-
-def _scalars(trajectory: Trajectory) -> dict[str, Any]:
-    """What header and reference both say. Valid since `trajectory` is: no model checks it a second time."""
-    scalars: dict[str, Any] = {
-        "group_id": trajectory.group_id,
-        "rollout_index": trajectory.rollout_index,
-        "status": trajectory.status,
-    }
-    if trajectory.reward is not None:
-        scalars["reward"] = trajectory.reward
-    if trajectory.rewards:
-        scalars["rewards"] = trajectory.rewards
-    if trajectory.role is not Role.TRAIN:
-        scalars["role"] = trajectory.role
-    if trajectory.data_source is not None:
-        scalars["data_source"] = trajectory.data_source
-    if trajectory.steps:
-        scalars["steps"] = _step_spans(trajectory)
-    return scalars
+def _column_specs(trajectory: Trajectory) -> dict[str, dict[str, Any]]:
+    """The header's description of every stored column. Raises TrajectoryError where rows differ."""
+    if not trajectory.rows:
+        return {}
+    first = trajectory.rows[0]
+    # What an earlier run computed, as in a file written by `consume`, is not stored.
+    specs = {name: _KNOWN_HEADERS[name] for name in first.columns if name in KNOWN_COLUMNS}
+    for name, column in first.extras.items():
+        columns = [row.extras[name] for row in trajectory.rows]
+        kinds = {(c.data.dtype.str, c.data.shape[1:], c.per_token) for c in columns}
+        if len(kinds) > 1:
+            raise TrajectoryError(f"extra column {name} differs between rows in dtype, shape or per_token")
+        lengths = None if column.per_token else [len(c.data) for c in columns]
+        spec = ColumnSpec(dtype=column.data.dtype.str, shape=column.data.shape[1:], lengths=lengths)
+        specs[name] = spec.model_dump(exclude_defaults=True)
+    missing = [name for name in REQUIRED_COLUMNS if name not in specs]
+    if missing:
+        raise TrajectoryError(f"{missing[0]}: every row needs it")
+    return specs
 
 
 def _row_header(row: Row) -> dict[str, Any]:
@@ -254,38 +168,17 @@ def _row_header(row: Row) -> dict[str, Any]:
     return header
 
 
-def _step_spans(trajectory: Trajectory) -> tuple[StepSpan, ...]:
-    return tuple(StepSpan(s.row, s.start, s.end, s.reward, s.state_key) for s in trajectory.steps)
-
-
-def reference_problem(reference: Reference) -> str | None:
-    """Why a reference cannot be true, or None: what it announces decides how much memory is allocated."""
-    lengths, trainable = reference.row_lengths, reference.row_trainable
-    if not lengths or min(lengths) == 0 or len(lengths) != len(trainable):
-        return f"row_lengths and row_trainable are {len(lengths)} and {len(trainable)} rows, needs tokens in each"
-    if any(some > all_ for some, all_ in zip(trainable, lengths, strict=True)):
-        return "row_trainable is above row_lengths"
-    if sum(lengths) * MIN_TOKEN_BYTES > reference.size:
-        return f"row_lengths are {sum(lengths)} tokens, its payload has {reference.size} bytes"
-    for step in reference.steps:
-        if not (0 <= step.row < len(lengths) and 0 <= step.start < step.end <= lengths[step.row]):
-            return f"steps has the span {step.start}..{step.end} of row {step.row}, which has no such tokens"
-    if reference.versions is not None and reference.versions[0] > reference.versions[1]:
-        return f"versions {list(reference.versions)} end before they start"
-    return None
-
-
 def decode_payload(
     fields: Mapping[bytes, bytes],
     only: Sequence[str] | None = None,
     reference: Reference | None = None,
-    places: Mapping[str, Array] | None = None,
+    buffers: Mapping[str, Array] | None = None,
 ) -> Payload:
     """Header and columns (all, or those named in `only`) from the fields of a payload hash.
 
-    Nothing is copied, but what has a place in `places`, arrays of known columns whose values the caller checks
-    afterwards. Every size is checked against the header before an array is made. Raises WireError, also when the
-    payload contradicts its reference.
+    Arrays are views of `fields`. A known column that is named in `buffers` is copied into that array instead; its
+    values are not checked, so the caller checks them. Sizes are compared with the header before an array is made.
+    Raises WireError, also when the payload contradicts its reference.
     """
     text = fields.get(HEADER)
     if text is None:
@@ -303,9 +196,9 @@ def decode_payload(
         raw = fields.get(name.encode())
         if raw is None:
             raise WireError(f"column {name} is named in the header but missing")
-        if places is not None and name in places:
-            _check_known(name, header.columns[name], places[name].nbytes, raw)
-            columns[name] = places[name]
+        if buffers is not None and name in buffers:
+            _check_known(name, header.columns[name], buffers[name].nbytes, raw)
+            columns[name] = buffers[name]
             columns[name].data.cast("B")[:] = raw
         else:
             columns[name] = decode_column(name, header.columns[name], lengths, raw)
@@ -338,9 +231,8 @@ def _contradiction(reference: Reference, header: Header, columns: Mapping[str, A
 
 def decode_column(name: str, spec: ColumnSpec, row_lengths: Sequence[int], raw: bytes) -> Array:
     """A read-only view of `raw` as the column `name`, all rows end to end. Raises WireError."""
-    known = KNOWN_COLUMNS.get(name)
-    if known is not None:
-        return _decode_known(name, known, spec, sum(row_lengths), raw)
+    if name in KNOWN_COLUMNS:
+        return _decode_known(name, spec, sum(row_lengths), raw)
     if spec.dtype not in EXTRA_DTYPES:
         raise WireError(f"column {name} has dtype {brief(spec.dtype)}, not one of the allowed ones")
     if spec.lengths is not None and len(spec.lengths) != len(row_lengths):
@@ -353,7 +245,8 @@ def decode_column(name: str, spec: ColumnSpec, row_lengths: Sequence[int], raw: 
     return np.frombuffer(raw, dtype).reshape(entries, *spec.shape)
 
 
-def _decode_known(name: str, dtype: np.dtype[Any], spec: ColumnSpec, tokens: int, raw: bytes) -> Array:
+def _decode_known(name: str, spec: ColumnSpec, tokens: int, raw: bytes) -> Array:
+    dtype = KNOWN_COLUMNS[name]
     _check_known(name, spec, tokens * dtype.itemsize, raw)
     array = np.frombuffer(raw, dtype)
     try:
@@ -401,23 +294,3 @@ def _slice(header: Header, name: str, array: Array, position: int) -> Any:
     if spec is None or name in KNOWN_COLUMNS:
         return part
     return Column(data=part, per_token=spec.lengths is None)
-
-
-def _column_specs(trajectory: Trajectory) -> dict[str, dict[str, Any]]:
-    if not trajectory.rows:
-        return {}
-    first = trajectory.rows[0]
-    # What an earlier run computed, as in a file written by `consume`, is not stored.
-    specs = {name: _KNOWN_HEADERS[name] for name in first.columns if name in KNOWN_COLUMNS}
-    for name, column in first.extras.items():
-        columns = [row.extras[name] for row in trajectory.rows]
-        kinds = {(c.data.dtype.str, c.data.shape[1:], c.per_token) for c in columns}
-        if len(kinds) > 1:
-            raise TrajectoryError(f"extra column {name} differs between rows in dtype, shape or per_token")
-        lengths = None if column.per_token else [len(c.data) for c in columns]
-        spec = ColumnSpec(dtype=column.data.dtype.str, shape=column.data.shape[1:], lengths=lengths)
-        specs[name] = spec.model_dump(exclude_defaults=True)
-    missing = [name for name in REQUIRED_COLUMNS if name not in specs]
-    if missing:
-        raise TrajectoryError(f"{missing[0]}: every row needs it")
-    return specs
