@@ -4,7 +4,7 @@ VENV := .venv
 ARGS :=
 BENCH := pipeline
 
-.PHONY: help demo bench test chaos soak compat fuzz lint format clean
+.PHONY: help demo bench test chaos soak compat fuzz names lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
@@ -15,6 +15,7 @@ help:
 	@echo "make soak    thousands of small batches for STREAMADV_SOAK_MINUTES (10): prints what has changed, fails on growth"
 	@echo "make fuzz    STREAMADV_FUZZ_CASES (100000) damaged inputs drawn from STREAMADV_FUZZ_SEED (0)"
 	@echo "make compat  tests with the oldest and the newest redis-py on every server binary found"
+	@echo "make names   writes down the public names and signatures anew (tests/unit/public_names.txt)"
 	@echo "make lint    ruff and mypy; make format repairs what ruff can"
 	@echo "make clean   removes .venv and all caches"
 
@@ -38,6 +39,10 @@ fuzz: $(VENV)/test.installed
 
 compat: $(VENV)/test.installed
 	tests/compat.sh $(VENV)/bin/python
+
+names: $(VENV)/test.installed
+	$(VENV)/bin/python -m tests.unit.test_public_names > tests/unit/public_names.tmp
+	mv tests/unit/public_names.tmp tests/unit/public_names.txt
 
 lint: $(VENV)/dev.installed
 	$(VENV)/bin/ruff check .

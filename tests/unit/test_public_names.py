@@ -1,0 +1,208 @@
+"""Public names and signatures stand in public_names.txt: a change of any of them shows as a diff there.
+
+make names          # writes the file anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, get_args
+
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+import streamadv
+from streamadv import algorithms, errors, metrics, padded
+from streamadv.algorithms import ChainConfig, estimator_names, preset_names
+from streamadv.algorithms.registry import get_estimator
+from streamadv.cli import make_parser
+from streamadv.settings import SECRETS, Settings
+
+from .metrics.test_metrics import STATUS, report_everything
+
+#: A space at which no line is broken.
+UNBROKEN: Final = "\N{NO-BREAK SPACE}"
+FILE: Final = Path(__file__).with_name("public_names.txt")
+#: The functions of streamadv.metrics that docs/observability.md offers; stages call the others.
+METRICS_API: Final = ("serve", "register_ledger", "training_metrics")
+#: Objects that the library hands to its users: how they are made is not promised.
+HANDED_OUT: Final = ("AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Group", "MicroBatch", "Rollout")
+
+
+def test_public_names_are_those_written_down() -> None:
+    assert FILE.read_text() == public_names(), f"renew {FILE.name} by `make names` and read the diff"
+
+
+def public_names() -> str:
+    sections: dict[str, Iterator[str]] = {
+        "streamadv": names_of(streamadv),
+        "streamadv.errors": (error_line(kind) for kind in classes_of(errors)),
+        "streamadv.metrics": (line_of(name, getattr(metrics, name)) for name in METRICS_API),
+        "streamadv.algorithms": names_of(algorithms),
+        "streamadv.padded": names_of(padded),
+        "estimators and their options": estimators(),
+        "presets": iter(sorted(preset_names())),
+        "parts of a ChainConfig": parts_of(ChainConfig),
+        "environment variables": environment_variables(),
+        "metrics: name, type, labels": exposed_metrics(),
+        "commands": options_of(make_parser([])),
+    }
+    return "\n".join(f"[{title}]\n" + "".join(map(wrapped, lines)) for title, lines in sections.items())
+
+
+def names_of(module: ModuleType) -> Iterator[str]:
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value):
+            yield from class_lines(name, value)
+        elif not inspect.ismodule(value) and name != "__version__":
+            yield line_of(name, value)
+
+
+def class_lines(name: str, kind: type) -> Iterator[str]:
+    fields = getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", {})
+    yield name + (call_of(kind) if "__init__" in vars(kind) and not fields and name not in HANDED_OUT else "")
+    for field, declared in fields.items():
+        yield f"{name}.{field}{typed(annotation_of(kind, field))}{default_of(declared)}"
+    for member in sorted(dir(kind)):
+        home = next((base for base in kind.__mro__ if member in vars(base)), object)
+        if (
+            home.__module__.startswith("streamadv")
+            and not member.startswith("_")
+            and member not in {*fields, "model_config"}
+        ):
+            yield line_of(f"{name}.{member}", vars(home)[member])
+
+
+def line_of(name: str, value: Any) -> str:
+    """A function with its parameters, a property with its type, a constant with its value."""
+    value = getattr(value, "__func__", value)  # of a class method
+    getter = getattr(value, "fget", None) or (isinstance(value, cached_property) and value.func)
+    if getter:
+        return name + typed(inspect.signature(getter).return_annotation)
+    if inspect.isfunction(value):
+        return ("async " if inspect.iscoroutinefunction(value) else "") + name + call_of(value)
+    return name if hasattr(value, "__get__") else f"{name} = {value!r}"
+
+
+def call_of(function: Callable[..., Any]) -> str:
+    signature = inspect.signature(function)
+    result = signature.return_annotation
+    parameters = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(text.startswith("*") for text in parameters):
+            parameters.append("*")
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        if parameter.name not in ("self", "cls"):
+            parameters.append(f"{stars}{parameter.name}{typed(parameter.annotation)}{default_of(parameter)}")
+    text = ", ".join(parameter.replace(" ", UNBROKEN) for parameter in parameters)
+    return f"({text})" + ("" if inspect.isclass(function) else typed(result).replace(":", f"{UNBROKEN}->", 1))
+
+
+def typed(annotation: Any) -> str:
+    if annotation is inspect.Signature.empty:
+        return ""
+    return f": {annotation if isinstance(annotation, str) else annotation.__name__}"
+
+
+def annotation_of(kind: type, field: str) -> Any:
+    """As it is written in the code."""
+    return next(
+        vars(base)["__annotations__"][field] for base in kind.__mro__ if field in annotations_of(base)
+    )
+
+
+def annotations_of(kind: type) -> Any:
+    return vars(kind).get("__annotations__", {})
+
+
+def default_of(declared: Any) -> str:
+    """Of a parameter, of a dataclass's or a model's field."""
+    if callable(getattr(declared, "default_factory", None)):
+        return f" = {declared.default_factory.__name__}()"
+    none = (inspect.Parameter.empty, dataclasses.MISSING, PydanticUndefined)
+    return "" if declared.default in none else f" = {declared.default!r}"
+
+
+def classes_of(module: ModuleType) -> list[type]:
+    return [
+        kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == module.__name__
+    ]
+
+
+def error_line(kind: type) -> str:
+    return f"{kind.__name__}({', '.join(base.__name__ for base in kind.__bases__)})"
+
+
+def estimators() -> Iterator[str]:
+    for name in estimator_names():
+        known = get_estimator(name)
+        if known.function.__module__.startswith("streamadv."):  # other tests register their own
+            yield f"{name}({', '.join(f'{option} = {default!r}' for option, default in known.options.items())})"
+
+
+def parts_of(model: type[BaseModel]) -> Iterator[str]:
+    """Fields of the models that the model's fields are made of."""
+    for field in model.model_fields.values():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if inspect.isclass(kind) and issubclass(kind, BaseModel):
+                yield from class_lines(kind.__name__, kind)
+                yield from parts_of(kind)
+
+
+def environment_variables() -> Iterator[str]:
+    for name, field in Settings.model_fields.items():
+        yield f"STREAMADV_{name.upper()}{typed(annotation_of(Settings, name))}{default_of(field)}"
+    for name in SECRETS:
+        yield from (f"STREAMADV_{name}", f"STREAMADV_{name}_FILE")
+
+
+def exposed_metrics() -> Iterator[str]:
+    report_everything()
+    metrics.register_ledger(lambda: STATUS)
+    text = generate_latest(metrics.REGISTRY).decode()
+    metrics.register_ledger(None)
+    for family in text_string_to_metric_families(text):
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        total = "_total" if family.type == "counter" else ""
+        if not family.name.endswith("_created"):
+            yield f"{family.name}{total} {family.type} {' '.join(labels)}".rstrip()
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Every command with its arguments and options."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for group in groups:
+        for name in sorted(group.choices):
+            yield from options_of(group.choices[name])
+    if not groups:
+        yield " ".join(
+            [parser.prog, *(argument(action) for action in parser._actions if action.dest != "help")]
+        )
+
+
+def argument(action: argparse.Action) -> str:
+    """`--shards N=1`: how it is given and, after the `=`, what holds without it."""
+    choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
+    value = "" if action.nargs == 0 else str(action.metavar or choices)
+    default = "" if action.default in (None, False, argparse.SUPPRESS) else f"={action.default}"
+    return UNBROKEN.join(filter(None, (",".join(action.option_strings), value))) + default
+
+
+def wrapped(line: str) -> str:
+    text = textwrap.fill(line, 120, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return text.replace(UNBROKEN, " ") + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(public_names())
