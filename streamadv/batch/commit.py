@@ -17,7 +17,7 @@ from ..run.malformed import reject_logged
 from ..store.replies import as_count
 from ..trajectory.reference import Reference
 from ..trajectory.schema import Role
-from .record import BatchRecord, check_fence, entry_order
+from .record import BatchRecord, check_fence
 
 COMMIT_SLICE: Final = 64  # trajectories deleted in one call
 
@@ -259,24 +259,14 @@ def missing(run: Run, record: BatchRecord) -> list[Pointer]:
     ]
 
 
-def take_apart(run: Run, record: BatchRecord, cursors: Mapping[int, str], epoch: int) -> dict[int, str]:
-    """Undo the naming of a batch that misses groups: what is left of it can be named again.
-
-    Returns the cursors to go on with. Repeating it changes nothing.
-    """
+def take_apart(run: Run, record: BatchRecord, epoch: int) -> None:
+    """Undo the naming of a batch: what is left of it can be named again. Repeating it changes nothing."""
     for shard in {pointer.shard for pointer in record.groups}:
         undo(run, shard, record.id, epoch)
-    earlier = dict(cursors)
-    for pointer in record.groups:
-        before = _entry_before(pointer.entry)
-        earlier[pointer.shard] = min(earlier[pointer.shard], before, key=entry_order)
     home = run.keys.home
-    before = json.dumps(record.running_before) if record.running_before else ""
-    running = before if record.knows_before else "as it is"
-    args: list[Any] = [epoch, running, *(part for pair in earlier.items() for part in pair)]
-    check_fence(run, run.call("rewind", [home.void, home.lineage], args))
-    _forget(run, record, epoch)
-    return earlier
+    running = json.dumps(record.running_before) if record.running_before else ""
+    args: list[Any] = [epoch, record.k, record.model_dump_json(), running]
+    check_fence(run, run.call("unname_batch", [home.void, home.lineage, home.batches], args))
 
 
 def undo_unknown(run: Run, records: Iterable[BatchRecord], epoch: int) -> None:
@@ -295,8 +285,3 @@ def undo(run: Run, shard: int, batch_id: str, epoch: int) -> None:
     names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups]
     check_fence(run, run.call("unapply_batch", names, [epoch, batch_id]))
     _close(run, shard, batch_id, epoch, read_results(run))
-
-
-def _entry_before(entry: str) -> str:
-    milliseconds, sequence = entry_order(entry)
-    return f"{milliseconds}-{sequence - 1}" if sequence else f"{milliseconds - 1}-{(1 << 64) - 1}"

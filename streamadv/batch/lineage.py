@@ -48,22 +48,19 @@ class Lineage(Session):
         self._waiting: list[LoggedGroup] = []
         #: What commit needs of batches that are trained.
         self._leaving: dict[int, dict[Pointer, batch_commit.Leaving]] = {}
-        #: Last entry of each shard's groups log that was read (into `_waiting`). From the start: a shard that lost its
-        #: last moments alone has groups again that the home slot's cursors have passed.
+        #: Last entry of each shard's groups log that was read (into `_waiting`). Every session reads from the start: a
+        #: shard that lost recent writes has older groups again, see "Going back in time" in docs/reliability.md.
         self.seen = dict.fromkeys(range(len(run.keys.salts)), "0-0")
         self._read_to_end: set[int] = set()  # shards
         declared, begins = take(run, progress)
         recorded = batch_record.read_records(run, leads=True)
         stored: Any = run.connection.scripts.hgetall(run.keys.home.lineage)
-        self._cursors = {
-            shard: stored.get(f"cursor:{shard}".encode(), b"0-0").decode() for shard in self.seen
-        }
         self._know(stored.get(b"kl"), settings)
         if not progress.knows_running:
             running = stored.get(b"running")
             progress.running = None if running is None else json.loads(running)
             following = recorded.get(progress.version)
-            if following is not None and following.knows_before:
+            if following is not None:
                 progress.running = following.running_before
             progress.knows_running = True
         self._settle(recorded, declared, begins)
@@ -135,11 +132,10 @@ class Lineage(Session):
     def _take_apart(self, records: Iterable[BatchRecord]) -> None:
         """Undo their naming. The last one first, so that what is left at any moment is a lineage without a gap."""
         for record in sorted(records, key=lambda each: -each.k):
-            self._cursors = batch_commit.take_apart(self.run, record, self._cursors, self.epoch)
+            batch_commit.take_apart(self.run, record, self.epoch)
 
     def _write_record(self, record: BatchRecord) -> None:
-        # The cursors stay: groups in between may have come back as well, trained ones among them.
-        batch_record.name(self.run, record, self._cursors, self.epoch)
+        batch_record.name(self.run, record, self.epoch)
         self._apply(record)
 
     def _apply(self, record: BatchRecord) -> None:
@@ -184,7 +180,7 @@ class Lineage(Session):
         limit = max_groups or settings.batch_groups
         needed = 1 if ended else min(settings.min_groups, limit)
         for _ in range(SCAN_PAGES):  # what is dropped leaves the log, so the next page holds others
-            candidates, chosen, refused = self._choose(k, limit)
+            chosen, refused = self._choose(k, limit)
             if len(chosen) >= needed or not refused:
                 break
         self.scanned = not refused
@@ -202,13 +198,9 @@ class Lineage(Session):
             running=running_with(ChainConfig.model_validate(settings.chain), running, chosen),
             running_before=running,
         )
-        passed = {group.group_id for group in chosen} | {group.group_id for group, _ in refused}
-        cursors = dict(self._cursors)
-        cursors.update((group.shard, group.entry) for group in candidates if group.group_id in passed)
-        if not batch_record.name(self.run, record, cursors, self.epoch):
+        if not batch_record.name(self.run, record, self.epoch):
             # The reply to an earlier try was lost: what stands there is ours, the epoch says so.
             record = batch_record.read_records(self.run)[k]
-        self._cursors = cursors
         self.records[k] = record
         self._groups[k] = {group.pointer: group for group in chosen}
         named = set(record.groups)
@@ -233,7 +225,7 @@ class Lineage(Session):
     def _read_on(self, limit: int) -> None:
         """Have up to `limit` groups of each shard at hand, in the order of the log."""
         held = {(p.shard, p.entry) for record in self.records.values() for p in record.groups}
-        for shard in self._cursors:
+        for shard in self.seen:
             missing = limit - sum(group.shard == shard for group in self._waiting)
             while missing > 0:
                 page = read_log(self.run, shard, self.seen[shard], missing)
@@ -241,9 +233,7 @@ class Lineage(Session):
                     self._read_to_end.add(shard)
                     break
                 self.seen[shard] = page[-1].entry
-                fresh = [
-                    g for g in page if (shard, g.entry) not in held
-                ]  # behind the cursor only after a loss
+                fresh = [group for group in page if (shard, group.entry) not in held]
                 earlier = [pointer for record in self.records.values() for pointer in record.groups]
                 earlier += [group.pointer for group in self._waiting]
                 self._waiting += batch_commit.mark_copies(self.run, fresh, earlier)
@@ -253,13 +243,10 @@ class Lineage(Session):
                 missing -= len(fresh)
         self._waiting.sort(key=lambda group: group.position)
 
-    def _choose(
-        self, k: int, limit: int
-    ) -> tuple[list[LoggedGroup], list[LoggedGroup], list[tuple[LoggedGroup, str]]]:
-        """Groups at the head of the logs, those fit for batch k, and those dropped for it with the reason."""
+    def _choose(self, k: int, limit: int) -> tuple[list[LoggedGroup], list[tuple[LoggedGroup, str]]]:
+        """Groups fit for batch k, and those dropped for it with the reason."""
         settings = self._settings
         self._read_on(limit)
-        candidates = self._waiting
         rules = selection.NamingRules(
             drop_after=settings.drop_after,
             needs=settings.needs,
@@ -267,15 +254,15 @@ class Lineage(Session):
             rolled_back_above=None if settings.keep_rolled_back else self.progress.restored,
             branch=self.progress.branch,
         )
-        chosen, refused = selection.choose(candidates, k, limit, rules)
+        chosen, refused = selection.choose(self._waiting, k, limit, rules)
         batch_commit.drop(self.run, refused, self.epoch)
         for group, reason in refused:
             logger.warning("group %s is not trained on: %s", group.group_id, reason)
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.passed_over.append((reason, group))
         gone = {group.pointer for group, _ in refused}
-        self._waiting = [group for group in candidates if group.pointer not in gone]
-        return candidates, chosen, refused
+        self._waiting = [group for group in self._waiting if group.pointer not in gone]
+        return chosen, refused
 
     def find(self, k: int) -> BatchRecord | None:
         return self.records.get(k)

@@ -8,7 +8,7 @@ Which groups go in is decided in `selection.py`, how they leave again in `commit
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -44,11 +44,6 @@ class BatchRecord(BaseModel):
     running_before: dict[str, float] | None = None  # those it was named with
 
     @property
-    def knows_before(self) -> bool:
-        """Whether it says what `running` was before: an older release's record does not."""
-        return self.running is None or "running_before" in self.model_fields_set
-
-    @property
     def trajectories(self) -> int:
         return sum(pointer.trajectories for pointer in self.groups)
 
@@ -56,13 +51,7 @@ class BatchRecord(BaseModel):
         return [pointer for pointer in self.groups if pointer.shard == shard]
 
 
-def entry_order(entry: str) -> tuple[int, int]:
-    """Stream entry ids in their order."""
-    milliseconds, _, sequence = entry.partition("-")
-    return int(milliseconds), int(sequence)
-
-
-def name(run: Run, record: BatchRecord, cursors: Mapping[int, str], epoch: int) -> bool:
+def name(run: Run, record: BatchRecord, epoch: int) -> bool:
     """Write the record; False when batch k has one already. Raises EpochFencedError.
 
     epoch: of the caller, above that of a record it writes again for a server that lost it.
@@ -70,8 +59,6 @@ def name(run: Run, record: BatchRecord, cursors: Mapping[int, str], epoch: int) 
     home = run.keys.home
     running = "" if record.running is None else json.dumps(record.running)
     args: list[Any] = [epoch, record.k, record.model_dump_json(), running]
-    for shard, entry in cursors.items():
-        args += [shard, entry]
     return bool(check_fence(run, run.call("name_batch", [home.void, home.lineage, home.batches], args)))
 
 

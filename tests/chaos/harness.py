@@ -84,7 +84,7 @@ SCRIPTS: Final = {
             "leave_out",
             "end_run",
         ),
-        *("rewind", "settled", "unapply_batch"),
+        *("settled", "unapply_batch", "unname_batch"),
     },
 }
 OPERATORS: Final = {"status", "requeue", "empty_dead"}

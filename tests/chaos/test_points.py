@@ -18,7 +18,7 @@ from .victim import points, script_names
 #: its last moments.
 ELSEWHERE = {
     *("abandon", "ahead", "apply_scores", "attempt", "discard", "forget_producers", "leave_out", "reclaim"),
-    *("reject", "rewind", "unapply_batch", "withdraw"),
+    *("reject", "unapply_batch", "unname_batch", "withdraw"),
 }
 
 

@@ -139,13 +139,13 @@ def named(fake: Connection) -> tuple[Run, BatchRecord]:
     )
     logged = [each for shard in range(2) for each in read_log(run, shard, "0-0", 100)]
     record = selection.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
-    assert batch_record.name(run, record, {}, record.epoch)
+    assert batch_record.name(run, record, record.epoch)
     return run, record
 
 
 def test_a_batch_is_named_once(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
-    assert not batch_record.name(run, selection.make_record(0, 1, [], chain=CHAIN), {}, 1)
+    assert not batch_record.name(run, selection.make_record(0, 1, [], chain=CHAIN), 1)
     assert batch_record.read_records(run) == {0: record}
     assert [pointer.group_id for pointer in record.groups] == sorted(p.group_id for p in record.groups)
 
@@ -238,7 +238,7 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     before = ledger(run)
     logged = read_log(run, 0, "0-0", 1) or read_log(run, 1, "0-0", 1)
     for attempt in (
-        lambda: batch_record.name(run, selection.make_record(1, 1, [], chain=CHAIN), {}, 1),
+        lambda: batch_record.name(run, selection.make_record(1, 1, [], chain=CHAIN), 1),
         lambda: apply(run, record, 1, [record]),
         lambda: batch_commit.commit(run, record, 1),
         lambda: batch_commit.drop(run, [(logged[0], "stale")], 1),
