@@ -80,7 +80,7 @@ class ProducerClosedError(StreamadvError):
 class Busy(StreamadvError):
     """Admission refused a group: the run is at its byte budget or as far ahead as max_staleness allows.
 
-    reason: one of `waiting.REASONS`, with its figures of this moment.
+    reason: one of `store.reasons.REASONS`, with its figures of this moment.
     """
 
     def __init__(self, message: str, reason: tuple[str, str] = ("max_bytes", "")) -> None:

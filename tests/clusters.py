@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,7 +22,8 @@ from redis.retry import Retry
 
 from streamadv.store.embedded import _LAUNCHER, EmbeddedServer, _free_port, find_server_binary
 from streamadv.store.keys import CLUSTER_SLOTS
-from streamadv.store.retry import RETRYABLE, Backoff
+from streamadv.store.retry import RETRYABLE
+from streamadv.store.waiting import Blocked, Wait
 
 PRIMARIES: Final = 3
 PATIENCE_S: Final = 30.0
@@ -39,17 +39,17 @@ MASTER: Final = "mymaster"
 
 def until(true: Callable[[], object], what: str) -> None:
     """Wait for something on a server. What cannot be asked now is asked again."""
-    deadline, backoff = time.monotonic() + PATIENCE_S, Backoff(0.005, 0.05)
+    wait = Wait(Blocked("test", "waiting for a server"), timeout=PATIENCE_S, base=0.005, cap=0.05)
     while True:
         try:
             if true():
                 return
         except (*RETRYABLE, redis.exceptions.ResponseError):
-            if time.monotonic() > deadline:
+            if wait.expired:
                 raise
-        if time.monotonic() > deadline:
+        if wait.expired:
             raise AssertionError(f"{what}: not after {PATIENCE_S:g} s")
-        backoff.wait()
+        wait.pause()
 
 
 class Node:

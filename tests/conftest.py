@@ -13,8 +13,8 @@ import pytest
 import redis
 import redis.asyncio.cluster
 
+from streamadv import clock
 from streamadv.errors import ServerError
-from streamadv.store import waiting
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer, find_server_binary
 from tests.clusters import Cluster
@@ -85,10 +85,10 @@ _ERAS: Iterator[int] = itertools.count(10**9, 10**6)
 
 @pytest.fixture
 def forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Lets time go on for everybody who waits, and for the fake server's clock."""
+    """Sets the clock of this process forward, and the fake server's."""
     passed, era = [0.0], next(_ERAS)
-    monotonic, wall = time.monotonic, time.time
-    monkeypatch.setattr(waiting, "now", lambda: era + monotonic() + passed[0])
+    now, wall = clock.now, time.time
+    monkeypatch.setattr(clock, "now", lambda: era + now() + passed[0])
     monkeypatch.setattr(time, "time", lambda: wall() + passed[0])
 
     def go_on(seconds: float) -> None:

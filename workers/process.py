@@ -16,7 +16,7 @@ from streamadv.run import Run, open_run
 from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
 from streamadv.store.connection import Connection
-from streamadv.store.retry import RETRYABLE, Backoff, retried
+from streamadv.store.retry import RETRYABLE, Outage
 
 
 def stop_on_signals() -> threading.Event:
@@ -53,16 +53,15 @@ def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Eve
         if stop.is_set():
             raise KeyboardInterrupt
 
-    backoff = Backoff(sleep=stop.wait)
+    outage = Outage("worker", sleep=stop.wait)
     while True:
         connection.wait_until_ready(on_wait=on_wait)
         try:
             run = open_run(connection, settings.run, wanted)
-            backoff.reset()
+            outage.over()
             break
         except RETRYABLE as error:  # gone again by now, or it answers but does not write for a while
-            retried("worker", error, backoff)
             on_wait(error)
-            backoff.wait()
+            outage.pause_after(error)
     metrics.serve(settings.metrics_port, run.name, settings.metrics_host)
     return run

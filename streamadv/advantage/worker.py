@@ -34,9 +34,10 @@ from ..run.hangs import Stopped
 from ..run.malformed import reject_entry
 from ..run.payloads import decode_member, fetch_fields
 from ..store.keys import ShardKeys
-from ..store.retry import RETRYABLE, Backoff, retried
+from ..store.reasons import Reason
+from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import run_transaction, script_call
-from ..store.waiting import Reason, Waiting
+from ..store.waiting import Blocked, Wait
 from ..trajectory.columns import Array
 from ..trajectory.schema import Status
 from .compute import Computed, Device, Prepared, choose_device, compute_safely, worker_chain
@@ -48,6 +49,7 @@ LEASE_S: Final = 15.0
 #: From the end of the last computation, for what is in hand and for the server to answer.
 LEAVE_S: Final = 8.0
 SAY_S: Final = 2.0
+UNKNOWN_CHAIN: Final = "waiting for a worker that knows the chain of a batch"
 #: Work items read ahead of the one being computed.
 PREFETCH: Final = 2
 
@@ -81,7 +83,7 @@ def run_worker(
 
     reader = guarded(_read, run, consumer, prepared, stop)
     publisher = guarded(_publish_all, run, consumer, computed, stop)
-    backoff = Backoff(sleep=stop.wait)
+    outage = Outage(STAGE, sleep=stop.wait)
     while not stop.is_set():
         try:
             item = prepared.get(timeout=0.2)
@@ -96,11 +98,10 @@ def run_worker(
             logger.warning("%s", error)
             break
         except RETRYABLE as error:  # tries at a suspect group are counted on the server
-            retried(STAGE, error, backoff)
             consumer.done([item.entry])  # still pending: taken up again when its lease is over
-            backoff.wait()
+            outage.pause_after(error)
             continue
-        backoff.reset()
+        outage.over()
         _put(computed, result, stop)
     stop.set()
     deadline = time.monotonic() + LEAVE_S
@@ -128,8 +129,8 @@ def _join(thread: threading.Thread, what: str, deadline: float) -> bool:
 def _read(
     run: Run, consumer: Consumer, prepared: queue.Queue[Prepared | None], stop: threading.Event
 ) -> None:
-    backoff, unknown = Backoff(sleep=stop.wait), Backoff(1.0, 10.0, sleep=stop.wait)
-    waiting: Waiting | None = None
+    outage = Outage(STAGE, sleep=stop.wait)
+    unknown = Wait(Blocked(STAGE, UNKNOWN_CHAIN, first_s=0.0), base=1.0, cap=10.0, sleep=stop.wait)
     checked = False
     while not stop.is_set():
         try:
@@ -138,32 +139,24 @@ def _read(
                 checked = True
             entries = consumer.read(1)
         except RETRYABLE as error:
-            retried(STAGE, error, backoff)
-            backoff.wait()
+            outage.pause_after(error)
             continue
         for entry in entries:
             try:
                 with metrics.timed(STAGE, "read"):
                     item = prepare_or_discard(run, entry)
             except RETRYABLE as error:
-                retried(STAGE, error, backoff)
                 consumer.done([entry])  # still pending: asked for again with the own entries
                 consumer.recover_own()
-                backoff.wait()
+                outage.pause_after(error)
                 continue
             except SettingError as error:  # no chain for this worker; another one may know it
                 consumer.release([entry])
-                waiting = waiting or Waiting(
-                    STAGE, "waiting for a worker that knows the chain of a batch", first_s=0
-                )
-                waiting.because(Reason("unknown_estimator", str(error)))
-                unknown.wait()
+                unknown.because(Reason("unknown_estimator", str(error)))
+                unknown.pause()
                 continue
-            backoff.reset()
-            unknown.reset()
-            if waiting is not None:
-                waiting.over()
-                waiting = None
+            outage.over()
+            unknown.over()
             if item is None:
                 consumer.done([entry])
             else:
@@ -272,16 +265,16 @@ def _publish_all(
     run: Run, consumer: Consumer, computed: queue.Queue[Computed | None], stop: threading.Event
 ) -> None:
     while (item := computed.get()) is not None:
-        backoff = Backoff(sleep=stop.wait)
+        outage = Outage(STAGE, sleep=stop.wait)
         while True:
             try:
                 with metrics.timed(STAGE, "publish"):
                     first = publish(run, item)
             except RETRYABLE as error:
-                retried(STAGE, error, backoff)
+                pause_s = outage.delay_after(error)
                 if stop.is_set():  # still pending: another worker takes it
                     return
-                backoff.wait()
+                stop.wait(pause_s)
                 continue
             metrics.entries(STAGE, "acked" if first else "duplicate")
             if first:

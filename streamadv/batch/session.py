@@ -19,8 +19,8 @@ from ..algorithms.chain.config import ChainConfig
 from ..errors import BatchLostError, EpochFencedError, StreamadvError
 from ..grouping.groups_log import LoggedGroup, Pointer, read_groups
 from ..run import Run
+from ..store.reasons import Reason
 from ..store.replies import as_count
-from ..store.waiting import Reason
 from . import commit as batch_commit
 from . import record as batch_record
 from .carryover import KLCoefficients

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -12,7 +11,7 @@ import redis
 from ..errors import ServerError
 from ..store.embedded import EmbeddedServer
 from ..store.keys import CLUSTER_SLOTS
-from ..store.retry import Backoff
+from ..store.waiting import Blocked, Wait
 
 FORMING_S: Final = 20.0
 
@@ -40,11 +39,11 @@ def _form(clients: Sequence[redis.Redis], ports: Sequence[int]) -> None:
         _ask(client, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
     for port in ports[1:]:
         _ask(clients[0], "CLUSTER", "MEET", "127.0.0.1", port)
-    deadline, backoff = time.monotonic() + FORMING_S, Backoff(0.01, 0.1)
+    wait = Wait(Blocked("bench", "waiting for a cluster"), timeout=FORMING_S, base=0.01, cap=0.1)
     while not all(_is_whole(client, len(clients)) for client in clients):
-        if time.monotonic() > deadline:
+        if wait.expired:
             raise ServerError(f"{len(clients)} cluster nodes did not find each other in {FORMING_S:g} s")
-        backoff.wait()
+        wait.pause()
 
 
 def _is_whole(client: redis.Redis, nodes: int) -> bool:

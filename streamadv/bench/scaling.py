@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from ..run import find_run, open_run
 from ..run.manifest import RunSettings
 from ..status.ledger import read_status
 from ..store.connection import Connection
-from ..store.retry import Backoff
+from ..store.waiting import Blocked, Wait
 from .cluster import cluster
 from .crew import STALL_S, Crew, Window, middle
 from .lines import TOKENS, Line
@@ -173,15 +172,15 @@ def _with_company(
 
 def _wait_for_consumers(url: str, run: str, count: int) -> None:
     """Until both stages have so many, each counted in every shard."""
-    deadline, backoff = time.monotonic() + STALL_S, Backoff(0.1, 0.5)
+    wait = Wait(Blocked("bench", "waiting for workers"), timeout=STALL_S, base=0.1, cap=0.5)
     with Connection(url) as connection:
         while True:
             streams = read_status(find_run(connection, run))["streams"]
             if min(streams["rollouts"]["consumers"], streams["work"]["consumers"]) >= count:
                 return
-            if time.monotonic() > deadline:
+            if wait.expired:
                 raise ProcessEndedError(f"a worker has not joined run {run} in {STALL_S:g} s: see its log")
-            backoff.wait()
+            wait.pause()
 
 
 def _record(name: str, line: Line, primaries: int, window: Window) -> dict[str, Any]:

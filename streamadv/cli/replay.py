@@ -12,8 +12,8 @@ from typing import Any, Final
 from .. import metrics
 from ..errors import Busy, SettingError
 from ..producer.producer import Producer
-from ..store.retry import Backoff
-from ..store.waiting import Reason
+from ..store.reasons import Reason
+from ..store.waiting import Blocked, Wait
 from ..trajectory.adapters import FORMATS
 from ..trajectory.interchange import read_trajectories
 from ..trajectory.schema import Trajectory
@@ -89,7 +89,7 @@ def replay(
     together: push consecutive trajectories of a group at once; while following a file each as it comes.
     """
     aside: dict[str, list[Trajectory]] = {}
-    backoff = Backoff()
+    room = Wait(Blocked("replay", "not admitted"))
     for members in _runs_of_a_group(source) if together else ([each] for each in source):
         group_id = members[0].group_id
         if group_id in aside:
@@ -97,9 +97,9 @@ def replay(
         else:
             _try(producer, members, aside, codes)
         while sum(map(len, aside.values())) >= MAX_SET_ASIDE:
-            _retry(producer, aside, codes, backoff)
+            _retry(producer, aside, codes, room)
     while aside:
-        _retry(producer, aside, codes, backoff)
+        _retry(producer, aside, codes, room)
 
 
 def _try(
@@ -113,16 +113,14 @@ def _try(
     return None
 
 
-def _retry(
-    producer: Producer, aside: dict[str, list[Trajectory]], codes: Counter[str], backoff: Backoff
-) -> None:
+def _retry(producer: Producer, aside: dict[str, list[Trajectory]], codes: Counter[str], room: Wait) -> None:
     """Try every group that was refused; wait when none got in."""
     refusals = [_try(producer, aside.pop(group_id), aside, codes) for group_id in list(aside)]
     if None in refusals:
-        backoff.reset()
+        room.over()
     else:
-        backoff.because("replay", "not admitted", *{Reason(*busy.reason) for busy in refusals[:1] if busy})
-        backoff.wait()
+        room.because(*{Reason(*busy.reason) for busy in refusals[:1] if busy})
+        room.pause()
 
 
 def _runs_of_a_group(source: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:

@@ -14,7 +14,7 @@ from ..run.manifest import Manifest
 from ..status.audit import deep_problems
 from ..status.causes import reasons_of
 from ..status.ledger import read_status
-from ..store.retry import RETRYABLE, Backoff, retried
+from ..store.retry import RETRYABLE, Outage
 from . import FAILED, add_redis_options, add_wait_option, connect_once, settings_from
 
 WATCH_SECONDS: Final = 1.0
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the status; 1 when a check was asked for and failed."""
     if arguments.deep and not arguments.check:
         arguments.check = True
-    backoff = Backoff()
+    outage = Outage("status")
     with connect_once(arguments, reading=True) as connection:
         found = find_run(connection, settings_from(arguments).run)
         while True:
@@ -54,10 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
             except RETRYABLE as error:
                 if not arguments.watch:
                     raise
-                retried("status", error, backoff)
-                backoff.wait()
+                outage.pause_after(error)
                 continue
-            backoff.reset()
+            outage.over()
             if not arguments.watch:
                 return FAILED if arguments.check and not good else 0
             time.sleep(WATCH_SECONDS)

@@ -34,7 +34,7 @@ from ..run.malformed import (
 from ..run.manifest import MAX_DEADLINE_S
 from ..store.keys import ShardKeys
 from ..store.replies import as_count, replies_of
-from ..store.retry import RETRYABLE, Backoff, retried
+from ..store.retry import RETRYABLE, Outage
 from .lost_producers import LostProducers
 from .scoring import pass_on_ended
 from .short_groups import ShortGroups
@@ -68,7 +68,7 @@ def run_grouper(
 ) -> None:
     """Group until `stop` is set. Redis being away is waited out."""
     consumer = Consumer(run, STAGE, lambda keys: keys.rollouts, lease_s=lease_s, stop=stop, name=name)
-    backoff = Backoff(sleep=stop.wait)
+    outage = Outage(STAGE, sleep=stop.wait)
     chores, due, behind = Housekeeping(run, clock), clock(), False
     scores_due = due
     while not stop.is_set():
@@ -89,11 +89,10 @@ def run_grouper(
                     apply_scores(run, keys)
                 scores_due = clock() + SCORES_S
         except RETRYABLE as error:
-            retried(STAGE, error, backoff)
             consumer.recover()
-            backoff.wait()
+            outage.pause_after(error)
         else:
-            backoff.reset()
+            outage.over()
     consumer.give_back()
 
 

@@ -35,7 +35,7 @@ from ..run.manifest import RunSettings
 from ..run.payloads import fetch_payloads
 from ..store.connection import Connection
 from ..store.replies import as_count
-from ..store.retry import RETRYABLE, Backoff, patiently, retried
+from ..store.retry import RETRYABLE, Outage, patiently
 from ..trajectory.payload import Payload
 from ..trajectory.reference import REFERENCE, Reference
 from .scores import Score, ScoreError, ScoreFunction, rewards_of, scores_of
@@ -139,7 +139,7 @@ class Scorer:
             self._run, self._name, lambda keys: keys.scoring(self._name), lease_s=self._lease_s, stop=stop
         )
         suspects: list[_Suspect] = []
-        backoff = Backoff(sleep=stop.wait)
+        outage = Outage(self._name, sleep=stop.wait)
         with self._leases_kept(consumer), suppress(Stopped):
             while not stop.is_set():
                 try:
@@ -153,12 +153,11 @@ class Scorer:
                     elif entries := consumer.read(self._batch_size):
                         suspects += self.work(consumer, entries, score, alone=entries[0].reclaimed)
                 except RETRYABLE as error:
-                    retried(self._name, error, backoff)
                     consumer.recover()
                     suspects = []  # come again with all that is pending
-                    backoff.wait()
+                    outage.pause_after(error)
                 else:
-                    backoff.reset()
+                    outage.over()
         consumer.give_back()
 
     def work(

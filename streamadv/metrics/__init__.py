@@ -251,7 +251,7 @@ def retried(stage: str, reason: str) -> None:
 
 
 def blocked_when(reason: str, is_blocked: Callable[[], bool]) -> None:
-    """Show at each scrape whether somebody in this process waits for `reason`, one of `waiting.REASONS`."""
+    """Show at each scrape whether somebody in this process waits for `reason`, one of `store.reasons.REASONS`."""
     _child(BLOCKED, reason).set_function(lambda: float(is_blocked()))
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from .. import metrics
 from ..errors import Busy, GroupEndedError, SettingError, TrajectoryError
-from ..store.waiting import Reason
+from ..store.reasons import Reason
 
 LOST_GROUPS_FIRST: Final = Reason(
     "lost_groups_first", "there is no room yet for groups that the server has lost"

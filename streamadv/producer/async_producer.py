@@ -14,7 +14,7 @@ from redis.exceptions import OutOfMemoryError
 from ..errors import ManifestMismatchError, ProducerClosedError, StreamadvError
 from ..run.heartbeats import HEARTBEAT_S
 from ..store.connection import AsyncConnection
-from ..store.retry import RETRYABLE, Backoff, closed_under_way, retried
+from ..store.retry import RETRYABLE, Outage, closed_under_way
 from ..store.scripts import run_script_async, run_transaction_async, server_ids_async
 from ..trajectory.schema import Trajectory
 from .async_group import AsyncGroup, AsyncRollout
@@ -176,7 +176,7 @@ class AsyncProducer:
         """As `Producer._carry_through`."""
         reply: Any = None
         error: BaseException | None = None
-        backoff = Backoff()
+        outage = Outage(STAGE)
         while True:
             try:
                 request = steps.send(reply) if error is None else steps.throw(error)
@@ -193,8 +193,7 @@ class AsyncProducer:
                     error = failure
                 except RETRYABLE as failure:
                     if not isinstance(request, Transaction) and patient:
-                        retried(STAGE, failure, backoff)
-                        await self._pause(backoff.delay())
+                        await self._pause(outage.delay_after(failure))
                         continue
                     error = failure
                 break

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +14,8 @@ from redis.exceptions import OutOfMemoryError
 from .. import metrics
 from ..errors import GroupEndedError, TrajectoryError
 from ..run.manifest import MAX_DEADLINE_S
-from ..store.retry import Backoff
 from ..store.scripts import script_call
+from ..store.waiting import Wait
 from .admission import broken_group_error, busy_error, check_room, refusal
 from .membership import Member
 from .requests import Pause, Steps
@@ -63,8 +62,7 @@ class Beginner(Member):
         places = size + redundancy
         yield from self._reopen()
         yield from self.withdraw()
-        backoff = Backoff(base=ADMISSION_WAIT_S)
-        give_up = None if timeout is None else time.monotonic() + timeout
+        wait = Wait(self._not_admitted, timeout=timeout, base=ADMISSION_WAIT_S)
         while True:
             chosen = group_id or new_group_id()
             reply = yield from self._begin(call, chosen, size, places, data_source, deadline_s)
@@ -76,7 +74,7 @@ class Beginner(Member):
                 reply = yield from self._begin(call, chosen, size, places, data_source, deadline_s, elsewhere)
             state = reply[0].decode()
             if state in ("ok", "open"):
-                self._not_admitted.over()
+                wait.over()
                 if self.closed or not call.wanted:
                     self.forgo(call, chosen)
                     self.check_open()
@@ -104,10 +102,10 @@ class Beginner(Member):
                 raise TrajectoryError(f"group_size is {size}, group {chosen} is open with {int(reply[1])}")
             check_room(reply, places)
             shard = self.joined.keys.shard_of(chosen) if len(self.joined.keys.salts) > 1 else None
-            self._not_admitted.because(refusal(reply, shard))
-            delay = backoff.delay()
-            if give_up is not None and time.monotonic() + delay > give_up:
+            wait.because(refusal(reply, shard))
+            if wait.expired:
                 raise busy_error(reply, timeout, shard)
+            delay = wait.delay()
             metrics.backpressure(delay)
             yield Pause(delay)
             if not call.wanted:

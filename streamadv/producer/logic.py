@@ -18,9 +18,9 @@ from ..errors import Busy, TrajectoryError
 from ..messages import brief
 from ..run.manifest import MAX_DEADLINE_S
 from ..store.keys import ShardKeys
-from ..store.retry import RETRYABLE, Backoff, retried
+from ..store.reasons import Reason
+from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import script_call
-from ..store.waiting import Reason
 from ..trajectory.schema import Trajectory
 from .admission import push_codes
 from .beginning import Beginner
@@ -109,7 +109,7 @@ class ProducerLogic(Beginner):
         return (yield from self._remembered(ticket.group_id, send, admitted=True))
 
     def _end_slice(self, spec: list[Any], endings: Sequence[Ending], allowed: str) -> Steps[list[Any]]:
-        keys, backoff = self._keys(spec[0]), Backoff()
+        keys, room = self._keys(spec[0]), self._room_for_push()
         while True:
             try:
                 reply: list[Any] = yield from self._laid_out(
@@ -117,7 +117,7 @@ class ProducerLogic(Beginner):
                 )
                 return reply
             except OutOfMemoryError:
-                yield from self._wait_for_room(backoff)
+                yield from self._wait_for_room(room)
 
     def score(
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
@@ -166,7 +166,7 @@ class ProducerLogic(Beginner):
         """
         shard = self.joined.keys.shard_of(group_id)
         server_id = self._resend.server_of(shard)
-        backoff = Backoff()
+        room = self._room_for_push()
         while True:
             try:
                 result = yield from (first_try or send)()
@@ -174,7 +174,7 @@ class ProducerLogic(Beginner):
             except Busy as busy:
                 if not admitted:
                     raise
-                yield from self._wait_for_room(backoff, Reason(*busy.reason))
+                yield from self._wait_for_room(room, Reason(*busy.reason))
         self._resend.remember(shard, server_id, sum(record.size for record in records), send)
         return result
 
@@ -198,7 +198,7 @@ class ProducerLogic(Beginner):
         records: Sequence[Record],
         epoch: int,
     ) -> Steps[list[str]]:
-        backoff = Backoff()
+        outage, room = Outage(STAGE), self._room_for_push()
         elsewhere: int | None = None
         while True:
             args = spec(elsewhere)
@@ -207,11 +207,10 @@ class ProducerLogic(Beginner):
                     partial(push_request, self.joined, keys, args, records, epoch)
                 )
             except RETRYABLE as error:
-                retried(STAGE, error, backoff)
-                yield Pause(backoff.delay())
+                yield Pause(outage.delay_after(error))
                 continue
             except OutOfMemoryError:  # above maxmemory, the fuse: what is there drains, then there is room
-                yield from self._wait_for_room(backoff)
+                yield from self._wait_for_room(room)
                 continue
             if elsewhere is None and self._over_share(reply):
                 counts = yield from self._groups_ahead()

@@ -17,9 +17,9 @@ from ..messages import brief
 from ..run.budget import byte_budget
 from ..run.manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
 from ..store.keys import ShardKeys
-from ..store.retry import Backoff
+from ..store.reasons import Reason
 from ..store.scripts import script_call
-from ..store.waiting import Reason, Waiting
+from ..store.waiting import Blocked, Wait
 from .admission import LOST_GROUPS_FIRST, NO_ROOM
 from .failures import Failures
 from .requests import Memory, Pause, Request, Steps
@@ -61,7 +61,7 @@ class Member:
         self._told_unpaced = False
         self._resend = ResendWindow(resend_window)
         self._who = f"{STAGE} {self.name}"
-        self._not_admitted = Waiting(self._who, "not admitted")  # of all threads and tasks together
+        self._not_admitted = Blocked(self._who, "not admitted")  # of all threads and tasks together
         self.failures = Failures()
         self.closed = False
         self._unclaimed: dict[str, str] = {}  # nonce of a begin that nobody waits for any more -> group id
@@ -170,10 +170,10 @@ class Member:
 
     def finish(self) -> Steps[None]:
         """No more groups will come from this producer."""
-        backoff = Backoff()
+        wait = Wait(Blocked(self._who, "not finished"))
         while not (yield from self._resend.check(self.joined.keys.voids)):
-            backoff.because(self._who, "not finished", LOST_GROUPS_FIRST)
-            yield Pause(backoff.delay())
+            wait.because(LOST_GROUPS_FIRST)
+            yield Pause(wait.delay())
         self.finished = True
         yield from self.heartbeat()
 
@@ -239,8 +239,11 @@ class Member:
         """
         return NO_ROOM if self.joined.keys.shard_of(group_id) in self._resend.behind else self.max_bytes
 
-    def _wait_for_room(self, backoff: Backoff, reason: Reason = ABOVE_MAXMEMORY) -> Steps[None]:
-        backoff.because(self._who, "a push waits", reason)
-        delay = backoff.delay()
+    def _room_for_push(self) -> Wait:
+        return Wait(Blocked(self._who, "a push waits"))
+
+    def _wait_for_room(self, room: Wait, reason: Reason = ABOVE_MAXMEMORY) -> Steps[None]:
+        room.because(reason)
+        delay = room.delay()
         metrics.backpressure(delay)
         yield Pause(delay)

@@ -19,7 +19,7 @@ from ..errors import ManifestMismatchError, ProducerClosedError, StreamadvError
 from ..run.heartbeats import HEARTBEAT_S
 from ..run.manifest import RunSettings
 from ..store.connection import AsyncConnection, Connection
-from ..store.retry import RETRYABLE, Backoff, retried
+from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import run_script, run_transaction, server_ids
 from ..trajectory.schema import Trajectory
 from .group import Group, Rollout
@@ -193,7 +193,7 @@ class Producer:
         """
         reply: Any = None
         error: BaseException | None = None
-        backoff = Backoff(sleep=self._closing.wait)
+        outage = Outage(STAGE, sleep=self._closing.wait)
         while True:
             try:
                 request = steps.send(reply) if error is None else steps.throw(error)
@@ -210,8 +210,7 @@ class Producer:
                     error = failure
                 except RETRYABLE as failure:
                     if not isinstance(request, Transaction) and patient:
-                        retried(STAGE, failure, backoff)
-                        backoff.wait()
+                        outage.pause_after(failure)
                         continue
                     error = failure
                 break

@@ -22,7 +22,7 @@ from redis.exceptions import ResponseError
 
 from .. import metrics
 from ..store.keys import ShardKeys
-from ..store.retry import RETRYABLE, Backoff, retried
+from ..store.retry import RETRYABLE, Outage
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Consumer:
         self.lease_s = lease_s
         self.stop = stop
         self._clock = clock
-        self._backoff = Backoff(sleep=stop.wait)
+        self._outage = Outage(stage, sleep=stop.wait)
         self._own: list[str | None] = ["0"] * len(self.streams)  # where to go on in the own pending entries
         self._leases = [Leases(lease_s) for _ in self.streams]
         self._free: list[list[tuple[str, Delivery]]] = [[] for _ in self.streams]  # to be taken over
@@ -190,18 +190,15 @@ class Consumer:
                 self._make_group(shard)  # the stream or its group is gone
                 return []
         except RETRYABLE as error:
-            retried(self.stage, error, self._backoff)
             self._own[shard] = "0"
-            self._backoff.wait()
+            self._outage.pause_after(error)
             return []
-        self._backoff.reset()
+        self._outage.over()
         return entries
 
     def _make_group(self, shard: int) -> None:
         metrics.group_recreated(self.stage)
-        if self._backoff.failures:
-            self._backoff.wait()
-        self._backoff.delay()
+        self._outage.pause()  # somebody may delete it again and again
         self.run.keep_up()  # lost with the stream
         keys = self.run.keys.shard(shard)
         self.run.call("ensure_group", [keys.void, self.streams[shard]], [self.stage])

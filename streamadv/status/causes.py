@@ -1,4 +1,4 @@
-"""What a run lacks, read from its status: the reasons of `waiting.REASONS` that stand in its structures."""
+"""What a run lacks, read from its status: the reasons of `reasons.REASONS` that stand in its structures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from .. import metrics
-from ..store.waiting import Reason
+from ..store.reasons import Reason
 
 Status = Mapping[str, Any]
 

@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .. import metrics
+from .. import clock, metrics
 from ..errors import BatchBudgetError, StarvedError, UncommittedBudgetError
 from ..run import Run
-from ..store import waiting
+from ..store.reasons import REASONS, Reason, listed
 from ..store.replies import as_count
 from ..store.retry import RETRYABLE
-from ..store.waiting import REASONS, Reason, Waiting, listed
+from ..store.waiting import Blocked
 from .causes import LOST, QUIET_S, budget_reason, lost_since, ordinary, reasons_of, told, untrained
 from .ledger import read_status
 
@@ -49,29 +49,29 @@ class Watchdog:
     def __init__(self, run: Run, limits: Limits) -> None:
         self._run = run
         self._limits = limits
-        self._look_due = waiting.now()
-        self._waiting = Waiting("trainer", "no batch")
+        self._look_due = clock.now()
+        self._blocked = Blocked("trainer", "no batch")
         self._has_delivered = False
         self._ended = self._read_ended()  # how groups had ended when the last batch came, or this began
         self._warned = False
 
     def progress(self) -> None:
         """A batch was delivered."""
-        self._look_due = waiting.now() + LOOK_S  # while batches come there is nothing to look for
+        self._look_due = clock.now() + LOOK_S  # while batches come there is nothing to look for
         self._has_delivered = True
         self._ended = self._read_ended()
-        self._waiting.over()
+        self._blocked.over()
         metrics.no_progress(0.0)
 
     def look(self) -> None:
         """Called while waiting. Raises StarvedError, UncommittedBudgetError, BatchBudgetError."""
-        now = waiting.now()
+        now = clock.now()
         if now < self._look_due:
             return
         self._look_due = now + LOOK_S
         status = self._read()
-        self._waiting.because(*_reasons(status))
-        metrics.no_progress(self._waiting.seconds)
+        self._blocked.because(*_reasons(status))
+        metrics.no_progress(self._blocked.seconds)
         self._check_losses(status)
         self._check_budget(status)
 

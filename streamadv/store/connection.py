@@ -8,10 +8,8 @@ socket timeout longer than its block (`blocking`). What passes by itself is wait
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -26,9 +24,10 @@ import redis.exceptions
 from ..errors import ServerUnreachableError, SettingError
 from . import tls
 from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_of
-from .retry import RETRYABLE, Backoff, NotNowError, closed_under_way, reason_of, server_reason
+from .reasons import Reason
+from .retry import RETRYABLE, NotNowError, closed_under_way, reason_of, server_reason
 from .urls import Target, hide_password, parse_url
-from .waiting import Reason
+from .waiting import Blocked, Wait
 
 _PING_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, redis.exceptions.ResponseError)
 
@@ -36,23 +35,6 @@ MIN_BLOCK_MS: Final = 512
 BLOCK_MARGIN: Final = 5.0  # seconds on top of a read's block: the server re-arms blocks and may be late
 #: Inside the client; the loops around it go on for ever, and are to hear of a server that hangs within 30 s.
 SCRIPT_RETRIES: Final = 1
-
-
-class _Asking:
-    """How long to go on asking a server: `timeout` seconds, None = for ever."""
-
-    def __init__(self, timeout: float | None) -> None:
-        self.timeout = timeout
-        self.backoff = Backoff()
-        self._end = math.inf if timeout is None else time.monotonic() + timeout
-
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() >= self._end
-
-    def pause(self) -> float:
-        """Seconds to the next attempt, which is made at the latest when the time is over."""
-        return min(self.backoff.delay(), max(0.0, self._end - time.monotonic()))
 
 
 class _Common:
@@ -88,7 +70,10 @@ class _Common:
         if self._target is not None and (reason := tls.refusal(error, self._target.given)):
             raise SettingError(f"redis URL {self.safe_url!r}: TLS fails with {reason}") from None
 
-    def _after_failure(self, error: Exception, patience: _Asking, reading: bool) -> bool:
+    def _wait_for_answer(self, timeout: float | None) -> Wait:
+        return Wait(Blocked(self.safe_url, "waiting for the server", first_s=0.0), timeout=timeout)
+
+    def _after_failure(self, error: Exception, wait: Wait, reading: bool) -> bool:
         """What a failed attempt to reach the server means: True if it will do for a reader, False to try again.
 
         Raises ServerUnreachableError when it is time to give up; says why it waits otherwise.
@@ -96,15 +81,15 @@ class _Common:
         if reading and isinstance(error, NotNowError) and reason_of(error) == "misconf":
             return True  # only writes, and PING, are refused
         reason = self._unknown_sentinels() or server_reason(error)
-        if patience.timeout is not None and reason.name == "name_resolution":
+        if wait.timeout is not None and reason.name == "name_resolution":
             raise ServerUnreachableError(
                 f"redis URL {self.safe_url!r}: {reason.text}: {reason.remedy}"
             ) from None
-        if patience.is_over:
+        if wait.expired:
             raise ServerUnreachableError(
-                f"no answer from {self.safe_url} within {patience.timeout:g} s ({reason.text}): {reason.remedy}"
+                f"no answer from {self.safe_url} within {wait.timeout:g} s ({reason.text}): {reason.remedy}"
             ) from None
-        patience.backoff.because(self.safe_url, "waiting for the server", reason, first_s=0.0)
+        wait.because(reason)
         return False
 
     def _unknown_sentinels(self) -> Reason | None:
@@ -191,17 +176,17 @@ class Connection(_Common):
         will do. Raises ServerUnreachableError after `timeout`, with one also for an unknown host name at once, and
         SettingError as `check`.
         """
-        patience = _Asking(timeout)
+        wait = self._wait_for_answer(timeout)
         while True:
             try:
                 self.check()
                 return
             except RETRYABLE as error:
-                if self._after_failure(error, patience, reading):
+                if self._after_failure(error, wait, reading):
                     return
                 if on_wait is not None:
                     on_wait(error)
-            time.sleep(patience.pause())
+            wait.pause()
 
     def memory(self) -> dict[str, Any]:
         """The server's memory figures; {} where INFO is not permitted, or not known to this server."""
@@ -301,16 +286,16 @@ class AsyncConnection(_Common):
         on_wait: Callable[[Exception], object] | None = None,
     ) -> None:
         """As `Connection.wait_until_ready`."""
-        patience = _Asking(timeout)
+        wait = self._wait_for_answer(timeout)
         while True:
             try:
                 await self.check()
                 return
             except RETRYABLE as error:
-                self._after_failure(error, patience, reading=False)
+                self._after_failure(error, wait, reading=False)
                 if on_wait is not None:
                     on_wait(error)
-            await asyncio.sleep(patience.pause())
+            await asyncio.sleep(wait.delay())
 
     async def memory(self) -> dict[str, Any]:
         """As `Connection.memory`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import socket
 import time
@@ -15,8 +14,9 @@ import redis.exceptions
 
 from .. import metrics
 from ..messages import one_line
+from .reasons import Reason
 from .tls import causes
-from .waiting import SAY_S, Reason, Waiting
+from .waiting import Blocked, Wait
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ RETRYABLE: Final[tuple[type[Exception], ...]] = (
     redis.exceptions.RedisClusterException,  # no node of the cluster answers, or none has the slot
     NotNowError,
 )
-"""What passes by itself: wait (`Backoff`) and do the whole thing again; a push under a new nonce."""
+"""What passes by itself: wait (`Outage`) and do the whole thing again; a push under a new nonce."""
 
 # Too few replicas (min-replicas-to-write), snapshots that fail, somebody's script that runs long. redis-py may put in
 # front which command it was, and the reply in the brackets of a tuple.
@@ -51,55 +51,27 @@ _CLASSES: Final[dict[str, type[redis.exceptions.RedisError]]] = {
 }
 
 
-class Backoff:
-    """Waits between attempts: the n-th is uniform in [0, min(cap, base * 2**n)] seconds (full jitter).
+class Outage(Wait):
+    """A wait for a server: counts each failure and says at once what is wrong.
 
-    `sleep` takes seconds; give `Event.wait` to end the wait early. `draw` returns a number in [0, 1). From one success
-    to the next it is one wait, which `because` says why.
+    stage: who waits, in the log and in the metric of failures.
     """
 
     def __init__(
-        self,
-        base: float = 0.05,
-        cap: float = 2.0,
-        *,
-        sleep: Callable[[float], object] = time.sleep,
-        draw: Callable[[], float] = random.random,
+        self, stage: str, *, cap: float = 2.0, sleep: Callable[[float], object] = time.sleep
     ) -> None:
-        self._base = base
-        self._cap = cap
-        self._sleep = sleep
-        self._draw = draw
-        self.failures = 0
-        self._waiting: Waiting | None = None
+        super().__init__(Blocked(stage, "waiting for the server", first_s=0.0), cap=cap, sleep=sleep)
+        self._stage = stage
 
-    def delay(self) -> float:
-        """Count one more failure and return the seconds to wait after it."""
-        limit = min(self._cap, self._base * 2.0 ** min(self.failures, 64))
-        self.failures += 1
-        return limit * self._draw()
+    def delay_after(self, error: Exception) -> float:
+        """Count and report one of RETRYABLE. Returns the seconds to the next attempt."""
+        metrics.retried(self._stage, reason_of(error))
+        self.because(server_reason(error))
+        return self.delay()
 
-    def wait(self) -> None:
-        self._sleep(self.delay())
-
-    def because(self, who: str, what: str, *reasons: Reason, first_s: float = SAY_S) -> None:
-        """Why `who` is in the state `what`: said after `first_s` seconds, then every SAY_S."""
-        if self._waiting is None:
-            self._waiting = Waiting(who, what, first_s)
-        self._waiting.because(*reasons)
-
-    def reset(self) -> None:
-        """Call after a success."""
-        self.failures = 0
-        if self._waiting is not None:
-            self._waiting.over()
-            self._waiting = None
-
-
-def retried(stage: str, error: Exception, backoff: Backoff) -> None:
-    """Count and say what will be tried again; the caller then waits. `backoff` tells one outage from the next."""
-    metrics.retried(stage, reason_of(error))
-    backoff.because(stage, "waiting for the server", server_reason(error), first_s=0.0)
+    def pause_after(self, error: Exception) -> None:
+        """Count and report one of RETRYABLE, and sleep until the next attempt is due."""
+        self._sleep(self.delay_after(error))
 
 
 def server_reason(error: Exception) -> Reason:
@@ -183,14 +155,13 @@ def closed_under_way() -> Iterator[None]:
 
 
 def patiently(call: Callable[[], T], who: str, *, sleep: Callable[[float], object] = time.sleep) -> T:
-    """`call()`, again until the server answers: for what may simply be done twice. `who` is for the log."""
-    backoff = Backoff(sleep=sleep)
+    """Call until the server answers. Only for calls that may run twice. `who` names the caller in the log."""
+    outage = Outage(who, sleep=sleep)
     while True:
         try:
             result = call()
         except RETRYABLE as error:
-            retried(who, error, backoff)
-            backoff.wait()
+            outage.pause_after(error)
         else:
-            backoff.reset()
+            outage.over()
             return result

@@ -1,226 +1,142 @@
-"""Why somebody waits: the one list of reasons, and how who waits says so in the log and as a metric.
+"""How processes wait: `Wait` paces one loop of attempts, says why it waits, and tells when to give up.
 
-Producers, workers, the trainer, commands, `status` and the watchdog name a wait by these reasons. `causes.py` finds
-them in what a run stores; the rest is met by the process that waits (a server that does not answer, a refused push).
+`Blocked` says why: in the log, as a metric. A `Wait` has one; loops that wait for the same thing may share it.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import random
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
-from .. import metrics
+from .. import clock, metrics
 from ..messages import log_fields
+from .reasons import REASONS, Reason, listed
 
 logger = logging.getLogger(__name__)
 
-#: Who waits says so after so many seconds, and again after each time as many. Turns of a wait take up to 5 s.
+#: Seconds after which a wait is reported, and between two reports. An attempt takes up to 5 s: so within 30 s.
 SAY_S: Final = 25.0
-#: Shorter waits belong to a pipeline that runs: they are no matter of the metric.
+#: Seconds before a wait counts in the metric: shorter waits are part of a pipeline that runs.
 BLOCKED_S: Final = 1.0
-#: A wait whose last turn is longer ago has been given up. A server that hangs makes turns of 20 s.
-TURN_S: Final = 30.0
+#: Seconds without an attempt after which a wait was given up. An attempt at a server that hangs takes 20 s.
+ATTEMPT_S: Final = 30.0
 
-
-class Kind(NamedTuple):
-    """One entry of the list, as docs/operations.md shows it."""
-
-    meaning: str
-    remedy: str
-
-
-REASONS: Final[dict[str, Kind]] = {
-    # What a run lacks.
-    "no_producer": Kind(
-        "no producer has joined the run, or none is alive", "start one, with the same URL and run"
-    ),
-    "producers_idle": Kind(
-        "producers are alive and neither begin groups nor push", "look at what the rollout processes wait for"
-    ),
-    "incomplete_groups": Kind(
-        "open groups lack rollouts and nothing is pushed",
-        "push what is missing, or fail() or cancel() what will not come; else they end at group_deadline_s",
-    ),
-    "missing_scores": Kind(
-        "open groups lack rewards",
-        "push with a reward, bring it by producer.score(), or give the run scorers; null = unscorable",
-    ),
-    "no_grouper": Kind("no grouper asks for pushed records", "start `streamadv worker grouper`"),
-    "no_scorer": Kind("no process of a scorer asks for its records", "start the scorer of that name"),
-    "no_advantage_worker": Kind(
-        "no advantage worker asks for the work of named batches", "start `streamadv worker advantage`"
-    ),
-    "unknown_estimator": Kind(
-        "an advantage worker was given a batch whose chain it does not know, and leaves it to others",
-        "start it with --import MODULE, or install the package that brings the estimator",
-    ),
-    "backlog": Kind(
-        "a stage is at work, and slower than what comes", "start more of its processes, or look at their logs"
-    ),
-    "no_trainer": Kind(
-        "no trainer has taken the run, so nothing is named and pacing is by bytes alone", "start the trainer"
-    ),
-    "other_rank": Kind(
-        "another rank of the job has not done its part yet", "look at that rank; all need the same job id"
-    ),
-    # What happens to all that comes.
-    "filtered": Kind(
-        "every group is filtered away", "the tasks are too easy or too hard, or turn the filter off"
-    ),
-    "stale": Kind(
-        "every group is too old for the batch it could be in",
-        "raise drop_after or max_staleness, or push the model_version that a rollout was played with",
-    ),
-    "rolled_back": Kind(
-        "every group is of versions behind the checkpoint that was loaded",
-        "restart the rollouts, or load with keep_rolled_back=True",
-    ),
-    "dead": Kind(
-        "every group becomes a dead letter", "see `streamadv dead list` for what is wrong with them"
-    ),
-    "ended_short": Kind(
-        "every group ends without enough usable rollouts (expired, failed or cancelled)",
-        "raise group_deadline_s, look at why rollouts fail, or set partial_min_usable",
-    ),
-    # Admission.
-    "pacing": Kind(
-        "producers are as far ahead as max_staleness allows", "wait for the trainer, or raise max_staleness"
-    ),
-    "max_bytes": Kind(
-        "live and reserved bytes fill max_bytes",
-        "wait for commits, or raise max_bytes",
-    ),
-    "batch_over_budget": Kind(
-        "max_bytes holds fewer groups than a batch needs",
-        "raise max_bytes, lower batch_groups, or set min_groups",
-    ),
-    "uncommitted": Kind(
-        "batches that are trained on and not committed fill max_bytes",
-        "commit more often, or raise max_bytes",
-    ),
-    "lost_groups_first": Kind(
-        "a server came back without groups, which are admitted before new ones", "wait, or raise max_bytes"
-    ),
-    # The server.
-    "server_away": Kind("nothing answers at the URL", "start the server or correct the URL"),
-    "name_resolution": Kind("the host name of the URL is not known", "correct the URL or the name service"),
-    "server_hangs": Kind(
-        "the server takes the connection and does not reply in time", "look at the server and its machine"
-    ),
-    "server_loading": Kind("the server reads its data after a start", "wait"),
-    "server_busy": Kind("somebody's script keeps the server busy", "wait, or end it: SECURITY.md says how"),
-    "failover": Kind("another server takes over, or a slot moves", "wait; look at Sentinels or the cluster"),
-    "stream_end": Kind(
-        "somebody has given a stream its last possible id", "wait for a grouper, which makes it anew"
-    ),
-    "misconf": Kind(
-        "the server refuses writes, since it cannot save its data", "make room on its disk and see its log"
-    ),
-    "noreplicas": Kind(
-        "the server refuses writes, since replicas are missing", "start them, or lower min-replicas-to-write"
-    ),
-    "maxmemory": Kind(
-        "the server is above its maxmemory and refuses pushes", "wait for commits, or raise maxmemory"
-    ),
-    # The ordinary course of things.
-    "groups_coming": Kind("the groups of a batch are being produced", "wait; more producers shorten it"),
-    "computing": Kind("the work of a batch is being computed", "wait; more advantage workers shorten it"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why somebody waits: one of REASONS, with the figures of this moment."""
-
-    name: str
-    text: str
-
-    @property
-    def remedy(self) -> str:
-        return REASONS[self.name].remedy
-
-    def __str__(self) -> str:
-        return f"{self.text}: {self.remedy} [{self.name}]"
-
-
-def now() -> float:
-    """Seconds of a clock that never goes back."""
-    return time.monotonic()
-
-
-_live: weakref.WeakSet[Waiting] = weakref.WeakSet()
+_live: weakref.WeakSet[Blocked] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
-class Waiting:
-    """Somebody's wait, from its first turn until `over` or given up: says why after `first_s` s and then every SAY_S.
+class Blocked:
+    """Says why somebody waits, from the first `because` until `over`: after `first_s` seconds, then every SAY_S.
 
-    what: the state of it, as in "no batch" or "waiting for the server".
+    who, what: the subject and the state in the log, e.g. "trainer" and "no batch". Any thread may call.
     """
 
     def __init__(self, who: str, what: str, first_s: float = SAY_S) -> None:
-        self._whose, self._first_s = (who, what), first_s
+        self._subject = (who, what)
+        self._first_s = first_s
         self._names: frozenset[str] = frozenset()
-        self._said = self._turn = -math.inf
-        self._since = self._say_due = self._blocked_from = math.inf
-
-    def _begin(self, since: float) -> None:
-        self._since = since
-        self._say_due = since + self._first_s
-        self._blocked_from = since + min(self._first_s, BLOCKED_S)
+        self._since = self._say_due = math.inf
+        self._said = self._last = -math.inf
 
     def because(self, *reasons: Reason) -> None:
-        """To be called at each turn of the wait, with what holds now."""
-        moment = now()
-        if moment >= self._turn + TURN_S:
-            self._begin(moment)  # it had been given up
+        """Call before each attempt, with the reasons that hold now."""
+        now = clock.now()
         with _lock:
+            if now >= self._last + ATTEMPT_S:  # a new wait, or the one before was given up
+                self._since, self._say_due = now, now + self._first_s
             _live.add(self)
-            self._turn, self._names = moment, frozenset(reason.name for reason in reasons)
-            if moment < self._say_due:
+            self._last, self._names = now, frozenset(reason.name for reason in reasons)
+            if now < self._say_due:
                 return
-            self._say_due = moment + SAY_S
-            same = [wait for wait in _live if wait._whose == self._whose]
-            if any(wait._said > moment - SAY_S for wait in same if wait is not self):
-                return  # another thread or task of the same process waits as well
-            self._said = moment
-        waited = f" for {moment - self._since:.0f} s" if moment - self._since >= 1 else ""
-        fields = log_fields("waiting", role=self._whose[0])
-        logger.warning("%s: %s%s: %s", *self._whose, waited, listed(reasons), extra=fields)
+            self._say_due = now + SAY_S
+            same = [other for other in _live if other._subject == self._subject and other is not self]
+            if any(other._said > now - SAY_S for other in same):
+                return  # another thread or task of this process waits for the same
+            self._said = now
+        waited = f" for {self.seconds:.0f} s" if self.seconds >= 1 else ""
+        fields = log_fields("waiting", role=self._subject[0])
+        logger.warning("%s: %s%s: %s", *self._subject, waited, listed(reasons), extra=fields)
 
     def over(self) -> None:
-        """The wait has ended; the next turn begins another one."""
+        """The wait has ended: the next `because` begins another one."""
         with _lock:
             _live.discard(self)
-            self._turn = -math.inf
+            self._last = -math.inf
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted at its last turn."""
-        return max(0.0, self._turn - self._since)
+        """Seconds from the first to the last `because` of this wait; 0 when it is over."""
+        return max(0.0, self._last - self._since)
 
-    def is_for(self, name: str) -> bool:
-        """Whether this reason holds, and has for longer than a moment."""
-        moment = now()
-        return name in self._names and self._blocked_from <= moment < self._turn + TURN_S
+    def shows(self, name: str) -> bool:
+        """Whether the reason of this name blocks now, and does so for longer than a moment."""
+        now = clock.now()
+        shown_from = self._since + min(self._first_s, BLOCKED_S)
+        return name in self._names and shown_from <= now < self._last + ATTEMPT_S
+
+
+class Wait:
+    """One loop of attempts: pauses between them, and is `expired` after `timeout` seconds (None = never).
+
+    The n-th pause is uniform in [0, min(cap, base * 2**n)] seconds (full jitter), and ends with the timeout at the
+    latest. blocked: says why. sleep: takes seconds; give `Event.wait` to end a pause early.
+    """
+
+    def __init__(
+        self,
+        blocked: Blocked,
+        *,
+        timeout: float | None = None,
+        base: float = 0.05,
+        cap: float = 2.0,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.timeout = timeout
+        self._blocked = blocked
+        self._base, self._cap, self._sleep = base, cap, sleep
+        self._attempts = 0
+        self.progress()
+
+    def because(self, *reasons: Reason) -> None:
+        """Call after a failed attempt, with the reasons that hold now."""
+        self._blocked.because(*reasons)
+
+    def delay(self) -> float:
+        """Count one more failed attempt. Returns the seconds to the next one, for those who sleep themselves."""
+        limit = min(self._cap, self._base * 2.0 ** min(self._attempts, 64))
+        self._attempts += 1
+        return min(limit * random.random(), max(0.0, self._end - clock.now()))
+
+    def pause(self) -> None:
+        """Sleep until the next attempt is due."""
+        self._sleep(self.delay())
+
+    def progress(self) -> None:
+        """Something came, though not what is waited for: the timeout begins anew."""
+        self._end = math.inf if self.timeout is None else clock.now() + self.timeout
+
+    def over(self) -> None:
+        """An attempt succeeded: pauses, and the wait itself, begin anew with the next failure."""
+        self._attempts = 0
+        self._blocked.over()
+
+    @property
+    def expired(self) -> bool:
+        """Whether it is time to give up."""
+        return clock.now() >= self._end
 
 
 def _is_blocked(name: str) -> bool:
     with _lock:
         waits = list(_live)
-    return any(wait.is_for(name) for wait in waits)
-
-
-def listed(reasons: Sequence[Reason]) -> str:
-    """Reasons on one line."""
-    return "; ".join(map(str, reasons))
+    return any(blocked.shows(name) for blocked in waits)
 
 
 for _name in REASONS:

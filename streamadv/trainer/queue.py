@@ -31,7 +31,7 @@ from ..run import Run, open_run
 from ..run.manifest import RunSettings
 from ..status.watchdog import Limits, Watchdog
 from ..store.connection import Connection
-from ..store.retry import RETRYABLE, Backoff, T, patiently, retried
+from ..store.retry import RETRYABLE, T, patiently
 from .late_columns import LateColumn, check_late, pushed_columns
 from .microbatch import Batch
 from .patience import Patience
@@ -182,7 +182,6 @@ class TrainerQueue(IterableDataset[Batch]):
         """
         started = time.monotonic()
         patience = Patience(timeout, self._pause)
-        backoff = Backoff(sleep=self._pause)
         while True:
             try:
                 session = self._finish_current()
@@ -222,10 +221,8 @@ class TrainerQueue(IterableDataset[Batch]):
                     ) from None
                 patience.wait(error)
             except RETRYABLE as error:
-                retried(STAGE, error, backoff)
-                backoff.wait()
+                patience.outage.pause_after(error)
             else:
-                backoff.reset()
                 patience.over()
 
     # What the training loop says

@@ -17,7 +17,7 @@ from typing import Any, Final
 from streamadv.errors import Busy, GroupEndedError, TrajectoryError
 from streamadv.producer import Producer
 from streamadv.producer import producer as producer_module
-from streamadv.store.retry import Backoff
+from streamadv.store.waiting import Blocked, Wait
 from streamadv.trajectory.schema import Trajectory
 from tests.support import ended, trajectory, unscored
 
@@ -183,11 +183,11 @@ def _push(producer: Producer, member: Trajectory) -> None:
 
 
 def _patiently(push: Callable[[], object]) -> None:
-    backoff = Backoff(cap=0.2)
+    wait = Wait(Blocked("chaos", "not admitted"), cap=0.2)
     while True:
         try:
             push()
         except Busy:
-            backoff.wait()
+            wait.pause()
         else:
             return

@@ -19,8 +19,9 @@ import redis.exceptions
 from streamadv.errors import ServerUnreachableError, SettingError
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
-from streamadv.store.retry import RETRYABLE, Backoff
+from streamadv.store.retry import RETRYABLE
 from streamadv.store.scripts import run_script_async, script_call
+from streamadv.store.waiting import Blocked, Wait
 
 needs_cluster_client = pytest.mark.skipif(
     not hasattr(redis.asyncio.cluster, "TransactionStrategy"), reason="redis-py 7 or newer"
@@ -228,9 +229,9 @@ def one_node_cluster(**options: str) -> Iterator[str]:
         with redis.Redis.from_url(server.url) as client:
             execute = cast(Callable[..., Any], client.execute_command)
             execute("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-            backoff = Backoff(0.01, 0.1)
+            wait = Wait(Blocked("test", "waiting for a cluster"), base=0.01, cap=0.1)
             while execute("CLUSTER INFO")["cluster_state"] != "ok":
-                backoff.wait()
+                wait.pause()
         yield server.url.removeprefix("redis").removesuffix("/0")
 
 

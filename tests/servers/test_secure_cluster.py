@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from streamadv.store import acl
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer, _free_port
 from streamadv.store.keys import CLUSTER_SLOTS
-from streamadv.store.retry import Backoff
+from streamadv.store.waiting import Blocked, Wait
 from streamadv.trainer.queue import TrainerQueue
 from tests.certificates import Authority
 from tests.support import group_all, join, next_batch, problems, producing, push_groups
@@ -46,14 +45,14 @@ class SecureCluster:
 
 
 def until_whole(clients: list[redis.Redis]) -> None:
-    deadline, backoff = time.monotonic() + PATIENCE_S, Backoff(0.005, 0.05)
+    wait = Wait(Blocked("test", "waiting for a server"), timeout=PATIENCE_S, base=0.005, cap=0.05)
     for client in clients:
         while True:
             state: Any = client.execute_command("CLUSTER INFO")
             if state["cluster_state"] == "ok" and state["cluster_known_nodes"] == str(PRIMARIES):
                 break
-            assert time.monotonic() < deadline, state
-            backoff.wait()
+            assert not wait.expired, state
+            wait.pause()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ import pytest
 from streamadv.grouping import grouper
 from streamadv.messages import log_fields
 from streamadv.store.connection import Connection
-from streamadv.store.waiting import Reason, Waiting
+from streamadv.store.reasons import Reason
+from streamadv.store.waiting import Blocked
 
 from ..support import group_all, join, make_overdue, producing, trajectory
 
@@ -62,7 +63,7 @@ def test_an_expired_group_is_found_by_its_fields(fake: Connection, caplog: pytes
 
 
 def test_who_waits_is_found_by_its_fields(caplog: pytest.LogCaptureFixture) -> None:
-    Waiting("judge", "waiting for the server", first_s=0.0).because(Reason("server_away", "refused"))
+    Blocked("judge", "waiting for the server", first_s=0.0).because(Reason("server_away", "refused"))
     (record,) = caplog.records
     assert fields_of(record) == {"event": "waiting", "role": "judge"}
     assert re.match("judge: waiting for the server", record.getMessage())

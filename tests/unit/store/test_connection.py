@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streamadv.errors import SettingError
 from streamadv.metrics import RETRY_REASONS
 from streamadv.store.connection import AsyncConnection, Connection
-from streamadv.store.retry import RETRYABLE, Backoff, NotNowError, reason_of
+from streamadv.store.retry import RETRYABLE, NotNowError, reason_of
 from streamadv.store.urls import hide_password, parse_url
 
 
@@ -98,33 +98,6 @@ def test_what_is_not_a_password_stays_readable() -> None:
         "redis+sentinel://a/m?sentinel_password=***&db=1"
     )
     assert hide_password("unix:///a.sock?password=x&db=1") == "unix:///a.sock?password=***&db=1"
-
-
-@given(
-    base=st.floats(1e-3, 10),
-    cap=st.floats(1e-3, 60),
-    draws=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=100),
-)
-def test_delays_are_fully_jittered_and_capped(base: float, cap: float, draws: list[float]) -> None:
-    slept: list[float] = []
-    rest = iter(draws)
-    backoff = Backoff(base, cap, sleep=slept.append, draw=lambda: next(rest))
-    for _ in draws:
-        backoff.wait()
-    assert slept == [min(cap, base * 2**n) * draw for n, draw in enumerate(draws)]
-
-
-def test_a_success_starts_the_backoff_again() -> None:
-    backoff = Backoff(1.0, 100.0, draw=lambda: 0.5)
-    assert [backoff.delay() for _ in range(3)] == [0.5, 1.0, 2.0]
-    backoff.reset()
-    assert backoff.delay() == 0.5
-
-
-def test_the_backoff_survives_a_long_outage() -> None:
-    backoff = Backoff(0.05, 2.0, draw=lambda: 1.0)
-    for _ in range(5000):
-        assert backoff.delay() <= 2.0
 
 
 @pytest.mark.parametrize(

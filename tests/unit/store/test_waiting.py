@@ -1,19 +1,23 @@
-"""Who waits says why: after a while, again at a bounded rate, and in one gauge for each reason."""
+"""Who waits says why: after a while, again at a bounded rate, and in one gauge for each reason. And gives up."""
 
 from __future__ import annotations
 
 import logging
+import random
 import re
 from pathlib import Path
 
 import pytest
 import redis.exceptions
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
-from streamadv import metrics
+from streamadv import clock, metrics
 from streamadv.store import waiting
-from streamadv.store.retry import Backoff, NotNowError, retried, server_reason
-from streamadv.store.waiting import REASONS, SAY_S, Reason, Waiting
+from streamadv.store.reasons import REASONS, Reason
+from streamadv.store.retry import NotNowError, Outage, server_reason
+from streamadv.store.waiting import SAY_S, Blocked, Wait
 from tests.support import Forward
 
 
@@ -29,7 +33,7 @@ def blocked() -> set[str]:
 def test_a_wait_is_told_after_a_while_and_then_at_a_bounded_rate(
     forward: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wait = Waiting("producer p", "not admitted")
+    wait = Blocked("producer p", "not admitted")
     said = []
     for second in range(int(4 * SAY_S)):
         wait.because(Reason("max_bytes", "5 of 6 bytes"))
@@ -45,7 +49,7 @@ def test_a_wait_is_told_after_a_while_and_then_at_a_bounded_rate(
 
 def test_the_gauge_shows_the_reasons_of_waits_that_last(forward: Forward) -> None:
     assert blocked() == set()
-    one, other = Waiting("a", "x"), Waiting("b", "y")
+    one, other = Blocked("a", "x"), Blocked("b", "y")
     one.because(Reason("pacing", ""), Reason("no_trainer", ""))
     other.because(Reason("pacing", ""))
     assert blocked() == set()
@@ -53,7 +57,7 @@ def test_the_gauge_shows_the_reasons_of_waits_that_last(forward: Forward) -> Non
     assert blocked() == {"pacing", "no_trainer"}
     one.over()
     assert blocked() == {"pacing"}
-    forward(waiting.TURN_S)
+    forward(waiting.ATTEMPT_S)
     assert blocked() == set()
     other.because(Reason("pacing", ""))
     forward(waiting.BLOCKED_S)
@@ -78,17 +82,17 @@ def test_an_outage_is_told_at_once_with_its_reason(
     error: Exception, name: str, forward: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert server_reason(error).name == name
-    backoff = Backoff()
+    outage = Outage("grouper")
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
-            retried("grouper", error, backoff)
+            outage.delay_after(error)
             forward(2.0)
     assert len(caplog.messages) == 2
     assert caplog.messages[0].startswith(f"grouper: waiting for the server: {error}: ")
     assert caplog.messages[1].startswith(f"grouper: waiting for the server for 26 s: {error}: ")
     assert f"[{name}]" in caplog.messages[0]
     assert blocked() == {name}
-    backoff.reset()
+    outage.over()
     assert blocked() == set()
 
 
@@ -101,7 +105,7 @@ def test_the_list_of_reasons_is_the_one_documented() -> None:
 
 
 def test_many_that_wait_for_the_same_say_it_once(forward: Forward, caplog: pytest.LogCaptureFixture) -> None:
-    waits = [Waiting("producer p", "not admitted") for _ in range(64)]
+    waits = [Blocked("producer p", "not admitted") for _ in range(64)]
     for _ in range(int(3 * SAY_S)):
         for wait in waits:
             wait.because(Reason("pacing", "4 of 4 groups"))
@@ -110,7 +114,7 @@ def test_many_that_wait_for_the_same_say_it_once(forward: Forward, caplog: pytes
 
 
 def test_a_wait_that_was_given_up_begins_anew(forward: Forward, caplog: pytest.LogCaptureFixture) -> None:
-    wait = Waiting("producer p", "not admitted")
+    wait = Blocked("producer p", "not admitted")
     wait.because(Reason("pacing", ""))
     forward(3600)
     wait.because(Reason("pacing", ""))
@@ -119,3 +123,70 @@ def test_a_wait_that_was_given_up_begins_anew(forward: Forward, caplog: pytest.L
     forward(SAY_S)
     wait.because(Reason("pacing", ""))
     assert not caplog.messages
+
+
+def wait_of(timeout: float | None = None, base: float = 0.05, cap: float = 2.0) -> tuple[Wait, list[float]]:
+    slept: list[float] = []
+    return Wait(Blocked("a", "x"), timeout=timeout, base=base, cap=cap, sleep=slept.append), slept
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    base=st.floats(1e-3, 10),
+    cap=st.floats(1e-3, 60),
+    draws=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=100),
+)
+def test_pauses_are_fully_jittered_and_capped(
+    monkeypatch: pytest.MonkeyPatch, base: float, cap: float, draws: list[float]
+) -> None:
+    monkeypatch.setattr(random, "random", iter(draws).__next__)
+    wait, slept = wait_of(base=base, cap=cap)
+    for _ in draws:
+        wait.pause()
+    assert slept == [min(cap, base * 2**n) * draw for n, draw in enumerate(draws)]
+
+
+def test_a_success_shortens_the_pauses_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "random", lambda: 0.5)
+    wait, _ = wait_of(base=1.0, cap=100.0)
+    assert [wait.delay() for _ in range(3)] == [0.5, 1.0, 2.0]
+    wait.over()
+    assert wait.delay() == 0.5
+
+
+def test_pauses_stay_capped_in_a_long_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "random", lambda: 1.0)
+    wait, _ = wait_of()
+    assert all(wait.delay() <= 2.0 for _ in range(5000))
+
+
+def test_a_wait_gives_up_after_its_timeout_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "random", lambda: 1.0)
+    moment = [1e6]
+    monkeypatch.setattr(clock, "now", lambda: moment[0])
+    wait, slept = wait_of(timeout=10.0, base=4.0, cap=4.0)
+    while not wait.expired:
+        wait.pause()
+        moment[0] += slept[-1]
+    assert slept == [4.0, 4.0, 2.0], "the last attempt is made when the time is over"
+    wait.progress()
+    assert not wait.expired
+    assert wait_of(timeout=0.0)[0].expired
+    endless, _ = wait_of()
+    moment[0] += 1e9
+    assert not endless.expired
+
+
+def test_loops_that_share_a_subject_are_one_wait(forward: Forward, caplog: pytest.LogCaptureFixture) -> None:
+    """A caller with a short timeout who asks again and again waits all the time."""
+    subject = Blocked("producer p", "not admitted")
+    for _ in range(int(SAY_S)):
+        Wait(subject, timeout=1.0).because(Reason("pacing", "4 of 4 groups"))
+        assert not caplog.messages
+        forward(1.0)
+    wait = Wait(subject)
+    wait.because(Reason("pacing", "4 of 4 groups"))
+    assert len(caplog.messages) == 1
+    assert blocked() == {"pacing"}
+    wait.over()
+    assert blocked() == set()

@@ -1,0 +1,13 @@
+"""The one clock by which processes measure waits, leases and windows. Tests set it forward.
+
+Processes never compare it with each other's, nor with the server's clock, which may be set.
+"""
+
+from __future__ import annotations
+
+import time
+
+
+def now() -> float:
+    """Seconds of a clock that never goes back."""
+    return time.monotonic()
