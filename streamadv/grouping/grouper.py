@@ -98,10 +98,9 @@ def run_grouper(
 
 def take(run: Run, entries: Sequence[Entry]) -> list[str]:
     """Hand entries of one shard off into their groups. Returns the outcomes of groups that ended."""
-    keys = run.keys.shard(entries[0].shard)
+    shard = run.shard(entries[0].shard)
+    keys = shard.keys
     positions: dict[str, int] = {}
-    fixed = [keys.void, keys.rollouts, keys.open, keys.groups, keys.ended, keys.ended_before, keys.ledger]
-    fixed += [keys.garbage, keys.malformed, keys.sizes]
     args: list[bytes | str | int] = [STAGE, *run.manifest.policy_args]
     payloads = []
     for entry in entries:
@@ -110,15 +109,14 @@ def take(run: Run, entries: Sequence[Entry]) -> list[str]:
             reject_entry(run, entry, keys.rollouts, problem, STAGE)
             continue
         group_id = entry.fields["group_id"].decode()
-        position = positions.setdefault(group_id, len(fixed) + len(positions) + 1)
+        position = positions.setdefault(group_id, len(positions) + 1)
         args += [entry.id, position]
         args += [entry.fields[name] for name in RECORD_FIELDS]
         if entry.fields["bytes"] != b"0":
             payloads.append(entry.fields["key"].decode())
     if not positions:
         return []
-    names = [*fixed, *[keys.group(group_id) for group_id in positions], *payloads]
-    taken = run.call("take", names, args)
+    taken = shard.call("take", args, group_hashes=map(keys.group, positions), payloads=payloads)
     metrics.entries(STAGE, "acked", len(taken) // 3)
     return [
         _ended(outcome, source) for outcome, source in zip(taken[1::3], taken[2::3], strict=True) if outcome

@@ -24,7 +24,7 @@ from pydantic import (
 
 from ..errors import ManifestMismatchError, SettingError
 from ..messages import brief, first_problem
-from ..store.keys import RUNS, RUNS_VOID, RunKeys, check_run_name, find_salt, manifest_key, void_key
+from ..store.keys import EntryKeys, RunKeys, check_run_name, find_salt
 from ..store.scripts import ScriptCall, script_call
 from ..trajectory.payload import SCHEMA_VERSION
 from ..trajectory.schema import MAX_GROUP_SIZE
@@ -151,8 +151,7 @@ def manifest_call(
         fields = dict(known.fields)
     fields |= {name: json.dumps(value) for name, value in settings.given.items()}
     fields |= {f"{_COLUMN_PREFIX}{name}": kind for name, kind in (columns or {}).items()}
-    keys = [void_key(run), manifest_key(run)]
-    return script_call("manifest", keys, [part for pair in fields.items() for part in pair])
+    return script_call("manifest", EntryKeys(run), [part for pair in fields.items() for part in pair])
 
 
 def parse_manifest(
@@ -260,7 +259,7 @@ def _is_text(name: bytes) -> bool:
 
 def register_call(run: str) -> ScriptCall:
     """Put the run on the server's list of runs."""
-    return script_call("register", [RUNS_VOID, RUNS], [run])
+    return script_call("register", EntryKeys(run), [run])
 
 
 def run_settings(**values: Any) -> RunSettings:

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import SettingError
+from ..errors import EpochFencedError, SettingError
 from ..store.connection import Connection
-from ..store.keys import RunKeys, check_run_name, manifest_key
-from ..store.scripts import run_script, script_call, server_ids
+from ..store.keys import RunKeys, ShardKeys, check_run_name, manifest_key
+from ..store.scripts import FENCED, run_script, script_call, server_ids
 from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One shard of a run as a pipeline process sees it: its keys, and the scripts that change them."""
+
+    run: str
+    index: int
+    keys: ShardKeys
+    connection: Connection
+
+    def call(self, script: str, args: Sequence[Any] = (), **given: Any) -> Any:
+        """Run a script, which may run twice when its reply is lost. `given`: see `scripts.script_call`.
+
+        Raises EpochFencedError when a newer trainer has taken over: nothing was changed.
+        """
+        call = script_call(script, self.keys, args, **given)
+        reply = run_script(self.connection.scripts, call)
+        if call.script.fence is not None and reply == FENCED:
+            raise EpochFencedError(f"run {self.run}: a newer trainer has taken over, this one must stop")
+        return reply
 
 
 class Run:
@@ -64,6 +86,22 @@ class Run:
     def keys(self) -> RunKeys:
         return self.manifest.keys
 
+    @property
+    def shards(self) -> list[Shard]:
+        return [self.shard(index) for index in range(len(self.keys.salts))]
+
+    @property
+    def home(self) -> Shard:
+        """The shard that also holds what concerns the whole run: lineage, batches, producers."""
+        return self.shard(0)
+
+    def shard(self, index: int) -> Shard:
+        return Shard(self.name, index, self.keys.shard(index), self.connection)
+
+    def shard_of(self, group_id: str) -> Shard:
+        """The shard that the group lives in."""
+        return self.shard(self.keys.shard_of(group_id))
+
     def now_ms(self) -> int:
         """The server's clock, in milliseconds since 1970."""
         seconds, microseconds = self.connection.scripts.time()
@@ -74,7 +112,7 @@ class Run:
         return server_ids(self.connection, self.keys.voids)
 
     def call(self, script: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
-        """Run a script that may be repeated when its reply is lost."""
+        """`Shard.call` with all keys in the order of the script's KEYS lines. To be deleted: name the shard instead."""
         return run_script(self.connection.scripts, script_call(script, keys, args))
 
 

@@ -41,6 +41,29 @@ def void_key(run: str) -> str:
     return f"{{{run}}}:void"
 
 
+@dataclass(frozen=True, slots=True)
+class EntryKeys:
+    """Keys by which processes find a run, before they know its shards and salts."""
+
+    run: str
+
+    @property
+    def manifest(self) -> str:
+        return manifest_key(self.run)
+
+    @property
+    def manifest_void(self) -> str:
+        return void_key(self.run)
+
+    @property
+    def runs(self) -> str:
+        return RUNS
+
+    @property
+    def runs_void(self) -> str:
+        return RUNS_VOID
+
+
 def find_salt(run: str, shard: int, shards: int) -> int:
     """The smallest salt that puts `shard` into its own share of the slot space."""
     salt = 0

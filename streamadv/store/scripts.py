@@ -1,10 +1,35 @@
-"""The Lua scripts: loading, and calling them by their hash.
+"""The Lua scripts: what their headers say, and calling them by name.
 
-Every change of state is one script in `lua/`, in the folder of its life cycle; each file opens with its keys,
-arguments and returns. Callers say its plain name, which no other folder has. A line `-- include name` is
-replaced by `lua/lib/name.lua`. All scripts but `push` and `begin` first delete a key that never exists: over
-`maxmemory` a server refuses a script whose first write needs memory, and these are the ones that let a full
-server drain.
+Every change of state is one script in `lua/`, in the folder of its life cycle. Callers name the script, its arguments
+and the keys that only they know; `load` reads the rest from the script's header:
+
+    -- KEYS  void, trainer, group, stream: rollouts | scoring, payloads: payload ..., (outputs: output ...)
+    -- fenced by trainer
+
+The script finds its keys in the Lua table `keys` (`keys.trainer`), a list among them as `keys.payloads[1]`.
+
+- `trainer` is the attribute of that name of ShardKeys. Nobody passes it.
+- `group` is a method of ShardKeys: the caller gives its parameter, `group=group_id`.
+- `stream: rollouts | scoring` is a key of one of these kinds that the caller gives in full, `stream=keys.rollouts`.
+  The kind `void` stands for "there is none".
+- `payloads: payload ...` is a list of keys, `payloads=[...]`. It comes last.
+- `(outputs: output ...)` is declared for the server only: the script knows the key by its arguments. A list that comes
+  before it, in `keys`, also has these keys at its end.
+- A `void` at the start, which never exists, is deleted before anything else. Over `maxmemory` a server refuses a script
+  whose first write needs memory, so every script does this except those that bring data in (`push`, `begin`).
+- `fenced by trainer`: the first argument is the caller's epoch. When the hash `keys.trainer` has a higher one, the
+  script changes nothing and `Shard.call` raises EpochFencedError.
+
+Pipeline processes call scripts through a shard of their run:
+
+    run.shard(0).call("sweep", items, payloads=payload_keys)
+    run.home.call("trained", [epoch, version, groups, ""], version=run.home.keys.lineage)
+
+Producers make the call and leave it to their generator's driver to send it:
+
+    yield script_call("touch", keys, [group_id, deadline_ms, producer], group=group_id)
+
+`-- include name` is replaced by `lua/lib/name.lua`.
 """
 
 from __future__ import annotations
@@ -15,20 +40,45 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from redis.exceptions import NoScriptError
 
 from .clients import Client, Payloads
 from .connection import AsyncConnection, Connection
+from .keys import EntryKeys, ShardKeys
 from .resp import as_buffer
 from .retry import RETRYABLE, closed_under_way, not_now
 
 _LUA = resources.files("streamadv") / "lua"
 _LIB = "lib"
 _INCLUDE = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
-#: Left out of what travels; the lines stay, as a script's errors name them.
-_INDENT_OR_COMMENT = re.compile(r"^[ \t]+(?:--.*)?|^--.*", re.MULTILINE)
+#: Left out of what travels; the lines stay, because a script's errors name them.
+_INDENT_OR_COMMENT = re.compile(r"^[ \t]+|[ \t]*--.*$", re.MULTILINE)
+_KEYS = re.compile(r"^-- KEYS  (.*(?:\n-- {7}.*)*)", re.MULTILINE)
+_KEY = re.compile(r"(\()?(\w+)(?:: (\w+(?: \| \w+)*))?( \.\.\.)?\)?")
+_FENCE = re.compile(r"^-- fenced by (\w+)$", re.MULTILINE)
+
+#: Reply of a fenced script to a caller with an older epoch.
+FENCED: Final = -1
+
+
+class Key(NamedTuple):
+    """One name in the KEYS line of a script."""
+
+    name: str
+    kinds: tuple[str, ...]
+    """Attributes of ShardKeys or EntryKeys, one of which it is."""
+    is_given: bool
+    """Whether the caller gives it in full, under this name."""
+    is_list: bool
+    is_declared: bool
+    """Whether it is there for the server only."""
+
+    @property
+    def is_void(self) -> bool:
+        """Whether it never exists: deleting it is a write that needs no memory."""
+        return self.name.endswith("void") and not self.is_declared
 
 
 class Script(NamedTuple):
@@ -37,6 +87,9 @@ class Script(NamedTuple):
     name: str
     text: str
     sha: str
+    keys: tuple[Key, ...]
+    fence: str | None
+    """Which of the keys has the epoch that fences older callers."""
 
 
 class ScriptCall(NamedTuple):
@@ -65,18 +118,88 @@ def files() -> Mapping[str, Traversable]:
     return dict(sorted(scripts.items()))
 
 
+def source(name: str) -> str:
+    """The file of the script `name` with what it includes."""
+    return _INCLUDE.sub(
+        lambda match: (_LUA / _LIB / f"{match[1]}.lua").read_text(), files()[name].read_text()
+    )
+
+
 @cache
 def load(name: str) -> Script:
-    """The script `name` with its includes, less indentation and comment lines."""
-    text = files()[name].read_text()
-    text = _INCLUDE.sub(lambda match: (_LUA / _LIB / f"{match[1]}.lua").read_text(), text)
-    text = _INDENT_OR_COMMENT.sub("", text)
-    return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+    """The script `name`: its key table, its fence, then its source without indentation and comments."""
+    text = source(name)
+    keys = parse_keys(text)
+    fence = _FENCE.search(text)
+    # In front of the first line, which is a comment and thereby empty: no other line gets another number.
+    text = _prologue(keys, fence[1] if fence else None) + _INDENT_OR_COMMENT.sub("", text)
+    sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    return Script(name, text, sha, keys, fence[1] if fence else None)
 
 
-def script_call(name: str, keys: Sequence[str], args: Sequence[Any] = ()) -> ScriptCall:
-    """A call of the script `name`; keys and arguments in the order its first lines give."""
-    return ScriptCall(load(name), keys, args)
+def parse_keys(text: str) -> tuple[Key, ...]:
+    """What the KEYS lines of a script name. Raises ValueError when they are not of the form above."""
+    header = _KEYS.search(text)
+    if header is None:
+        raise ValueError(f"no KEYS line: {text[:100]!r}")
+    items = re.split(r",\s+", header[1].replace("\n--", " ").strip())
+    matches = [_KEY.fullmatch(item) for item in items]
+    if None in matches:
+        raise ValueError(f"KEYS line {header[1]!r}: {items[matches.index(None)]!r} is no key")
+    return tuple(
+        Key(
+            match[2],
+            tuple(match[3].split(" | ")) if match[3] else (match[2],),
+            is_given=match[3] is not None,
+            is_list=match[4] is not None,
+            is_declared=match[1] is not None,
+        )
+        for match in matches
+        if match is not None
+    )
+
+
+def _prologue(keys: Sequence[Key], fence: str | None) -> str:
+    """Lua that makes the table `keys`, deletes `void` and turns away who is fenced. One line."""
+    used = [(i, key) for i, key in enumerate(keys, 1) if not (key.is_void or key.is_declared)]
+    parts = ["redis.call('DEL',KEYS[1])"] if keys[0].is_void else []
+    parts.append(f"local keys={{{','.join(f'{key.name}=KEYS[{i}]' for i, key in used if not key.is_list)}}}")
+    for i, key in used:
+        if key.is_list:
+            parts.append(f"keys.{key.name}={{}} for i={i},#KEYS do keys.{key.name}[i-{i - 1}]=KEYS[i] end")
+    if fence is not None:
+        epoch = f"tonumber(redis.call('HGET',keys.{fence},'epoch') or '') or 0"
+        parts.append(f"if tonumber(ARGV[1])<({epoch}) then return {FENCED} end")
+    return " ".join(parts)
+
+
+def script_call(
+    name: str, keys: ShardKeys | EntryKeys | Sequence[str], args: Sequence[Any] = (), **given: Any
+) -> ScriptCall:
+    """A call of the script `name` with these arguments, in the order of its ARGV lines.
+
+    keys: of the shard. given: what the script's KEYS lines leave to the caller. Raises TypeError when one is missing
+    or not known to the script. The old way still works: `keys` as a list of all keys in the order of the KEYS lines.
+    """
+    script = load(name)
+    if not isinstance(keys, (ShardKeys, EntryKeys)):
+        return ScriptCall(script, keys, args)
+    names: list[str] = []
+    for key in script.keys:
+        key_or_method = None if key.is_given else getattr(keys, key.name)
+        if isinstance(key_or_method, str):
+            names.append(key_or_method)
+        elif key.name not in given:
+            raise TypeError(f"script {name}: {key.name}= is missing")
+        elif key_or_method is not None:
+            names.append(key_or_method(given.pop(key.name)))
+        elif key.is_list:
+            names += given.pop(key.name)
+        else:
+            names.append(given.pop(key.name))
+    if given:
+        raise TypeError(f"script {name} takes no {', '.join(given)}")
+    return ScriptCall(script, names, args)
 
 
 def run_script(client: Any, call: ScriptCall) -> Any:

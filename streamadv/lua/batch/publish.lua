@@ -1,30 +1,29 @@
 -- An advantage worker's hand-off: results of one work item become visible to the trainer. Output columns are
 -- written by a HSET in the same MULTI, before this script; over maxmemory that is refused, and they come inline.
--- KEYS  void, work, results, applied, ledger, sizes, output columns ('void' key without any)
+-- KEYS  void, work, results, applied, ledger, sizes, output: output | void
 -- ARGV  consumer group, entry id, batch id, header JSON, bytes of the output columns, payload bytes of the
 --       trajectories they are for, number of inline fields of the output columns, their field, value ...; then
 --       results (raw bytes) as field, value ...
 -- Returns  1, or 0 when somebody else has finished the entry or the batch is gone: the output is unlinked
-redis.call('DEL', KEYS[1])
-local first = redis.call('XACK', KEYS[2], ARGV[1], ARGV[2]) == 1
-if first then redis.call('XDEL', KEYS[2], ARGV[2]) end
-if not first or redis.call('HEXISTS', KEYS[4], ARGV[3]) == 0 then
-  redis.call('UNLINK', KEYS[7])
+local first = redis.call('XACK', keys.work, ARGV[1], ARGV[2]) == 1
+if first then redis.call('XDEL', keys.work, ARGV[2]) end
+if not first or redis.call('HEXISTS', keys.applied, ARGV[3]) == 0 then
+  redis.call('UNLINK', keys.output)
   return 0
 end
 local at = 8
 for _ = 1, tonumber(ARGV[7]) do
-  redis.call('HSET', KEYS[7], ARGV[at], ARGV[at + 1])
+  redis.call('HSET', keys.output, ARGV[at], ARGV[at + 1])
   at = at + 2
 end
-local output = tonumber(ARGV[5]) > 0 and KEYS[7] or ''
+local output = tonumber(ARGV[5]) > 0 and keys.output or ''
 local entry = {'batch', ARGV[3], 'header', ARGV[4], 'output', output, 'output_bytes', ARGV[5]}
 for i = at, #ARGV do entry[#entry + 1] = ARGV[i] end
-redis.call('XADD', KEYS[3], '*', unpack(entry))
-redis.pcall('HINCRBY', KEYS[5], 'live_bytes', ARGV[5])
+redis.call('XADD', keys.results, '*', unpack(entry))
+redis.pcall('HINCRBY', keys.ledger, 'live_bytes', ARGV[5])
 -- How much results need beside their payloads (lib/sizes), the last GiB counting most.
-local into, out = redis.call('HINCRBY', KEYS[6], 'in', ARGV[6]), redis.call('HINCRBY', KEYS[6], 'out', ARGV[5])
+local into, out = redis.call('HINCRBY', keys.sizes, 'in', ARGV[6]), redis.call('HINCRBY', keys.sizes, 'out', ARGV[5])
 if into > 2 ^ 30 then
-  redis.call('HSET', KEYS[6], 'in', string.format('%d', into / 2), 'out', string.format('%d', out / 2))
+  redis.call('HSET', keys.sizes, 'in', string.format('%d', into / 2), 'out', string.format('%d', out / 2))
 end
 return 1

@@ -1,14 +1,12 @@
 -- A shard's copy of what the trainer says of itself, for admission and the producers.
 -- KEYS  void, trainer, groups
+-- fenced by trainer
 -- ARGV  epoch, version, max_staleness ('' = no pacing), batch_groups, drop_after ('' = never), '1' when more of this
 --       follows the last call, then entries of groups that are trained and not committed: those the log has are held
--- Returns  1, or -1 when fenced
--- include fence
-redis.call('DEL', KEYS[1])
-if fenced(KEYS[2], ARGV[1]) then return -1 end
+-- Returns  1
 local held = 0
-for i = 7, #ARGV do held = held + #redis.call('XRANGE', KEYS[3], ARGV[i], ARGV[i]) end
-if ARGV[6] == '1' then held = held + (tonumber(redis.call('HGET', KEYS[2], 'held') or '') or 0) end
-redis.call('HSET', KEYS[2], 'epoch', ARGV[1], 'version', ARGV[2], 'max_staleness', ARGV[3], 'batch_groups', ARGV[4],
+for i = 7, #ARGV do held = held + #redis.call('XRANGE', keys.groups, ARGV[i], ARGV[i]) end
+if ARGV[6] == '1' then held = held + (tonumber(redis.call('HGET', keys.trainer, 'held') or '') or 0) end
+redis.call('HSET', keys.trainer, 'epoch', ARGV[1], 'version', ARGV[2], 'max_staleness', ARGV[3], 'batch_groups', ARGV[4],
   'held', held, 'drop_after', ARGV[5])
 return 1

@@ -1,19 +1,18 @@
 -- A stream whose last id somebody has set to one that no clock gives is made anew, as no command takes an id back: its
 -- entries come again under new ids, and whoever had one of them finds it finished.
--- KEYS  void, stream, ledger, malformed
+-- KEYS  void, stream: rollouts | scoring, ledger, malformed
 -- ARGV  name of the place
 -- Returns  1 when it was mended, else 0
 -- include malformed
 -- include last_id
-redis.call('DEL', KEYS[1])
-if not is_at_end(KEYS[2]) then return 0 end
-local entries, groups = redis.call('XRANGE', KEYS[2], '-', '+'), redis.call('XINFO', 'GROUPS', KEYS[2])
-redis.call('DEL', KEYS[2])
-for _, entry in ipairs(entries) do redis.call('XADD', KEYS[2], '*', unpack(entry[2])) end
+if not is_at_end(keys.stream) then return 0 end
+local entries, groups = redis.call('XRANGE', keys.stream, '-', '+'), redis.call('XINFO', 'GROUPS', keys.stream)
+redis.call('DEL', keys.stream)
+for _, entry in ipairs(entries) do redis.call('XADD', keys.stream, '*', unpack(entry[2])) end
 for _, flat in ipairs(groups) do
   for i = 1, #flat, 2 do
-    if flat[i] == 'name' then redis.call('XGROUP', 'CREATE', KEYS[2], flat[i + 1], '0', 'MKSTREAM') end
+    if flat[i] == 'name' then redis.call('XGROUP', 'CREATE', keys.stream, flat[i + 1], '0', 'MKSTREAM') end
   end
 end
-note_malformed({ledger = KEYS[3], malformed = KEYS[4]}, ARGV[1], 'last id', 0, 'an id that no clock gives', '')
+note_malformed(keys, ARGV[1], 'last id', 0, 'an id that no clock gives', '')
 return 1

@@ -1,17 +1,16 @@
 -- Remove consumers that are gone: nothing pending and silent for long. Deleting one with pending entries would
 -- lose them, hence the check in the same step.
--- KEYS  void, stream
+-- KEYS  void, stream: rollouts | scoring | work
 -- ARGV  consumer group, silent for at least (ms), consumer to keep
 -- Returns  number of consumers removed
-redis.call('DEL', KEYS[1])
 local removed = 0
-local consumers = redis.pcall('XINFO', 'CONSUMERS', KEYS[2], ARGV[1])
+local consumers = redis.pcall('XINFO', 'CONSUMERS', keys.stream, ARGV[1])
 if consumers.err then return 0 end  -- no such stream or group yet
 for _, info in ipairs(consumers) do
   local consumer = {}
   for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
   if consumer.pending == 0 and consumer.idle >= tonumber(ARGV[2]) and consumer.name ~= ARGV[3] then
-    redis.call('XGROUP', 'DELCONSUMER', KEYS[2], ARGV[1], consumer.name)
+    redis.call('XGROUP', 'DELCONSUMER', keys.stream, ARGV[1], consumer.name)
     removed = removed + 1
   end
 end

@@ -2,4 +2,4 @@
 -- KEYS  open, groups, ledger, trainer
 -- Returns  that number
 -- include admit
-return groups_ahead({open = KEYS[1], groups = KEYS[2], ledger = KEYS[3]}, redis.call('HMGET', KEYS[4], 'held')[1])
+return groups_ahead(keys, redis.call('HMGET', keys.trainer, 'held')[1])

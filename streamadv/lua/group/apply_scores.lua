@@ -1,15 +1,12 @@
 -- The grouper fills in rewards that `producer.score` brought for members it had taken before, and ends their groups if
 -- those were the last ones missing.
--- KEYS  void, scored, open, groups, ended, ended_before, ledger, garbage, sizes, hash of the group of each item ...
+-- KEYS  void, scored, open, groups, ended, ended_before, ledger, garbage, sizes, group_hashes: group ...
 -- ARGV  partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups, then items as they stand in the
 --       list: '<index> <group id>' ...
 -- Returns  {outcome, data source, ...} of the groups that have ended
 -- include ended
 -- include sizes
 -- include complete
-redis.call('DEL', KEYS[1])
-local keys = {open = KEYS[3], groups = KEYS[4], ended = KEYS[5], ended_before = KEYS[6], ledger = KEYS[7],
-  garbage = KEYS[8], sizes = KEYS[9]}
 local policy = {partial_min_usable = ARGV[1], zero_variance = ARGV[2], difficulty_low = ARGV[3],
   difficulty_high = ARGV[4], dedupe_groups = tonumber(ARGV[5])}
 
@@ -33,9 +30,9 @@ end
 
 local ended = {}
 for i = 6, #ARGV do
-  if redis.call('LREM', KEYS[2], 1, ARGV[i]) == 1 then
+  if redis.call('LREM', keys.scored, 1, ARGV[i]) == 1 then
     local index, id = string.match(ARGV[i], '^(%d+) (.+)$')
-    keys.group = KEYS[i + 4]
+    keys.group = keys.group_hashes[i - 5]
     if group_state(keys) == 'open' then
       fill_in(index)
       local _, counts = group_state(keys)

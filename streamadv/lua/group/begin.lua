@@ -14,8 +14,6 @@
 -- include ended
 -- include holders
 -- include adopt
-local keys = {group = KEYS[1], open = KEYS[2], groups = KEYS[3], ended = KEYS[4], ended_before = KEYS[5],
-  ledger = KEYS[6], trainer = KEYS[7], sizes = KEYS[8]}
 local spec = admission_of(ARGV)
 
 local text = find_ended(keys, spec.id)

@@ -1,7 +1,7 @@
 -- End groups whose deadline has passed, unless records pushed before the deadline still wait in the rollouts stream:
 -- the grouper's own downtime must not lose anything. One call ends groups of EXPIRE_SLOTS slots, and the one that
 -- goes beyond.
--- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, hash of each group ...
+-- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, group_hashes: group ...
 -- ARGV  partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups, id of each group ...
 -- Returns  {groups looked at, id, outcome, data source of each that has ended ...}
 -- include clock
@@ -11,15 +11,11 @@
 -- include complete
 -- include broken
 -- include holders
-redis.call('DEL', KEYS[1])
 local EXPIRE_SLOTS = 1024
-local keys = {open = KEYS[2], groups = KEYS[4], ended = KEYS[5], ended_before = KEYS[6], ledger = KEYS[7],
-  garbage = KEYS[8], malformed = KEYS[9], sizes = KEYS[10]}
 local policy = {partial_min_usable = ARGV[1], zero_variance = ARGV[2], difficulty_low = ARGV[3],
   difficulty_high = ARGV[4], dedupe_groups = tonumber(ARGV[5])}
-local first_group, first_id = 11, 6
 local now = now_ms()
-local oldest = redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', 1)
+local oldest = redis.call('XRANGE', keys.rollouts, '-', '+', 'COUNT', 1)
 local waiting_since = oldest[1] and tonumber(string.match(oldest[1][1], '^(%d+)')) or now + 1
 
 -- Returns how many slots the group had, its outcome and data source; 0 when it is not (or no longer) due.
@@ -50,12 +46,12 @@ local function expire(id)
 end
 
 local reply, slots = {0}, 0
-for i = 0, #KEYS - first_group do
-  keys.group = KEYS[first_group + i]
-  local more, outcome, data_source = expire(ARGV[first_id + i])
-  slots, reply[1] = slots + more, i + 1
+for i, group_hash in ipairs(keys.group_hashes) do
+  keys.group = group_hash
+  local more, outcome, data_source = expire(ARGV[i + 5])
+  slots, reply[1] = slots + more, i
   if outcome then
-    reply[#reply + 1] = ARGV[first_id + i]
+    reply[#reply + 1] = ARGV[i + 5]
     reply[#reply + 1] = outcome
     reply[#reply + 1] = data_source
   end

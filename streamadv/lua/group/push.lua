@@ -1,7 +1,7 @@
 -- Register terminal records of one group: the only place of dedupe. Runs in one MULTI behind the HSETs of the
 -- payloads; what is not registered is unlinked here, so a payload without a reference cannot stay behind.
--- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes, rollouts, stream of the first scorer ('void'
---       key without scorers), payload of each record ('void' key for a record without one) ...
+-- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes, rollouts, scorer: scoring | void,
+--       payloads: payload | void ...
 -- ARGV  those of an admission, see lib/admit; '1' if the run has scorers, then for each record: index (-1 = the
 --       highest free one of those allowed), kind, reward ('' = none yet), bytes, payload key (a nonce for index -1),
 --       role, reference JSON (for the first -1 the slots that are allowed: a '0' or '1' for each from slot 0 on)
@@ -19,15 +19,13 @@
 -- include ended
 -- include holders
 -- include adopt
-local keys = {group = KEYS[1], open = KEYS[2], groups = KEYS[3], ended = KEYS[4], ended_before = KEYS[5],
-  ledger = KEYS[6], trainer = KEYS[7], sizes = KEYS[8], rollouts = KEYS[9]}
 local spec = admission_of(ARGV)
 local id, scored_later = spec.id, ARGV[ADMISSION_ARGS + 1] == '1'
-local first_payload, first_record, width = 11, ADMISSION_ARGS + 2, 7
+local first_record, width = ADMISSION_ARGS + 2, 7
 local records = (#ARGV - first_record + 1) / width
 
 local function unlink_all(reply)
-  for i = 0, records - 1 do redis.call('UNLINK', KEYS[first_payload + i]) end
+  for i = 0, records - 1 do redis.call('UNLINK', keys.payloads[i + 1]) end
   return reply
 end
 
@@ -106,7 +104,7 @@ for i = 0, records - 1 do
       registered = false
     else
       local to_scorer = scored_later and kind == 'usable' and reward == ''
-      local added = redis.pcall('XADD', to_scorer and KEYS[10] or keys.rollouts, '*', 'group_id', id, 'index', index, 'kind', kind, 'reward', reward,
+      local added = redis.pcall('XADD', to_scorer and keys.scorer or keys.rollouts, '*', 'group_id', id, 'index', index, 'kind', kind, 'reward', reward,
         'bytes', ARGV[at + 3], 'key', ARGV[at + 4], 'role', ARGV[at + 5],
         'reference', ARGV[at] == '-1' and '' or ARGV[at + 6])
       if added.err then  -- it has had its last possible id: nothing of this record stays, nor do those that follow come
@@ -120,7 +118,7 @@ for i = 0, records - 1 do
     end
   end
   if stuck then break end
-  if not registered then redis.call('UNLINK', KEYS[first_payload + i]) end
+  if not registered then redis.call('UNLINK', keys.payloads[i + 1]) end
   codes[#codes + 1] = code
 end
 
@@ -138,7 +136,7 @@ if used > 0 then
   play(keys, spec.producer)
 end
 if stuck then
-  for i = stuck, records - 1 do redis.call('UNLINK', KEYS[first_payload + i]) end
+  for i = stuck, records - 1 do redis.call('UNLINK', keys.payloads[i + 1]) end
   return redis.error_reply('STREAMEND no more entries fit into its stream')
 end
 return codes

@@ -1,33 +1,31 @@
 -- A scorer's hand-off: trajectories it has scored go on to the next scorer, or to the rollouts stream. Those of groups
 -- that have ended go straight there, sent by the scorer or the grouper.
--- KEYS  void, this scorer's stream, next stream, ledger, streams of all scorers ...
+-- KEYS  void, stream: scoring, target: scoring | rollouts, ledger, streams: scoring ...
 -- ARGV  consumer group, '1' if the next stream is the rollouts stream, then for each entry: entry id, group id,
 --       index, kind ('usable' or 'unscorable'), reward, bytes, payload key, role, reference JSON
 -- Returns  number of entries passed on; one that somebody else has finished (XDEL 0) is skipped. Not each is
 --          pending, so XACK does not tell: no scorer need ever have read what the grouper sends on.
 -- include malformed
 -- include last_id
-redis.call('DEL', KEYS[1])
-if is_at_end(KEYS[3]) then return redis.error_reply('STREAMEND no more entries fit into ' .. KEYS[3]) end
-local keys = {ledger = KEYS[4]}
+if is_at_end(keys.target) then return redis.error_reply('STREAMEND no more entries fit into ' .. keys.target) end
 local function in_scoring()
   local length = 0
-  for i = 5, #KEYS do length = length + redis.call('XLEN', KEYS[i]) end
+  for _, stream in ipairs(keys.streams) do length = length + redis.call('XLEN', stream) end
   return length
 end
 
 local passed = 0
 for at = 3, #ARGV, 9 do
-  redis.call('XACK', KEYS[2], ARGV[1], ARGV[at])
-  if redis.call('XDEL', KEYS[2], ARGV[at]) == 1 then
+  redis.call('XACK', keys.stream, ARGV[1], ARGV[at])
+  if redis.call('XDEL', keys.stream, ARGV[at]) == 1 then
     if ARGV[2] == '1' then leave(keys, 'scoring', 1, in_scoring()) end
-    redis.call('XADD', KEYS[3], '*', 'group_id', ARGV[at + 1], 'index', ARGV[at + 2], 'kind', ARGV[at + 3],
+    redis.call('XADD', keys.target, '*', 'group_id', ARGV[at + 1], 'index', ARGV[at + 2], 'kind', ARGV[at + 3],
       'reward', ARGV[at + 4], 'bytes', ARGV[at + 5], 'key', ARGV[at + 6], 'role', ARGV[at + 7],
       'reference', ARGV[at + 8])
     passed = passed + 1
   end
 end
 if ARGV[2] == '1' and passed > 0 then
-  redis.pcall('HINCRBY', KEYS[4], 'rollouts', passed)
+  redis.pcall('HINCRBY', keys.ledger, 'rollouts', passed)
 end
 return passed

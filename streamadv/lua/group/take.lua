@@ -1,9 +1,9 @@
 -- The grouper's hand-off: move records from the rollouts stream into their groups; the record that completes a
 -- group ends it in the same step.
--- KEYS  void, rollouts, open, groups, ended, ended_before, ledger, garbage, malformed, sizes, hash of each group concerned ...,
---       payload of each record that has one ...
+-- KEYS  void, rollouts, open, groups, ended, ended_before, ledger, garbage, malformed, sizes,
+--       group_hashes: group ..., (payloads: payload ...)
 -- ARGV  consumer group, partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups,
---       then for each entry: entry id, position of its group's hash in KEYS, group id, index, kind, reward, bytes,
+--       then for each entry: entry id, position of its group's hash in the list, group id, index, kind, reward, bytes,
 --       payload key, role, reference JSON
 -- Returns  {entry id, outcome, data source, ...} of each entry taken; outcome '' = its group goes on
 -- An entry that somebody else has finished (XACK 0) is skipped; a record that its group does not wait for, or whose
@@ -13,9 +13,6 @@
 -- include sizes
 -- include complete
 -- include broken
-redis.call('DEL', KEYS[1])
-local keys = {open = KEYS[3], groups = KEYS[4], ended = KEYS[5], ended_before = KEYS[6], ledger = KEYS[7],
-  garbage = KEYS[8], malformed = KEYS[9], sizes = KEYS[10]}
 local policy = {partial_min_usable = ARGV[2], zero_variance = ARGV[3], difficulty_low = ARGV[4],
   difficulty_high = ARGV[5], dedupe_groups = tonumber(ARGV[6])}
 
@@ -103,7 +100,7 @@ end
 -- What is taken, and for each group (by the position of its hash) where its records begin in ARGV.
 local acked, positions, records_of = {}, {}, {}
 for at = 7, #ARGV, 10 do
-  if redis.call('XACK', KEYS[2], ARGV[1], ARGV[at]) == 1 then
+  if redis.call('XACK', keys.rollouts, ARGV[1], ARGV[at]) == 1 then
     acked[#acked + 1] = ARGV[at]
     local position = tonumber(ARGV[at + 1])
     if not records_of[position] then
@@ -114,13 +111,13 @@ for at = 7, #ARGV, 10 do
   end
 end
 if #acked == 0 then return {} end
-redis.call('XDEL', KEYS[2], unpack(acked))
-leave(keys, 'rollouts', #acked, redis.call('XLEN', KEYS[2]))
+redis.call('XDEL', keys.rollouts, unpack(acked))
+leave(keys, 'rollouts', #acked, redis.call('XLEN', keys.rollouts))
 
 local taken = {}
 for _, position in ipairs(positions) do
   local records, first = records_of[position], 1
-  keys.group = KEYS[position]
+  keys.group = keys.group_hashes[position]
   while first <= #records do
     local last, outcome, data_source = first, nil, nil
     local state, counts = group_state(keys)

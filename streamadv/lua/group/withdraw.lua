@@ -4,19 +4,18 @@
 -- ARGV  group id, nonce of the call
 -- Returns  1 if the group was withdrawn, 0 if not
 -- include holders
-redis.call('DEL', KEYS[1])
-local group = redis.pcall('HMGET', KEYS[2], 'holders', 'slots', 'unfilled', 'abandoned')
+local group = redis.pcall('HMGET', keys.group, 'holders', 'slots', 'unfilled', 'abandoned')
 if group.err or not group[1] or group[1] == '' or #group[1] >= MAX_HOLDERS then return 0 end
 local others = {}
 for nonce in string.gmatch(group[1], '%S+') do
   if nonce ~= ARGV[2] then others[#others + 1] = nonce end
 end
 if #others == 0 and group[2] ~= group[3] then return 0 end
-redis.call('HSET', KEYS[2], 'holders', table.concat(others, ' '))
+redis.call('HSET', keys.group, 'holders', table.concat(others, ' '))
 if #others > 0 then return 0 end
-redis.call('ZADD', KEYS[3], 0, ARGV[1])
+redis.call('ZADD', keys.open, 0, ARGV[1])
 if group[4] ~= '1' then
-  redis.call('HSET', KEYS[2], 'abandoned', 1)
-  redis.call('HINCRBY', KEYS[4], 'groups_abandoned', 1)
+  redis.call('HSET', keys.group, 'abandoned', 1)
+  redis.call('HINCRBY', keys.ledger, 'groups_abandoned', 1)
 end
 return 1

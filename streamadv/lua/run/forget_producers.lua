@@ -2,9 +2,10 @@
 -- KEYS  void, producers
 -- ARGV  producer, its heartbeat as it was read, ...
 -- Returns  number of producers taken off
-redis.call('DEL', KEYS[1])
 local removed = 0
 for i = 1, #ARGV, 2 do
-  if redis.call('HGET', KEYS[2], ARGV[i]) == ARGV[i + 1] then removed = removed + redis.call('HDEL', KEYS[2], ARGV[i]) end
+  if redis.call('HGET', keys.producers, ARGV[i]) == ARGV[i + 1] then
+    removed = removed + redis.call('HDEL', keys.producers, ARGV[i])
+  end
 end
 return removed

@@ -2,9 +2,8 @@
 -- KEYS  void, ledger
 -- ARGV  shards
 -- Returns  1
-redis.call('DEL', KEYS[1])
-local there = redis.call('HMGET', KEYS[2], 'shards')[1] or '0'
+local there = redis.call('HMGET', keys.ledger, 'shards')[1] or '0'
 local back = string.sub(there, 1, 1) == '-' and string.sub(there, 2) or '-' .. there  -- as text: it may be any number
-redis.pcall('HINCRBY', KEYS[2], 'shards', back)
-redis.pcall('HINCRBY', KEYS[2], 'shards', ARGV[1])
+redis.pcall('HINCRBY', keys.ledger, 'shards', back)
+redis.pcall('HINCRBY', keys.ledger, 'shards', ARGV[1])
 return 1

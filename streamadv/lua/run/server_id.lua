@@ -1,5 +1,5 @@
 -- Which server has this key, and since when it is the primary. Changes nothing.
--- KEYS  any key of the shard: sends the question to the primary of its slot
+-- KEYS  (void)
 -- Returns  run id and replication id: another after every restart, on every other server, and on one that lost its place
 --          and got it back; nil where INFO is missing or not permitted
 local info = redis.pcall('INFO', 'server')

@@ -1,4 +1,4 @@
-"""Scripts: what they may contain, and that a server which forgot them is told again."""
+"""Scripts: what their headers say is true, what they may contain, and that a server which forgot them is told again."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import pytest
 
 from streamadv.store import acl, scripts
 from streamadv.store.connection import Connection
+from streamadv.store.keys import EntryKeys, ShardKeys, key_patterns
+from streamadv.store.scripts import parse_keys, script_call
 
 NAMES = list(scripts.files())
-#: May be refused above maxmemory: they bring data in. `status`, `ahead` and `server_id` write nothing.
-WRITERS_OF_NEW_DATA = {"push", "begin", "status", "server_id", "ahead"}
+KEYS = ShardKeys("r:0:0")
+#: May be refused above maxmemory: they bring data in. `ahead` and `server_id` write nothing.
+WRITERS_OF_NEW_DATA = {"push", "begin", "server_id", "ahead"}
 
 
 def test_a_script_has_its_name_alone() -> None:
@@ -25,30 +28,113 @@ def test_a_script_has_its_name_alone() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_script_says_what_it_takes_and_gives(name: str) -> None:
     text = scripts.files()[name].read_text()
+    assert text.startswith("-- ")  # the key table takes its place
     for word in ("KEYS", "ARGV", "Returns"):
-        assert re.search(rf"^-- (KEYS and )?{word}  ", text, re.MULTILINE) or word not in text, word
+        assert re.search(rf"^-- {word}  \S", text, re.MULTILINE) or not re.search(rf"\b{word}\b", text), word
     assert "Returns" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_is_one_of_the_run(name: str) -> None:
+    script = scripts.load(name)
+    names = [key.name for key in script.keys]
+    assert len(names) == len({*names})
+    for key in script.keys:
+        assert {*key.kinds} <= key_patterns("r").keys()
+        assert not key.is_given or key.name in key.kinds or key.name not in key_patterns("r")
+    lists = [key.is_list for key in script.keys]
+    assert lists == sorted(lists)
+    assert sum(key.is_list and not key.is_declared for key in script.keys) <= 1
+    assert script.fence is None or script.fence in names
+
+
+def without_idle_functions(text: str) -> str:
+    """Without included functions that nothing calls."""
+    for function, name in re.findall(
+        r"^(local function (\w+)\([^\n]*\n.*?^end$)", text, re.MULTILINE | re.DOTALL
+    ):
+        if len(re.findall(rf"\b{name}\b", text)) == 1:
+            return without_idle_functions(text.replace(function, ""))
+    return text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scripts_use_the_keys_they_name_and_no_others(name: str) -> None:
+    """By their names only, also in what they include."""
+    script = scripts.load(name)
+    body = without_idle_functions(re.sub("--.*", "", scripts.source(name)))
+    assert not re.search(r"\bKEYS\b", body)
+    used = {*re.findall(r"\bkeys\.(\w+)", body)}
+    set_by_script = {*re.findall(r"\bkeys\.(\w+)(?:, \w+)* =[^=]", body)}
+    named = {key.name for key in script.keys if not (key.is_void or key.is_declared)}
+    assert named - used - {script.fence} == set()
+    assert used - named - set_by_script == set()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_scripts_use_only_what_every_server_has(name: str) -> None:
     text = scripts.load(name).text
-    assert "-- include" not in text
+    assert "--" not in text
     assert not text.startswith("#!")
     assert not re.search(r"\b(cmsgpack|struct|bit)\.|sha1hex|'(KEYS|SCAN|EXPIRE)'", text)
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - WRITERS_OF_NEW_DATA))
+@pytest.mark.parametrize("name", NAMES)
 def test_the_first_write_of_a_script_needs_no_memory(name: str) -> None:
-    body = scripts.files()[name].read_text()
-    first = re.search(r"redis\.p?call\('(\w+)', (KEYS\[1\])", body)
-    assert first is not None
-    assert first[1] == "DEL"
-    assert body.index(first[0]) == body.index("redis.")
+    script = scripts.load(name)
+    assert script.keys[0].is_void == (name not in WRITERS_OF_NEW_DATA)
+    assert script.text.startswith("redis.call('DEL',KEYS[1])") == script.keys[0].is_void
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lines_keep_their_numbers_up_to_the_first_include(name: str) -> None:
+    """So an error of the server leads to the line."""
+    source = scripts.files()[name].read_text()
+    text = scripts.load(name).text
+    until = source.partition("-- include")[0].count("\n") if "-- include" in source else source.count("\n")
+    for stored, sent in zip(source.splitlines()[1:until], text.splitlines()[1:until], strict=True):
+        assert sent == stored.partition("--")[0].strip()
+
+
+def test_the_header_says_where_a_call_goes() -> None:
+    call = script_call("trained", KEYS, [1, 2, 3, ""], version=KEYS.lineage)
+    assert call.keys == [KEYS.void, KEYS.lineage]
+    call = script_call("touch", KEYS, ["g", 5, "p"], group="g")
+    assert call.keys == [KEYS.void, KEYS.open, KEYS.group("g"), KEYS.ledger]
+    call = script_call("sweep", KEYS, payloads=["a", "b"])
+    assert call.keys == [KEYS.void, KEYS.garbage, KEYS.ledger, "a", "b"]
+    assert script_call("register", EntryKeys("r"), ["r"]).by_hash[1:] == (
+        *(2, "{streamadv:runs}:void", "streamadv:runs"),
+        "r",
+    )
+
+
+def test_a_call_without_one_of_its_keys_is_an_error() -> None:
+    with pytest.raises(TypeError, match="script touch: group= is missing"):
+        script_call("touch", KEYS, ["g", 5, "p"])
+    with pytest.raises(TypeError, match="script attempt takes no group"):
+        script_call("attempt", KEYS, ["g", "1"], group="g")
+
+
+@pytest.mark.parametrize("line", ["void, a b", "void,, a", "void; a", "a: b c", "a:b"])
+def test_a_header_that_does_not_parse_is_an_error(line: str) -> None:
+    with pytest.raises(ValueError, match="KEYS"):
+        parse_keys(f"-- Something.\n-- KEYS  {line}\n-- Returns  1\n")
+
+
+def test_a_list_of_keys_may_be_empty_and_is_a_table(fake: Connection) -> None:
+    fake.scripts.rpush(KEYS.garbage, "a 5", "b 6")
+    fake.scripts.hset("a", "x", "1")
+    assert scripts.run_script(fake.scripts, script_call("sweep", KEYS, payloads=[])) == 0
+    assert (
+        scripts.run_script(fake.scripts, script_call("sweep", KEYS, ["c 1", "a 5"], payloads=["c", "a"])) == 1
+    )
+    assert not fake.scripts.exists("a")
+    assert fake.scripts.hget(KEYS.ledger, "live_bytes") == b"-5"
 
 
 def test_a_server_that_forgot_a_script_is_sent_its_text(fake: Connection) -> None:
-    call = scripts.script_call("register", ["void", "runs"], ["r"])
+    call = script_call("register", EntryKeys("r"), ["r"])
     assert scripts.run_script(fake.scripts, call) == 1
     fake.scripts.script_flush()
     assert scripts.run_script(fake.scripts, call) == 0
@@ -59,7 +145,7 @@ async def test_also_by_asyncio() -> None:
     import fakeredis
 
     client = fakeredis.FakeAsyncRedis()
-    call = scripts.script_call("register", ["void", "runs"], ["r"])
+    call = script_call("register", EntryKeys("r"), ["r"])
     assert await scripts.run_script_async(client, call) == 1
     await client.script_flush()
     assert await scripts.run_script_async(client, call) == 0
