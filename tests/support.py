@@ -17,6 +17,7 @@ import numpy as np
 import redis
 
 from streamadv.advantage import compute, worker
+from streamadv.algorithms.device import choose_device
 from streamadv.errors import NoBatchError
 from streamadv.grouping import grouper
 from streamadv.producer import Producer
@@ -33,7 +34,7 @@ from streamadv.trajectory.schema import Trajectory, parse_trajectory
 
 Forward = Callable[[float], None]
 
-CPU = compute.choose_device("cpu")
+CPU = choose_device("cpu")
 
 
 def trajectory(

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ from .poison import isolate
 from .results import counts_of
 
 logger = logging.getLogger(__name__)
-
-Device = Literal["auto", "cpu", "cuda"]
 
 #: For one computation: far above what the largest takes, the first one included, which compiles.
 TIMEOUT_S: Final = 300.0
@@ -62,17 +60,6 @@ class Computed:
     advantages: Array | None = field(default=None, compare=False)  # likewise; trainable tokens only
     is_weights: Array | None = field(default=None, compare=False)  # likewise
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
-
-
-def choose_device(device: Device) -> torch.device:
-    """`auto` is cuda when there is one. Raises SettingError when cuda is asked for and missing."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise SettingError(f"device is {device!r}, needs 'auto', 'cpu' or 'cuda'")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SettingError("device is 'cuda', this machine has none: use 'auto' or 'cpu'")
-    return torch.device(device)
 
 
 def worker_chain(item: WorkItem) -> Chain:

@@ -62,9 +62,9 @@ class ResultHeader(BaseModel):
     dead: dict[str, Death]  # groups left out
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """One entry of the results log: the results of one work item."""
+    """One entry of the results log: the results of one work item. Equal to itself only."""
 
     batch: str
     header: ResultHeader

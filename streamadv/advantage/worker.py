@@ -23,6 +23,7 @@ from redis.exceptions import OutOfMemoryError
 
 from .. import metrics
 from ..algorithms.chain import cut_chain
+from ..algorithms.device import Device, choose_device
 from ..batch.record import Death, find_record, read_records
 from ..batch.work import WorkItem, work_items
 from ..errors import BatchLostError, SettingError, WireError
@@ -40,7 +41,7 @@ from ..store.scripts import run_transaction, script_call
 from ..store.waiting import Blocked, Wait
 from ..trajectory.columns import Array
 from ..trajectory.schema import Status
-from .compute import Computed, Device, Prepared, choose_device, compute_safely, worker_chain
+from .compute import Computed, Prepared, compute_safely, worker_chain
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Where a column comes from: each one that the chain needs is pushed, or made late, by the trainer."""
+"""Late columns: those that a user's function makes with the weights being trained, instead of a producer."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import torch
 from torch import Tensor
 
 from ..algorithms.chain import Chain
+from ..algorithms.packed import PackedBatch
 from ..errors import LateColumnError, SettingError
 from ..messages import brief, one_line
 from ..trajectory.columns import COLUMN_NAME, OUTPUT_COLUMNS
-from .microbatch import MicroBatch
+from ..trajectory.payload import Payload
+from .microbatch import MicroBatch, cut, token_spans
+from .plan import Share
 
-#: Makes a late column: the micro-batch's columns in, one number per token out: [N] of any real dtype, on any device.
+#: A supplier: gets a micro-batch and returns one number per token, [N] of any real dtype, on any device.
 LateColumn = Callable[[MicroBatch], Tensor]
 
-#: Columns only the weights being trained can fill: they need a supplier, or producers that push them.
-LATE_COLUMNS = frozenset({"old_log_probs", "values"})
-
-
-#: What a trajectory is made of, and what the pipeline makes of it.
+#: Columns that only the weights being trained can fill: they need a supplier, or producers that push them.
+LATE_COLUMNS: Final = frozenset({"old_log_probs", "values"})
+#: Columns that a trajectory is made of, and those that the pipeline makes.
 NEVER_LATE: Final = frozenset({"input_ids", "response_mask", "versions", *OUTPUT_COLUMNS})
 
 
 def check_late(late: Mapping[str, LateColumn]) -> None:
-    """Raise SettingError for a column that cannot be made late, or is given no function."""
+    """Raise SettingError for a column that cannot be late, or whose supplier is no function."""
     for name, function in late.items():
         if not isinstance(name, str) or not COLUMN_NAME.fullmatch(name):
             raise SettingError(f"late: {brief(name)} is no column's name")
@@ -36,35 +37,33 @@ def check_late(late: Mapping[str, LateColumn]) -> None:
             raise SettingError(f"late: {name} is {brief(function)}, needs a function of a micro-batch")
 
 
-def late_values(name: str, function: LateColumn, micro_batch: MicroBatch) -> Tensor:
-    """[N] float32 on the micro-batch's device: what `function` gives for it, checked, without a gradient.
+def make_late_columns(
+    suppliers: Mapping[str, LateColumn], batch: PackedBatch, share: Share, payloads: Sequence[Payload]
+) -> dict[str, Tensor]:
+    """Call each supplier on every micro-batch of a rank's packed share: name -> [N] float32, in packed order.
 
-    The function gets a micro-batch of its own, so what it writes there is lost. Values of tokens that are not trained
-    on may be anything; those that are not finite become 0. Raises LateColumnError.
+    Rows that are in no micro-batch keep 0: nobody trains on them. Raises LateColumnError.
     """
-    tokens = sum(micro_batch.row_lengths)
-    where, by = (
-        f"late column {name}",
-        f"function {getattr(function, '__qualname__', type(function).__name__)}",
-    )
+    columns = {name: torch.zeros(batch.num_tokens, device=batch.device) for name in suppliers}
+    micro_batches = cut(batch, share, payloads) if suppliers else []
+    for spans, micro_batch in zip(token_spans(share), micro_batches, strict=False):
+        for name, supplier in suppliers.items():
+            values = late_values(name, supplier, micro_batch)
+            parts = torch.split(values, [stop - start for start, stop in spans])
+            for (start, stop), part in zip(spans, parts, strict=True):
+                columns[name][start:stop] = part
+    return columns
+
+
+def late_values(name: str, supplier: LateColumn, micro_batch: MicroBatch) -> Tensor:
+    """[N] float32 on the micro-batch's device, without a gradient: what the supplier returns for it, checked.
+
+    The supplier gets a copy, so nothing that it writes there stays. It may return anything for tokens that are not
+    trained on; non-finite values there become 0. Raises LateColumnError.
+    """
+    values, by = _supplied(name, supplier, micro_batch), f"function {_name_of(supplier)}"
     mask = micro_batch.response_mask.bool()
-    own = {column: values.clone() for column, values in micro_batch.columns.items()}
-    copy = MicroBatch(own, micro_batch.row_lengths, micro_batch.references, micro_batch.extras)
-    try:
-        found: Any = function(copy)
-    except (Exception, SystemExit) as error:
-        raise LateColumnError(one_line(f"{where}: {by} raised {type(error).__name__}: {error}")) from error
-    if not isinstance(found, Tensor):
-        kind = "None" if found is None else f"a {type(found).__name__}"
-        raise LateColumnError(f"{where} is {kind}, needs a tensor of shape ({tokens},), from {by}")
-    if found.shape != (tokens,):
-        shape = tuple(found.shape)
-        raise LateColumnError(
-            f"{where} has shape {shape}, needs ({tokens},): one number per token, from {by}"
-        )
-    if found.is_complex():
-        raise LateColumnError(f"{where} has dtype {found.dtype}, needs real numbers, from {by}")
-    values = found.detach().to(mask.device, torch.float32)
+    values = values.detach().to(mask.device, torch.float32)
     finite = values.isfinite()
     wrong = mask & ~finite
     if bool(wrong.any()):
@@ -72,14 +71,41 @@ def late_values(name: str, function: LateColumn, micro_batch: MicroBatch) -> Ten
         row = int((micro_batch.cu_seqlens <= first).sum()) - 1
         reference = micro_batch.references[row]
         raise LateColumnError(
-            f"{where} is not finite in float32 on {int(wrong.sum())} trainable tokens, first {float(values[first])} in "
-            f"{reference.group_id}/{reference.rollout_index}: look at {by}"
+            f"late column {name} is not finite in float32 on {int(wrong.sum())} trainable tokens, "
+            f"first {float(values[first])} in {reference.group_id}/{reference.rollout_index}: look at {by}"
         )
     return torch.where(finite, values, 0.0)
 
 
+def _supplied(name: str, supplier: LateColumn, micro_batch: MicroBatch) -> Tensor:
+    """[N] of real numbers: what the supplier returns for a copy of the micro-batch. Raises LateColumnError."""
+    where, by = f"late column {name}", f"function {_name_of(supplier)}"
+    columns = {column: values.clone() for column, values in micro_batch.columns.items()}
+    copy = MicroBatch(columns, micro_batch.row_lengths, micro_batch.references, micro_batch.extras)
+    try:
+        values: Any = supplier(copy)
+    except (Exception, SystemExit) as error:
+        raise LateColumnError(one_line(f"{where}: {by} raised {type(error).__name__}: {error}")) from error
+    tokens = micro_batch.num_tokens
+    if not isinstance(values, Tensor):
+        kind = "None" if values is None else f"a {type(values).__name__}"
+        raise LateColumnError(f"{where} is {kind}, needs a tensor of shape ({tokens},), from {by}")
+    if values.shape != (tokens,):
+        shape = tuple(values.shape)
+        raise LateColumnError(
+            f"{where} has shape {shape}, needs ({tokens},): one number per token, from {by}"
+        )
+    if values.is_complex():
+        raise LateColumnError(f"{where} has dtype {values.dtype}, needs real numbers, from {by}")
+    return values
+
+
+def _name_of(supplier: LateColumn) -> str:
+    return str(getattr(supplier, "__qualname__", type(supplier).__name__))
+
+
 def pushed_columns(chain: Chain, late: Iterable[str], pushed: Sequence[str]) -> frozenset[str]:
-    """Columns that producers have to push. Raises SettingError when a needed column has no supplier."""
+    """Columns of the chain that producers have to push. Raises SettingError for one that nobody supplies."""
     made: set[str] = set()
     for step in chain.steps:
         for name in step.needs:

@@ -1,22 +1,30 @@
-"""What the trainer iterates over: a batch of micro-batches, packed or padded."""
+"""What a training loop gets: a batch of micro-batches, packed or padded, and how a rank's share is cut into them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..trajectory.columns import Array
+from ..algorithms.packed import PackedBatch
+from ..trajectory.columns import KNOWN_COLUMNS, Array
 from ..trajectory.payload import Payload, payload_trajectory
 from ..trajectory.reference import Reference
 from ..trajectory.schema import Trajectory
+from .plan import Share
 
 
 class Columns:
-    """Columns as attributes: `mb.input_ids`, `mb.advantages`, and any other by its name."""
+    """Columns as attributes: `mb.input_ids`, `mb.advantages`, and any other by its name.
+
+    `columns` holds them by name, `name in mb` says whether there is one. An attribute that is no column raises
+    AttributeError, which lists those there are.
+    """
 
     def __init__(self, columns: Mapping[str, Tensor]) -> None:
         self.columns = dict(columns)
@@ -33,17 +41,36 @@ class Columns:
 
 
 class PaddedBatch(Columns):
-    """Columns as [B, T], right padded with 0, and `attention_mask` [B, T] uint8."""
+    """The columns of a micro-batch as [R, T]: one row each, right padded with 0 to the longest of T tokens.
+
+    `attention_mask` [R, T] uint8 is 1 on tokens; `position_ids` [R, T] int64 count from 0.
+    """
+
+    def __repr__(self) -> str:
+        shape = tuple(self.columns["attention_mask"].shape)
+        return f"PaddedBatch(shape={shape}, columns={list(self.columns)})"
 
 
 class MicroBatch(Columns):
-    """Rows one rank runs at once, end to end: every column is [N] on the queue's device.
+    """R rows that one rank runs at once, laid end to end without padding: N tokens, every column [N] on one device.
 
-    `cu_seqlens` [R + 1] int32: row r holds tokens cu_seqlens[r] : cu_seqlens[r + 1] (what variable-length
-    attention kernels take); `position_ids` [N] int64 counts from 0 in every row. An empty micro-batch (R = 0)
-    keeps ranks in step and weighs nothing. Where rows lie side by side a column is a view of the batch's, which on
-    a CPU `batch.delivered` shares: do not write into it.
+    Always present: `input_ids` int32, `response_mask` uint8 (1 = trained on), `advantages` and `returns` float32,
+    unless the chain makes none. Further columns are those that every trajectory of the batch was pushed with
+    (`rollout_log_probs`, `ref_log_probs`, `values` ... float32, extra columns in their own dtype), late columns
+    (float32), and what the chain adds (`rollout_is_weights`, `sample_weights` ... float32).
+
+    An empty micro-batch (R = 0) keeps the ranks of a job in step and adds nothing to a loss. Where rows lie side by
+    side a column is a view of the batch's, which on a CPU `batch.delivered` shares: do not write into it.
     """
+
+    cu_seqlens: Tensor
+    """[R + 1] int32: row r holds tokens cu_seqlens[r] : cu_seqlens[r + 1], as variable-length attention takes it."""
+    row_lengths: list[int]
+    """Tokens of each row, R numbers on the host."""
+    references: list[Reference]
+    """The trajectory of each row: group_id, rollout_index, reward, versions, data_source and more."""
+    extras: dict[str, list[Array]]
+    """Extra columns that do not have one value per token: name -> one numpy array for each row."""
 
     def __init__(
         self,
@@ -58,28 +85,39 @@ class MicroBatch(Columns):
         ends = torch.cumsum(lengths, 0)
         self.cu_seqlens = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
         self.row_lengths = list(row_lengths)
-        self.references = list(references)  # of each row's trajectory
-        self.extras = dict(extras)  # extra columns that are not per token, one array per row
+        self.references = list(references)
+        self.extras = dict(extras)
+
+    def __repr__(self) -> str:
+        return (
+            f"MicroBatch(rows={self.num_rows}, tokens={self.num_tokens}, device={str(self.cu_seqlens.device)!r}, "
+            f"columns={list(self.columns)}, extras={list(self.extras)})"
+        )
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """[N] int64: made when first asked for, it weighs as much as two float columns."""
+        """[N] int64, counts from 0 in every row. Made when first asked for: it weighs as much as two float columns."""
         offsets = self.cu_seqlens.to(torch.int64)
-        total = sum(self.row_lengths)
-        starts = torch.repeat_interleave(offsets[:-1], torch.diff(offsets), output_size=total)
-        return torch.arange(total, device=offsets.device) - starts
+        starts = torch.repeat_interleave(offsets[:-1], torch.diff(offsets), output_size=self.num_tokens)
+        return torch.arange(self.num_tokens, device=offsets.device) - starts
 
     @property
     def num_rows(self) -> int:
+        """R."""
         return len(self.row_lengths)
 
+    @property
+    def num_tokens(self) -> int:
+        """N, prompt tokens included."""
+        return sum(self.row_lengths)
+
     def padded(self) -> PaddedBatch:
-        """The same columns as [R, T] with T the longest row."""
+        """The same columns as [R, T], T the tokens of the longest row."""
         width = max(self.row_lengths, default=0)
         place = torch.arange(width, device=self.cu_seqlens.device)
         mask = place < torch.diff(self.cu_seqlens)[:, None]
         # Read, with a zero behind the last token: torch cannot write unsigned integers by index.
-        index = torch.where(mask, self.cu_seqlens[:-1, None] + place, len(self.position_ids))
+        index = torch.where(mask, self.cu_seqlens[:-1, None] + place, self.num_tokens)
         padded = {}
         for name, values in {**self.columns, "position_ids": self.position_ids}.items():
             padded[name] = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])[index]
@@ -93,7 +131,7 @@ class Delivered:
     reference: Reference
     payload: Payload
     outputs: Mapping[str, Array]  # advantages, returns ... one value per token, rows end to end
-    staleness: int | None
+    staleness: int | None  # in versions; None for a trajectory without one
 
     def trajectory(self, k: int) -> Trajectory:
         """As a line of an interchange file: everything pushed, and the outputs."""
@@ -109,28 +147,46 @@ class Delivered:
 
 @dataclass(frozen=True)
 class Batch:
-    """Batch k as one rank sees it. Iterate over it for this rank's micro-batches.
+    """Batch k as one rank sees it: iterate over it for this rank's micro-batches, `len(batch)` of them.
 
-    `num_tokens` (trainable ones), `num_rows` and `num_trajectories` are those of the whole batch on all ranks:
-    divide a summed loss by them (times the world size under DDP, which averages). With several ranks they count
-    also the trajectories that a rank could not read and has left out of its micro-batches.
+    Every rank has the same number of micro-batches; the last ones may be empty. `num_tokens`, `num_rows` and
+    `num_trajectories` count the whole batch on all ranks: divide a summed loss by one of them (and multiply it by the
+    world size under DDP, which averages). With several ranks they also count trajectories that a rank could not read
+    and has left out of its micro-batches.
     """
 
-    version: int  # k: the version being trained; training on it makes k + 1
+    version: int
+    """k, the model version that is trained; training on the batch makes version k + 1."""
     id: str
+    """Tells this batch k from one named after a rollback."""
     micro_batches: list[MicroBatch]
+    """This rank's, in the order of the plan."""
     num_tokens: int
+    """Trainable tokens of the whole batch: those that `response_mask` marks."""
     num_rows: int
+    """Rows of the whole batch."""
     num_trajectories: int
-    references: list[Reference] = field(repr=False)  # of every trajectory of the batch
-    staleness: list[int | None]  # likewise
-    logged_s: list[float] = field(repr=False)  # likewise: when its group was complete (server's clock)
+    """Trajectories of the whole batch."""
+    references: list[Reference] = field(repr=False)
+    """All trajectories of the whole batch, sorted by (group_id, rollout_index)."""
+    staleness: list[int | None] = field(repr=False)
+    """For each of `references`, k minus the oldest version that made its tokens; None for one without a version."""
+    logged_s: list[float] = field(repr=False)
+    """For each of `references`, when its group was complete: seconds since the epoch, by the server's clock."""
     metrics: dict[str, float]
+    """Means over the batch by name, such as `critic/rewards/mean`, and what was dropped since the batch before."""
     make_delivered: Callable[[], list[Delivered]] = field(repr=False)
+    """For the library: makes `delivered`."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Batch(version={self.version}, id={self.id!r}, micro_batches={len(self.micro_batches)}, "
+            f"trajectories={self.num_trajectories}, rows={self.num_rows}, tokens={self.num_tokens})"
+        )
 
     @cached_property
     def delivered(self) -> list[Delivered]:
-        """This rank's trajectories: made when first asked for, a training loop needs the micro-batches only."""
+        """This rank's trajectories with payload and outputs. Made when first asked for: a training loop needs none."""
         return self.make_delivered()
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -140,5 +196,70 @@ class Batch:
         return len(self.micro_batches)
 
     def trajectories(self) -> Iterator[Trajectory]:
-        """This rank's trajectories with all columns and outputs."""
+        """This rank's trajectories with all columns and outputs, as interchange files have them."""
         return (item.trajectory(self.version) for item in self.delivered)
+
+
+def cut(batch: PackedBatch, share: Share, payloads: Sequence[Payload]) -> list[MicroBatch]:
+    """Cut a rank's packed share into its micro-batches.
+
+    batch, payloads: in the order of the share's references. Extra columns that every payload has come along.
+    """
+    per_token, per_row = _extras(payloads)
+    columns = dict(batch.columns)
+    for name, arrays in per_token.items():
+        columns[name] = torch.tensor(np.concatenate(arrays), device=batch.device)
+    micro_batches = []
+    for refs, spans in zip(share.rows, token_spans(share), strict=True):
+        references = [share.references[ref.trajectory] for ref in refs]
+        lengths = [reference.row_lengths[ref.row] for reference, ref in zip(references, refs, strict=True)]
+        extras = {name: [rows[ref.trajectory][ref.row] for ref in refs] for name, rows in per_row.items()}
+        parts = {name: _tokens(values, spans) for name, values in columns.items()}
+        micro_batches.append(MicroBatch(parts, lengths, references, extras))
+    return micro_batches
+
+
+def token_spans(share: Share) -> list[list[tuple[int, int]]]:
+    """For each micro-batch, the token spans of its rows in the packed share; rows side by side make one span."""
+    starts: list[list[int]] = []  # of each trajectory's rows, and its end
+    for reference in share.references:
+        first = starts[-1][-1] if starts else 0
+        starts.append(list(accumulate(reference.row_lengths, initial=first)))
+    spans_by_micro_batch = []
+    for refs in share.rows:
+        spans: list[tuple[int, int]] = []
+        for ref in refs:
+            start, stop = starts[ref.trajectory][ref.row : ref.row + 2]
+            if spans and spans[-1][1] == start:
+                start = spans.pop()[0]
+            spans.append((start, stop))
+        spans_by_micro_batch.append(spans)
+    return spans_by_micro_batch
+
+
+def _tokens(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """[N of the spans, ...]: the values of these tokens; a view if one span holds them all."""
+    parts = [values[start:stop] for start, stop in spans]
+    return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else values[:0]
+
+
+def _extras(payloads: Sequence[Payload]) -> tuple[dict[str, list[Array]], dict[str, list[list[Array]]]]:
+    """Extra columns that every payload has.
+
+    First those with one value per token, name -> one array per trajectory; then the others, name -> for each
+    trajectory one array per row.
+    """
+    names = set.intersection(*(set(p.columns) - set(KNOWN_COLUMNS) for p in payloads)) if payloads else set()
+    per_token: dict[str, list[Array]] = {}
+    per_row: dict[str, list[list[Array]]] = {}
+    specs_by_payload = [payload.header.columns for payload in payloads] if names else []
+    for name in sorted(names):
+        lengths = [specs[name].lengths for specs in specs_by_payload]
+        if all(row_lengths is None for row_lengths in lengths):
+            per_token[name] = [payload.columns[name] for payload in payloads]
+        else:
+            per_row[name] = [
+                np.split(payload.columns[name], np.cumsum(row_lengths or ())[:-1])
+                for payload, row_lengths in zip(payloads, lengths, strict=True)
+            ]
+    return per_token, per_row

@@ -6,9 +6,24 @@ and another world size after a restart simply plans again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from heapq import heapreplace
 from typing import NamedTuple, Protocol
+
+import torch
+
+from ..batch.commit import terminal_states
+from ..trajectory.reference import Reference
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One process of a training job."""
+
+    number: int  # 0 to world_size - 1; rank 0 leads
+    world_size: int
+    device: torch.device  # of its micro-batches
 
 
 class Sized(Protocol):
@@ -19,10 +34,50 @@ class Sized(Protocol):
 
 
 class RowRef(NamedTuple):
-    """A row of a batch: position of its trajectory among the planned ones, and of the row in it."""
+    """A row: the position of its trajectory in the list that the plan is made for, and its own number in that."""
 
     trajectory: int
     row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part of a batch.
+
+    Everything the rank makes for the batch (payloads, packed columns, outputs) has the order of `references`, and
+    `rows` count in it.
+    """
+
+    trained: list[Reference]  # all trajectories of the batch, on all ranks: the batch's counts go by them
+    references: list[Reference]  # this rank's
+    rows: list[list[RowRef]]  # of each micro-batch
+
+
+def share_of(
+    references: Sequence[Reference],
+    budget: int | None,
+    rank: Rank,
+    left_out: Container[tuple[str, int]] = frozenset(),
+) -> Share:
+    """This rank's share of a batch, given all references of its living groups in batch order.
+
+    left_out: (group_id, rollout_index) of trajectories that some rank could not read. Their rows are in no
+    micro-batch, but the plan counts them: the other ranks, which share it, do not know of them.
+    """
+    states = terminal_states(references, budget)
+    trained = [reference for reference, state in zip(references, states, strict=True) if state == "trained"]
+    planned = plan(trained, rank.world_size, budget)[rank.number]
+    owned = [
+        position
+        for position in sorted({ref.trajectory for refs in planned for ref in refs})
+        if (trained[position].group_id, trained[position].rollout_index) not in left_out
+    ]
+    place = {position: number for number, position in enumerate(owned)}
+    rows = [
+        [RowRef(place[ref.trajectory], ref.row) for ref in refs if ref.trajectory in place]
+        for refs in planned
+    ]
+    return Share(trained, [trained[position] for position in owned], rows)
 
 
 def plan(trajectories: Sequence[Sized], world_size: int, budget: int | None) -> list[list[list[RowRef]]]:

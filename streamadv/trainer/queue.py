@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..advantage.compute import Device, choose_device
 from ..algorithms.chain import build_chain
 from ..algorithms.chain.config import ChainConfig
+from ..algorithms.device import Device, choose_device
 from ..batch import record as batch_record
 from ..batch.job import check_job, count_queue, find_job, random_job
 from ..batch.lineage import Lineage
@@ -26,7 +26,13 @@ from ..batch.progress import DURABILITY_WINDOW_S, Progress
 from ..batch.record import BatchRecord
 from ..batch.selection import NamingSettings
 from ..batch.session import Follower, NotHeldError, Session, Wanted
-from ..errors import NoBatchError, ServerUnreachableError, SettingError
+from ..errors import (
+    BatchLostError,
+    NoBatchError,
+    ServerUnreachableError,
+    SettingError,
+    UndecodableGroupError,
+)
 from ..run import Run, open_run
 from ..run.manifest import RunSettings
 from ..status.watchdog import Limits, Watchdog
@@ -35,6 +41,7 @@ from ..store.retry import RETRYABLE, T, patiently
 from .late_columns import LateColumn, check_late, pushed_columns
 from .microbatch import Batch
 from .patience import Patience
+from .plan import Rank
 from .reader import STAGE, BatchReader
 from .report import observe
 
@@ -143,7 +150,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._greeted = False
         self._progress = Progress(durability_window)
         self._current: Batch | None = None
-        self._reader = BatchReader(rank, world_size, choose_device(device), late)
+        self._reader = BatchReader(Rank(rank, world_size, choose_device(device)), late)
 
     # Iteration
 
@@ -188,42 +195,74 @@ class TrainerQueue(IterableDataset[Batch]):
                 ended = session.find(self._next) is None and session.has_ended(self._next)
                 if session.look_ahead(ended, max_groups):
                     patience.progress()
-                if (batch := self._reader.collect(session)) is not None:
-                    with suppress(*RETRYABLE, NotHeldError):  # the next call does it again
-                        session.look_ahead(False, max_groups)
-                        self._reader.read_ahead(session, session.find(self._next))
+                batch = self._collect(session)
+                if batch is not None:
                     self._current = batch
-                    if self._watchdog is not None:
-                        self._watchdog.progress()
-                    if self._rank == 0:
-                        observe(batch, time.monotonic() - started)
+                    self._prepare_next(session, max_groups)
+                    self._report(batch, time.monotonic() - started)
                     return batch
                 if ended and session.scanned and session.find(self._next) is None:
                     session.tell_end(self._progress.ends + 1)
                     self._progress.end()
                     return None
-                patience.look(session)
-                if patience.is_over:
-                    raise NoBatchError(
-                        f"no new group for {timeout:g} s (run {self._run_name}, batch {self._next}): "
-                        f"{Watchdog(session.run, self._limits).reasons()}"
-                    )
-                if self._watchdog is not None:
-                    self._watchdog.look()
-                else:
-                    patience.because(session.waits_for(self._next))
-                block_ms = BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1)
-                self._reader.wait(session, block_ms, max_groups, self._stop)
+                self._wait_for_news(session, patience, max_groups)
             except NotHeldError as error:
                 if patience.is_over:
                     raise NoBatchError(
                         f"no batch within {timeout:g} s (run {self._run_name}, rank {self._rank}): {error}"
                     ) from None
-                patience.wait(error)
+                patience.wait_for_hold(error)
             except RETRYABLE as error:
                 patience.outage.pause_after(error)
             else:
-                patience.over()
+                patience.held()
+
+    def _collect(self, session: Session) -> Batch | None:
+        """The next batch, without what cannot be read of it; None if there is none yet.
+
+        The one place that decides what a missing or unreadable group means. Raises BatchLostError.
+        """
+        while True:
+            try:
+                return self._reader.collect(session)
+            except (BatchLostError, UndecodableGroupError) as error:
+                if not session.has_same_servers():
+                    return None  # recent writes are lost: the next turn takes the run again and repeats them
+                if isinstance(error, BatchLostError):
+                    raise
+                if not self._reader.exclude(session, error):
+                    return None
+
+    def _prepare_next(self, session: Session, max_groups: int | None) -> None:
+        """Name the batch after the one in hand and read it ahead. The next call repeats what fails here."""
+        with suppress(*RETRYABLE, NotHeldError):
+            session.look_ahead(False, max_groups)
+            self._reader.read_ahead(session, session.find(self._next))
+
+    def _report(self, batch: Batch, wait_s: float) -> None:
+        if self._watchdog is not None:
+            self._watchdog.progress()
+        if self._rank == 0:
+            observe(batch, wait_s)
+
+    def _wait_for_news(self, session: Session, patience: Patience, max_groups: int | None) -> None:
+        """Wait for results or groups, for a part of the timeout at most.
+
+        Raises NoBatchError when the timeout is over, and the watchdog's errors where waiting cannot end.
+        """
+        timeout = patience.timeout
+        patience.look(session)
+        if patience.is_over:
+            raise NoBatchError(
+                f"no new group for {timeout:g} s (run {self._run_name}, batch {self._next}): "
+                f"{Watchdog(session.run, self._limits).reasons()}"
+            )
+        if self._watchdog is not None:
+            self._watchdog.look()
+        else:
+            patience.wait_for_batch(session.waits_for(self._next))
+        block_ms = BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1)
+        self._reader.wait(session, block_ms, max_groups, self._stop)
 
     # What the training loop says
 
@@ -295,7 +334,7 @@ class TrainerQueue(IterableDataset[Batch]):
                 try:
                     return call()
                 except NotHeldError as error:
-                    patience.wait(error)
+                    patience.wait_for_hold(error)
 
         return patiently(called, STAGE, sleep=self._pause)
 

@@ -1,4 +1,4 @@
-"""Reading batches: what one rank does from the record of a batch to the batch as its training loop gets it."""
+"""From the record of the next batch to the batch itself, on one rank: collect results, read payloads, deliver."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-import torch
-
 from ..advantage.results import Result, assign, misfit
+from ..batch import commit as batch_commit
 from ..batch.record import BatchRecord, Death
 from ..batch.session import Session
 from ..batch.work import WorkItem, work_items
 from ..errors import BatchLostError, UndecodableGroupError
-from ..grouping.groups_log import read_groups
+from ..grouping.groups_log import LoggedGroup, Pointer, read_groups
+from ..run.malformed import reject_logged
 from ..store.retry import RETRYABLE
-from .delivery import Fetched, deliver
-from .fetch import ReadAhead
+from .delivery import ComputedBatch, deliver
+from .fetch import Prefetched, ReadAhead
 from .late_columns import LateColumn
 from .microbatch import Batch
+from .plan import Rank
 from .report import passed_over
-from .results_log import ResultsLogs
+from .results_log import ResultsLog, Stray
+from .wait import wait_for_news
 
 logger = logging.getLogger(__name__)
 
@@ -30,65 +32,74 @@ STAGE: Final = "trainer"
 
 
 class BatchReader:
-    """What one rank has read of results and payloads of batches that are not delivered yet."""
+    """What one rank has read of batches that are not delivered yet: their results, and payloads of the next one."""
 
-    def __init__(
-        self, rank: int, world_size: int, device: torch.device, late: Mapping[str, LateColumn]
-    ) -> None:
-        self._rank, self._world_size = rank, world_size
-        self._device = device
+    def __init__(self, rank: Rank, late: Mapping[str, LateColumn]) -> None:
+        self._rank = rank
         self._late = late
-        self._ready = ResultsLogs()
+        self._log = ResultsLog()
         self.ahead: ReadAhead | None = None  # of the batch to be delivered next
 
     def restart(self) -> None:
-        """A new session has begun: read the logs from their start."""
-        self._ready = ResultsLogs()
+        """A new session has begun: read the results logs from their start."""
+        self._log = ResultsLog()
 
     def wait(self, session: Session, block_ms: int, max_groups: int | None, stop: threading.Event) -> None:
-        """As `ResultsLogs.wait`."""
-        self._ready.wait(session, block_ms, max_groups, stop)
+        """Wait for new results, or for groups: see `wait_for_news`."""
+        wait_for_news(session, self._log.cursors, block_ms, max_groups, stop)
 
     def collect(self, session: Session) -> Batch | None:
-        """The next batch if all its results are there. Raises BatchLostError if the server no longer has its groups."""
+        """Deliver the next batch. None while it is not named, or some of its results have not been published.
+
+        Raises BatchLostError if the server no longer has its groups, UndecodableGroupError if some cannot be read:
+        pass that to `exclude` and call again. Also LateColumnError and SettingError.
+        """
         record = session.find(session.progress.delivered)
         if record is None:
             return None
         self.read_ahead(session, record)
-        items = work_items(record)
-        self._ready.read(session)
-        results = self._ready.results_of(record, items)
-        if results is None:
+        self._read_results(session)
+        computed = self._computed(session, record)
+        if computed is None:
             return None
+        prefetched = self.ahead.result() if self.ahead else Prefetched({})
         try:
-            batch = self._deliver(session, record, items, results)
-        except BatchLostError:
-            if session.has_same_servers():
-                raise
-            return None  # lost a moment ago, with the last moments of a server: to be recovered from
-        if batch is None:
-            return None
+            batch = deliver(session.run, computed, self._rank, self._late, prefetched)
+        except UndecodableGroupError as error:
+            read_groups(session.run, _pointers(record, error))  # BatchLostError: they are gone, not broken
+            raise
         batch.metrics.update(passed_over(session.passed_over, batch))
         session.passed_over.clear()
-        self._ready.forget(record)
+        self._log.forget(record.id)
         self.stop()
         session.progress.deliver(record)
         return batch
 
+    def exclude(self, session: Session, error: UndecodableGroupError) -> bool:
+        """Exclude what `collect` could not read from the next batch: its groups become dead letters.
+
+        A rank among several leaves out its trajectories only: the others do not know, and keep to the plan. False if
+        the batch was lost or committed meanwhile.
+        """
+        logger.error("%s: %s", STAGE, error)
+        record = session.find(session.progress.delivered)
+        if record is None:
+            return False
+        if self._rank.world_size > 1:
+            return session.leave_out(record, error.problems)
+        deaths: dict[str, Death] = {}
+        for (group_id, _), text in error.problems.items():
+            deaths.setdefault(group_id, Death("undecodable", text))
+        session.bury(record, deaths)
+        return True
+
     def read_ahead(self, session: Session, record: BatchRecord | None) -> None:
-        """Have the payloads fetched while results, or the trainer, are waited for. Errors are met again then."""
+        """Have a batch's payloads fetched while something is waited for. `collect` meets errors again."""
         if record is not None and (self.ahead is None or self.ahead.batch != record.id):
             self.stop()
             with suppress(BatchLostError, *RETRYABLE):
                 groups = session.read_groups(record, ())
-                self.ahead = ReadAhead(
-                    session.run,
-                    record,
-                    groups,
-                    rank=self._rank,
-                    world_size=self._world_size,
-                    device=self._device,
-                )
+                self.ahead = ReadAhead(session.run, record, groups, self._rank)
 
     def stop(self) -> None:
         """Fetch nothing ahead."""
@@ -96,50 +107,54 @@ class BatchReader:
             self.ahead.stop()
         self.ahead = None
 
-    def _deliver(
-        self, session: Session, record: BatchRecord, items: Sequence[WorkItem], results: Sequence[Result]
-    ) -> Batch | None:
-        """This rank's part of the batch without the groups that turn out to be dead.
+    def _read_results(self, session: Session) -> None:
+        """Read the results logs on. Rank 0 removes what belongs to no batch of the run."""
+        batches = {record.id for record in session.records.values()} if session.leads else None
+        strays = self._log.read(session.run, batches)
+        # On a server that lost recent writes a stray may belong to a batch: the next session decides.
+        if session.leads and strays and session.has_same_servers():
+            _remove(session, strays)
 
-        A rank among several leaves out the trajectories only: the others do not know, and keep to the plan.
-
-        None when results are not what their work item gives (they are forgotten), or a server is another one now.
-        """
-        deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
-        while True:
+    def _computed(self, session: Session, record: BatchRecord) -> ComputedBatch | None:
+        """The batch with its results, without dead groups. None while some results have not been published."""
+        items = work_items(record)
+        while (results := self._log.results_of(record.id, items)) is not None:
+            deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
             dead, left_out = session.bury(record, deaths)
             groups = session.read_groups(record, dead)
-            by_id = {group.group_id: group for group in groups}
-            for item, result in zip(items, results, strict=True):
-                problem = misfit(result, item, by_id)
-                if problem is not None:
-                    logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem)
-                    self._ready.refuse(record, item)
-                    return None
-            try:
-                return deliver(
-                    session.run,
-                    record,
-                    groups,
-                    assign(items, {result.header.unit: result for result in results}, groups),
-                    results,
-                    rank=self._rank,
-                    world_size=self._world_size,
-                    device=self._device,
-                    late=self._late,
-                    ahead=Fetched({}) if self.ahead is None else self.ahead.result(),
-                    left_out=left_out,
-                )
-            except UndecodableGroupError as error:
-                if not session.has_same_servers():
-                    return None  # as in `collect`: no fault of the data
-                logger.error("%s: %s", STAGE, error)
-                ids = {group_id for group_id, _ in error.problems}
-                found = [pointer for pointer in record.groups if pointer.group_id in ids]
-                read_groups(session.run, found)  # lost with their payloads: BatchLostError
-                if self._world_size > 1:
-                    if not session.leave_out(record, error.problems):
-                        return None
-                    continue
-                for (group_id, _), text in error.problems.items():
-                    deaths.setdefault(group_id, Death("undecodable", text))
+            foreign = _first_misfit(items, results, groups)
+            if foreign is None:
+                by_number = {result.header.unit: result for result in results}
+                return ComputedBatch(record, groups, assign(items, by_number, groups), results, left_out)
+            result, problem = foreign
+            logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem)
+            self._log.remove(result)
+        return None
+
+
+def _first_misfit(
+    items: Sequence[WorkItem], results: Sequence[Result], groups: Sequence[LoggedGroup]
+) -> tuple[Result, str] | None:
+    """A result that is not of its work item, and why; None if all fit. Only foreign processes publish such."""
+    by_id = {group.group_id: group for group in groups}
+    for item, result in zip(items, results, strict=True):
+        problem = misfit(result, item, by_id)
+        if problem is not None:
+            return result, problem
+    return None
+
+
+def _pointers(record: BatchRecord, error: UndecodableGroupError) -> list[Pointer]:
+    group_ids = {group_id for group_id, _ in error.problems}
+    return [pointer for pointer in record.groups if pointer.group_id in group_ids]
+
+
+def _remove(session: Session, strays: Sequence[Stray]) -> None:
+    run = session.run
+    for stray in strays:
+        if stray.problem is None:
+            # Published while the batch was committed or undone, after that had looked for results to delete.
+            batch_commit.undo(run, stray.shard, stray.batch, session.epoch)
+        else:
+            log = run.keys.shard(stray.shard).results
+            reject_logged(run, stray.shard, log, stray.entry, stray.problem, record=False)

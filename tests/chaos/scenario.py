@@ -16,6 +16,7 @@ import pytest
 
 from streamadv.advantage import compute
 from streamadv.advantage import worker as advantage
+from streamadv.algorithms.device import choose_device
 from streamadv.errors import GroupEndedError, NoBatchError, StreamadvError, TrajectoryError
 from streamadv.grouping import grouper as grouping
 from streamadv.grouping.scorer import Scorer
@@ -249,7 +250,7 @@ def grouper(world: World) -> Life:
 def worker(world: World) -> Life:
     run = open_run(world.connection, world.run_name, SETTINGS)
     consumer: Consumer = consumer_of(run, ADVANTAGE, lease_s=0.0)
-    cpu = compute.choose_device("cpu")
+    cpu = choose_device("cpu")
     while True:
         for entry in consumer.read(1):
             prepared = advantage.prepare(run, entry)

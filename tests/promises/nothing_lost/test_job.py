@@ -33,7 +33,7 @@ from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.retry import RETRYABLE
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trainer.results_log import ResultsLogs
+from streamadv.trainer.reader import BatchReader
 from tests.support import (
     compute_all,
     consumer_of,
@@ -799,7 +799,7 @@ def test_new_groups_are_progress(server_of_job: Server, run: str) -> None:
     joined = filled(server_of_job.connection, run, 0, finish=False)
     ranks = ranks_of(joined, 2, batch_groups=7)
     pushed = iter(range(7))
-    wait = ResultsLogs.wait
+    wait = BatchReader.wait
 
     for queue in ranks:
         assert queue.epoch
@@ -812,7 +812,7 @@ def test_new_groups_are_progress(server_of_job: Server, run: str) -> None:
             compute_all(joined)
             wait(self, *arguments)
 
-        patch.setattr(ResultsLogs, "wait", push)
+        patch.setattr(BatchReader, "wait", push)
         assert ranks[0].next_batch(timeout=0.02) is not None
 
 

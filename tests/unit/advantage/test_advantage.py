@@ -10,7 +10,7 @@ from redis.client import Pipeline
 from redis.exceptions import ExecAbortError
 
 from streamadv.advantage import compute, worker
-from streamadv.advantage.compute import choose_device
+from streamadv.algorithms.device import choose_device
 from streamadv.errors import NoBatchError, SettingError
 from streamadv.run import Run
 from streamadv.run.consumer import ADVANTAGE

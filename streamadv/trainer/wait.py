@@ -1,0 +1,93 @@
+"""Waiting for news: new results, or enough groups for another batch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from redis.exceptions import ResponseError
+
+from ..batch.session import Session
+
+#: How long rank 0 leaves the groups logs alone while a whole batch is missing, in seconds.
+REST_S: Final = 0.05
+
+
+class GroupPolls:
+    """When rank 0 looks at the groups logs again: one look costs three round trips, too many for each new group.
+
+    The rest between two looks shrinks to 0 as the next batch fills, so the group that fills it is seen at once.
+    """
+
+    def __init__(self, session: Session, max_groups: int | None) -> None:
+        self._session = session
+        self._max_groups = max_groups
+        self._due = 0.0
+        self.rest()
+
+    def rest(self) -> None:
+        """A look has just ended."""
+        self._due = time.monotonic() + REST_S * self._session.share_behind_next(self._max_groups)
+
+    @property
+    def rest_ms(self) -> int:
+        """Milliseconds to the next look, at least 0; 0 also where this session names no batches."""
+        return max(0, _ms_until(self._due)) if self._session.waits_for_groups else 0
+
+    def look(self) -> bool:
+        """Read on in the groups logs. True if another batch can be named."""
+        if self._session.could_name(self._max_groups):
+            return True
+        self.rest()
+        return False
+
+
+def wait_for_news(
+    session: Session, cursors: Mapping[int, str], block_ms: int, max_groups: int | None, stop: threading.Event
+) -> None:
+    """Return when a result has come or another batch can be named, at the latest after `block_ms`.
+
+    cursors: last entry read of each shard's results log. The shards get equal parts of the time, one after another.
+    """
+    shards = range(len(session.run.keys.shards))
+    part_ms = max(1, block_ms // len(shards))
+    polls = GroupPolls(session, max_groups)
+    started = time.monotonic()
+    for shard in shards:
+        if _wait_in_shard(session, shard, cursors.get(shard, "0-0"), part_ms, polls):
+            return
+    if time.monotonic() - started < block_ms / 2000:
+        stop.wait(part_ms / 1000)  # a server that does not block must not be asked in a loop
+
+
+def _wait_in_shard(session: Session, shard: int, cursor: str, part_ms: int, polls: GroupPolls) -> bool:
+    """Wait for one shard's results and, between two rests, for its groups. True if there is news."""
+    keys, until = session.run.keys.shard(shard), time.monotonic() + part_ms / 1000
+    while (left_ms := _ms_until(until)) > 0:
+        streams: dict[Any, Any] = {keys.results: cursor}
+        rest_ms = polls.rest_ms
+        if session.waits_for_groups and not rest_ms:
+            streams[keys.groups] = session.seen[shard]
+        reply = _read_streams(session, streams, part_ms, min(left_ms, rest_ms or left_ms))
+        if keys.results.encode() in reply or (reply and polls.look()):
+            return True
+        if not reply and not rest_ms:
+            return False
+    return False
+
+
+def _read_streams(session: Session, streams: dict[Any, Any], part_ms: int, block_ms: int) -> dict[Any, Any]:
+    client = session.run.connection.blocking(part_ms)
+    try:
+        reply: Any = client.xread(streams, count=1, block=block_ms)
+    except ResponseError as error:
+        if not str(error).startswith("UNBLOCKED"):  # a primary was demoted while this waited
+            raise
+        return {}
+    return dict(reply or {})
+
+
+def _ms_until(moment: float) -> int:
+    return round((moment - time.monotonic()) * 1000)
