@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..algorithms.chain import Chain, ChainResult, cut_chain, run_chain
-from ..algorithms.packed import Level, PackedBatch, pack
+from ..algorithms.packed import Level, PackedBatch
+from ..algorithms.packing import pack
 from ..batch.carryover import running_of
 from ..batch.record import Death
 from ..batch.work import WorkItem

@@ -5,7 +5,8 @@ from .chain.config import ChainConfig
 from .chain.presets import preset_names
 from .chain.scope_check import check_estimator
 from .chain_metrics import merge_metrics
-from .packed import PackedBatch, Steps, expand, pack
+from .packed import PackedBatch, Steps, expand
+from .packing import pack
 from .registry import Estimate, estimator, estimator_names
 from .running_moments import RunningMoments
 

@@ -309,7 +309,7 @@ def _as_bool(name: str, mask: Tensor, call: Call) -> Tensor:
         call.bad_masks.append((name, ((mask != 0) & (mask != 1)).any()))
         return mask != 0
     counted = torch.empty(mask.shape, dtype=torch.bool)
-    if not kernels.flags(kernels.array(mask).reshape(-1), kernels.array(counted).reshape(-1)):
+    if not kernels.flags(kernels.as_array(mask).reshape(-1), kernels.as_array(counted).reshape(-1)):
         raise not_a_mask(name)
     return counted
 

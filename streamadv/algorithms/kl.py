@@ -49,7 +49,7 @@ def column_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: KLPenalty) -> T
     if not kernels.on_cpu(log_probs) or penalty not in K3:
         return approx_kl(log_probs.detach(), ref_log_probs.detach(), penalty).to(torch.float32)
     kl = np.empty(len(log_probs), np.float32)
-    rewards.k3(kernels.array(log_probs), kernels.array(ref_log_probs), kl)
+    rewards.k3(kernels.as_array(log_probs), kernels.as_array(ref_log_probs), kl)
     return torch.from_numpy(kl)
 
 

@@ -22,7 +22,7 @@ from .off_policy_metrics import SAFETY_BOUND, rejection_metrics, rows_that_count
 from .quirks import PeerQuirks
 from .segments import segment_max, spread
 from .trainable import Trainable
-from .turns import run_mean
+from .turns import turn_mean
 
 RatioLevel = Literal["token", "sequence", "geometric", "segment"]
 BoundMode = Literal["truncate", "clip", "mask"]
@@ -43,7 +43,7 @@ def at_level(level: RatioLevel, values: Tensor, tokens: Trainable) -> Tensor:
     if level == "token":
         return values.to(torch.float64)
     if level == "segment":
-        return run_mean(values, tokens)
+        return turn_mean(values, tokens)
     if level not in ("sequence", "geometric"):
         known = ", ".join(get_args(RatioLevel))
         raise OptionError(f"correction.level {level!r} is unknown: choose one of {known}")

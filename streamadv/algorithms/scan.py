@@ -25,10 +25,10 @@ def reverse_scan(values: Tensor, coefficients: Tensor | float, tokens: Trainable
     """
     if not kernels.on_cpu(values):
         return tokens.only(scan_blocks(values, coefficients, tokens)).to(values.dtype)
-    given, mask, offsets = map(kernels.array, (values, tokens.mask, tokens.offsets))
+    given, mask, offsets = map(kernels.as_array, (values, tokens.mask, tokens.offsets))
     found = np.empty_like(given)
     if isinstance(coefficients, Tensor):
-        kernels.scan_varying(given, kernels.array(coefficients), mask, offsets, found)
+        kernels.scan_varying(given, kernels.as_array(coefficients), mask, offsets, found)
     else:
         kernels.scan(given, float(coefficients), mask, offsets, found)
     return torch.from_numpy(found)

@@ -31,7 +31,7 @@ def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
         values = values.to(torch.float64)
         return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
     sums = torch.empty(len(offsets) - 1, dtype=torch.float64)
-    kernels.segment_sum(*map(kernels.array, (values, offsets, sums)))
+    kernels.segment_sum(*map(kernels.as_array, (values, offsets, sums)))
     return sums
 
 
@@ -83,7 +83,7 @@ def moments(values: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Mo
         return _moments_on_device(values, offsets, weight)
     size, mean, std = np.empty((3, len(offsets) - 1))
     found = size, mean, std, np.empty(len(values))
-    kernels.moments(*map(kernels.array, (values, weight, offsets)), *found)
+    kernels.moments(*map(kernels.as_array, (values, weight, offsets)), *found)
     return Moments(*map(torch.from_numpy, found))
 
 

@@ -15,31 +15,31 @@ from . import kernels
 from .kernels import rewards as reward_kernels
 from .packed import PackedBatch
 from .scan import ends_row, reverse_scan
-from .trainable import Trainable, trainable
+from .trainable import Trainable
 
 
 def outcome_rewards(batch: PackedBatch) -> Tensor:
     """[N] float32: the trajectory's reward on the last trainable token of each of its rows, else 0."""
     rewards = batch.rewards[batch.row_trajectory]
-    return _place(trainable(batch), rewards, batch.cu_seqlens[:-1], batch.cu_seqlens[1:])
+    return _place(batch.trainable_tokens, rewards, batch.cu_seqlens[:-1], batch.cu_seqlens[1:])
 
 
 def step_rewards(batch: PackedBatch) -> Tensor:
     """[N] float32: each step's reward on the last trainable token up to the end of its span, else 0."""
     steps = batch.steps
-    return _place(trainable(batch), steps.rewards, batch.cu_seqlens[:-1][steps.row], steps.end)
+    return _place(batch.trainable_tokens, steps.rewards, batch.cu_seqlens[:-1][steps.row], steps.end)
 
 
 def credited(batch: PackedBatch) -> Tensor:
     """[N]: the column token_level_rewards, rewards on masked tokens moved to the action before; its dtype."""
-    return credited_rewards(batch.column("token_level_rewards"), trainable(batch))
+    return credited_rewards(batch.column("token_level_rewards"), batch.trainable_tokens)
 
 
 def credited_rewards(rewards: Tensor, tokens: Trainable) -> Tensor:
     """[N]: `rewards` [N], those at tokens that do not count added to the one that counts before; NaN there is none."""
     if kernels.on_cpu(rewards):
-        given, mask, offsets = map(kernels.array, (rewards, tokens.mask, tokens.offsets))
-        if not kernels.is_astray(given, mask):
+        given, mask, offsets = map(kernels.as_array, (rewards, tokens.mask, tokens.offsets))
+        if not kernels.has_values_outside(given, mask):
             return torch.from_numpy(given)
         found = np.empty_like(given)
         reward_kernels.credit(given, mask, offsets, found)
@@ -55,7 +55,7 @@ def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     if not kernels.on_cpu(rewards):
         return torch.where((mask != 0) | ~rewards.isnan(), rewards, 0.0).sum(1, dtype=torch.float64)
     sums = torch.empty(len(rewards), dtype=torch.float64)
-    reward_kernels.row_rewards(*map(kernels.array, (rewards, mask, sums)))
+    reward_kernels.row_rewards(*map(kernels.as_array, (rewards, mask, sums)))
     return sums
 
 
@@ -64,7 +64,7 @@ def _place(tokens: Trainable, rewards: Tensor, start: Tensor, end: Tensor) -> Te
     size = len(tokens.mask)
     if kernels.on_cpu(rewards):
         found = np.empty(size, np.float32)
-        reward_kernels.place(*map(kernels.array, (rewards, start, end, tokens.mask)), found)
+        reward_kernels.place(*map(kernels.as_array, (rewards, start, end, tokens.mask)), found)
         return torch.from_numpy(found)
     placed = rewards.new_zeros(size)
     position = torch.arange(size, device=placed.device)

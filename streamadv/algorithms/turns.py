@@ -11,11 +11,11 @@ from .scan import ends_row, reverse_scan, scan_blocks
 from .trainable import Trainable
 
 
-def run_mean(values: Tensor, tokens: Trainable) -> Tensor:
+def turn_mean(values: Tensor, tokens: Trainable) -> Tensor:
     """[N] float64: the mean of `values` [N] over each run, on all its tokens; 0 outside."""
     if kernels.on_cpu(values):
         mean = torch.empty(len(values), dtype=torch.float64)
-        kernels.run_mean(*map(kernels.array, (values, tokens.mask, tokens.offsets, mean)))
+        kernels.turn_mean(*map(kernels.as_array, (values, tokens.mask, tokens.offsets, mean)))
         return mean
     last = _ends_run(tokens)
     within = (~last).to(torch.float64)
@@ -30,16 +30,16 @@ def run_mean(values: Tensor, tokens: Trainable) -> Tensor:
     return tokens.only(carried.flip(0))
 
 
-def run_returns(rewards: Tensor, tokens: Trainable, gamma: float) -> Tensor:
+def turn_returns(rewards: Tensor, tokens: Trainable, gamma: float) -> Tensor:
     """[N]: G = reward at the run's last token + gamma * G of the row's next run, on all its tokens; 0 outside.
 
     The return of ROLL's agentic_reinforce: time advances by one per turn. `rewards` [N]; those elsewhere do
     not count. Same dtype as the rewards.
     """
     if kernels.on_cpu(rewards):
-        given, mask, offsets = map(kernels.array, (rewards, tokens.mask, tokens.offsets))
+        given, mask, offsets = map(kernels.as_array, (rewards, tokens.mask, tokens.offsets))
         returns = np.empty_like(given)
-        kernels.run_returns(given, mask, offsets, gamma, returns)
+        kernels.turn_returns(given, mask, offsets, gamma, returns)
         return torch.from_numpy(returns)
     last = _ends_run(tokens)
     step = torch.where(last, gamma, 1.0)

@@ -25,7 +25,7 @@ def whiten(values: Tensor, tokens: Trainable, shift_mean: bool = True, everywher
     """
     if not kernels.on_cpu(values):
         return _whiten_on_device(values, tokens, shift_mean, everywhere)
-    given, mask, offsets = map(kernels.array, (values, tokens.mask, tokens.offsets))
+    given, mask, offsets = map(kernels.as_array, (values, tokens.mask, tokens.offsets))
     count, mean, squares = kernels.whitening(given, mask, offsets)
     centre, factor = (mean, 1 / math.sqrt(squares / (count - 1) + EPSILON)) if count > 1 else (0.0, 1.0)
     offset = 0.0 if shift_mean or count < 2 else mean

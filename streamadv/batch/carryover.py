@@ -13,7 +13,7 @@ from typing import Any
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.chain.steps import raw_rewards
 from ..algorithms.kl import adapted_coefficient
-from ..algorithms.packed import pack
+from ..algorithms.packing import pack
 from ..algorithms.running_moments import RunningMoments
 from ..grouping.groups_log import LoggedGroup
 from .record import BatchRecord

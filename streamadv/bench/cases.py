@@ -20,7 +20,6 @@ from ..algorithms.kl import column_kl
 from ..algorithms.quirks import PeerQuirks
 from ..algorithms.registry import get_estimator
 from ..algorithms.step_returns import discounted_returns
-from ..algorithms.trainable import trainable
 from ..algorithms.whitening import whiten
 from ..padded.rewards import AdvEstimator
 from ..trajectory.columns import Array
@@ -213,7 +212,7 @@ def _gae_all_tokens(workload: Workload) -> Results:
 
 def _gae_whitened(workload: Workload) -> Results:
     advantages, returns = _gae(workload)
-    return whiten(advantages, trainable(workload.batch)), returns
+    return whiten(advantages, workload.batch.trainable_tokens), returns
 
 
 def _estimate(workload: Workload, name: str, **options: float) -> Results:
@@ -270,7 +269,7 @@ def _vtrace(workload: Workload) -> Results:
 
 def _whiten(workload: Workload) -> Results:
     batch = workload.batch
-    return (whiten(batch.column("values"), trainable(batch)),)
+    return (whiten(batch.column("values"), batch.trainable_tokens),)
 
 
 TOKEN_CHAIN: Final = {

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algorithms.packed import PackedBatch, pack
+from ..algorithms.packed import PackedBatch
+from ..algorithms.packing import pack
 from ..errors import SettingError
 from ..trajectory.columns import Array
 

@@ -15,12 +15,12 @@ from ..algorithms.packed import PackedBatch
 from ..algorithms.quirks import PeerQuirks
 from ..algorithms.scan import reverse_scan
 from ..algorithms.token_rewards import credited_rewards
-from ..algorithms.trainable import Trainable, all_tokens, padded_tokens, trainable
-from ..algorithms.turns import run_returns
+from ..algorithms.trainable import Trainable
+from ..algorithms.turns import turn_returns
 from ..algorithms.whitening import whiten
 from ..errors import OptionError
 from .entrance import added, columns, settle
-from .layout import as_batch
+from .layout import as_batch, padded_tokens
 from .masked import masked_mean
 from .rewards import TOKENS, AdvEstimator, Metrics, aligned_mask, known_rewards
 
@@ -69,7 +69,7 @@ def compute_advantage(
     packed, _ = as_batch(
         mask, {name: taken[name] for name in ("token_level_rewards", "values") if name in taken}
     )
-    tokens = trainable(packed)
+    tokens = packed.trainable_tokens
     if not distill_only:
         flat = rewards.reshape(-1)
         flat = credited_rewards(flat, tokens) if peer_quirks is None else tokens.only(flat)
@@ -113,7 +113,7 @@ def compute_agentic_reinforce_return(
     mask None: every row is one turn.
     """
     tokens = padded_tokens(torch.ones_like(token_level_rewards) if mask is None else mask)
-    returns = run_returns(token_level_rewards.reshape(-1), tokens, gamma)
+    returns = turn_returns(token_level_rewards.reshape(-1), tokens, gamma)
     shaped = returns.view(token_level_rewards.shape).to(torch.float32)
     return shaped, shaped
 
@@ -122,11 +122,11 @@ def _estimate(
     batch: PackedBatch, name: AdvEstimator, gamma: float, lambd: float, peer_quirks: PeerQuirks | None
 ) -> tuple[Tensor, Tensor]:
     rewards = batch.column("token_level_rewards")
-    tokens = all_tokens(batch) if peer_quirks else trainable(batch)
+    tokens = batch.all_tokens if peer_quirks else batch.trainable_tokens
     if name == "gae":
         return gae_scan(rewards, batch.column("values"), tokens, gamma, lambd)
     if name == "agentic_reinforce":
-        returns = run_returns(rewards, trainable(batch), gamma)
+        returns = turn_returns(rewards, batch.trainable_tokens, gamma)
     else:  # a plain return: their group logic is in the reward normalisation
         returns = reverse_scan(rewards, gamma, tokens)
     return returns, returns

@@ -21,7 +21,7 @@ from ..algorithms.quirks import PeerQuirks
 from ..algorithms.registry import Estimate, get_estimator
 from ..algorithms.scan import reverse_scan
 from ..algorithms.token_rewards import credited, row_rewards
-from ..algorithms.trainable import all_tokens, spread_rows, trainable
+from ..algorithms.trainable import spread_rows
 from ..algorithms.whitening import whiten
 from .layout import as_batch, to_padded
 from .rewards import group_mean_std, group_scores, known_rewards
@@ -46,10 +46,10 @@ def compute_gae_advantage_return(
     such rewards and leaves carried-over values outside the mask.
     """
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks, values=values)
-    tokens, value = trainable(batch), batch.column("values")
+    tokens, value = batch.trainable_tokens, batch.column("values")
     advantages, returns = gae_scan(batch.column("token_level_rewards"), value, tokens, gamma, lam)
     if peer_quirks:  # a masked token takes over what the next action has
-        carried = reverse_scan(advantages, (~tokens.mask).to(torch.float32), all_tokens(batch))
+        carried = reverse_scan(advantages, (~tokens.mask).to(torch.float32), batch.all_tokens)
         advantages, returns = whiten(carried, tokens, everywhere=True), carried + value
     else:
         advantages = whiten(advantages, tokens)
@@ -246,9 +246,9 @@ def compute_remax_outcome_advantage(
 ) -> Pair:
     """Return from each token on, minus the row's `reward_baselines` [B]; 0 outside the mask (verl: not)."""
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks)
-    tokens, shape = trainable(batch), response_mask.shape
+    tokens, shape = batch.trainable_tokens, response_mask.shape
     rewards = tokens.only(batch.column("token_level_rewards"))
-    returns = reverse_scan(rewards, 1.0, all_tokens(batch)).view(shape)
+    returns = reverse_scan(rewards, 1.0, batch.all_tokens).view(shape)
     mask = tokens.mask.view(shape)
     advantages = returns - reward_baselines[:, None].to(torch.float32) * mask
     if peer_quirks is None:
@@ -272,7 +272,7 @@ def compute_optimal_token_baseline_advantage(
     )
     column = torch.arange(response_mask.shape[1], device=response_mask.device).repeat(len(response_mask))
     everyone = torch.ones(batch.num_rows, dtype=torch.bool, device=response_mask.device)
-    estimate = baseline_scan(batch, trainable(batch), column, everyone, handle_zero_tail, epsilon)
+    estimate = baseline_scan(batch, batch.trainable_tokens, column, everyone, handle_zero_tail, epsilon)
     return _token_baseline(estimate, batch, order, response_mask.shape)
 
 
@@ -297,8 +297,8 @@ def compute_tir_optimal_token_baseline_advantage(
 def _token_baseline(estimate: Estimate, batch: PackedBatch, order: Tensor, shape: torch.Size) -> Pair:
     """Advantages on trainable tokens, and returns carried over to masked ones as in verl."""
     assert estimate.returns is not None
-    rewards = trainable(batch).only(batch.column("token_level_rewards"))
-    returns = reverse_scan(rewards, 1.0, all_tokens(batch))
+    rewards = batch.trainable_tokens.only(batch.column("token_level_rewards"))
+    returns = reverse_scan(rewards, 1.0, batch.all_tokens)
     return to_padded(estimate.advantages, order, shape), to_padded(returns, order, shape)
 
 

@@ -1,4 +1,4 @@
-"""Between padded [B, T] tensors and the packed batch the algorithms work on."""
+"""From padded [B, T] tensors to the packed batch that the algorithms work on, and back."""
 
 from __future__ import annotations
 
@@ -13,19 +13,30 @@ from torch import Tensor
 from ..algorithms.arguments import Labels
 from ..algorithms.packed import PackedBatch, Steps
 from ..algorithms.packed_checks import BUILT
-from ..algorithms.trainable import as_bool, padded_offsets, token_counts
+from ..algorithms.trainable import Trainable, as_bool, tokens_where
 from ..errors import ArgumentError
 
 
+def padded_offsets(mask: Tensor) -> Tensor:
+    """[B + 1] int64: where the rows of a padded `mask` [B, T] start in its flattened form."""
+    rows, width = mask.shape
+    return torch.arange(rows + 1, device=mask.device) * width
+
+
+def padded_tokens(mask: Tensor) -> Trainable:
+    """The tokens where a padded `mask` [B, T] is not 0, its rows end to end with their padding."""
+    return tokens_where(mask.reshape(-1), padded_offsets(mask))
+
+
 def label_codes(labels: Labels) -> Tensor:
-    """[B] int64: equal labels, equal number, counted from 0 in order of appearance."""
+    """[B] int64: the number of each label; equal labels share one, counted from 0 in order of appearance."""
     items = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else list(labels)
     numbers = defaultdict[object, int](itertools.count().__next__)
     return torch.from_numpy(np.fromiter(map(numbers.__getitem__, items), np.int64, len(items)))
 
 
 def group_order(labels: Labels, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(order, offsets): rows group by group, in their own order inside; [B] and [G + 1] int64."""
+    """(order [B], offsets [G + 1]) int64: the rows group by group, inside a group in their order."""
     codes = label_codes(labels)
     order = torch.argsort(codes, stable=True)
     count = int(codes.max()) + 1 if len(codes) else 0
@@ -40,11 +51,18 @@ def as_batch(
     index: Labels | None = None,
     counted: bool = False,
 ) -> tuple[PackedBatch, Tensor]:
-    """Rows of `mask` [B, T] as a packed batch of B one-row trajectories, padding included as masked tokens.
+    """A padded batch as a packed one of B one-row trajectories; padding becomes masked tokens.
 
-    mask holds 0 and 1. columns: [B, T] each, None = not even response_mask; rewards [B]; index: group labels
-    [B], None = every row alone; counted False leaves row_trainable at -1, which saves reading the mask once
-    more. Returns the batch and the row order [B] it stands in, for `to_padded`.
+    Args:
+      mask: [B, T] of 0 and 1.
+      columns: [B, T] per name; None leaves out response_mask too.
+      rewards: [B]; None = 0.
+      index: [B] group labels; None = every row is a group.
+      counted: False leaves row_trainable at -1 (unknown), which saves a pass over the mask.
+
+    Returns:
+      The batch, and the order [B] of the padded rows in it, which `to_padded` needs.
+
     Raises ArgumentError if shapes disagree.
     """
     rows, width = mask.shape
@@ -54,8 +72,8 @@ def as_batch(
             raise ArgumentError(
                 f"{name} has shape {tuple(column.shape)}, response_mask {tuple(mask.shape)}: give both alike"
             )
-    place = torch.arange(rows, device=device)
-    order, group, groups = place, place, rows
+    row_numbers = torch.arange(rows, device=device)
+    order, group, groups = row_numbers, row_numbers, rows
     if index is not None:
         if len(index) != rows:
             raise ArgumentError(f"index has {len(index)} labels, response_mask {rows} rows: one each")
@@ -68,27 +86,27 @@ def as_batch(
     def laid_out(tensor: Tensor) -> Tensor:
         return (tensor if index is None else tensor.index_select(0, order)).reshape(-1)
 
-    tokens = {} if columns is None else {"response_mask": as_bool(mask).view(torch.uint8), **columns}
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    unknown = torch.full((rows,), -1, device=device)
-    reward = torch.zeros(rows, device=device) if rewards is None else rewards
+    token_columns = {} if columns is None else {"response_mask": as_bool(mask).view(torch.uint8), **columns}
+    no_steps = torch.zeros(0, dtype=torch.int64, device=device)
+    row_trainable = padded_tokens(mask).counts[order] if counted else torch.full((rows,), -1, device=device)
+    row_rewards = torch.zeros(rows, device=device) if rewards is None else rewards
     batch = PackedBatch(
         cu_seqlens=padded_offsets(mask),
-        row_trajectory=place,
-        row_trainable=token_counts(mask)[order] if counted else unknown,
+        row_trajectory=row_numbers,
+        row_trainable=row_trainable,
         trajectory_group=group,
-        rewards=reward[order].to(torch.float64),
+        rewards=row_rewards[order].to(torch.float64),
         baseline=torch.zeros(rows, dtype=torch.bool, device=device),
-        steps=Steps(none, none, none, none, none.double(), none, 0),
+        steps=Steps(no_steps, no_steps, no_steps, no_steps, no_steps.double(), no_steps, num_tokens=0),
         num_tokens=rows * width,
         num_groups=groups,
-        columns={name: laid_out(column) for name, column in tokens.items()},
+        columns={name: laid_out(column) for name, column in token_columns.items()},
         layout=BUILT,
     )
     return batch, order
 
 
 def to_padded(values: Tensor, order: Tensor, shape: torch.Size) -> Tensor:
-    """[B, T] float32: packed results in the rows' own order."""
+    """[B, T] float32: packed results, its rows in the order of the padded batch."""
     rows = values.view(shape).to(torch.float32)
     return torch.empty_like(rows).index_copy_(0, order, rows)

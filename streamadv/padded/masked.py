@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..algorithms.arguments import GREATEST, AnyMask, AnyShape, Mask, Positive, Rows, Threshold, Tokens
 from ..algorithms.quirks import PeerQuirks
-from ..algorithms.trainable import padded_tokens
 from ..algorithms.whitening import whiten
 from ..errors import OptionError
+from .layout import padded_tokens
 
 LossAggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"

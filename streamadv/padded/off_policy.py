@@ -16,8 +16,8 @@ from ..algorithms.off_policy import (
 )
 from ..algorithms.off_policy_metrics import off_policy_metrics
 from ..algorithms.quirks import PeerQuirks
-from ..algorithms.trainable import padded_tokens
 from ..errors import OptionError
+from .layout import padded_tokens
 
 Metrics = dict[str, float]
 PREFIX = "rollout_corr/"

@@ -13,8 +13,8 @@ from ..algorithms.arguments import Bound, Choice, Each, Instance, Mask, Number, 
 from ..algorithms.off_policy import RatioLevel, at_level
 from ..algorithms.off_policy_metrics import SAFETY_BOUND
 from ..algorithms.quirks import PeerQuirks
-from ..algorithms.trainable import padded_tokens
 from ..errors import OptionError
+from .layout import padded_tokens
 
 Metrics = dict[str, float]
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..advantage.results import Member, Result, numbers_of
 from ..algorithms.chain import Chain, cut_chain, run_chain
 from ..algorithms.chain_metrics import merge_metrics
-from ..algorithms.packed import PackedBatch, expand, pack
+from ..algorithms.packed import PackedBatch, expand
+from ..algorithms.packing import pack
 from ..batch.record import BatchRecord
 from ..errors import SettingError, UndecodableGroupError
 from ..grouping.groups_log import LoggedGroup

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from torch import Tensor
 
 from ..advantage.results import Member
-from ..algorithms.packed import empty_column
+from ..algorithms.packing import empty_column
 from ..batch.record import BatchRecord
 from ..errors import StreamadvError, UndecodableGroupError, WireError
 from ..grouping.groups_log import LoggedGroup

@@ -9,7 +9,7 @@ import torch
 from streamadv import padded
 from streamadv.algorithms.estimators.vtrace import vtrace_errors
 from streamadv.algorithms.off_policy import Rejection, importance_weights, reject, veto
-from streamadv.algorithms.trainable import padded_tokens
+from streamadv.padded.layout import padded_tokens
 
 from .compare import Function, Inputs
 

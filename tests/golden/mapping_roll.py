@@ -9,8 +9,8 @@ import torch
 
 from streamadv import padded
 from streamadv.algorithms.running_moments import RunningMoments
-from streamadv.algorithms.trainable import padded_tokens
-from streamadv.algorithms.turns import run_mean
+from streamadv.algorithms.turns import turn_mean
+from streamadv.padded.layout import padded_tokens
 
 from .compare import Function, Inputs
 from .mapping_verl import coefficients
@@ -147,7 +147,7 @@ def _sample_weights(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 def _segment_mean(z: Inputs, kwargs: dict[str, Any]) -> Result:
     tokens = padded_tokens(z["mask"])
-    mean = run_mean(z["tensor"].reshape(-1), tokens)
+    mean = turn_mean(z["tensor"].reshape(-1), tokens)
     return {"result": mean.view(z["mask"].shape)}
 
 

@@ -21,7 +21,7 @@ from ..rewards import clip, normalise
 from ..running_moments import RunningMoments
 from ..segments import segment_sum, whole
 from ..token_rewards import credited, outcome_rewards, step_rewards
-from ..trainable import Trainable, trainable
+from ..trainable import Trainable
 from ..whitening import whiten, whiten_weighted
 from .config import ChainConfig, DistillConfig, KLConfig, RewardConfig
 from .estimating import estimate
@@ -73,13 +73,13 @@ def counted_anew(state: State) -> State:
     batch = state.batch
     if "response_mask" not in batch.columns:
         return state
-    tokens = trainable(batch)
+    tokens = batch.trainable_tokens
     return replace(state, batch=replace(batch, row_trainable=tokens.counts), tokens=tokens)
 
 
 def known_tokens(state: State) -> Trainable:
     """The trainable tokens; TrajectoryError when the batch came without response_mask."""
-    return state.tokens or trainable(state.batch)
+    return state.tokens or state.batch.trainable_tokens
 
 
 def shaping_steps(config: ChainConfig) -> Iterator[ChainStep]:
@@ -354,7 +354,7 @@ def charged(rewards: Tensor, kl: Tensor, coefficient: float, tokens: Trainable) 
     if not kernels.on_cpu(kl):
         return (rewards - coefficient * tokens.only(kl)).to(torch.float32), tokens.row_sum(kl)
     shaped, sums = np.empty(len(kl), np.float32), np.empty(len(tokens.offsets) - 1)
-    reward, amount, mask, offsets = map(kernels.array, (rewards, kl, tokens.mask, tokens.offsets))
+    reward, amount, mask, offsets = map(kernels.as_array, (rewards, kl, tokens.mask, tokens.offsets))
     reward_kernels.charge(reward, amount, float(coefficient), mask, offsets, shaped, sums)
     return torch.from_numpy(shaped), torch.from_numpy(sums)
 

@@ -10,7 +10,7 @@ from .. import kernels
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
 from ..scan import reverse_scan, upcoming
-from ..trainable import Trainable, all_tokens, trainable
+from ..trainable import Trainable
 
 
 @estimator("gae", scope="row", level="token", needs=("response_mask", "values", "token_level_rewards"))
@@ -21,7 +21,7 @@ def gae(batch: PackedBatch, *, gamma: float = 1.0, lam: float = 0.95, mask_aware
     False lets t run over all tokens, so the last action bootstraps from an observation's or padding token's
     value (ROLL, SkyRL, slime).
     """
-    tokens = trainable(batch) if mask_aware else all_tokens(batch)
+    tokens = batch.trainable_tokens if mask_aware else batch.all_tokens
     rewards, values = batch.column("token_level_rewards"), batch.column("values")
     return Estimate("token", *gae_scan(rewards, values, tokens, gamma, lam))
 
@@ -32,7 +32,7 @@ def gae_scan(
     """(advantages, returns) [N] float32: GAE over the tokens that count, 0 elsewhere; rewards and values [N]."""
     if kernels.on_cpu(values):
         advantages, returns = (np.empty(len(values), np.float32) for _ in range(2))
-        given = map(kernels.array, (rewards, values, tokens.mask, tokens.offsets))
+        given = map(kernels.as_array, (rewards, values, tokens.mask, tokens.offsets))
         kernels.gae(*given, float(gamma), float(lam), advantages, returns)
         return torch.from_numpy(advantages), torch.from_numpy(returns)
     known = values.to(torch.float64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
 from ..scan import reverse_scan
-from ..trainable import all_tokens, trainable
 
 
 @estimator("reinforce", scope="row", level="token", needs=("response_mask", "token_level_rewards"))
@@ -15,5 +14,5 @@ def reinforce(batch: PackedBatch, *, gamma: float = 1.0, mask_aware: bool = True
     mask_aware: time advances on trainable tokens only, so observations between two turns do not discount.
     False counts every token, as ROLL does.
     """
-    tokens = trainable(batch) if mask_aware else all_tokens(batch)
+    tokens = batch.trainable_tokens if mask_aware else batch.all_tokens
     return Estimate("token", reverse_scan(batch.column("token_level_rewards"), gamma, tokens))

@@ -8,7 +8,6 @@ from ..packed import PackedBatch
 from ..registry import Estimate, estimator
 from ..scan import ends_row, reverse_scan
 from ..segments import moments
-from ..trainable import all_tokens, trainable
 from ..whitening import whiten, whiten_weighted
 from .reinforce import reinforce
 from .singleton import Singleton, settle_singletons
@@ -25,13 +24,13 @@ def reinforce_plus_plus(
     reset_at_observations: the return starts anew at every masked token, so only the last turn of an episode
     hears of its reward (verl).
     """
-    tokens = trainable(batch)
+    tokens = batch.trainable_tokens
     if not reset_at_observations:
         returns = reinforce(batch, gamma=gamma).advantages
     else:
         following = tokens.mask.roll(-1) & ~ends_row(tokens)
         passed_on = gamma * following.to(torch.float64)
-        returns = reverse_scan(batch.column("token_level_rewards"), passed_on, all_tokens(batch))
+        returns = reverse_scan(batch.column("token_level_rewards"), passed_on, batch.all_tokens)
     return Estimate("token", whiten(returns, tokens), returns)
 
 

@@ -15,7 +15,7 @@ from ..packed import PackedBatch, offsets_of
 from ..registry import Estimate, estimator
 from ..scan import reverse_scan
 from ..segments import keyed_sum, segment_max, segment_min, segment_sum, spread
-from ..trainable import Trainable, trainable
+from ..trainable import Trainable
 
 NEEDS = ("response_mask", "token_level_rewards", "old_log_probs", "sum_pi_squared")
 
@@ -38,7 +38,7 @@ def optimal_token_baseline(
     company, but for columns, as in verl, they are. handle_zero_tail: where only the longest row is left, its
     baseline would be its own return, so it is 0 there; a row's length is its number of trainable tokens.
     """
-    tokens = trainable(batch)
+    tokens = batch.trainable_tokens
     if compare == "columns":
         company = (~batch.baseline)[batch.row_trajectory]
         return baseline_scan(batch, tokens, response_columns(batch), company, handle_zero_tail, epsilon)

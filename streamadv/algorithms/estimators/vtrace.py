@@ -10,7 +10,7 @@ from .. import kernels
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
 from ..scan import scan_blocks, upcoming
-from ..trainable import Trainable, trainable
+from ..trainable import Trainable
 
 NEEDS = ("response_mask", "values", "token_level_rewards", "old_log_probs", "rollout_log_probs")
 
@@ -36,7 +36,7 @@ def vtrace(
         batch.column("token_level_rewards"),
         batch.column("values"),
         batch.column("old_log_probs") - batch.column("rollout_log_probs"),
-        trainable(batch),
+        batch.trainable_tokens,
         gamma,
         lam=lam,
         rho_clip=rho_clip,
@@ -60,7 +60,7 @@ def vtrace_scan(
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns) [N] float32: V-trace over the tokens that count, 0 elsewhere; arguments [N]."""
     if kernels.on_cpu(values):
-        given = map(kernels.array, (rewards, values, log_ratio, tokens.mask, tokens.offsets))
+        given = map(kernels.as_array, (rewards, values, log_ratio, tokens.mask, tokens.offsets))
         options = map(float, (gamma, lam, rho_clip, pg_rho_clip, alpha))
         found, targets = (np.empty(len(values), np.float32) for _ in range(2))
         kernels.vtrace(*given, *options, found, targets)

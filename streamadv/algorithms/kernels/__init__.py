@@ -32,7 +32,7 @@ def on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def array(tensor: Tensor) -> Any:
+def as_array(tensor: Tensor) -> Any:
     """A CPU tensor as a contiguous array of a dtype the loops are compiled for; a view where it is one already."""
     if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
         tensor = tensor.to(torch.float32)
@@ -226,8 +226,8 @@ def vtrace(
 
 
 @kernel
-def run_returns(rewards, mask, offsets, gamma, result):
-    """Returns over runs of tokens that count; see `runs.run_returns`."""
+def turn_returns(rewards, mask, offsets, gamma, result):
+    """Returns over runs of tokens that count; see `turns.turn_returns`."""
     for row in range(len(offsets) - 1):
         ahead = 0.0
         inside = False
@@ -239,7 +239,7 @@ def run_returns(rewards, mask, offsets, gamma, result):
 
 
 @kernel
-def run_mean(values, mask, offsets, result):
+def turn_mean(values, mask, offsets, result):
     """The mean of each run of tokens that count, on all its tokens."""
     for row in range(len(offsets) - 1):
         start, end = offsets[row], offsets[row + 1]
@@ -307,7 +307,7 @@ def summary(values, mask):
 
 
 @kernel
-def is_astray(values, mask):
+def has_values_outside(values, mask):
     """Whether a token that does not count has a value other than 0."""
     astray = False
     for t in range(len(values)):
@@ -316,7 +316,7 @@ def is_astray(values, mask):
 
 
 @kernel
-def keep(values, mask, result):
+def copy_masked(values, mask, result):
     """`values` at tokens that count, 0 elsewhere."""
     for t in range(len(values)):
         result[t] = values[t] if mask[t] else 0

@@ -14,7 +14,7 @@ from streamadv import padded
 from streamadv.algorithms import PackedBatch, RunningMoments, build_chain, merge_metrics, pack, run_chain
 from streamadv.algorithms.rewards import normalise
 from streamadv.algorithms.segments import moments
-from streamadv.algorithms.trainable import trainable, trainable_tokens
+from streamadv.algorithms.trainable import tokens_where
 from streamadv.algorithms.whitening import whiten, whiten_weighted
 from streamadv.trajectory.schema import Step
 
@@ -293,16 +293,16 @@ def test_whitening_of_small_and_of_few_values() -> None:
     batch = batch_of([member("a", 0, 0.0, [[1, 1, 0]])])
     tokens = batch.column("response_mask")
     want = 1e-4 / math.sqrt(2e-8 + 1e-8)
-    assert whiten(apart, trainable(batch)).tolist() == pytest.approx([-want, want, 0.0])
+    assert whiten(apart, batch.trainable_tokens).tolist() == pytest.approx([-want, want, 0.0])
     assert whiten_weighted(apart, tokens).tolist()[:2] == pytest.approx([-want, want])
-    one = trainable_tokens(torch.tensor([0, 1, 0]), torch.tensor([0, 3]))
+    one = tokens_where(torch.tensor([0, 1, 0]), torch.tensor([0, 3]))
     for shift in (True, False):
         assert whiten(torch.tensor([3.0, 5.0, 6.0]), one, shift).tolist() == [0.0, 5.0, 0.0]
     assert whiten_weighted(torch.tensor([3.0, 5.0]), torch.tensor([0, 1])).tolist() == [3.0, 5.0]
-    shifted = whiten(torch.tensor([1.0, 3.0]), trainable_tokens(torch.ones(2), torch.tensor([0, 2])), False)
+    shifted = whiten(torch.tensor([1.0, 3.0]), tokens_where(torch.ones(2), torch.tensor([0, 2])), False)
     assert shifted.tolist() == pytest.approx([2 - 0.5**0.5, 2 + 0.5**0.5])
     level = torch.full((3,), 0.1)
-    assert whiten(level, trainable_tokens(torch.ones(3), torch.tensor([0, 3]))).tolist() == [0.0] * 3
+    assert whiten(level, tokens_where(torch.ones(3), torch.tensor([0, 3]))).tolist() == [0.0] * 3
 
 
 def test_parts_of_a_batch_merge_to_the_whole() -> None:

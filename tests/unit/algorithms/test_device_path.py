@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from streamadv.algorithms import PackedBatch, build_chain, chain, estimator_names, kernels, run_chain
 from streamadv.algorithms.estimators.gae import gae_scan
 from streamadv.algorithms.off_policy import at_level
-from streamadv.algorithms.packed import pack
+from streamadv.algorithms.packing import pack
 from streamadv.algorithms.registry import get_estimator
 from streamadv.algorithms.segments import moments
 from streamadv.algorithms.token_rewards import credited_rewards, row_rewards
-from streamadv.algorithms.trainable import padded_tokens, spread_rows, trainable_tokens
-from streamadv.algorithms.turns import run_mean, run_returns
+from streamadv.algorithms.trainable import spread_rows, tokens_where
+from streamadv.algorithms.turns import turn_mean, turn_returns
 from streamadv.algorithms.whitening import whiten
+from streamadv.padded.layout import padded_tokens
 
 from .reference import batch_of, member, random_pairs
 
@@ -100,7 +101,7 @@ def test_loops_and_torch_agree_on_any_mask(
     masks: list[list[bool]], gamma: float, lam: float, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    tokens = trainable_tokens(
+    tokens = tokens_where(
         torch.tensor([each for row in masks for each in row], dtype=torch.bool),
         torch.tensor([0, *np.cumsum([len(row) for row in masks]).tolist()]),
     )
@@ -112,13 +113,13 @@ def test_loops_and_torch_agree_on_any_mask(
         lambda: torch.stack(gae_scan(rewards, values, tokens, gamma, lam)),
         lambda: whiten(values, tokens),
         lambda: whiten(values, tokens, shift_mean=False, everywhere=True),
-        lambda: run_mean(values, tokens),
-        lambda: run_returns(known, tokens, gamma),
+        lambda: turn_mean(values, tokens),
+        lambda: turn_returns(known, tokens, gamma),
         lambda: credited_rewards(rewards, tokens),
         lambda: torch.stack(moments(values, tokens.offsets, tokens.mask)[:3]),
         lambda: at_level("geometric", values, tokens),
         lambda: spread_rows(tokens.counts.double(), tokens.mask, tokens.offsets),
-        lambda: trainable_tokens(tokens.mask, tokens.offsets).counts,
+        lambda: tokens_where(tokens.mask, tokens.offsets).counts,
     ]
     for call in calls:
         want = call()

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from streamadv import padded
 from streamadv.algorithms import build_chain, run_chain
 from streamadv.algorithms.off_policy import Rejection, importance_weights, reject, veto
-from streamadv.algorithms.trainable import trainable, trainable_tokens
-from streamadv.algorithms.turns import run_mean, run_returns
+from streamadv.algorithms.trainable import tokens_where
+from streamadv.algorithms.turns import turn_mean, turn_returns
 from streamadv.errors import SettingError
 
 from .reference import batch_of, member, random_pairs, rows_of
 
 BOUNDS = torch.tensor([0, 4, 6])
 MASK = torch.tensor([0, 1, 1, 1, 1, 1], dtype=torch.uint8)
-TOKENS = trainable_tokens(MASK, BOUNDS)
+TOKENS = tokens_where(MASK, BOUNDS)
 LOG_RATIO = torch.tensor([9.0, 0.0, np.log(4.0), np.log(0.25), 0.0, np.log(2.0)])
 
 
@@ -87,10 +87,10 @@ def test_runs_match_loops(seed: int, gamma: float) -> None:
             mean[run] = values[run].mean()
             ahead = values[last] + gamma * ahead
             returns[run] = ahead
-    tokens = trainable(batch)
+    tokens = batch.trainable_tokens
     given = torch.from_numpy(values)
-    np.testing.assert_allclose(run_mean(given, tokens), mean, atol=1e-12)
-    np.testing.assert_allclose(run_returns(given, tokens, gamma), returns, atol=1e-12)
+    np.testing.assert_allclose(turn_mean(given, tokens), mean, atol=1e-12)
+    np.testing.assert_allclose(turn_returns(given, tokens, gamma), returns, atol=1e-12)
 
 
 @settings(max_examples=20, deadline=None)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.algorithms.scan import ends_row, reverse_scan, scan_blocks
-from streamadv.algorithms.trainable import Trainable, trainable_tokens
+from streamadv.algorithms.trainable import Trainable, tokens_where
 
 from .reference import discounts, scan_loop
 
@@ -19,7 +19,7 @@ lengths = st.lists(st.sampled_from([0, 1, 2, 63, 64, 65, 128, 200]), min_size=1,
 
 
 def rows_of_sizes(sizes: list[int]) -> Trainable:
-    return trainable_tokens(torch.ones(sum(sizes)), torch.tensor([0, *np.cumsum(sizes).tolist()]))
+    return tokens_where(torch.ones(sum(sizes)), torch.tensor([0, *np.cumsum(sizes).tolist()]))
 
 
 @settings(max_examples=40, deadline=None)
@@ -63,7 +63,7 @@ def test_a_row_does_not_feel_its_neighbours(before: list[int], own: int, seed: i
 
 
 def test_row_ends_are_found_beside_empty_rows() -> None:
-    tokens = trainable_tokens(torch.ones(4), torch.tensor([0, 0, 1, 4, 4]))
+    tokens = tokens_where(torch.ones(4), torch.tensor([0, 0, 1, 4, 4]))
     assert ends_row(tokens).tolist() == [True, False, False, True]
 
 

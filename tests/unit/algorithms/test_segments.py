@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.algorithms.segments import moments, segment_sum
-from streamadv.algorithms.trainable import trainable_tokens
+from streamadv.algorithms.trainable import tokens_where
 from streamadv.algorithms.whitening import whiten, whiten_weighted
 
 groups = st.lists(
@@ -51,13 +51,13 @@ def test_values_outside_the_statistics_may_be_anything() -> None:
     values = torch.tensor([1.0, torch.nan, 3.0])
     stats = moments(values, torch.tensor([0, 3]), torch.tensor([1, 0, 1]))
     assert stats.mean.item() == 2.0
-    tokens = trainable_tokens(torch.tensor([1, 0, 1]), torch.tensor([0, 3]))
+    tokens = tokens_where(torch.tensor([1, 0, 1]), torch.tensor([0, 3]))
     np.testing.assert_allclose(whiten(values, tokens), [-(0.5**0.5), 0, 0.5**0.5], rtol=1e-6)
 
 
 def test_whitening_needs_two_values_and_keeps_equal_ones_at_zero() -> None:
-    one = trainable_tokens(torch.tensor([1, 0, 0]), torch.tensor([0, 2, 3]))
+    one = tokens_where(torch.tensor([1, 0, 0]), torch.tensor([0, 2, 3]))
     assert whiten(torch.tensor([5.0, 9.0, 9.0]), one, everywhere=True).tolist() == [5, 9, 9]
     assert whiten_weighted(torch.tensor([5.0, 9.0]), torch.tensor([1, 0])).tolist() == [5, 9]
-    everything = trainable_tokens(torch.ones(3), torch.tensor([0, 2, 3]))
+    everything = tokens_where(torch.ones(3), torch.tensor([0, 2, 3]))
     assert whiten(torch.full((3,), 0.1), everything).tolist() == [0, 0, 0]

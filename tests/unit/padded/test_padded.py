@@ -7,8 +7,8 @@ import torch
 
 from streamadv import padded
 from streamadv.algorithms.off_policy import importance_weights
-from streamadv.algorithms.trainable import padded_tokens
 from streamadv.errors import SettingError
+from streamadv.padded.layout import padded_tokens
 from streamadv.padded.masked import LOSS_AGGREGATIONS, agg_loss
 
 
