@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final, NamedTuple, cast
 
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
 from ..run import Run
-from ..run.malformed import reject_logged
-from ..store.replies import as_count
+from ..run.malformed import reject
 from ..trajectory.reference import Reference
 from ..trajectory.schema import Role
 from .record import BatchRecord, check_fence
@@ -28,8 +26,8 @@ def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> No
         if reason.startswith("dead:"):
             bury(run, group, reason.removeprefix("dead:"), group.problem or "", "", epoch)
         elif reason == "malformed":
-            stream = run.keys.shard(group.shard).groups
-            reject_logged(run, group.shard, stream, group.entry, group.problem or "", record=True)
+            keys = run.keys.shard(group.shard)
+            reject(run, keys, keys.groups, group.entry, group.problem or "")
     refused = [
         (group, reason)
         for group, reason in refused
@@ -44,34 +42,6 @@ def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> No
         if len(args) > 1:
             names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.garbage, keys.applied]
             check_fence(run, run.call("drop_groups", names, args))
-
-
-def mark_copies(run: Run, groups: Sequence[LoggedGroup], earlier: Sequence[Pointer]) -> list[LoggedGroup]:
-    """`groups` with those marked as malformed that no grouper has logged: copies, and such without payloads.
-
-    earlier: groups read before. Looked for only where a log is longer than the ledger says.
-    """
-    pipe = run.connection.scripts.pipeline(transaction=False)
-    for keys in run.keys.shards:
-        pipe.xlen(keys.groups)
-        pipe.hget(keys.ledger, "groups_logged")
-    lengths = pipe.execute()
-    if all(there <= as_count(counted) for there, counted in zip(lengths[::2], lengths[1::2], strict=True)):
-        return list(groups)
-    known = {group.group_id for group in find_groups(run, earlier) if group is not None}
-    pipe = run.connection.scripts.pipeline(transaction=False)
-    for group in groups:
-        pipe.exists(*[key for key, _ in group.payloads] or [run.keys.home.void])
-    marked = []
-    for group, there in zip(groups, pipe.execute(), strict=True):
-        problem = None
-        if group.group_id in known:
-            problem = f"a copy of group {group.group_id}"
-        elif there < len(group.payloads):
-            problem = f"{len(group.payloads) - there} payloads of group {group.group_id} are not there"
-        known.add(group.group_id)
-        marked.append(replace(group, malformed=True, problem=problem) if problem else group)
-    return marked
 
 
 def bury(run: Run, group: LoggedGroup, reason: str, detail: str, batch_id: str, epoch: int) -> None:

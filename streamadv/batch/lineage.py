@@ -233,10 +233,9 @@ class Lineage(Session):
                     self._read_to_end.add(shard)
                     break
                 self.seen[shard] = page[-1].entry
+                # Already in a batch: can only be seen again after the server lost data.
                 fresh = [group for group in page if (shard, group.entry) not in held]
-                earlier = [pointer for record in self.records.values() for pointer in record.groups]
-                earlier += [group.pointer for group in self._waiting]
-                self._waiting += batch_commit.mark_copies(self.run, fresh, earlier)
+                self._waiting += fresh
                 if len(page) < missing:
                     self._read_to_end.add(shard)
                     break

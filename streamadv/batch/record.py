@@ -17,7 +17,7 @@ from ..errors import EpochFencedError, WireError
 from ..grouping.groups_log import ENTRY_ID, Pointer
 from ..messages import brief, first_problem
 from ..run import Run
-from ..run.malformed import reject_item
+from ..run.malformed import reject
 
 
 class Death(NamedTuple):
@@ -75,7 +75,7 @@ def read_records(run: Run, leads: bool = False) -> dict[int, BatchRecord]:
             records[record.k] = record
         except WireError as error:
             if leads:
-                reject_item(run, run.keys.home, run.keys.home.batches, k, str(error), text, removal="HDEL")
+                reject(run, run.keys.home, run.keys.home.batches, k, str(error), {"record": text})
     return records
 
 

@@ -7,7 +7,6 @@ A group ends when enough usable, scored members are there, when nothing more can
 from __future__ import annotations
 
 import logging
-import random
 import re
 import threading
 import time
@@ -28,12 +27,11 @@ from ..run.malformed import (
     RECORD_FIELDS,
     is_payload_key,
     record_problem,
+    reject,
     reject_entry,
-    reject_item,
 )
 from ..run.manifest import MAX_DEADLINE_S
 from ..store.keys import ShardKeys
-from ..store.replies import as_count, replies_of
 from ..store.retry import RETRYABLE, Outage
 from .lost_producers import LostProducers
 from .scoring import pass_on_ended
@@ -116,11 +114,9 @@ def take(run: Run, entries: Sequence[Entry]) -> list[str]:
             payloads.append(entry.fields["key"].decode())
     if not positions:
         return []
-    taken = shard.call("take", args, group_hashes=map(keys.group, positions), payloads=payloads)
-    metrics.entries(STAGE, "acked", len(taken) // 3)
-    return [
-        _ended(outcome, source) for outcome, source in zip(taken[1::3], taken[2::3], strict=True) if outcome
-    ]
+    taken, *ended = shard.call("take", args, group_hashes=map(keys.group, positions), payloads=payloads)
+    metrics.entries(STAGE, "acked", taken)
+    return [_ended(outcome, source) for outcome, source in zip(ended[::2], ended[1::2], strict=True)]
 
 
 class Housekeeping:
@@ -183,7 +179,7 @@ def apply_scores(run: Run, keys: ShardKeys) -> None:
             return
         wrong = [item for item in items if not _SCORED.fullmatch(item.decode(errors="replace"))]
         for item in wrong:
-            reject_item(run, keys, keys.scored, item, "no place of a group", removal="LREM")
+            reject(run, keys, keys.scored, item, "no slot of a group")
         if wrong:
             continue
         names = [keys.void, keys.scored, keys.open, keys.groups, keys.ended, keys.ended_before, keys.ledger]
@@ -201,13 +197,12 @@ def expire(run: Run, keys: ShardKeys) -> list[tuple[str, str]]:
     """
     now_ms = run.now_ms()
     due: Any = run.connection.scripts.zrangebyscore(keys.open, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
-    _shorten_deadlines(run, keys, now_ms)
     waiting = []
-    for member in dict.fromkeys([*due, *_foreign_members(run, keys)]):
+    for member in [*due, *_shorten_deadlines(run, keys, now_ms)]:
         try:
             waiting.append(member.decode())
         except UnicodeDecodeError:
-            reject_item(run, keys, keys.open, member, "no UTF-8", removal="ZREM")
+            reject(run, keys, keys.open, member, "no UTF-8")
     fixed = [keys.void, keys.open, keys.rollouts, keys.groups, keys.ended, keys.ended_before, keys.ledger]
     fixed += [keys.garbage, keys.malformed, keys.sizes]
     ended: list[tuple[str, str]] = []
@@ -222,8 +217,11 @@ def expire(run: Run, keys: ShardKeys) -> list[tuple[str, str]]:
     return ended
 
 
-def _shorten_deadlines(run: Run, keys: ShardKeys, now_ms: int) -> None:
-    """Deadlines that nobody may give, or that the server's clock has left far behind, keep a run from ending."""
+def _shorten_deadlines(run: Run, keys: ShardKeys, now_ms: int) -> list[bytes]:
+    """Give groups whose deadline is farther than any may be the run's own. Returns them: some may be no groups.
+
+    Such deadlines keep a run from ending. They come from a foreign process, or from a server whose clock was ahead.
+    """
     farthest = now_ms + round(2 * MAX_DEADLINE_S * 1000)
     scripts = run.connection.scripts
     beyond: Any = scripts.zrangebyscore(keys.open, f"({farthest}", "+inf", start=0, num=EXPIRE_COUNT)
@@ -233,25 +231,7 @@ def _shorten_deadlines(run: Run, keys: ShardKeys, now_ms: int) -> None:
             scripts.zadd(keys.open, dict.fromkeys(beyond, deadline), xx=True)
         text = "%d open groups had deadlines farther than any may be: they get the run's"
         logger.warning(text, len(beyond), extra=log_fields("deadlines_shortened", run=run.name, role=STAGE))
-
-
-def _foreign_members(run: Run, keys: ShardKeys) -> list[bytes]:
-    """Members of the open set without a group, looked for where there are more than the ledger knows of.
-
-    A sample: what it misses is found in the next second, at the latest when few groups are open.
-    """
-    pipe = run.connection.scripts.pipeline(transaction=False)  # MULTI is refused above maxmemory
-    pipe.zcard(keys.open)
-    pipe.hget(keys.ledger, "groups_open")
-    there, counted = pipe.execute()
-    if there <= as_count(counted):
-        return []
-    start = random.randrange(max(1, there - EXPIRE_COUNT + 1))
-    members: Any = run.connection.scripts.zrange(keys.open, start, start + EXPIRE_COUNT - 1)
-    pipe = run.connection.scripts.pipeline(transaction=False)
-    for member in members:
-        pipe.hexists(keys.group("").encode() + member, "size")
-    return [member for member, exists in zip(members, replies_of(pipe), strict=True) if exists != 1]
+    return list(beyond)
 
 
 def sweep(run: Run, keys: ShardKeys) -> int:
@@ -265,7 +245,7 @@ def sweep(run: Run, keys: ShardKeys) -> int:
         if not wrong:
             break
         for item in wrong:
-            reject_item(run, keys, keys.garbage, item, "no payload and its bytes", removal="LREM")
+            reject(run, keys, keys.garbage, item, "no payload and its bytes")
     if not items:
         return 0
     payloads = [item.rpartition(b" ")[0].decode() for item in items]
@@ -275,12 +255,8 @@ def sweep(run: Run, keys: ShardKeys) -> int:
 
 def _is_garbage(keys: ShardKeys, item: bytes) -> bool:
     key, _, size = item.rpartition(b" ")
-    return (
-        size.isdigit()
-        and len(size) < 11
-        and int(size) <= MAX_BYTES
-        and is_payload_key(keys, key.decode(errors="replace"))
-    )
+    is_size = size.isdigit() and len(size) <= 10 and int(size) <= MAX_BYTES
+    return is_size and is_payload_key(keys, key.decode(errors="replace"))
 
 
 def _ended(outcome: bytes, data_source: bytes) -> str:

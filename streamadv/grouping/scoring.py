@@ -25,9 +25,8 @@ def pass_on(run: Run, keys: ShardKeys, scorer: str, records: Sequence[Passed], t
     """Hand records of a scorer's stream off, to the scorer `target`, or None: to the grouper. How many were there."""
     if not records:
         return 0
-    order = run.manifest.scorers
     stream = keys.rollouts if target is None else keys.scoring(target)
-    names = [keys.void, keys.scoring(scorer), stream, keys.ledger, *map(keys.scoring, order)]
+    names = [keys.void, keys.scoring(scorer), stream, keys.ledger]
     args: list[Any] = [scorer, "1" if target is None else "0"]
     for record in records:
         args += [record.entry, *record.fields]

@@ -127,7 +127,7 @@ def _removed(item: Malformed, now_ms: int) -> DeadGroup:
         group_id=item.id,
         reason=MALFORMED,
         detail=item.detail,
-        trajectories=item.trajectories,
+        trajectories=0,
         bytes=0,
         emptied=True,
         age_s=_seconds(now_ms - item.when_ms),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Container
 from typing import Any, Final, NamedTuple
 
-from .malformed import reject_item
+from .malformed import reject
 from .run import Run
 
 HEARTBEAT_S: Final = 10.0
@@ -55,9 +55,7 @@ class Attendance:
         leaving: list[bytes] = []
         for name, value in stored.items():
             if not PRODUCER_STATE.fullmatch(value.decode(errors="replace")):
-                reject_item(
-                    self._run, home, home.producers, name, "no state of a producer", value, removal="HDEL"
-                )
+                reject(self._run, home, home.producers, name, "no state of a producer", {"state": value})
                 continue
             if name not in self._heard or self._heard[name].value != value:
                 self._heard[name] = Heard(value, now)

@@ -1,7 +1,7 @@
-"""What stands in a run's streams and hashes without anybody of the run having written it.
+"""Foreign data: items in a run's keys that none of its processes wrote.
 
-Whoever meets it removes it in one script: counted, and listed with the reason among the dead letters. A record on
-its way to a group counts as one trajectory, pushed and dead{malformed}; other things count as none.
+Whoever finds one removes it in one script, which counts it as `malformed` and lists it with the reason among the dead
+letters. It is no trajectory, so the other counters of the ledger do not change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from ..messages import brief, log_fields, one_line
 from ..store.keys import ShardKeys
-from ..store.replies import as_count
 from ..trajectory.schema import MAX_GROUP_SIZE, Role
 from .consumer import Entry
 from .run import Run
@@ -29,6 +28,14 @@ KINDS: Final = frozenset([b"usable", b"unscorable", b"failed", b"aborted", b"can
 ROLES: Final = frozenset(role.encode() for role in Role)
 #: Most a run may allow for `max_trajectory_bytes`.
 MAX_BYTES: Final = 1 << 30
+#: How an item is removed from the structures that are no streams.
+REMOVALS: Final = {
+    "batches": "HDEL",
+    "producers": "HDEL",
+    "open": "ZREM",
+    "garbage": "LREM",
+    "scored": "LREM",
+}
 #: Of a removed item, so much is kept to look at.
 TEXT_CHARS: Final = 2000
 
@@ -43,7 +50,6 @@ class Malformed:
 
     id: str  # '<place>/<item>': where it stood
     note: str  # id of the note itself
-    trajectories: int
     detail: str
     text: str
     when_ms: int
@@ -82,40 +88,27 @@ def is_payload_key(keys: ShardKeys, key: str) -> bool:
     return key.startswith(keys.payload("")) and not _SPACE.search(key)
 
 
-def reject_entry(run: Run, entry: Entry, stream: str, problem: str, stage: str) -> None:
-    """Remove an entry of a consumer's stream."""
-    keys = run.keys.shard(entry.shard)
-    counter, together = "", []
-    if stream == keys.rollouts:
-        counter, together = "rollouts", [keys.rollouts]
-    elif stream != keys.work:
-        counter, together = "scoring", [keys.scoring(name) for name in run.manifest.scorers]
-    text = _text(entry.fields)
-    _reject(run, keys, stream, ["XDEL", stage, entry.id, counter], problem, text, together)
+def reject_entry(run: Run, entry: Entry, stream: str, problem: str, stage: str = "") -> None:
+    """Remove an entry of a stream; `stage` is the consumer group that has read it, if one has."""
+    reject(run, run.keys.shard(entry.shard), stream, entry.id, problem, entry.fields, stage=stage)
 
 
-def reject_logged(
-    run: Run, shard: int, stream: str, entry: str, problem: str, text: str = "", *, record: bool
+def reject(
+    run: Run,
+    keys: ShardKeys,
+    key: str,
+    item: str | bytes,
+    problem: str,
+    fields: Mapping[str, bytes] | None = None,
+    *,
+    stage: str = "",
 ) -> None:
-    """Remove an entry of a log; `record` = it counts as a trajectory."""
-    keys = run.keys.shard(shard)
-    _reject(run, keys, stream, ["XDEL", "", entry, "pushed" if record else ""], problem, text, [])
-
-
-def reject_item(
-    run: Run, keys: ShardKeys, key: str, item: str | bytes, problem: str, text: bytes = b"", *, removal: str
-) -> None:
-    """Remove an item that is no record: by HDEL a field with its text, by ZREM or LREM a member."""
-    _reject(run, keys, key, [removal, "", item, ""], problem, _text({"value": text}), [])
-
-
-def _reject(
-    run: Run, keys: ShardKeys, key: str, args: list[Any], problem: str, text: str, together: list[str]
-) -> None:
+    """Remove an item (entry id, field or member) of the structure at `key`, list it with `problem` and its `fields`."""
     place = key.partition("}:")[2]
     problem = one_line(problem)
-    names = [keys.void, keys.ledger, keys.malformed, key, *together]
-    if run.call("reject", names, [*args, place, problem, text]):
+    text = repr({name[:100]: value[:200] for name, value in list((fields or {}).items())[:20]})[:TEXT_CHARS]
+    names = [keys.void, keys.ledger, keys.malformed, key]
+    if run.call("reject", names, [REMOVALS.get(place, "XDEL"), stage, item, place, problem, text]):
         logger.error(
             "removed from %s: %s", place, problem, extra=log_fields("malformed_removed", run=run.name)
         )
@@ -125,14 +118,13 @@ def list_malformed(run: Run, keys: ShardKeys) -> Iterator[Malformed]:
     """What was removed from a shard, oldest first; the last thousand are kept."""
     entries: Any = run.connection.scripts.xrange(keys.malformed)
     for entry, stored in entries:
-        names = ("place", "item", "count", "detail", "text")
-        place, item, count, detail, text = (
+        names = ("place", "item", "detail", "text")
+        place, item, detail, text = (
             stored.get(name.encode(), b"").decode(errors="backslashreplace") for name in names
         )
         yield Malformed(
             id=one_line(f"{place}/{item}"),
             note=entry.decode(),
-            trajectories=as_count(count),
             detail=detail,
             text=text,
             when_ms=int(entry.partition(b"-")[0]),
@@ -144,7 +136,3 @@ def _is_finite(text: bytes) -> bool:
         return math.isfinite(float(text))
     except ValueError:
         return False
-
-
-def _text(fields: Mapping[str, bytes]) -> str:
-    return repr({name[:100]: value[:200] for name, value in list(fields.items())[:20]})[:TEXT_CHARS]

@@ -15,7 +15,7 @@ from ..batch.session import Session
 from ..batch.work import WorkItem, work_items
 from ..errors import BatchLostError, UndecodableGroupError
 from ..grouping.groups_log import LoggedGroup, Pointer, read_groups
-from ..run.malformed import reject_logged
+from ..run.malformed import reject
 from ..store.retry import RETRYABLE
 from .delivery import ComputedBatch, deliver
 from .fetch import Prefetched, ReadAhead
@@ -157,4 +157,4 @@ def _remove(session: Session, strays: Sequence[Stray]) -> None:
             batch_commit.undo(run, stray.shard, stray.batch, session.epoch)
         else:
             log = run.keys.shard(stray.shard).results
-            reject_logged(run, stray.shard, log, stray.entry, stray.problem, record=False)
+            reject(run, run.keys.shard(stray.shard), log, stray.entry, stray.problem)

@@ -23,7 +23,7 @@ local function fill_in(index)
     redis.pcall('HINCRBY', keys.ledger, 'dropped:unscorable', 1)
     redis.call('RPUSH', keys.garbage, key .. ' ' .. bytes)
   else
-    redis.call('HSET', keys.group, index, 'u ' .. value .. ' ' .. bytes .. ' ' .. key .. ' ' .. role .. ' ' .. reference)
+    redis.call('HSET', keys.group, index, member_text(value, bytes, key, role, reference))
     redis.call('HINCRBY', keys.group, 'usable', 1)
   end
 end

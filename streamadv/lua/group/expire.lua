@@ -12,33 +12,39 @@
 -- include broken
 -- include holders
 local EXPIRE_SLOTS = 1024
+local BROKEN_SLOTS = 64  -- what a group counts for whose number of slots cannot be read
 local policy = {partial_min_usable = ARGV[1], zero_variance = ARGV[2], difficulty_low = ARGV[3],
   difficulty_high = ARGV[4], dedupe_groups = tonumber(ARGV[5])}
 local now = now_ms()
 local oldest = redis.call('XRANGE', keys.rollouts, '-', '+', 'COUNT', 1)
 local waiting_since = oldest[1] and tonumber(string.match(oldest[1][1], '^(%d+)')) or now + 1
 
+-- Take the group out of the open ones without a tombstone: nobody has pushed to it.
+local function remove(id)
+  redis.call('ZREM', keys.open, id)
+  redis.call('DEL', keys.group)
+end
+
+local function remove_withdrawn(id)
+  local group = redis.call('HMGET', keys.group, 'unfilled', 'slot_bytes', 'abandoned')
+  remove(id)
+  redis.pcall('HINCRBY', keys.ledger, 'groups_open', -1)
+  give_back(keys, {unfilled = group[1], slot_bytes = group[2], abandoned = group[3]})
+end
+
 -- Returns how many slots the group had, its outcome and data source; 0 when it is not (or no longer) due.
 local function expire(id)
   local deadline = tonumber(redis.call('ZSCORE', keys.open, id) or '')
   if not deadline then return 0 end
   local state, counts = group_state(keys)
-  if state == 'none' then  -- a group is opened and ended in one step each
-    redis.call('ZREM', keys.open, id)
-    redis.call('DEL', keys.group)  -- foreign fields, if anything
-    if (tonumber(redis.call('HGET', keys.ledger, 'groups_open') or '') or 0) > redis.call('ZCARD', keys.open) then
-      redis.pcall('HINCRBY', keys.ledger, 'groups_open', -1)
-    end
-    note_malformed(keys, 'open', id, 0, 'there is no such group', '')
+  if state == 'none' then  -- each group is opened and ended in one step, so none of the run has left this
+    remove(id)
+    note_malformed(keys, 'open', id, 'there is no such group', '')
     return 1
   end
-  if state == 'broken' then return 64, end_broken(keys, id, policy) end
+  if state == 'broken' then return BROKEN_SLOTS, end_broken(keys, id, policy) end
   if is_withdrawn(keys.group) then
-    local group = redis.call('HMGET', keys.group, 'unfilled', 'slot_bytes', 'abandoned')
-    redis.call('ZREM', keys.open, id)
-    redis.call('DEL', keys.group)
-    redis.call('HINCRBY', keys.ledger, 'groups_open', -1)
-    give_back(keys, {unfilled = group[1], slot_bytes = group[2], abandoned = group[3]})
+    remove_withdrawn(id)
     return 1
   end
   if deadline > now or waiting_since <= deadline then return 0 end

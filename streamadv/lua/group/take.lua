@@ -1,13 +1,13 @@
--- The grouper's hand-off: move records from the rollouts stream into their groups; the record that completes a
--- group ends it in the same step.
+-- The grouper's hand-off: move records from the rollouts stream into their groups, and end the groups that then have
+-- all they need.
 -- KEYS  void, rollouts, open, groups, ended, ended_before, ledger, garbage, malformed, sizes,
 --       group_hashes: group ..., (payloads: payload ...)
 -- ARGV  consumer group, partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups,
 --       then for each entry: entry id, position of its group's hash in the list, group id, index, kind, reward, bytes,
 --       payload key, role, reference JSON
--- Returns  {entry id, outcome, data source, ...} of each entry taken; outcome '' = its group goes on
--- An entry that somebody else has finished (XACK 0) is skipped; a record that its group does not wait for, or whose
--- payload is not there, is removed as malformed.
+-- Returns  {entries taken, outcome and data source of each group that has ended ...}
+-- An entry that somebody else has finished (XACK 0) is skipped. A record that no slot waits for, or whose payload does
+-- not exist, is removed as malformed.
 -- include ended
 -- include malformed
 -- include sizes
@@ -15,125 +15,124 @@
 -- include broken
 local policy = {partial_min_usable = ARGV[2], zero_variance = ARGV[3], difficulty_low = ARGV[4],
   difficulty_high = ARGV[5], dedupe_groups = tonumber(ARGV[6])}
+local registered = 0  -- records that a slot waited for: those that the push script has counted
 
-local function drop(at, reason)
+local function record_at(at)
+  return {entry = ARGV[at], group_hash = keys.group_hashes[tonumber(ARGV[at + 1])], group_id = ARGV[at + 2], slot = ARGV[at + 3],
+    kind = ARGV[at + 4], reward = ARGV[at + 5], bytes = ARGV[at + 6], payload = ARGV[at + 7], role = ARGV[at + 8],
+    reference = ARGV[at + 9]}
+end
+
+local function refuse(record, problem)
+  local detail = 'slot ' .. record.slot .. ' of group ' .. record.group_id .. ' ' .. problem
+  note_malformed(keys, 'rollouts', record.entry, detail, record.reference)
+end
+
+local function drop(record, reason)
   redis.pcall('HINCRBY', keys.ledger, 'dropped:' .. reason, 1)
-  if ARGV[at + 6] ~= '0' then redis.call('RPUSH', keys.garbage, ARGV[at + 7] .. ' ' .. ARGV[at + 6]) end
-end
-
-local function refuse(at, problem)
-  note_malformed(keys, 'rollouts', ARGV[at], 1, problem, ARGV[at + 9])
-end
-
-local function no_payload(at)
-  return 'payload of ' .. ARGV[at + 2] .. '/' .. ARGV[at + 3] .. ' is not there'
-end
-
-local function not_awaited(at)
-  return 'slot ' .. ARGV[at + 3] .. ' of group ' .. ARGV[at + 2] .. ' waits for no record'
+  if record.bytes ~= '0' then redis.call('RPUSH', keys.garbage, record.payload .. ' ' .. record.bytes) end
 end
 
 -- A record whose group is not open.
-local function take_late(at)
-  local id, index, kind = ARGV[at + 2], tonumber(ARGV[at + 3]), ARGV[at + 4]
-  if kind == 'usable' and redis.call('EXISTS', ARGV[at + 7]) == 0 then return refuse(at, no_payload(at)) end
-  local text, key = find_ended(keys, id)
-  if text then
-    if string.sub(text, index + 2, index + 2) ~= '2' then return refuse(at, not_awaited(at)) end
-    redis.call('HSET', key, id, string.sub(text, 1, index + 1) .. '1' .. string.sub(text, index + 3))
+local function take_late(record)
+  local tombstone, key = find_ended(keys, record.group_id)
+  if tombstone then
+    local digit = tonumber(record.slot) + 2
+    if string.sub(tombstone, digit, digit) ~= '2' then return refuse(record, 'waits for no record') end
+    redis.call('HSET', key, record.group_id,
+      string.sub(tombstone, 1, digit - 1) .. '1' .. string.sub(tombstone, digit + 1))
   end
-  drop(at, kind ~= 'usable' and kind or (text and string.sub(text, 1, 1) == 'c' and 'surplus' or 'late'))
+  registered = registered + 1
+  local late = tombstone and string.sub(tombstone, 1, 1) == 'c' and 'surplus' or 'late'
+  drop(record, record.kind == 'usable' and late or record.kind)
 end
 
--- Records of an open group, from records[first] up to the one that completes it. Returns which one was the last,
--- and the outcome and data source of a group that has ended.
-local function take_open(records, first, counts)
-  local indices, payloads = {}, {}
-  for i = first, #records do
-    indices[#indices + 1] = ARGV[records[i] + 3]
-    if ARGV[records[i] + 4] == 'usable' then payloads[#payloads + 1] = ARGV[records[i] + 7] end
-  end
-  local slots = redis.call('HMGET', keys.group, unpack(indices))
-  local all_there = #payloads == 0 or redis.call('EXISTS', unpack(payloads)) == #payloads
-  local waits, members, rewarded, unscored = {}, {}, {}, 0
-  for i, index in ipairs(indices) do waits[index] = slots[i] == 'p' end
-  local usable, unusable, last = counts.usable, counts.unusable, first - 1
-  repeat
-    last = last + 1
-    local at = records[last]
-    local index, kind, reward = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
-    if kind == 'usable' and not all_there and redis.call('EXISTS', ARGV[at + 7]) == 0 then
-      refuse(at, no_payload(at))
-    elseif not waits[index] then
-      refuse(at, not_awaited(at))
+-- The reward of a record ('-' = it has none yet), and the reason for which its slot ends unused, if any.
+local function judge(record, counts)
+  if record.kind ~= 'usable' then return '-', record.kind end
+  if is_complete(counts) then return '-', 'surplus' end  -- an earlier record of this call was the last one needed
+  if record.reward ~= '' then return record.reward end
+  local reward = redis.call('HGET', keys.group, 'score_value:' .. record.slot) or '-'
+  return reward, reward == 'x' and 'unscorable' or nil
+end
+
+-- Fill the slots of an open group in order of arrival. Returns the outcome and the data source if the group has ended.
+local function take_open(records, counts)
+  local slots, waits, fields, rewarded = {}, {}, {}, {}
+  for i, record in ipairs(records) do slots[i] = record.slot end
+  for i, text in ipairs(redis.call('HMGET', keys.group, unpack(slots))) do waits[slots[i]] = text == 'p' end
+  local usable, unusable, unscored = counts.usable, counts.unusable, 0
+  for _, record in ipairs(records) do
+    if not waits[record.slot] then
+      refuse(record, 'waits for no record')
     else
-      waits[index] = false
-      if kind == 'usable' and reward == '' then
-        reward = redis.call('HGET', keys.group, 'score_value:' .. index) or '-'
-        if reward == 'x' then kind = 'unscorable' end
-      else
-        rewarded[#rewarded + 1] = 'score:' .. index  -- the reward that came with the push stands
-      end
-      members[#members + 1] = index
-      if kind ~= 'usable' then
-        members[#members + 1] = 'x'
+      waits[record.slot] = false
+      local reward, unused_for = judge(record, counts)
+      fields[#fields + 1] = record.slot
+      if unused_for then
+        fields[#fields + 1] = 'x'
         counts.unusable = counts.unusable + 1
-        drop(at, kind)
+        drop(record, unused_for)
       else
-        members[#members + 1] = 'u ' .. reward .. ' ' .. ARGV[at + 6] .. ' ' .. ARGV[at + 7] .. ' ' .. ARGV[at + 8] .. ' '
-          .. ARGV[at + 9]
+        fields[#fields + 1] = member_text(reward, record.bytes, record.payload, record.role, record.reference)
         if reward == '-' then unscored = unscored + 1 else counts.usable = counts.usable + 1 end
       end
+      -- The reward that came with the push stands.
+      if record.reward ~= '' then rewarded[#rewarded + 1] = 'score:' .. record.slot end
     end
-  until last == #records or (#members > 0 and is_complete(counts))
+  end
+  if #fields == 0 then return nil end
+  registered = registered + #fields / 2
   usable, unusable = counts.usable - usable, counts.unusable - unusable
-  if #members > 0 then redis.call('HSET', keys.group, unpack(members)) end
+  redis.call('HSET', keys.group, unpack(fields))
   if #rewarded > 0 then redis.call('HDEL', keys.group, unpack(rewarded)) end
   if usable > 0 then redis.call('HINCRBY', keys.group, 'usable', usable) end
   if unscored > 0 then redis.call('HINCRBY', keys.group, 'unscored', unscored) end
   if unusable > 0 then redis.call('HINCRBY', keys.group, 'unusable', unusable) end
   if usable + unscored > 0 then redis.pcall('HINCRBY', keys.ledger, 'open', usable + unscored) end
-  if #members > 0 and is_complete(counts) then return last, complete(keys, ARGV[records[last] + 2], counts, policy) end
-  return last
+  if is_complete(counts) then return complete(keys, records[1].group_id, counts, policy) end
 end
 
--- What is taken, and for each group (by the position of its hash) where its records begin in ARGV.
-local acked, positions, records_of = {}, {}, {}
+local acked, records, payloads = {}, {}, {}
 for at = 7, #ARGV, 10 do
   if redis.call('XACK', keys.rollouts, ARGV[1], ARGV[at]) == 1 then
-    acked[#acked + 1] = ARGV[at]
-    local position = tonumber(ARGV[at + 1])
-    if not records_of[position] then
-      records_of[position] = {}
-      positions[#positions + 1] = position
-    end
-    table.insert(records_of[position], at)
+    local record = record_at(at)
+    acked[#acked + 1], records[#records + 1] = record.entry, record
+    if record.kind == 'usable' then payloads[#payloads + 1] = record.payload end
   end
 end
-if #acked == 0 then return {} end
+if #acked == 0 then return {0} end
 redis.call('XDEL', keys.rollouts, unpack(acked))
-leave(keys, 'rollouts', #acked, redis.call('XLEN', keys.rollouts))
 
-local taken = {}
-for _, position in ipairs(positions) do
-  local records, first = records_of[position], 1
-  keys.group = keys.group_hashes[position]
-  while first <= #records do
-    local last, outcome, data_source = first, nil, nil
-    local state, counts = group_state(keys)
-    if state == 'open' then
-      last, outcome, data_source = take_open(records, first, counts)
-    else
-      if state == 'broken' then outcome, data_source = end_broken(keys, ARGV[records[first] + 2], policy) end
-      take_late(records[first])
+local groups, records_of = {}, {}  -- in order of arrival
+local all_exist = #payloads == 0 or redis.call('EXISTS', unpack(payloads)) == #payloads
+for _, record in ipairs(records) do
+  if record.kind == 'usable' and not all_exist and redis.call('EXISTS', record.payload) == 0 then
+    refuse(record, 'has no payload')
+  else
+    if not records_of[record.group_hash] then
+      records_of[record.group_hash] = {}
+      groups[#groups + 1] = records_of[record.group_hash]
     end
-    for i = first, last do
-      local ended = i == last and outcome
-      taken[#taken + 1] = ARGV[records[i]]
-      taken[#taken + 1] = ended or ''
-      taken[#taken + 1] = ended and data_source or ''
-    end
-    first = last + 1
+    table.insert(records_of[record.group_hash], record)
   end
 end
-return taken
+
+local reply = {#acked}
+for _, group_records in ipairs(groups) do
+  keys.group = group_records[1].group_hash
+  local state, counts = group_state(keys)
+  local outcome, data_source
+  if state == 'open' then
+    outcome, data_source = take_open(group_records, counts)
+  else
+    if state == 'broken' then outcome, data_source = end_broken(keys, group_records[1].group_id, policy) end
+    for _, record in ipairs(group_records) do take_late(record) end
+  end
+  if outcome then
+    reply[#reply + 1] = outcome
+    reply[#reply + 1] = data_source
+  end
+end
+if registered > 0 then redis.pcall('HINCRBY', keys.ledger, 'rollouts', -registered) end
+return reply

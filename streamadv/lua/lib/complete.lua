@@ -1,4 +1,4 @@
--- How a group ends. A member is a field '<index>' of the group's hash:
+-- How a group ends. A member is a field '<slot>' of the group's hash:
 --   'p'   pushed, still in the rollouts stream or with a scorer
 --   'x'   ended without a usable trajectory (failed, cancelled, unscorable ...); already counted as dropped
 --   'u ...' usable: 'u <reward or -> <bytes> <payload key> <role> <reference JSON>'
@@ -6,9 +6,44 @@
 --   keys    group, open, groups, ended, ended_before, ledger, garbage, sizes
 --   policy  partial_min_usable ('' = drop), zero_variance ('1' = filter), difficulty_low, difficulty_high
 --           ('' = off), dedupe_groups
+local MAX_SLOTS = 8192
 
+local function member_text(reward, bytes, key, role, reference)
+  return 'u ' .. reward .. ' ' .. bytes .. ' ' .. key .. ' ' .. role .. ' ' .. reference
+end
+
+-- Returns reward, bytes, key, role and reference; nothing for what is no usable member.
 local function member_fields(text)
   return string.match(text, '^u (%S+) (%S+) (%S+) (%S+) (.*)$')
+end
+
+local function whole(text)
+  return text and #text <= 15 and string.match(text, '^%-?%d+$') and tonumber(text)
+end
+
+-- 'none', 'open' or 'broken' (what stands there is not what the scripts wrote), and the counts of an open group.
+local function group_state(keys)
+  local n = redis.pcall('HMGET', keys.group, 'size', 'slots', 'unfilled', 'slot_bytes', 'opened_ms', 'usable', 'unscored',
+    'unusable')
+  if n.err then return 'broken' end
+  if not (n[1] or n[2] or n[3]) then return 'none' end
+  for i = 1, 8 do
+    if not whole(n[i] or (i > 5 and '0')) then return 'broken' end
+  end
+  local counts = {size = whole(n[1]), slots = whole(n[2]), usable = whole(n[6]) or 0, unusable = whole(n[8]) or 0}
+  return counts.size > 0 and counts.slots <= MAX_SLOTS and 'open' or 'broken', counts
+end
+
+-- Whether a group of these counts ends: enough usable members are there, or nothing more can come.
+local function is_complete(counts)
+  return counts.usable >= counts.size or counts.usable + counts.unusable >= counts.slots
+end
+
+-- What a group short of usable members becomes.
+local function short_outcome(usable, policy, otherwise)
+  local minimum = tonumber(policy.partial_min_usable)
+  if minimum and usable >= minimum then return 'partial' end
+  return otherwise
 end
 
 -- Why a group with these rewards is not trained on, or nil.
@@ -25,103 +60,90 @@ local function filter_reason(rewards, policy)
   return nil
 end
 
--- 'none', 'open' or 'broken' (what stands there is not what the scripts wrote), and the counts of an open group.
-local function group_state(keys)
-  local n = redis.pcall('HMGET', keys.group, 'size', 'slots', 'unfilled', 'slot_bytes', 'opened_ms', 'usable', 'unscored',
-    'unusable')
-  if n.err then return 'broken' end
-  if not (n[1] or n[2] or n[3]) then return 'none' end
-  for i = 1, 8 do
-    if not string.match(n[i] or (i > 5 and '0' or ''), '^%-?%d+$') or #(n[i] or '') > 15 then return 'broken' end
+-- The hash of a group: its fields, its usable members with (scored) and without a reward (unscored) in order of their
+-- slots, the rewards of members to be trained on, and the bitmap of its tombstone.
+local function read_members(keys)
+  local flat, group = redis.pcall('HGETALL', keys.group), {fields = {}, scored = {}, unscored = {}, rewards = {}}
+  local slots = 0
+  for i = 1, flat.err and 0 or #flat, 2 do
+    group.fields[flat[i]] = flat[i + 1]
+    if string.match(flat[i], '^%d%d?%d?%d?$') then slots = math.max(slots, tonumber(flat[i]) + 1) end
   end
-  local counts = {size = tonumber(n[1]), slots = tonumber(n[2]), usable = tonumber(n[6] or '') or 0,
-    unusable = tonumber(n[8] or '') or 0}
-  return counts.size > 0 and counts.slots <= 8192 and 'open' or 'broken', counts
+  slots = math.min(whole(group.fields.slots) or slots, MAX_SLOTS)
+  local bitmap = {}
+  for slot = 0, slots - 1 do
+    local text = group.fields[tostring(slot)]
+    bitmap[slot + 1] = text and (text == 'p' and '2' or '1') or '0'
+    local reward, bytes, key, role, reference = member_fields(text or '')
+    if reward then
+      local members = reward == '-' and group.unscored or group.scored
+      members[#members + 1] = {slot = slot, bytes = bytes, key = key, reference = reference}
+      if role == 'train' then group.rewards[#group.rewards + 1] = tonumber(reward) end
+    end
+  end
+  group.bitmap = table.concat(bitmap)
+  return group
+end
+
+-- Append the group to the groups log with its scored members.
+local function log_group(keys, id, group, outcome)
+  local references, scores, payloads = {}, {}, {}
+  for _, member in ipairs(group.scored) do
+    references[#references + 1] = member.reference
+    payloads[#payloads + 1] = member.key .. ' ' .. member.bytes
+    local score = group.fields['score:' .. member.slot]
+    if score then scores[#scores + 1] = '"' .. member.slot .. '":' .. score end
+  end
+  redis.call('XADD', keys.groups, '*', 'group_id', id, 'size', group.fields.size,
+    'data_source', group.fields.data_source or '', 'opened_ms', group.fields.opened_ms, 'outcome', outcome,
+    'epoch', group.fields.epoch or '0', 'version', group.fields.version or '',
+    'count', #group.scored, 'members', '[' .. table.concat(references, ',') .. ']',
+    'scores', '{' .. table.concat(scores, ',') .. '}', 'payloads', table.concat(payloads, '\n'))
+  redis.pcall('HINCRBY', keys.ledger, 'grouped', #group.scored)
+  redis.pcall('HINCRBY', keys.ledger, 'groups_logged', 1)
+end
+
+-- Count members under a reason, and have their payloads deleted.
+local function drop_members(keys, members, reason)
+  if #members > 0 then redis.pcall('HINCRBY', keys.ledger, reason, #members) end
+  for _, member in ipairs(members) do redis.call('RPUSH', keys.garbage, member.key .. ' ' .. member.bytes) end
 end
 
 -- What an open group holds beside its members, when it ends.
-local function give_back(keys, group)
-  local unfilled = tonumber(group.unfilled)
-  if unfilled > 0 then reserve(keys.sizes, group.slot_bytes, -unfilled) end
-  if group.abandoned == '1' then redis.pcall('HINCRBY', keys.ledger, 'groups_abandoned', -1) end
+local function give_back(keys, fields)
+  local unfilled = whole(fields.unfilled) or 0
+  if unfilled > 0 and whole(fields.slot_bytes) then reserve(keys.sizes, fields.slot_bytes, -unfilled) end
+  if fields.abandoned == '1' then redis.pcall('HINCRBY', keys.ledger, 'groups_abandoned', -1) end
+end
+
+-- Put a tombstone in the place of the open group.
+local function close_group(keys, id, group, letter, policy)
+  redis.call('ZREM', keys.open, id)
+  redis.call('DEL', keys.group)
+  redis.pcall('HINCRBY', keys.ledger, 'groups_open', -1)
+  give_back(keys, group.fields)
+  local members = #group.scored + #group.unscored
+  if members > 0 then redis.pcall('HINCRBY', keys.ledger, 'open', -members) end
+  remember_ended(keys, id, letter, group.bitmap, policy.dedupe_groups)
 end
 
 -- End the group for `outcome`: 'complete' and 'partial' go on to the groups log unless filtered, anything else
 -- is dropped under that name. `letter` is what the tombstone says of it. Returns the outcome
 -- counted and the group's data source.
 local function end_group(keys, id, outcome, letter, policy)
-  local flat = redis.call('HGETALL', keys.group)
-  local group = {}
-  for i = 1, #flat, 2 do group[flat[i]] = flat[i + 1] end
-  local slots, bitmap = tonumber(group.slots), {}
-  local kept, rewards, left_out = {}, {}, {}
-  for index = 0, slots - 1 do
-    local text = group[tostring(index)]
-    bitmap[#bitmap + 1] = text and (text == 'p' and '2' or '1') or '0'
-    local reward, bytes, key, role, reference = member_fields(text or '')
-    local number = tonumber(reward or '')
-    if reference and (reward == '-' or (number and number == number)) then
-      if reward == '-' then
-        left_out[#left_out + 1] = {key = key, bytes = bytes}
-      else
-        kept[#kept + 1] = {key = key, bytes = bytes, reference = reference, index = index}
-        if role == 'train' then rewards[#rewards + 1] = tonumber(reward) end
-      end
-    end
-  end
-  local drop_reason = 'surplus'
+  local group = read_members(keys)
+  if outcome == 'complete' or outcome == 'partial' then outcome = filter_reason(group.rewards, policy) or outcome end
   if outcome == 'complete' or outcome == 'partial' then
-    outcome = filter_reason(rewards, policy) or outcome
-  end
-  -- Both differ only where somebody else wrote into the hash: such members are lost, or arrive now.
-  local n_open = (tonumber(group.usable) or 0) + (tonumber(group.unscored) or 0)
-  local lost = n_open - #kept - #left_out
-  if lost > 0 then redis.pcall('HINCRBY', keys.ledger, 'dead:malformed', lost) end
-  if lost < 0 then redis.pcall('HINCRBY', keys.ledger, 'pushed', -lost) end
-  redis.call('ZREM', keys.open, id)
-  redis.call('DEL', keys.group)
-  redis.pcall('HINCRBY', keys.ledger, 'groups_open', -1)
-  give_back(keys, group)
-  if n_open > 0 then redis.pcall('HINCRBY', keys.ledger, 'open', -n_open) end
-  if outcome == 'complete' or outcome == 'partial' then
-    local references, scores, payloads = {}, {}, {}
-    for _, member in ipairs(kept) do
-      references[#references + 1] = member.reference
-      payloads[#payloads + 1] = member.key .. ' ' .. member.bytes
-      local score = group['score:' .. member.index]
-      if score then scores[#scores + 1] = '"' .. member.index .. '":' .. score end
-    end
-    redis.call('XADD', keys.groups, '*', 'group_id', id, 'size', group.size, 'data_source', group.data_source or '',
-      'opened_ms', group.opened_ms, 'outcome', outcome, 'epoch', group.epoch or '0', 'version', group.version or '',
-      'count', #kept, 'members', '[' .. table.concat(references, ',') .. ']',
-      'scores', '{' .. table.concat(scores, ',') .. '}', 'payloads', table.concat(payloads, '\n'))
-    redis.pcall('HINCRBY', keys.ledger, 'grouped', #kept)
-    redis.pcall('HINCRBY', keys.ledger, 'groups_logged', 1)
+    log_group(keys, id, group, outcome)
+    drop_members(keys, group.unscored, 'dropped:surplus')
   else
-    for _, member in ipairs(kept) do left_out[#left_out + 1] = member end
-    drop_reason = outcome
+    local reason = (outcome == 'malformed' and 'dead:' or 'dropped:') .. outcome
+    drop_members(keys, group.scored, reason)
+    drop_members(keys, group.unscored, reason)
   end
-  if #left_out > 0 then
-    redis.pcall('HINCRBY', keys.ledger, 'dropped:' .. drop_reason, #left_out)
-    for _, member in ipairs(left_out) do
-      redis.call('RPUSH', keys.garbage, member.key .. ' ' .. member.bytes)
-    end
-  end
+  close_group(keys, id, group, letter, policy)
   redis.pcall('HINCRBY', keys.ledger, 'outcome:' .. outcome, 1)
-  remember_ended(keys, id, letter, table.concat(bitmap), policy.dedupe_groups)
-  return outcome, group.data_source or ''
-end
-
--- What a group short of usable members becomes.
-local function short_outcome(usable, policy, otherwise)
-  local minimum = tonumber(policy.partial_min_usable)
-  if minimum and usable >= minimum then return 'partial' end
-  return otherwise
-end
-
--- Whether a group of these counts ends: enough usable members are there, or nothing more can come.
-local function is_complete(counts)
-  return counts.usable >= counts.size or counts.usable + counts.unusable >= counts.slots
+  return outcome, group.fields.data_source or ''
 end
 
 -- End a group that is complete. Returns what end_group returns.
