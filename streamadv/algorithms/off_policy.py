@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
+from .arguments import AnyMask, AnyShape, Positive
 from .chain_metrics import Metric
 from .off_policy_metrics import SAFETY_BOUND, rejection_metrics, rows_that_count, weight_metrics
 from .quirks import PeerQuirks
@@ -177,6 +178,21 @@ def veto(
             raise OptionError(f"correction.veto_upper is {upper}, needs a number above 0")
         bad |= log_ratio > math.log(upper)
     return spread(tokens.row_sum(bad) == 0, tokens.offsets, len(log_ratio))
+
+
+def m2po_mask(log_ratio: AnyShape, mask: AnyMask, threshold: Positive) -> Tensor:
+    """`mask` without the tokens of largest squared log-ratio, so that the mean of the rest is below `threshold`.
+
+    M2PO (arXiv:2510.01161) as in AReaL; statistics over everything passed in. At least one token stays.
+    """
+    chosen = (mask != 0).reshape(-1).nonzero().squeeze(1)
+    squares = log_ratio.to(torch.float64).square().reshape(-1)[chosen]
+    ascending, order = torch.sort(squares, stable=True)
+    mean = torch.cumsum(ascending, 0) / torch.arange(1, len(chosen) + 1, device=mask.device)
+    kept = order[: max(int((mean < threshold).sum()), 1)]
+    result = torch.zeros_like(mask).reshape(-1)
+    result[chosen[kept]] = mask.reshape(-1)[chosen[kept]]
+    return result.view(mask.shape)
 
 
 def _statistic(kind: str, ratio: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Advantages on padded tensors, under ROLL's name: rewards in, whitened and clipped advantages out."""
+"""Advantages on padded tensors, under ROLL's name: token rewards in, whitened and clipped advantages out."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from ..algorithms.trainable import Trainable
 from ..algorithms.turns import turn_returns
 from ..algorithms.whitening import whiten
 from ..errors import OptionError
-from .entrance import added, columns, settle
+from .entrance import check_numbers, checked, take_columns, with_results
 from .layout import as_batch, padded_tokens
-from .masked import masked_mean
-from .rewards import TOKENS, AdvEstimator, Metrics, aligned_mask, known_rewards
+from .rewards import TOKENS, AdvEstimator, Metrics
+from .token_rewards import aligned_mask, clip_tokens, finite_rewards
 
 
+@checked
 def compute_advantage(
     batch: Mapping[str, Tensor],
     *,
@@ -40,71 +41,75 @@ def compute_advantage(
     distill_from: Literal["rollout_log_probs", "old_log_probs"] = "rollout_log_probs",
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[dict[str, Tensor], Metrics]:
-    """token_level_rewards to advantages; adds advantages, returns, raw_advantages, token_level_rewards.
+    """From token_level_rewards to advantages; adds advantages, returns, raw_advantages, token_level_rewards.
 
-    All [B, T] float32, or [B, T-1] beside a [B, T] response_mask. In order: whiten the rewards, estimate
-    (gae; reinforce, grpo, gigpo and step_reinforce: discounted return; agentic_reinforce: return by turns),
-    subtract distill_coef * KL(`distill_from` against teacher_log_probs), whiten, mask, clip. raw_advantages
-    are those before the last four. distill_only: nothing but the distillation term, which is the return too;
-    the rewards stay as they are. Rewards on masked tokens go to the action before, all outputs are 0 outside
-    the mask and critic/advantage_clip_frac counts trainable tokens. ROLL loses such rewards, runs gae and
-    returns over all tokens, leaves returns and raw_advantages unmasked and counts every position.
+    In order: whiten the rewards, estimate, subtract distill_coef * KL(`distill_from` against teacher_log_probs),
+    whiten, mask, clip. raw_advantages are the advantages before the last four.
+
+    Args:
+      batch: response_mask [B, T], token_level_rewards [B, T], and as needed values, `distill_from` and
+        teacher_log_probs [B, T]. All except response_mask may be [B, T-1], column t describing token t + 1.
+      adv_estimator: gae; agentic_reinforce: return by turns; all others: discounted return, because their group
+        statistics belong to the reward normalisation.
+      distill_only: the distillation term alone, also as return; the rewards stay as they are.
+
+    Returns:
+      The batch with its new columns, float32 in the layout of token_level_rewards and 0 outside the mask; metrics.
+
+    Rewards on masked tokens go to the action before, and critic/advantage_clip_frac counts trainable tokens. ROLL
+    loses such rewards, runs gae and returns over all tokens, leaves returns and raw_advantages unmasked and counts
+    every position.
     """
     distills = distill_only or distill_coef != 0
     if distill_only and distill_coef == 0:
         raise OptionError("distill_coef is 0, which leaves nothing with distill_only: give it")
-    asked: dict[str, Values | Flags] = {
+    kinds: dict[str, Values | Flags] = {
         "response_mask": Flags(("B", "W")),
         "token_level_rewards": Values(("B", "T"), spills=True),
     }
     if adv_estimator == "gae" and not distill_only:
-        asked["values"] = TOKENS
+        kinds["values"] = TOKENS
     if distills:
-        asked |= {distill_from: TOKENS, "teacher_log_probs": TOKENS}
+        kinds |= {distill_from: TOKENS, "teacher_log_probs": TOKENS}
     call = Call()
-    taken = columns(batch, asked, call)
-    mask = aligned_mask(taken["response_mask"], taken["token_level_rewards"], call)
-    settle(call)
-    rewards = taken["token_level_rewards"] = known_rewards(taken["token_level_rewards"], mask)
+    columns = take_columns(batch, kinds, call)
+    mask = aligned_mask(columns["response_mask"], columns["token_level_rewards"], call)
+    check_numbers(call)
+    rewards = finite_rewards(columns["token_level_rewards"], mask)
     packed, _ = as_batch(
-        mask, {name: taken[name] for name in ("token_level_rewards", "values") if name in taken}
+        mask, {"token_level_rewards": rewards, **{n: columns[n] for n in ("values",) if n in columns}}
     )
     tokens = packed.trainable_tokens
-    if not distill_only:
-        flat = rewards.reshape(-1)
-        flat = credited_rewards(flat, tokens) if peer_quirks is None else tokens.only(flat)
-        rewards = (whiten(flat, tokens) if whiten_rewards else flat).view(mask.shape)
     if distills:
-        kl = approx_kl(taken[distill_from], taken["teacher_log_probs"], distill_penalty)
+        kl = approx_kl(columns[distill_from], columns["teacher_log_probs"], distill_penalty)
         distilled = -distill_coef * _masked(kl, tokens)
     if distill_only:
-        advantages = returns = distilled
+        advantages = returns = raw = distilled
     else:
+        rewards = _token_rewards(rewards, tokens, whiten_rewards, peer_quirks)
         packed = packed.with_columns(token_level_rewards=rewards.reshape(-1))
         estimate = _estimate(packed, adv_estimator, gamma, lambd, peer_quirks)
-        advantages, returns = (value.view(mask.shape) for value in estimate)
-    raw = advantages
-    if distills and not distill_only:
-        advantages = advantages + distilled
+        raw, returns = (value.view(mask.shape) for value in estimate)
+        advantages = raw + distilled if distills else raw
     if whiten_advantages:
         advantages = whiten(advantages.reshape(-1), tokens).view(mask.shape)
     elif peer_quirks:
         advantages = _masked(advantages, tokens)
     metrics: Metrics = {}
     if advantage_clip is not None:
-        outside = (advantages.abs() > advantage_clip).to(torch.float32)
-        share = outside.mean() if peer_quirks and outside.numel() else masked_mean(outside, mask)
-        metrics["critic/advantage_clip_frac"] = share.item()
-        advantages = advantages.clamp(-advantage_clip, advantage_clip)
-    found = {
+        advantages, metrics["critic/advantage_clip_frac"] = clip_tokens(
+            advantages, mask, advantage_clip, peer_quirks
+        )
+    results = {
         "advantages": advantages,
         "returns": returns,
         "raw_advantages": raw,
         "token_level_rewards": rewards,
     }
-    return added(batch, found, call), metrics
+    return with_results(batch, results, call), metrics
 
 
+@checked
 def compute_agentic_reinforce_return(
     token_level_rewards: TokenRewards, mask: Mask | None, gamma: Share = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -118,16 +123,26 @@ def compute_agentic_reinforce_return(
     return shaped, shaped
 
 
+def _token_rewards(
+    rewards: Tensor, tokens: Trainable, whitened: bool, peer_quirks: PeerQuirks | None
+) -> Tensor:
+    """[B, T]: rewards on trainable tokens; ROLL drops those on masked ones."""
+    flat = rewards.reshape(-1)
+    flat = credited_rewards(flat, tokens) if peer_quirks is None else tokens.only(flat)
+    return (whiten(flat, tokens) if whitened else flat).view(rewards.shape)
+
+
 def _estimate(
     batch: PackedBatch, name: AdvEstimator, gamma: float, lambd: float, peer_quirks: PeerQuirks | None
 ) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) [N]."""
     rewards = batch.column("token_level_rewards")
     tokens = batch.all_tokens if peer_quirks else batch.trainable_tokens
     if name == "gae":
         return gae_scan(rewards, batch.column("values"), tokens, gamma, lambd)
     if name == "agentic_reinforce":
         returns = turn_returns(rewards, batch.trainable_tokens, gamma)
-    else:  # a plain return: their group logic is in the reward normalisation
+    else:
         returns = reverse_scan(rewards, gamma, tokens)
     return returns, returns
 

@@ -1,7 +1,12 @@
-"""The door: what a public function is given is checked once, and what it returns is the caller's own.
+"""The door of the padded surface: a call's arguments are checked once, and its results belong to the caller.
 
-`checked(function)` reads the kinds of its arguments from their annotations (`arguments`). Behind it nothing is checked
-again: tensors are contiguous, on one device, of shapes that fit, masks are bool, options are in range.
+A decorator puts a function behind the door: `@checked`, or `@differentiable` if a loss is made of its results. It reads
+what each argument must be from the annotations (`algorithms.arguments`). Behind the door nobody checks again: tensors
+are contiguous, on one device and of shapes that fit, masks are bool, options are in range. So functions behind the door
+call each other through `unchecked`.
+
+Functions of a whole mapping `batch` know only when they run which columns they read. They begin with `Call()`,
+`take_columns` and `check_numbers`, and end with `with_results`.
 """
 
 from __future__ import annotations
@@ -10,7 +15,18 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 import torch
@@ -24,39 +40,57 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def checked(function: Callable[P, R], *, differentiable: bool = False) -> Callable[P, R]:
-    """`function` behind the door.
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Put `function` behind the door.
 
-    Tensors may be of any dtype of numbers, any strides, and NumPy arrays too; they are not changed. What comes
-    back is float32, contiguous, shares no memory with an argument or another result, and has no gradient unless
-    `differentiable`. Raises ArgumentError for an array and OptionError for anything else that does not fit, in
-    one line naming it; both are ValueErrors.
+    A tensor argument may have any dtype of numbers and any strides, or be a NumPy array; it is never changed. Results
+    are float32 and contiguous, share no memory with an argument or another result, and have no gradient. Raises
+    ArgumentError for an array and OptionError for any other argument that does not fit, in one line that names it;
+    both are ValueErrors.
     """
+    return _behind_door(function, with_gradient=False)
+
+
+def differentiable(function: Callable[P, R]) -> Callable[P, R]:
+    """Put `function` behind the door as `checked` does, except that its results carry gradients."""
+    return _behind_door(function, with_gradient=True)
+
+
+def unchecked(function: Callable[P, R]) -> Callable[P, R]:
+    """The function that `checked` or `differentiable` has wrapped, for callers behind the door."""
+    return cast("Callable[P, R]", function.__wrapped__)  # type: ignore[attr-defined]
+
+
+def _behind_door(function: Callable[P, R], with_gradient: bool) -> Callable[P, R]:
     signature = inspect.signature(function)
     hints = get_type_hints(function, include_extras=True)
     kinds = {name: kind_of(hints[name]) for name in signature.parameters}
-    ordered = tuple(kinds)
+    names = tuple(kinds)
     positional = sum(p.kind is not p.KEYWORD_ONLY for p in signature.parameters.values())
 
     @functools.wraps(function)
     def entrance(*args: P.args, **kwargs: P.kwargs) -> R:
-        given: dict[str, Any] = dict(zip(ordered, args, strict=False))
-        if len(args) > positional or not given.keys().isdisjoint(kwargs) or not kwargs.keys() <= kinds.keys():
+        passed: dict[str, Any] = dict(zip(names, args, strict=False))
+        if (
+            len(args) > positional
+            or not passed.keys().isdisjoint(kwargs)
+            or not kwargs.keys() <= kinds.keys()
+        ):
             signature.bind(*args, **kwargs)  # raises TypeError as a plain call does
-        given |= kwargs
+        passed |= kwargs
         call = Call()
-        taken = {name: kinds[name].take(name, value, call) for name, value in given.items()}
-        settle(call)
-        if differentiable:
-            return own(function(**taken), call.memory)  # type: ignore[call-arg]
+        arguments = {name: kinds[name].take(name, value, call) for name, value in passed.items()}
+        check_numbers(call)
+        if with_gradient:
+            return as_result(function(**arguments), call.memory)  # type: ignore[call-arg]
         with torch.no_grad():
-            return own(function(**taken), call.memory)  # type: ignore[call-arg]
+            return as_result(function(**arguments), call.memory)  # type: ignore[call-arg]
 
     return entrance
 
 
 def kind_of(hint: Any) -> Any:
-    """The kind that an annotation names."""
+    """What an argument with this annotation must be: one of the kinds in `algorithms.arguments`."""
     if get_origin(hint) is Annotated:
         return get_args(hint)[1]
     if get_origin(hint) is Literal:
@@ -65,7 +99,7 @@ def kind_of(hint: Any) -> Any:
         options = [option for option in get_args(hint) if option is not type(None)]
         kind = kind_of(options[0]) if len(options) == 1 else Instance(_classes(options))
         return Optional(kind) if len(options) < len(get_args(hint)) else kind
-    if get_origin(hint) is Mapping:  # of columns: the function takes those it needs itself
+    if get_origin(hint) is Mapping:  # of columns: the function calls `take_columns` itself
         return Instance((Mapping,))
     if hint in (int, float):
         return Number(whole=hint is int)
@@ -77,11 +111,11 @@ def _classes(hints: Iterable[Any]) -> tuple[type, ...]:
         bool: (bool, np.bool_),
         float: (float, int, np.floating, np.integer),
     }
-    return tuple(known for hint in hints for known in wider.get(hint, (hint,)))
+    return tuple(accepted for hint in hints for accepted in wider.get(hint, (hint,)))
 
 
-def columns(batch: Mapping[str, Tensor], kinds: Mapping[str, Any], call: Call) -> dict[str, Tensor]:
-    """The columns `kinds` names, taken from `batch`; ArgumentError for one that is missing."""
+def take_columns(batch: Mapping[str, Tensor], kinds: Mapping[str, Any], call: Call) -> dict[str, Tensor]:
+    """The columns of `batch` that `kinds` names, checked. Raises ArgumentError, also for a missing one."""
     for name in kinds:
         if batch.get(name) is None:
             present = ", ".join(map(str, batch)) or "nothing"
@@ -89,30 +123,34 @@ def columns(batch: Mapping[str, Tensor], kinds: Mapping[str, Any], call: Call) -
     return {name: kind.take(name, batch[name], call) for name, kind in kinds.items()}
 
 
-def added(batch: Mapping[str, Tensor], results: Mapping[str, Tensor], call: Call) -> dict[str, Tensor]:
-    """`batch` as it is, with `results` of their own memory in it."""
-    return {**batch, **{name: own(tensor, call.memory) for name, tensor in results.items()}}
+def with_results(batch: Mapping[str, Tensor], results: Mapping[str, Tensor], call: Call) -> dict[str, Tensor]:
+    """A new mapping: the columns of `batch` as they are, and `results` as `as_result` makes them."""
+    return {**batch, **{name: as_result(tensor, call.memory) for name, tensor in results.items()}}
 
 
-def settle(call: Call) -> None:
-    """The end of a call's checks: raises ArgumentError for a number that counts and is not finite, or a wrong mask."""
-    asked = [(name, tensor, kind) for name, tensor, kind in call.numbers if kind.finite and tensor.numel()]
-    sums = [tensor.detach().sum() for _, tensor, _ in asked]
+def check_numbers(call: Call) -> None:
+    """The last check of a call, after all arguments were taken, because masks decide which numbers count.
+
+    Raises ArgumentError for a number that counts and is not finite, or for a mask on a device with another value than
+    0 and 1.
+    """
+    numbers = [(name, tensor, kind) for name, tensor, kind in call.numbers if kind.finite and tensor.numel()]
+    sums = [tensor.detach().sum() for _, tensor, _ in numbers]
     if call.device is not None and call.device[0].type != "cpu":  # one wait for the device
         parts = [*(bad.double() for _, bad in call.bad_masks), *(total.double() for total in sums)]
-        found = torch.stack(parts).tolist() if parts else []
-        for (name, _), bad in zip(call.bad_masks, found, strict=False):
+        values = torch.stack(parts).tolist() if parts else []
+        for (name, _), bad in zip(call.bad_masks, values, strict=False):
             if bad:
                 raise not_a_mask(name)
-        found = found[len(call.bad_masks) :]
+        totals = values[len(call.bad_masks) :]
     else:
-        found = [total.item() for total in sums]
-    for (name, tensor, kind), total in zip(asked, found, strict=True):
+        totals = [total.item() for total in sums]
+    for (name, tensor, kind), total in zip(numbers, totals, strict=True):
         if not abs(total) <= GREATEST:  # a sum is quick, and not finite if an element is not
             _check_finite(name, tensor, kind, call)
 
 
-def own(result: R, memory: set[int]) -> R:
+def as_result(result: R, memory: set[int]) -> R:
     """`result` with tensors in float32, contiguous, that share no memory with `memory` or each other."""
     if isinstance(result, Tensor):
         tensor = (result if torch.is_grad_enabled() else result.detach()).to(torch.float32).contiguous()
@@ -123,7 +161,7 @@ def own(result: R, memory: set[int]) -> R:
         memory.add(address)
         return tensor  # type: ignore[return-value]
     if isinstance(result, tuple):
-        return tuple(own(item, memory) for item in result)  # type: ignore[return-value]
+        return tuple(as_result(item, memory) for item in result)  # type: ignore[return-value]
     return result
 
 

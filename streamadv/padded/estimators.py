@@ -1,8 +1,8 @@
-"""Estimators on padded response tensors, under verl's names: [B, T] in, (advantages, returns) [B, T] out.
+"""Estimators on padded tensors, under verl's names: [B, T] in, (advantages, returns) [B, T] float32 out.
 
-Column t of every array is the same token. `index` holds one label per row, equal labels are one prompt
-group, in any order. Every function is pure and gives float32. `peer_quirks="verl"` reproduces verl where
-streamadv differs (docs/estimators.md); the deviations are named in each docstring.
+Column t of every array is the same token. `index` holds one label per row; equal labels are one prompt group, in any
+order. `peer_quirks="verl"` reproduces verl where it differs from streamadv; the docstrings name the differences, and
+docs/estimators.md lists them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from ..algorithms.scan import reverse_scan
 from ..algorithms.token_rewards import credited, row_rewards
 from ..algorithms.trainable import spread_rows
 from ..algorithms.whitening import whiten
+from .entrance import checked, unchecked
 from .layout import as_batch, to_padded
-from .rewards import group_mean_std, group_scores, known_rewards
+from .rewards import group_mean_std, group_scores
+from .token_rewards import finite_rewards
 
 Pair = tuple[Tensor, Tensor]
-#: Outcome estimators that ask how many trainable tokens a row has.
+#: Outcome estimators that read how many trainable tokens a row has.
 COUNTING: Final = frozenset({"opo", "reinforce_plus_plus_baseline"})
 
 
+@checked
 def compute_gae_advantage_return(
     token_level_rewards: TokenRewards,
     values: Tokens,
@@ -56,6 +59,7 @@ def compute_gae_advantage_return(
     return advantages.view(response_mask.shape), returns.view(response_mask.shape)
 
 
+@checked
 def compute_grpo_outcome_advantage(
     token_level_rewards: TokenRewards,
     response_mask: Mask,
@@ -80,6 +84,7 @@ def compute_grpo_outcome_advantage(
     )
 
 
+@checked
 def compute_grpo_vectorized_outcome_advantage(
     token_level_rewards: TokenRewards,
     response_mask: Mask,
@@ -94,8 +99,8 @@ def compute_grpo_vectorized_outcome_advantage(
     verl's mean and std are those of `group_mean_std` with its quirks.
     """
     if peer_quirks:
-        scores = known_rewards(token_level_rewards, response_mask).sum(1)
-        mean, std, _ = group_mean_std(scores, index, epsilon, peer_quirks=peer_quirks)
+        scores = finite_rewards(token_level_rewards, response_mask).sum(1)
+        mean, std, _ = unchecked(group_mean_std)(scores, index, epsilon, peer_quirks=peer_quirks)
         rows = (scores - mean) / (std + epsilon) if norm_adv_by_std_in_grpo else scores - mean
         advantages = rows[:, None] * response_mask
         return advantages, advantages
@@ -110,6 +115,7 @@ def compute_grpo_vectorized_outcome_advantage(
     )
 
 
+@checked
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: TokenRewards,
     response_mask: Mask,
@@ -128,6 +134,7 @@ def compute_grpo_passk_outcome_advantage(
     )
 
 
+@checked
 def compute_rloo_outcome_advantage(
     token_level_rewards: TokenRewards,
     response_mask: Mask,
@@ -139,6 +146,7 @@ def compute_rloo_outcome_advantage(
     return _outcome("rloo", token_level_rewards, response_mask, index, singleton=_singleton(peer_quirks))
 
 
+@checked
 def compute_opo_outcome_advantage(
     token_level_rewards: TokenRewards,
     response_mask: Mask,
@@ -160,6 +168,7 @@ def compute_opo_outcome_advantage(
     return advantages, advantages
 
 
+@checked
 def compute_gpg_outcome_advantage(
     token_level_rewards: TokenRewards,
     response_mask: Mask,
@@ -180,6 +189,7 @@ def compute_gpg_outcome_advantage(
     )
 
 
+@checked
 def compute_maxrl_outcome_advantage(
     token_level_rewards: TokenRewards,
     response_mask: Mask,
@@ -201,6 +211,7 @@ def compute_maxrl_outcome_advantage(
     )
 
 
+@checked
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: TokenRewards,
     response_mask: Mask,
@@ -218,6 +229,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     )
 
 
+@checked
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: TokenRewards,
     response_mask: Mask,
@@ -237,6 +249,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     return estimate.advantages.view(response_mask.shape), estimate.returns.view(response_mask.shape)
 
 
+@checked
 def compute_remax_outcome_advantage(
     token_level_rewards: TokenRewards,
     reward_baselines: Rows,
@@ -256,6 +269,7 @@ def compute_remax_outcome_advantage(
     return advantages, returns
 
 
+@checked
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: TokenRewards,
     response_mask: Mask,
@@ -276,6 +290,7 @@ def compute_optimal_token_baseline_advantage(
     return _token_baseline(estimate, batch, order, response_mask.shape)
 
 
+@checked
 def compute_tir_optimal_token_baseline_advantage(
     token_level_rewards: TokenRewards,
     response_mask: Mask,

@@ -1,6 +1,6 @@
 """Statistics over the masked elements of padded [B, T] tensors, and the ways to average a loss.
 
-Sums run in float64 and come back in float32. Whatever stands outside the mask, NaN included, has no effect.
+Sums run in float64, results are float32. Values outside the mask have no effect, NaN included.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ..algorithms.arguments import GREATEST, AnyMask, AnyShape, Mask, Positive, 
 from ..algorithms.quirks import PeerQuirks
 from ..algorithms.whitening import whiten
 from ..errors import OptionError
+from .entrance import checked, differentiable
 from .layout import padded_tokens
 
 LossAggregation = Literal[
@@ -22,18 +23,21 @@ LossAggregation = Literal[
 LOSS_AGGREGATIONS: Final[tuple[str, ...]] = get_args(LossAggregation)
 
 
+@differentiable
 def masked_sum(values: AnyShape, mask: AnyMask, dim: int | None = None) -> Tensor:
     """Sum of `values` where `mask` is set, over everything or along `dim`."""
     _check_dim(dim, values)
     return _sum(values, mask, dim).to(torch.float32)
 
 
+@differentiable
 def masked_mean(values: AnyShape, mask: AnyMask, dim: int | None = None) -> Tensor:
     """Mean of `values` where `mask` is set, over everything or along `dim`; 0 over nothing."""
     _check_dim(dim, values)
     return _mean(values, mask, dim).to(torch.float32)
 
 
+@differentiable
 def masked_var(values: AnyShape, mask: AnyMask, unbiased: bool = True) -> Tensor:
     """Variance of the masked values, ddof 1 if `unbiased`; 0 below two values (ROLL and verl raise)."""
     centred = values.to(torch.float64) - _mean(values, mask, None)
@@ -42,18 +46,20 @@ def masked_var(values: AnyShape, mask: AnyMask, unbiased: bool = True) -> Tensor
     return (squares / (count - int(unbiased)).clamp(min=1)).to(torch.float32)
 
 
+@checked
 def masked_whiten(values: Tokens, mask: Mask, shift_mean: bool = True) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) at every position, statistics over the mask; see `whitening.whiten`."""
     flat = torch.where((mask != 0) | (values.abs() <= GREATEST), values, 0.0).reshape(-1)
     return whiten(flat, padded_tokens(mask), shift_mean, everywhere=True).view(values.shape)
 
 
+@checked
 def masked_normalize(
     values: Tokens, mask: Mask, eps: Positive = 1e-8, *, peer_quirks: PeerQuirks | None = None
 ) -> Tensor:
-    """Each row to mean 0 and variance 1 over its masked values: (x - mean) / sqrt(max(var, eps)), ddof 0.
+    """[B, T]: each row to mean 0 and variance 1 over its masked values: (x - mean) / sqrt(max(var, eps)), ddof 0.
 
-    0 outside the mask; ROLL leaves what becomes of a 0 there.
+    0 outside the mask; ROLL transforms a 0 there.
     """
     centred = torch.where(mask != 0, values.to(torch.float64), 0.0) - _mean(values, mask, 1)[:, None]
     variance = _mean(centred.square(), mask, 1)[:, None]
@@ -61,6 +67,7 @@ def masked_normalize(
     return (result if peer_quirks else torch.where(mask != 0, result, 0.0)).to(torch.float32)
 
 
+@checked
 def clip_fraction(
     values: AnyShape, clip_max: Threshold, clip_min: Threshold, mask: AnyMask | None = None
 ) -> Tensor:
@@ -69,6 +76,7 @@ def clip_fraction(
     return _mean(outside, torch.ones_like(outside) if mask is None else mask, None)
 
 
+@differentiable
 def agg_loss(
     loss: Tokens,
     mask: Mask,
@@ -80,18 +88,21 @@ def agg_loss(
     loss_scale_factor: Positive | None = None,
     peer_quirks: PeerQuirks | None = None,
 ) -> Tensor:
-    """A scalar from token losses [B, T]; `weights` [B] multiply whole rows.
+    """A scalar from token losses [B, T].
 
-    token-mean: masked sum / masked tokens. seq-mean-token-sum and seq-mean-token-mean: mean over rows with
-    tokens of the row's masked sum or mean. seq-mean-token-sum-norm: sum of row sums / T. The divisors can be
-    given, as a micro-batch needs those of its whole batch: batch_num_tokens, global_batch_size (rows),
-    loss_scale_factor (in place of T). ROLL divides by all rows and its token-mean sums what is outside the
-    mask too. Nothing at all gives 0 (theirs: NaN).
+    Args:
+      mode: token-mean: masked sum / masked tokens. seq-mean-token-sum, seq-mean-token-mean: mean over
+        rows with tokens of the row's masked sum or mean. seq-mean-token-sum-norm: sum of row sums / T.
+      weights: [B], multiply whole rows.
+      batch_num_tokens, global_batch_size, loss_scale_factor: divisors in place of tokens, rows and T; a micro-batch
+        needs those of its whole batch.
+
+    ROLL divides by all rows, and its token-mean also sums outside the mask. An empty mask gives 0 (ROLL, verl: NaN).
     """
     weight = torch.ones(len(loss), device=loss.device) if weights is None else weights
     if mode == "token-mean":
-        everything = torch.ones_like(mask) if peer_quirks == "roll" else mask
-        total = _sum(loss * weight[:, None], everything, None)
+        counted = torch.ones_like(mask) if peer_quirks == "roll" else mask
+        total = _sum(loss * weight[:, None], counted, None)
         return _over(total, batch_num_tokens, (mask != 0).sum(), peer_quirks)
     per_row = _mean(loss, mask, 1) if mode == "seq-mean-token-mean" else _sum(loss, mask, 1)
     total = (per_row * weight).sum()
@@ -106,9 +117,9 @@ def _check_dim(dim: int | None, values: Tensor) -> None:
         raise OptionError(f"dim is {dim}, values has {values.dim()} dimensions: choose one of them")
 
 
-def _over(total: Tensor, given: float | None, count: Tensor, peer_quirks: PeerQuirks | None) -> Tensor:
-    if given is not None:
-        return (total / given).to(torch.float32)
+def _over(total: Tensor, divisor: float | None, count: Tensor, peer_quirks: PeerQuirks | None) -> Tensor:
+    if divisor is not None:
+        return (total / divisor).to(torch.float32)
     return (total / (count if peer_quirks else count.clamp(min=1))).to(torch.float32)
 
 

@@ -17,12 +17,14 @@ from ..algorithms.off_policy import (
 from ..algorithms.off_policy_metrics import off_policy_metrics
 from ..algorithms.quirks import PeerQuirks
 from ..errors import OptionError
+from .entrance import checked, unchecked
 from .layout import padded_tokens
 
 Metrics = dict[str, float]
 PREFIX = "rollout_corr/"
 
 
+@checked
 def compute_rollout_correction_weights(
     log_ratio: Tokens,
     response_mask: Mask,
@@ -34,10 +36,10 @@ def compute_rollout_correction_weights(
     rollout_is_lower: NotNegative | None = None,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Importance weights [B, T] from log_ratio = old - rollout log-probs; see `off_policy`.
+    """(importance weights [B, T], metrics) from log_ratio [B, T] = old - rollout log-probs.
 
-    verl knows the levels token and sequence and the mode truncate, and counts rows without tokens in its
-    row metrics.
+    Levels and modes are those of `algorithms.off_policy.importance_weights`. verl has the levels token and sequence and
+    the mode truncate, and counts rows without tokens in its row metrics.
     """
     if mode == "truncate":
         if rollout_is_lower is not None:
@@ -66,6 +68,7 @@ def compute_rollout_correction_weights(
     return weights.view(response_mask.shape), fetch(metrics)[0]
 
 
+@checked
 def compute_rollout_rejection_mask(
     log_ratio: Tokens,
     response_mask: Mask,
@@ -74,10 +77,10 @@ def compute_rollout_rejection_mask(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """`response_mask` [B, T] without what the rejections named in `rollout_rs` turn down.
+    """(`response_mask` [B, T] without rejected tokens, metrics).
 
-    rollout_rs: kinds of `off_policy.Rejection`, comma-separated. rollout_rs_threshold: one bound for all or
-    one each, comma-separated; "lower_upper" or the upper one alone.
+    rollout_rs: kinds of `algorithms.off_policy.Rejection`, comma-separated. rollout_rs_threshold: one bound for all
+    kinds or one per kind, comma-separated; "lower_upper", or the upper bound alone.
     """
     rejections = parse_rejections(rollout_rs, rollout_rs_threshold)
     tokens = padded_tokens(response_mask)
@@ -85,6 +88,7 @@ def compute_rollout_rejection_mask(
     return kept.view(response_mask.shape) * response_mask, fetch(metrics)[0]
 
 
+@checked
 def compute_offpolicy_metrics(
     old_log_prob: Tokens | None,
     rollout_log_prob: Tokens | None,
@@ -94,11 +98,12 @@ def compute_offpolicy_metrics(
 ) -> Metrics:
     """Perplexities, KL and chi-squared between rollout and training policy; [B, T] log-probs.
 
-    Without rollout log-probs only the training policy's perplexity, without old ones only the rollout's.
+    Without rollout log-probs: the training policy's perplexity alone; without old log-probs: the rollout policy's.
     """
     return fetch(_diagnostics(old_log_prob, rollout_log_prob, response_mask, peer_quirks))[0]
 
 
+@checked
 def compute_rollout_correction_and_rejection_mask(
     old_log_prob: Tokens,
     rollout_log_prob: Tokens,
@@ -111,27 +116,27 @@ def compute_rollout_correction_and_rejection_mask(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor | None, Tensor, Metrics]:
-    """(weights or None, narrowed mask, metrics with the prefix rollout_corr/), all from one pair of log-probs.
+    """(weights or None, narrowed mask, metrics with the prefix rollout_corr/) from one pair of log-probs [B, T].
 
-    The weights are those of all tokens of `response_mask`, rejected ones included: multiply by the mask. There
-    are none if rollout_is or its threshold is None.
+    The weights cover all tokens of `response_mask`, rejected ones too: multiply by the narrowed mask. They are None if
+    rollout_is or its threshold is None.
     """
     if rollout_rs is None and rollout_rs_threshold is not None:
         raise OptionError(
             f"rollout_rs_threshold {rollout_rs_threshold!r} has no part without rollout_rs: name one"
         )
     log_ratio = old_log_prob - rollout_log_prob
-    metrics = compute_offpolicy_metrics(
+    metrics = unchecked(compute_offpolicy_metrics)(
         old_log_prob, rollout_log_prob, response_mask, peer_quirks=peer_quirks
     )
     weights, mask = None, response_mask
     if rollout_rs is not None:
-        mask, found = compute_rollout_rejection_mask(
+        mask, rejection_metrics = unchecked(compute_rollout_rejection_mask)(
             log_ratio, response_mask, rollout_rs, rollout_rs_threshold, peer_quirks=peer_quirks
         )
-        metrics |= found
+        metrics |= rejection_metrics
     if rollout_is is not None and rollout_is_threshold is not None:
-        weights, found = compute_rollout_correction_weights(
+        weights, weight_metrics = unchecked(compute_rollout_correction_weights)(
             log_ratio,
             response_mask,
             rollout_is,
@@ -139,12 +144,12 @@ def compute_rollout_correction_and_rejection_mask(
             rollout_is_batch_normalize,
             peer_quirks=peer_quirks,
         )
-        metrics |= found
+        metrics |= weight_metrics
     return weights, mask, {PREFIX + name: value for name, value in metrics.items()}
 
 
 def parse_rejections(names: str, thresholds: str | float | None) -> list[Rejection]:
-    """verl's comma-separated kinds and bounds as rejections; SettingError naming what does not fit."""
+    """verl's comma-separated kinds and bounds as rejections. Raises OptionError."""
     kinds = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not kinds:
         raise OptionError(f"rollout_rs {names!r} names no rejection: leave it out or name one")
@@ -167,18 +172,18 @@ def _rejection(kind: str, spec: str) -> Rejection:
         raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper, in numbers") from None
     if len(bounds) > 2:
         raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper")
-    chosen: RejectionKind = kind  # type: ignore[assignment]  # Rejection checks the name
-    return Rejection(chosen, bounds[-1], bounds[0] if len(bounds) == 2 else None)
+    name: RejectionKind = kind  # type: ignore[assignment]  # Rejection checks it
+    return Rejection(name, bounds[-1], bounds[0] if len(bounds) == 2 else None)
 
 
 def _diagnostics(
     old: Tensor | None, rollout: Tensor | None, mask: Tensor, peer_quirks: PeerQuirks | None
 ) -> dict[str, Metric]:
     tokens, all_rows = padded_tokens(mask), peer_quirks is not None
-    known = None if old is None else old.reshape(-1)
+    flat_old = None if old is None else old.reshape(-1)
     if rollout is not None:
-        return off_policy_metrics(known, rollout.reshape(-1), tokens, all_rows)
-    if known is None:
+        return off_policy_metrics(flat_old, rollout.reshape(-1), tokens, all_rows)
+    if flat_old is None:
         return {}
-    only = off_policy_metrics(None, known, tokens, all_rows)
-    return {name.replace("rollout", "training"): metric for name, metric in only.items()}
+    metrics = off_policy_metrics(None, flat_old, tokens, all_rows)
+    return {name.replace("rollout", "training"): metric for name, metric in metrics.items()}

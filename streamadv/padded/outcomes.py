@@ -1,6 +1,6 @@
-"""Outcome estimators of peers other than ROLL and verl on one reward per row: [B] in, [B] float32 out.
+"""Outcome estimators of other peers on one reward per row: [B] in, [B] float32 out.
 
-Labels as everywhere on the padded surface: one per row, equal ones belong together, in any order.
+Labels: one per row, equal labels belong together, in any order.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from ..algorithms.estimators.step_grpo import Baseline
 from ..algorithms.rewards import normalise
 from ..algorithms.segments import moments, segment_max, spread
 from ..errors import ArgumentError
+from .entrance import checked
 from .layout import group_order
 
 
+@checked
 def compute_step_grpo_advantage(
     rewards: Rows,
     index: Labels,
@@ -40,7 +42,7 @@ def compute_step_grpo_advantage(
 ) -> Tensor:
     """(r - mean) / (std + epsilon) among the rows of a group with equal step_index; see `estimators.step_grpo`.
 
-    baseline "others": the mean of the other rows; PipelineRL's, with epsilon 1e-4. A row alone gives 0.
+    baseline "others" takes the mean over the other rows (PipelineRL, with epsilon 1e-4). A row alone gives 0.
     """
     order, offsets = _groups(rewards, _pairs(index, step_index))
     stats = moments(rewards.double()[order], offsets)
@@ -51,6 +53,7 @@ def compute_step_grpo_advantage(
     return _back(torch.where((size > 1) & (stats.centred != 0), centred, 0.0), order)
 
 
+@checked
 def compute_hierarchical_grpo_advantage(
     rewards: Rows,
     index: Labels,
@@ -67,6 +70,7 @@ def compute_hierarchical_grpo_advantage(
     return _back(moments(rewards.double()[order], offsets).centred, order)
 
 
+@checked
 def compute_rae_advantage(
     rewards: Rows,
     agents: Labels,
@@ -75,19 +79,19 @@ def compute_rae_advantage(
 ) -> tuple[Tensor, dict[Any, float]]:
     """Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119; prime-rl): a running baseline per agent.
 
-    A_i = r_i - b, then b = decay * b + (1 - decay) * r_i. b is the baseline of the row's agent, rows taken
-    in order; it starts at 0. Returns the advantages and the baselines to give to the next call: nothing is
-    kept here.
+    A_i = r_i - b, then b = decay * b + (1 - decay) * r_i, row after row; b is the baseline of the row's agent and
+    starts at 0. Returns the advantages [B], and the baselines that the caller passes to the next call.
     """
-    known = dict(baselines or {})
+    running = dict(baselines or {})
     advantages = []
     for reward, agent in zip(rewards.tolist(), _listed(agents), strict=True):
-        before = known.get(agent, 0.0)
+        before = running.get(agent, 0.0)
         advantages.append(reward - before)
-        known[agent] = decay * before + (1 - decay) * reward
-    return torch.tensor(advantages, dtype=torch.float32, device=rewards.device), known
+        running[agent] = decay * before + (1 - decay) * reward
+    return torch.tensor(advantages, dtype=torch.float32, device=rewards.device), running
 
 
+@checked
 def compute_gdpo_outcome_advantage(
     rewards: Annotated[Tensor, Values(("B", "K"), finite=False)],
     index: Labels,
@@ -96,40 +100,44 @@ def compute_gdpo_outcome_advantage(
 ) -> Tensor:
     """z over the batch of sum_k w_k z_k, z_k = (r_k - mean(group)) / (std(group) + epsilon); see `estimators.gdpo`.
 
-    rewards [B, K]: one column per reward function, NaN where it has no verdict, which counts as 0 and in no
-    statistic; a row without any gives 0. weights [K], None = 1 each. Source: TRL.
+    rewards [B, K]: one column per reward function, NaN without a verdict, which counts as 0 and in no statistic; a row
+    of NaN gives 0. weights [K], None = 1 for all. Source: TRL.
     """
     rows, kinds = rewards.shape
     order, offsets = _groups(rewards, index)
     total = torch.zeros(rows, dtype=torch.float64, device=rewards.device)
     for kind in range(kinds):
         values = rewards[order, kind].double()
-        known = ~values.isnan()
-        scaled = normalise(values, offsets, mean="group", std="group", epsilon=epsilon, weight=known.double())
+        has_verdict = ~values.isnan()
+        scaled = normalise(
+            values, offsets, mean="group", std="group", epsilon=epsilon, weight=has_verdict.double()
+        )
         weight = 1.0 if weights is None else float(weights[kind])
-        total += weight * torch.where(known, scaled, 0.0)
+        total += weight * torch.where(has_verdict, scaled, 0.0)
     scorable = ~rewards.isnan().all(1)[order]
     whole = normalise(total, offsets, mean="batch", std="batch", epsilon=epsilon, weight=scorable.double())
     return _back(torch.where(scorable, whole, 0.0), order)
 
 
+@checked
 def cost_penalty(
     rewards: Rows,
     index: Labels,
     costs: Annotated[Sequence[Tensor], Each(Values(("B",)), "K")],
     weights: Annotated[Sequence[float], Each(Number(), "K")],
 ) -> Tensor:
-    """r - mean(r_g) * sum_j w_j c_j / max(c_j over the group): what a group can do, it should do cheaply (prime-rl).
+    """r - mean(r_g) * sum_j w_j c_j / max(c_j over the group): a group that solves its prompt pays for cost (prime-rl).
 
-    costs: [B] each, e.g. tokens written, tokens read, turns. Where a group's costs are all 0 nothing is taken.
+    costs: K tensors [B], e.g. tokens written, tokens read, turns; weights: K numbers. A cost that is 0 in the whole
+    group takes nothing.
     """
     order, offsets = _groups(rewards, index)
     values = rewards.double()[order]
     share = torch.zeros_like(values)
     for cost, weight in zip(costs, weights, strict=True):
-        own = cost.double()[order]
-        greatest = spread(segment_max(own, offsets), offsets, len(order))
-        share += torch.where(greatest > 0, weight * own / greatest, 0.0)
+        ordered = cost.double()[order]
+        greatest = spread(segment_max(ordered, offsets), offsets, len(order))
+        share += torch.where(greatest > 0, weight * ordered / greatest, 0.0)
     return _back(values - spread(moments(values, offsets).mean, offsets, len(order)) * share, order)
 
 

@@ -1,13 +1,13 @@
-"""Rewards on padded tensors, under ROLL's names: response level, step level, token level.
+"""Rewards of rows on padded tensors, under ROLL's names: one per response, or one per step.
 
-`batch` is a mapping of tensors; every function returns a new mapping with its results added, and metrics.
+A function of a mapping `batch` returns a new mapping with its results added, and metrics.
 Groups are consecutive blocks of `n_sample` rows, or rows with equal labels in `index`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -15,28 +15,20 @@ from torch import Tensor
 from ..algorithms.arguments import (
     Call,
     Count,
-    Flags,
     Labels,
-    Mask,
     NotNegative,
     Rows,
     Share,
-    TokenRewards,
-    Tokens,
     Values,
-    Whole,
 )
-from ..algorithms.kl import KLPenalty, approx_kl
 from ..algorithms.quirks import PeerQuirks
 from ..algorithms.rewards import NormScope, normalise
 from ..algorithms.running_moments import RunningMoments
 from ..algorithms.scan import scan_segments
 from ..algorithms.segments import moments, spread
-from ..algorithms.token_rewards import outcome_rewards
 from ..errors import ArgumentError, OptionError
-from .entrance import added, columns, settle
-from .layout import as_batch, group_order, label_codes
-from .masked import masked_mean
+from .entrance import check_numbers, checked, take_columns, unchecked, with_results
+from .layout import group_order, label_codes
 
 AdvEstimator = Literal["gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce"]
 Batch = Mapping[str, Tensor]
@@ -45,6 +37,7 @@ ROWS: Final = Values(("B",))
 TOKENS: Final = Values(("B", "T"))
 
 
+@checked
 def reward_norm(
     rewards: Rows,
     *,
@@ -57,10 +50,17 @@ def reward_norm(
     std_floor: NotNegative = 0.0,
     peer_quirks: PeerQuirks | None = None,
 ) -> Tensor:
-    """(r - mean) / (std + epsilon), mean and std over "group", "batch", "running" or not at all; [B] float32.
+    """(r - mean) / (std + epsilon), std with ddof 1.
 
-    running: the moments with this batch merged (`RunningMoments.updated`). Where the std is not above
-    `std_floor` the result is 0; ROLL's gives NaN for one element and divides rounding noise by epsilon.
+    Args:
+      rewards: [B].
+      norm_mean_type, norm_std_type: over what the mean and the std are taken; None = not at all.
+      n_sample, index: the groups, consecutive blocks of rows or equal labels.
+      running: for the scope "running", the moments with this batch merged (`RunningMoments.updated`).
+      std_floor: where the std is not above it the result is 0.
+
+    Returns:
+      [B] float32. ROLL gives NaN for one element, and divides rounding noise by epsilon.
     """
     if "group" in (norm_mean_type, norm_std_type) and n_sample is None and index is None:
         raise OptionError("n_sample and index are missing: the scope 'group' needs one of them")
@@ -80,6 +80,7 @@ def reward_norm(
     return _ungrouped(result, order)
 
 
+@checked
 def agentic_reward_norm(
     scores: Rows,
     index: Labels | None = None,
@@ -89,11 +90,11 @@ def agentic_reward_norm(
     epsilon: NotNegative = 1e-6,
     peer_quirks: PeerQuirks | None = None,
 ) -> Tensor:
-    """`reward_norm` by labels (None = the batch is one group), with a std of 1e-6 or less taken as none.
+    """`reward_norm` by labels (None = the batch is one group) with a std_floor of 1e-6; [B] float32.
 
-    ROLL also gives 0 to a row alone in its group when the std is taken over the batch.
+    ROLL also gives 0 to a row alone in its group if the std is over the batch.
     """
-    result = reward_norm(
+    result = unchecked(reward_norm)(
         scores,
         norm_mean_type=norm_mean_type,
         norm_std_type=norm_std_type,
@@ -108,24 +109,26 @@ def agentic_reward_norm(
     return result
 
 
+@checked
 def group_mean_std(
     scores: Rows, index: Labels, eps: NotNegative = 1e-6, *, peer_quirks: PeerQuirks | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, std (ddof 1, sqrt(eps) at least) and size of each row's group, [B] float32 each.
+    """(mean, std, size) of the row's group, all [B] float32; std has ddof 1 and is sqrt(eps) at least.
 
-    A row alone has std 0 and its own score as mean; in verl mean 0 and std 1. verl takes the std from sums of
-    squares in float32, which cancel where the scores have a common offset.
+    A row alone has its score as mean and std 0; in verl mean 0 and std 1. verl takes the std from sums of squares in
+    float32, and those cancel if the scores have a common offset.
     """
     if peer_quirks:
         return _group_sums(scores.to(torch.float32), label_codes(index).to(scores.device), eps)
     values, order, offsets = _grouped(scores, None, index)
     stats = moments(values, offsets)
     mean, std = stats.mean, torch.where(stats.size > 1, stats.std.clamp(min=eps**0.5), 0.0)
-    spread_out = [_ungrouped(spread(value, offsets, len(values)), order) for value in (mean, std, stats.size)]
-    return spread_out[0], spread_out[1], spread_out[2]
+    rows = [_ungrouped(spread(value, offsets, len(values)), order) for value in (mean, std, stats.size)]
+    return rows[0], rows[1], rows[2]
 
 
 def _group_sums(scores: Tensor, codes: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean, std, size) [B] as verl computes them."""
     size, total, squares = (
         torch.zeros_like(scores).index_add_(0, codes, values)
         for values in (torch.ones_like(scores), scores, scores.square())
@@ -137,13 +140,14 @@ def _group_sums(scores: Tensor, codes: Tensor, eps: float) -> tuple[Tensor, Tens
 
 
 def group_scores(scores: Tensor, n_sample: Count | None, index: Labels | None) -> tuple[Tensor, Tensor]:
-    """Mean score and size of each row's group, [B] float32 each."""
+    """(mean score, size) of the row's group, [B] float32."""
     values, order, offsets = _grouped(scores, n_sample, index)
     stats = moments(values, offsets)
     mean, size = (spread(value, offsets, len(values)) for value in (stats.mean, stats.size))
     return _ungrouped(mean, order), _ungrouped(size, order)
 
 
+@checked
 def reward_postprocess(
     batch: Batch,
     *,
@@ -156,10 +160,10 @@ def reward_postprocess(
     running: RunningMoments | None = None,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[dict[str, Tensor], Metrics]:
-    """response_level_rewards [B] normalised, then held in +-reward_clip (None or 0: not at all).
+    """response_level_rewards [B] normalised by `reward_norm`, then held in +-reward_clip (None or 0: not clipped).
 
-    adv_estimator "grpo" takes both scopes as "group" (ROLL: whatever they are), so it needs n_sample or index.
-    Metric critic/reward_clip_frac.
+    adv_estimator "grpo" takes both scopes over the group, so it needs n_sample or index, and refuses another scope
+    (ROLL overrides it). Returns the batch with the new response_level_rewards, and critic/reward_clip_frac.
     """
     if adv_estimator == "grpo":
         for name, scope in (("norm_mean_type", norm_mean_type), ("norm_std_type", norm_std_type)):
@@ -169,10 +173,10 @@ def reward_postprocess(
                 )
         norm_mean_type = norm_std_type = "group"
     call = Call()
-    taken = columns(batch, {"response_level_rewards": ROWS}, call)
-    settle(call)
-    rewards = reward_norm(
-        taken["response_level_rewards"],
+    columns = take_columns(batch, {"response_level_rewards": ROWS}, call)
+    check_numbers(call)
+    rewards = unchecked(reward_norm)(
+        columns["response_level_rewards"],
         norm_mean_type=norm_mean_type,
         norm_std_type=norm_std_type,
         n_sample=n_sample,
@@ -181,13 +185,15 @@ def reward_postprocess(
         peer_quirks=peer_quirks,
     )
     clipped, share = _clip(rewards, reward_clip)
-    return added(batch, {"response_level_rewards": clipped}, call), {"critic/reward_clip_frac": share}
+    return with_results(batch, {"response_level_rewards": clipped}, call), {"critic/reward_clip_frac": share}
 
 
+@checked
 def compute_discounted_returns(step_scores: Rows, traj_id: Labels, step: Rows, gamma: Share) -> Tensor:
     """[K] float32: G_k = s_k + gamma * G_{k+1} over the rows of a trajectory in the order of `step`.
 
-    A missing step number does not discount; the result stands in the order of the rows.
+    step_scores and step [K], traj_id K labels; the result is in the order of the rows. A gap in the step numbers does
+    not discount.
     """
     codes = label_codes(traj_id).to(step_scores.device)
     order = torch.argsort(step.to(step_scores.device), stable=True)
@@ -197,6 +203,7 @@ def compute_discounted_returns(step_scores: Rows, traj_id: Labels, step: Rows, g
     return _ungrouped(scan_segments(step_scores[order].to(torch.float64), gamma, offsets), order)
 
 
+@checked
 def compute_response_level_rewards(
     batch: Batch,
     *,
@@ -212,176 +219,68 @@ def compute_response_level_rewards(
     reward_clip: NotNegative | None = None,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[dict[str, Tensor], Metrics]:
-    """One reward per row, rows being steps; adds response_level_rewards [B].
+    """One reward per row, where a row is a step; adds response_level_rewards [B].
 
-    gigpo: episode_reward_weight * norm(episode_scores by traj_group_id) + step_reward_weight *
-    norm(step_rewards by state_hash within traj_group_id), adding episode_rewards_norm and step_rewards_norm.
-    step_reinforce: norm(step_rewards). Others: norm of the row sums of `scores`. Episode statistics are over
-    rows, as they come. ROLL's state groups pool equal states of different groups.
+    gigpo: episode_reward_weight * norm(episode_scores by traj_group_id) + step_reward_weight * norm(step_rewards by
+    state_hash within traj_group_id); it adds episode_rewards_norm and step_rewards_norm too. step_reinforce:
+    norm(step_rewards). Others: norm of the row sums of `scores`. norm is `agentic_reward_norm`.
+
+    Args:
+      batch: for gigpo episode_scores and step_rewards [B], for step_reinforce step_rewards [B], else scores [B, T].
+      traj_group_id, state_hash: B labels.
+
+    Episode statistics count every row. ROLL's state groups pool equal states of different groups.
     """
     call = Call()
-    taken = columns(batch, _REWARD_COLUMNS.get(adv_estimator, _SCORES), call)
-    settle(call)
-    parts: dict[str, Tensor] = {}
-    if adv_estimator == "gigpo":
-        if state_hash is None:
-            raise OptionError("state_hash is missing: adv_estimator 'gigpo' needs one label per row")
-        episode = agentic_reward_norm(
-            taken["episode_scores"],
-            traj_group_id,
-            norm_mean_type=norm_mean_type,
-            norm_std_type=norm_std_type,
-            peer_quirks=peer_quirks,
-        )
-        states = state_hash
-        _one_each("state_hash", state_hash, len(episode))
-        if peer_quirks is None and traj_group_id is not None:
-            groups = label_codes(traj_group_id).tolist()
-            states = list(zip(groups, label_codes(state_hash).tolist(), strict=True))
-        step = agentic_reward_norm(
-            taken["step_rewards"],
-            states,
-            norm_mean_type=step_norm_mean_type,
-            norm_std_type=step_norm_std_type,
-            peer_quirks=peer_quirks,
-        )
-        parts = {"episode_rewards_norm": episode, "step_rewards_norm": step}
-        rewards = episode_reward_weight * episode + step_reward_weight * step
-    else:
-        by_step = adv_estimator == "step_reinforce"
-        values = taken["step_rewards"] if by_step else taken["scores"].to(torch.float64).sum(-1)
-        rewards = agentic_reward_norm(
+    columns = take_columns(batch, _REWARD_COLUMNS.get(adv_estimator, {"scores": TOKENS}), call)
+    check_numbers(call)
+    normalised: dict[str, Tensor] = {}
+
+    def episode_norm(values: Tensor) -> Tensor:
+        return unchecked(agentic_reward_norm)(
             values,
             traj_group_id,
             norm_mean_type=norm_mean_type,
             norm_std_type=norm_std_type,
             peer_quirks=peer_quirks,
         )
+
+    if adv_estimator == "gigpo":
+        if state_hash is None:
+            raise OptionError("state_hash is missing: adv_estimator 'gigpo' needs one label per row")
+        episode = episode_norm(columns["episode_scores"])
+        step = unchecked(agentic_reward_norm)(
+            columns["step_rewards"],
+            _state_labels(state_hash, None if peer_quirks else traj_group_id, len(episode)),
+            norm_mean_type=step_norm_mean_type,
+            norm_std_type=step_norm_std_type,
+            peer_quirks=peer_quirks,
+        )
+        normalised = {"episode_rewards_norm": episode, "step_rewards_norm": step}
+        rewards = episode_reward_weight * episode + step_reward_weight * step
+    elif adv_estimator == "step_reinforce":
+        rewards = episode_norm(columns["step_rewards"])
+    else:
+        rewards = episode_norm(columns["scores"].to(torch.float64).sum(-1))
     clipped, share = _clip(rewards, reward_clip)
     metrics = {"critic/reward_clip_frac": share}
-    return added(batch, {**parts, "response_level_rewards": clipped}, call), metrics
+    return with_results(batch, {**normalised, "response_level_rewards": clipped}, call), metrics
 
 
-_SCORES: Final = {"scores": TOKENS}
+#: Columns that an estimator reads instead of `scores`.
 _REWARD_COLUMNS: Final = {
     "gigpo": {"episode_scores": ROWS, "step_rewards": ROWS},
     "step_reinforce": {"step_rewards": ROWS},
 }
 
 
-def expand_to_token_level(
-    response_level_rewards: Rows,
-    attention_mask: Mask,
-    position_ids: Annotated[Tensor, Whole(("B", "T"), ("B", 3, "T"))],
-) -> Tensor:
-    """[B, T-1] float32: each row's reward at its last attended token, column t describing token t + 1 (ROLL).
-
-    position_ids [B, T], or [B, 3, T] of which the first channel counts. A row with fewer than two attended
-    tokens has no place for its reward. `compute_token_reward` puts rewards on the last trainable token.
-    """
-    positions = position_ids[:, 0] if position_ids.dim() == 3 else position_ids
-    last = (positions * attention_mask).argmax(1, keepdim=True)
-    rewards = torch.zeros(attention_mask.shape, device=attention_mask.device)
-    return rewards.scatter(1, last, response_level_rewards[:, None].to(torch.float32))[:, 1:]
-
-
-def compute_token_reward(
-    batch: Batch,
-    *,
-    add_token_level_kl: bool = False,
-    kl_penalty: KLPenalty = "k1",
-    kl_coef: float = 0.0,
-    reward_clip: NotNegative | None = None,
-    peer_quirks: PeerQuirks | None = None,
-) -> tuple[dict[str, Tensor], Metrics]:
-    """response_level_rewards [B] on the last trainable token, minus kl_coef * KL, held in +-reward_clip.
-
-    Adds token_level_rewards, in the layout of old_log_probs: [B, T], or [B, T-1] where column t describes
-    token t + 1 of a [B, T] response_mask (ROLL's). The KL is that of old_log_probs against ref_log_probs,
-    reported as critic/kl (mean over rows with tokens; ROLL: over all) whether or not it is subtracted.
-    ROLL puts the reward on the last attended token instead and counts clipped positions in padding too.
-    """
-    asked: dict[str, Values | Flags | Whole] = {
-        "response_mask": Flags(("B", "W")),
-        "response_level_rewards": ROWS,
-    }
-    given = [name for name in ("old_log_probs", "ref_log_probs") if batch.get(name) is not None]
-    if add_token_level_kl and not peer_quirks:
-        given = ["old_log_probs", "ref_log_probs"]
-    asked |= dict.fromkeys(given, TOKENS)
-    if peer_quirks:
-        asked |= {"attention_mask": Flags(("B", "W")), "position_ids": Whole(("B", "W"), ("B", 3, "W"))}
-    call = Call()
-    taken = columns(batch, asked, call)
-    mask = aligned_mask(taken["response_mask"], taken.get("old_log_probs"), call)
-    settle(call)
-    if peer_quirks:
-        rewards = expand_to_token_level(
-            taken["response_level_rewards"], taken["attention_mask"], taken["position_ids"]
-        )
-        if rewards.shape != mask.shape:
-            raise ArgumentError(
-                f"old_log_probs has width {mask.shape[1]}, ROLL's has {rewards.shape[1]}: cut it"
-            )
-    else:
-        packed, _ = as_batch(mask, {}, taken["response_level_rewards"])
-        rewards = outcome_rewards(packed).view(mask.shape)
-    metrics: Metrics = {}
-    kl = torch.zeros_like(rewards)
-    if len(given) == 2:
-        kl = approx_kl(taken["old_log_probs"], taken["ref_log_probs"], kl_penalty)
-        kl = torch.where(mask != 0, kl, 0.0)
-    metrics["critic/kl"] = _mean_kl(kl, mask, peer_quirks)
-    metrics["critic/kl_coef"] = kl_coef if add_token_level_kl else 0.0
-    if add_token_level_kl:
-        rewards = rewards - kl_coef * kl
-    if reward_clip:
-        outside = rewards.abs() > reward_clip
-        share = outside.float().mean() if peer_quirks and outside.numel() else masked_mean(outside, mask)
-        metrics["critic/token_reward_clip_frac"] = share.item()
-        rewards = rewards.clamp(-reward_clip, reward_clip)
-    return added(batch, {"token_level_rewards": rewards}, call), metrics
-
-
-def apply_kl_penalty(
-    token_level_scores: TokenRewards,
-    response_mask: Mask,
-    old_log_probs: Tokens,
-    ref_log_probs: Tokens,
-    *,
-    kl_penalty: KLPenalty = "k1",
-    kl_coef: float,
-    peer_quirks: PeerQuirks | None = None,
-) -> tuple[Tensor, Metrics]:
-    """token_level_scores [B, T] - kl_coef * KL on trainable tokens, and critic/kl, critic/kl_coef."""
-    kl = torch.where(response_mask != 0, approx_kl(old_log_probs, ref_log_probs, kl_penalty), 0.0)
-    metrics = {"critic/kl": _mean_kl(kl, response_mask, peer_quirks), "critic/kl_coef": kl_coef}
-    return known_rewards(token_level_scores, response_mask) - kl_coef * kl, metrics
-
-
-def known_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """`rewards` [B, T], 0 where one outside the mask is NaN."""
-    return torch.where((mask != 0) | ~rewards.isnan(), rewards, 0.0)
-
-
-def aligned_mask(response_mask: Tensor, like: Tensor | None, call: Call) -> Tensor:
-    """The mask that matches token columns `like`: itself, or without its first column (ROLL's shift)."""
-    if like is None or like.shape[1] == response_mask.shape[1]:
-        return response_mask
-    if like.shape[1] == response_mask.shape[1] - 1:
-        mask = response_mask[:, 1:].contiguous()
-        call.masks.append(("response_mask", mask))
-        return mask
-    raise ArgumentError(
-        f"response_mask has width {response_mask.shape[1]}, the token columns {like.shape[1]}: "
-        "give it the same width or one more"
-    )
-
-
-def _mean_kl(kl: Tensor, mask: Tensor, peer_quirks: PeerQuirks | None) -> float:
-    per_row = masked_mean(kl, mask, 1)
-    rows = torch.ones_like(per_row) if peer_quirks else (mask != 0).any(1)
-    return masked_mean(per_row, rows).item()
+def _state_labels(state_hash: Labels, traj_group_id: Labels | None, rows: int) -> Labels:
+    """Labels of state groups: the states within a group, or with None the states of all groups together."""
+    _one_each("state_hash", state_hash, rows)
+    if traj_group_id is None:
+        return state_hash
+    groups, states = label_codes(traj_group_id).tolist(), label_codes(state_hash).tolist()
+    return list(zip(groups, states, strict=True))
 
 
 def _clip(rewards: Tensor, limit: float | None) -> tuple[Tensor, float]:
@@ -392,7 +291,7 @@ def _clip(rewards: Tensor, limit: float | None) -> tuple[Tensor, float]:
 
 
 def _grouped(rewards: Tensor, n_sample: Count | None, index: Labels | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(values in group order float64, that order, offsets of the groups)."""
+    """(rewards group by group, float64; the order of the rows in them; offsets of the groups)."""
     count = len(rewards)
     if index is not None:
         if n_sample is not None:

@@ -1,4 +1,4 @@
-"""Which rollouts are worth training on, and how much: masks and weights of whole rows, and length penalties."""
+"""Which rollouts to train on, and how much: masks and weights of whole rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from torch import Tensor
 from ..algorithms.arguments import Count, Labels, Length, Mask, Rows, Threshold
 from ..algorithms.length_penalties import difficulty_factor, length_factor
 from ..errors import OptionError
+from .entrance import checked, unchecked
 from .rewards import Metrics, group_scores
 
 
+@checked
 def difficulty_mask(
     scores: Rows,
     *,
@@ -21,17 +23,18 @@ def difficulty_mask(
 ) -> Tensor:
     """[B] float32: 1 where the group's mean score lies strictly between the thresholds.
 
-    A group of one says nothing about difficulty and is kept (so does ROLL for n_sample 1).
+    A group of one gets 1, because one score does not measure difficulty (ROLL: the same for n_sample 1).
     """
     if n_sample is None and index is None:
         raise OptionError("n_sample and index are missing: the difficulty of a group needs one of them")
     if not low_threshold < high_threshold:
         raise OptionError(f"low_threshold {low_threshold} is not below high_threshold {high_threshold}")
     mean, size = group_scores(scores, n_sample, index)
-    kept = (mean > low_threshold) & (mean < high_threshold)
-    return (kept | (size < 2)).to(torch.float32)
+    between = (mean > low_threshold) & (mean < high_threshold)
+    return (between | (size < 2)).to(torch.float32)
 
 
+@checked
 def sample_level_mask(
     response_mask: Mask,
     scores: Rows,
@@ -46,18 +49,18 @@ def sample_level_mask(
     error_max_len_clip: bool = False,
     error_max_len_threshold: Threshold = float("inf"),
 ) -> tuple[Tensor, Metrics]:
-    """`response_mask` [B, T] float32 without the rows a filter drops, and the share each filter keeps.
+    """(`response_mask` [B, T] float32 without the rows that a filter drops, the share of rows per filter that stay).
 
-    max_len_mask drops rows that used up max_response_length; the difficulty mask see `difficulty_mask`;
-    error_max_len_clip drops wrong answers of error_max_len_threshold tokens or more. A filter reads scores
-    of 1 as right and of 0 as wrong; like ROLL it drops any other score.
+    max_len_mask drops rows of max_response_length tokens; use_difficulty_mask applies `difficulty_mask`;
+    error_max_len_clip drops wrong answers of error_max_len_threshold tokens or more. A score of 1 is right and 0 is
+    wrong; error_max_len_clip drops any other score, as ROLL does.
     """
     rows = len(scores)
     lengths = (response_mask != 0).sum(1)
-    everything = torch.ones(rows, device=response_mask.device)
-    kept = {
-        "max_len": (lengths != max_response_length).float() if max_len_mask else everything,
-        "difficulty": difficulty_mask(
+    all_rows = torch.ones(rows, device=response_mask.device)
+    row_masks = {
+        "max_len": (lengths != max_response_length).float() if max_len_mask else all_rows,
+        "difficulty": unchecked(difficulty_mask)(
             scores,
             n_sample=n_sample,
             index=index,
@@ -65,13 +68,13 @@ def sample_level_mask(
             high_threshold=difficulty_high_threshold,
         )
         if use_difficulty_mask
-        else everything,
+        else all_rows,
         "error_len": ((scores == 1) | ((scores == 0) & (lengths < error_max_len_threshold))).float()
         if error_max_len_clip
-        else everything,
+        else all_rows,
     }
-    final = kept["max_len"] * kept["difficulty"] * kept["error_len"]
-    metrics = {f"actor/{name}_mask_ratio": _mean(mask) for name, mask in kept.items()}
+    final = row_masks["max_len"] * row_masks["difficulty"] * row_masks["error_len"]
+    metrics = {f"actor/{name}_mask_ratio": _mean(mask) for name, mask in row_masks.items()}
     metrics |= {
         "actor/final_mask_ratio": _mean(final),
         "actor/samples_total": float(rows),
@@ -80,6 +83,7 @@ def sample_level_mask(
     return response_mask * final[:, None], metrics
 
 
+@checked
 def sample_weights(response_mask: Mask, difficulty: Rows | None = None, *, by_length: bool = False) -> Tensor:
     """[B] float32 weights that sum to B: harder prompts and shorter responses count more.
 

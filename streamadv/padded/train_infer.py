@@ -13,7 +13,9 @@ from ..algorithms.arguments import Bound, Choice, Each, Instance, Mask, Number, 
 from ..algorithms.off_policy import RatioLevel, at_level
 from ..algorithms.off_policy_metrics import SAFETY_BOUND
 from ..algorithms.quirks import PeerQuirks
+from ..algorithms.trainable import Trainable
 from ..errors import OptionError
+from .entrance import checked
 from .layout import padded_tokens
 
 Metrics = dict[str, float]
@@ -21,9 +23,9 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class RatioFilter:
-    """Keeps tokens whose ratio exp(old - rollout) and difference of probabilities lie inside the bounds.
+    """Passes tokens with ratio exp(old - rollout) and difference of probabilities inside the bounds.
 
-    Bounds are inclusive; None leaves a side open. `level` is where both are taken.
+    Bounds are inclusive; None leaves a side open. Both are taken at `level`.
     """
 
     level: RatioLevel = "token"
@@ -43,6 +45,7 @@ class RatioFilter:
                 raise OptionError(f"{low} {bounds[0]} is above {high} {bounds[1]}, which keeps nothing")
 
 
+@checked
 def compute_train_infer_correction(
     old_log_probs: Tokens,
     rollout_log_probs: Tokens,
@@ -55,80 +58,98 @@ def compute_train_infer_correction(
     global_valid_tokens: Positive | None = None,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, Tensor, Metrics]:
-    """(weights, mask, metrics), [B, T] float32 each: importance weights and the filters' verdicts, AND-ed.
+    """Importance weights and a mask from log-probs of training and rollout policy.
 
-    weight_level None gives weights of 1; upper_bound None leaves them unbounded. Ratios: token exp(l),
-    geometric exp(row mean), sequence exp(row sum), segment exp(mean over a turn); differences: exp(old) -
-    exp(rollout) per token, its row mean, row sum, or mean over a turn. The metrics of a micro-batch add up
-    to its batch's when given the numbers of rows with tokens (global_valid_samples) and of tokens there.
-    Weights and mask are 0 outside `response_mask`; ROLL leaves them as they come there, bounds no exponent,
-    and counts clipped and kept tokens in padding too.
+    Ratios: token exp(l), geometric exp(row mean), sequence exp(row sum), segment exp(mean over a turn), with l =
+    old - rollout. Differences: exp(old) - exp(rollout) per token, its row mean, row sum, or mean over a turn.
+
+    Args:
+      old_log_probs, rollout_log_probs, response_mask: [B, T].
+      weight_level: where the weights are taken; None = weights of 1.
+      upper_bound: of the weights; None = unbounded.
+      filters: a token stays if it passes all of them.
+      global_valid_samples, global_valid_tokens: rows with tokens, and tokens, of the whole batch, so that the metrics
+        of its micro-batches add up.
+
+    Returns:
+      (weights, mask, metrics); weights and mask [B, T] float32, 0 outside `response_mask`. ROLL leaves them unmasked,
+      bounds no exponent, and counts clipped and filtered tokens in padding too.
     """
     tokens = padded_tokens(response_mask)
     counted = tokens.mask
-    old, rollout = old_log_probs.reshape(-1).double(), rollout_log_probs.reshape(-1).double()
-    log_ratio, difference = old - rollout, old.exp() - rollout.exp()
-    verdict_tokens = torch.ones_like(counted) if peer_quirks else counted
-
-    def difference_at(level: RatioLevel) -> Tensor:
-        return difference if level == "token" else at_level(level, difference, tokens)
-
-    def ratio_at(level: RatioLevel) -> Tensor:
-        combined = log_ratio if level == "token" else at_level(level, log_ratio, tokens)
-        if peer_quirks:
-            return combined.float().exp().double()
-        return combined.nan_to_num(nan=0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
-
+    ratios = _Ratios(old_log_probs, rollout_log_probs, tokens, peer_quirks)
     num_tokens = max(int(tokens.counts.sum()), 1)
+    judged = torch.ones_like(counted) if peer_quirks else counted
 
     def share(hits: Tensor) -> float:
-        return ((hits & verdict_tokens).sum() / (global_valid_tokens or num_tokens)).item()
+        return ((hits & judged).sum() / (global_valid_tokens or num_tokens)).item()
 
     metrics: Metrics = {}
     for level in get_args(RatioLevel):
-        metrics[f"actor/train_infer_ratio_{level}_mean@sum"] = _row_mean(
-            ratio_at(level), response_mask, global_valid_samples, peer_quirks
-        )
-        metrics[f"actor/train_infer_diff_{level}_mean@sum"] = _row_mean(
-            difference_at(level), response_mask, global_valid_samples, peer_quirks
-        )
-    weights = torch.ones_like(log_ratio)
+        for name, values in (("ratio", ratios.ratio(level)), ("diff", ratios.difference(level))):
+            average = _row_mean(values, response_mask, global_valid_samples, peer_quirks)
+            metrics[f"actor/train_infer_{name}_{level}_mean@sum"] = average
+    weights = torch.ones_like(ratios.log_ratio)
     if weight_level is not None:
-        weights = ratio_at(weight_level)
+        weights = ratios.ratio(weight_level)
         if upper_bound is not None:
             metrics["actor/is_weight_clipfrac@sum"] = share(weights > upper_bound)
             weights = weights.clamp(0, upper_bound)
-    kept = torch.ones_like(counted)
-    for chosen in filters:
-        name = f"actor/train_infer_{chosen.level}"
-        if chosen.ratio_low is not None or chosen.ratio_high is not None:
-            inside = _inside(ratio_at(chosen.level), chosen.ratio_low, chosen.ratio_high)
-            metrics[f"{name}_ratio_mask_mean@sum"] = share(inside)
-            kept = kept & inside
-        if chosen.diff_low is not None or chosen.diff_high is not None:
-            inside = _inside(difference_at(chosen.level), chosen.diff_low, chosen.diff_high)
-            metrics[f"{name}_diff_mask_mean@sum"] = share(inside)
-            kept = kept & inside
-    metrics["actor/train_infer_final_mask_mean"] = ((kept & counted).sum() / num_tokens).item()
+    passing = torch.ones_like(counted)
+    for item in filters:
+        for name, values_at, low, high in (
+            ("ratio", ratios.ratio, item.ratio_low, item.ratio_high),
+            ("diff", ratios.difference, item.diff_low, item.diff_high),
+        ):
+            if low is not None or high is not None:
+                inside = _inside(values_at(item.level), low, high)
+                metrics[f"actor/train_infer_{item.level}_{name}_mask_mean@sum"] = share(inside)
+                passing = passing & inside
+    metrics["actor/train_infer_final_mask_mean"] = ((passing & counted).sum() / num_tokens).item()
     if peer_quirks is None:
-        weights, kept = torch.where(counted, weights, 0.0), kept & counted
+        weights, passing = torch.where(counted, weights, 0.0), passing & counted
     shape = response_mask.shape
-    return weights.view(shape).to(torch.float32), kept.view(shape).to(torch.float32), metrics
+    return weights.view(shape).to(torch.float32), passing.view(shape).to(torch.float32), metrics
+
+
+class _Ratios:
+    """Ratios and differences of two policies' log-probs [B, T] at every level, [B * T] float64."""
+
+    def __init__(
+        self, old: Tensor, rollout: Tensor, tokens: Trainable, peer_quirks: PeerQuirks | None
+    ) -> None:
+        flat_old, flat_rollout = old.reshape(-1).double(), rollout.reshape(-1).double()
+        self.log_ratio = flat_old - flat_rollout
+        self._difference = flat_old.exp() - flat_rollout.exp()
+        self._tokens = tokens
+        self._peer_quirks = peer_quirks
+
+    def ratio(self, level: RatioLevel) -> Tensor:
+        combined = self._at(level, self.log_ratio)
+        if self._peer_quirks:  # float32 and unbounded
+            return combined.float().exp().double()
+        return combined.nan_to_num(nan=0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+
+    def difference(self, level: RatioLevel) -> Tensor:
+        return self._at(level, self._difference)
+
+    def _at(self, level: RatioLevel, values: Tensor) -> Tensor:
+        return values if level == "token" else at_level(level, values, self._tokens)
 
 
 def _inside(values: Tensor, low: float | None, high: float | None) -> Tensor:
-    kept = torch.ones_like(values, dtype=torch.bool)
+    inside = torch.ones_like(values, dtype=torch.bool)
     if low is not None:
-        kept = kept & (values >= low)
-    return kept if high is None else kept & (values <= high)
+        inside = inside & (values >= low)
+    return inside if high is None else inside & (values <= high)
 
 
 def _row_mean(
     values: Tensor, mask: Tensor, global_valid_samples: float | None, peer_quirks: PeerQuirks | None
 ) -> float:
-    """Mean over rows with tokens (their number may be given) of the row's masked mean.
+    """Sum of the rows' masked means, over `global_valid_samples` or the rows with tokens.
 
-    ROLL multiplies by the mask: inf * 0 is NaN.
+    ROLL multiplies by the mask, so inf * 0 gives NaN.
     """
     values, tokens = values.view(mask.shape), (mask != 0).sum(1)
     counted = values * (mask != 0) if peer_quirks else torch.where(mask != 0, values, 0.0)

@@ -7,10 +7,9 @@ from dataclasses import replace
 import torch
 
 from ..chain_metrics import Metric
-from ..off_policy import importance_weights, reject, veto
+from ..off_policy import importance_weights, m2po_mask, reject, veto
 from ..off_policy_metrics import off_policy_metrics
 from ..registry import Scope
-from ..stale_masks import m2po_mask
 from .config import CorrectionConfig
 from .steps import ChainStep, State, known_tokens
 
