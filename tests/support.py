@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import redis
 
-from streamadv.advantage import compute, worker
+from streamadv.advantage.poison import compute_safely
+from streamadv.advantage.prepare import prepare_or_discard
+from streamadv.advantage.publish import publish
 from streamadv.algorithms.device import choose_device
 from streamadv.errors import NoBatchError
 from streamadv.grouping import grouper
@@ -132,9 +134,9 @@ def compute_all(run: Run, consumer: Consumer | None = None) -> int:
     published = 0
     for entries in batches_read(consumer, 1):
         for entry in entries:
-            prepared = worker.prepare_or_discard(run, entry)
+            prepared = prepare_or_discard(run, entry)
             if prepared is not None:
-                published += worker.publish(run, compute.compute_safely(run, prepared, CPU))
+                published += publish(run, compute_safely(run, prepared, CPU))
         consumer.done(entries)
     return published
 

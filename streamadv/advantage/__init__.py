@@ -1,1 +1,6 @@
-"""Advantage workers: they compute a work item and publish its results."""
+"""Advantage workers: they compute work items of named batches and publish the results.
+
+Read `worker.py` first, then the way of one work item: `prepare.py` (its entry and columns are read), `compute.py` (the
+chain runs), `poison.py` (groups that break it are left out), `publish.py` (the results are handed off). `results.py`
+is how the trainer reads them.
+"""

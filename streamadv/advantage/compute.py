@@ -1,128 +1,65 @@
 """The chain over one work item: pure functions from what was fetched to what will be published.
 
-The same item gives the same bits on any worker. Nothing here reads or writes but the tries at suspect groups
-(`isolation.py`).
+The same item gives the same bits on any worker.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..algorithms.chain import Chain, ChainResult, cut_chain, run_chain
+from ..algorithms.chain import ChainResult, run_chain
 from ..algorithms.packed import Level, PackedBatch
 from ..algorithms.packing import pack
 from ..batch.carryover import running_of
-from ..batch.record import Death
 from ..batch.work import WorkItem
-from ..errors import ChainError, SettingError
 from ..grouping.groups_log import LoggedGroup
-from ..run import Run
-from ..run.consumer import ADVANTAGE, Entry
-from ..run.hangs import call_within
+from ..run.consumer import Entry
 from ..trajectory.columns import Array
-from .poison import isolate
+from .prepare import Prepared, worker_chain
 from .results import counts_of
-
-logger = logging.getLogger(__name__)
-
-#: For one computation: far above what the largest takes, the first one included, which compiles.
-TIMEOUT_S: Final = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A work item with everything its computation needs."""
-
-    entry: Entry
-    item: WorkItem
-    groups: list[LoggedGroup]
-    columns: dict[str, list[dict[str, Array]]]  # group id -> columns of its members; {} when none are needed
-    dead: dict[str, Death] = field(default_factory=dict)  # groups that could not be read or computed
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Results of one work item, ready to be written."""
+    """Results of one work item, as they will be published."""
 
     entry: Entry
     item: WorkItem
-    header: str
+    header: str  # JSON of a ResultHeader
     results: dict[str, bytes]  # one number per trajectory, row or step: travels in the results log
     outputs: dict[Any, Any]  # '<member>:<column>' -> one number per token: a hash of its own
-    groups: Sequence[LoggedGroup] = field(default=(), compare=False)  # those of the results, for the metrics
-    advantages: Array | None = field(default=None, compare=False)  # likewise; trainable tokens only
+    # For the metrics:
+    groups: Sequence[LoggedGroup] = field(default=(), compare=False)
+    advantages: Array | None = field(default=None, compare=False)  # of tokens, the trainable ones
     is_weights: Array | None = field(default=None, compare=False)  # likewise
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
-def worker_chain(item: WorkItem) -> Chain:
-    """The part of the chain that runs here: up to the first step needing a late column."""
-    return cut_chain(item.chain, item.late)[0]
-
-
-def compute_safely(
-    run: Run,
-    prepared: Prepared,
-    device: torch.device,
-    stop: threading.Event | None = None,
-    timeout_s: float = TIMEOUT_S,
-) -> Computed:
-    """`compute`, leaving out groups whose data break it (`isolation.py`). Raises ChainError if all do.
-
-    timeout_s: for one computation; a group that takes longer alone is left out. Raises Stopped when `stop` is set
-    and a computation goes on.
-    """
-    what = f"{ADVANTAGE}: the chain ({prepared.item.chain.get('estimator')}) on batch {prepared.item.batch}"
-
-    def bounded(part: Prepared) -> Computed:
-        return call_within(lambda: compute(part, device), timeout_s, what, stop)
-
-    if not prepared.entry.reclaimed:
-        try:
-            return bounded(prepared)
-        except SettingError:
-            raise
-        except Exception as error:  # some group's data: found out below
-            logger.warning(
-                "%s: batch %s to be computed group by group: %s", ADVANTAGE, prepared.item.batch, error
-            )
-
-    def compute_alone(group: LoggedGroup) -> object:
-        return bounded(replace(prepared, groups=[group]))
-
-    living = [group for group in prepared.groups if group.group_id not in prepared.dead]
-    dead = isolate(run, living, compute_alone)
-    if len(dead) == len(living) > 1:
-        raise ChainError(
-            f"batch {prepared.item.batch}: every group fails, as with {next(iter(dead.values())).detail}"
-        )
-    return bounded(replace(prepared, dead=prepared.dead | dead))
-
-
 def compute(prepared: Prepared, device: torch.device) -> Computed:
-    """Run the worker's part of the chain. Pure: the same entry gives the same bits on any worker."""
-    item = prepared.item
+    """Run the worker's part of the chain over the living groups, and pick the results of the item's shard.
+
+    A chain that has to see the whole batch gets the groups of all shards.
+    """
+    item, groups = prepared.item, prepared.living
     chain = worker_chain(item)
-    groups = [group for group in prepared.groups if group.group_id not in prepared.dead]
-    mine = [group for group in groups if group.shard == item.shard]
-    header: dict[str, Any] = {"unit": item.number, "level": chain.level, "dead": prepared.dead}
-    header["groups"] = [counts_of(group) for group in mine]
+    published = [group for group in groups if group.shard == item.shard]
+    header: dict[str, Any] = {
+        **{"unit": item.number, "level": chain.level, "dead": prepared.dead},
+        **{"groups": [counts_of(group) for group in published], "columns": [], "metrics": {}, "weights": {}},
+    }
     if not groups:
-        header |= {"columns": [], "metrics": {}, "weights": {}}
         return Computed(prepared.entry, item, json.dumps(header), {}, {})
-    columns = [each for group in groups for each in prepared.columns.get(group.group_id, ())]
+    columns = [arrays for group in groups for arrays in prepared.columns.get(group.group_id, ())]
     batch = pack([member for group in groups for member in group.members], columns or None, device)
     result = run_chain(chain, batch, item.kl_coefficient, running_of(item))
-    own = torch.tensor([group.shard == item.shard for group in groups], dtype=torch.bool, device=device)
-    selection = Selection(batch, own[batch.trajectory_group])
+    in_shard = torch.tensor([group.shard == item.shard for group in groups], dtype=torch.bool, device=device)
+    selection = Selection(batch, in_shard[batch.trajectory_group])
     results, outputs = split_result(result, selection)
     header |= {
         "columns": sorted({name.partition(":")[2] for name in outputs}),
@@ -136,15 +73,15 @@ def compute(prepared: Prepared, device: torch.device) -> Computed:
         json.dumps(header),
         results,
         outputs,
-        mine,
-        None if result.advantages is None else selection.trained(result.level, result.advantages),
-        None if weights is None else selection.trained("token", weights),
-        result.metrics,
+        groups=published,
+        advantages=None if result.advantages is None else selection.trained(result.level, result.advantages),
+        is_weights=None if weights is None else selection.trained("token", weights),
+        metrics=result.metrics,
     )
 
 
 class Selection:
-    """Which trajectories of a packed batch, and so which rows, steps and tokens, to write out."""
+    """The trajectories of a packed batch that are published, and thereby rows, steps and tokens."""
 
     def __init__(self, batch: PackedBatch, trajectories: Tensor) -> None:
         self.batch = batch
@@ -155,12 +92,12 @@ class Selection:
         }
 
     def trained(self, level: Level, values: Tensor) -> Array:
-        """The chosen values of a level as an array; of tokens, the trainable ones."""
+        """The selected values of a level as an array; of tokens, the trainable ones."""
         if level == "token":
-            chosen = self.by_level["row"][self.batch.token_row] & self.batch.column("response_mask").bool()
+            mask = self.by_level["row"][self.batch.token_row] & self.batch.column("response_mask").bool()
         else:
-            chosen = self.by_level[level]
-        return values[chosen].cpu().numpy()
+            mask = self.by_level[level]
+        return values[mask].cpu().numpy()
 
 
 def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, bytes], dict[Any, Any]]:

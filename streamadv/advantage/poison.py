@@ -1,75 +1,128 @@
 """Poison: groups whose data break the computation are found by computing every group alone.
 
-One bad group must neither stop the stage nor take its batch-mates with it. A work item that failed, or that a
-worker before did not survive, is tried group by group; each try is counted on the server before it is made, so
-that a crash counts as well. What fails MAX_ATTEMPTS times is left out and reported as dead.
+One bad group must neither stop the stage nor take its batch-mates with it. A work item that failed, or that a worker
+before did not survive, is computed group by group. The computation is deterministic: an exception, or not returning
+in time, is final at once. Only a crash of the process needs several tries, since the group may not be at fault: each
+is counted on the server before it is made. Groups that fail are left out of the results and reported as dead.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final
 
+import torch
+
 from ..batch.record import Death
-from ..errors import ChainError, EstimatorError, HungError, SettingError
+from ..errors import ChainError, EstimatorError, SettingError
 from ..grouping.groups_log import LoggedGroup
+from ..messages import log_fields
 from ..run import Run
+from ..run.consumer import ADVANTAGE
+from ..run.hangs import call_within
+from .compute import Computed, compute
+from .prepare import Prepared
 
 logger = logging.getLogger(__name__)
 
+#: Seconds for one computation: far above what the largest takes, the first one included, which compiles.
+TIMEOUT_S: Final = 300.0
+#: Crashes of a process while it computed a group alone, until the group is dead.
 MAX_ATTEMPTS: Final = 10
-#: What comes from a faulty chain or estimator and hardly from data whose columns were checked.
+#: Exceptions that point to a bug in the chain, not to bad data: the columns were checked before.
 CODE_ERRORS: Final = (AttributeError, ImportError, NameError, NotImplementedError, TypeError)
+
+
+def compute_safely(
+    run: Run,
+    prepared: Prepared,
+    device: torch.device,
+    stop: threading.Event | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Computed:
+    """`compute`, leaving out groups whose data break it.
+
+    timeout_s: for one computation; a group that alone takes longer is left out. Raises ChainError and SettingError if
+    the chain is wrong, and Stopped if a computation goes on after `stop` was set.
+    """
+    item = prepared.item
+    what = f"{ADVANTAGE}: the chain ({item.chain.get('estimator')}) on batch {item.batch}"
+
+    def bounded(part: Prepared) -> Computed:
+        return call_within(lambda: compute(part, device), timeout_s, what, stop)
+
+    if not prepared.entry.reclaimed:
+        try:
+            return bounded(prepared)
+        except SettingError:
+            raise
+        except Exception as error:  # the data of some group: `isolate` finds out of which
+            fields = log_fields("computing_alone", run=run.name, role=ADVANTAGE, batch=item.k)
+            logger.warning(
+                "%s: batch %s is computed group by group: %s", ADVANTAGE, item.batch, error, extra=fields
+            )
+    dead = isolate(run, prepared.living, lambda group: bounded(replace(prepared, groups=[group])))
+    if len(dead) == len(prepared.living) > 1:
+        detail = next(iter(dead.values())).detail
+        raise ChainError(f"batch {item.batch}: every group fails, as with {detail}")
+    return bounded(replace(prepared, dead=prepared.dead | dead))
 
 
 def isolate(
     run: Run, groups: Sequence[LoggedGroup], compute_alone: Callable[[LoggedGroup], object]
 ) -> dict[str, Death]:
-    """Compute every group alone; those that cannot be computed, by id.
+    """Compute every group alone. Returns those that cannot be computed, by id.
 
-    Raises SettingError and ChainError when it is the chain that is wrong: what looks like a fault of its code is one
+    Raises SettingError and ChainError if the chain is wrong: an exception that points to a bug in its code is one
     unless another group computes.
     """
-    dead = {}
-    faults: list[Exception] = []
+    deaths: dict[str, Death] = {}
+    bugs: list[Exception] = []
     for group in groups:
-        death = _try_alone(run, group, compute_alone, faults)
+        with _counted_attempt(run, group) as attempts:
+            if attempts > MAX_ATTEMPTS:
+                death: Death | None = Death("compute_error", f"crashed the process {MAX_ATTEMPTS} times")
+            else:
+                death = _try_alone(group, compute_alone, bugs)
         if death is not None:
-            dead[group.group_id] = death
-            logger.error("group %s is dead (%s): %s", group.group_id, death.reason, death.detail)
-    if faults and len(dead) == len(groups):
-        raise ChainError(f"the chain fails by itself: {_told(faults[0])}") from faults[0]
-    return dead
+            deaths[group.group_id] = death
+            fields = log_fields("group_dead", run=run.name, role=ADVANTAGE, group=group.group_id)
+            logger.error("group %s is dead (%s): %s", group.group_id, *death, extra=fields)
+    if bugs and len(deaths) == len(groups):
+        raise ChainError(f"the chain fails by itself: {_text(bugs[0])}") from bugs[0]
+    return deaths
+
+
+@contextmanager
+def _counted_attempt(run: Run, group: LoggedGroup) -> Iterator[int]:
+    """Yield how often a group was tried alone, this time included; only the death of the process leaves the count."""
+    shard = run.shard(group.shard)
+    attempts: int = shard.call("attempt", [group.group_id, "1"])
+    try:
+        yield attempts
+    finally:
+        shard.call("attempt", [group.group_id, "0"])
 
 
 def _try_alone(
-    run: Run, group: LoggedGroup, compute_alone: Callable[[LoggedGroup], object], faults: list[Exception]
+    group: LoggedGroup, compute_alone: Callable[[LoggedGroup], object], bugs: list[Exception]
 ) -> Death | None:
-    """Why the group cannot be computed, if so; what looks like a fault of the code goes to `faults` too."""
-    keys = run.keys.shard(group.shard)
-    names = [keys.void, keys.attempts]
-    detail = f"crashed the process {MAX_ATTEMPTS} times"
-    while run.call("attempt", names, [group.group_id, "1"]) <= MAX_ATTEMPTS:
-        try:
-            compute_alone(group)
-        except SettingError:
-            raise
-        except Exception as error:  # whatever its data provoke: that is what is being found out
-            detail = _told(error)[:500]
-            is_fault = isinstance(
-                error.__cause__ if isinstance(error, EstimatorError) else error, CODE_ERRORS
-            )
-            if is_fault:
-                faults.append(error)
-            if is_fault or isinstance(error, HungError):  # the next try would end, or last, as this one
-                break
-            continue
-        run.call("attempt", names, [group.group_id, "0"])
-        return None
-    run.call("attempt", names, [group.group_id, "0"])
-    return Death("compute_error", detail)
+    """Why the group cannot be computed, or None. Exceptions that point to a bug in the chain go to `bugs` too."""
+    try:
+        compute_alone(group)
+    except SettingError:
+        raise
+    except Exception as error:  # whatever its data provoke: that is what is being found out
+        cause = error.__cause__ if isinstance(error, EstimatorError) else error
+        if isinstance(cause, CODE_ERRORS):
+            bugs.append(error)
+        return Death("compute_error", _text(error)[:500])
+    return None
 
 
-def _told(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

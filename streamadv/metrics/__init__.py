@@ -290,7 +290,7 @@ def backpressure(seconds: float) -> None:
     BACKPRESSURE.inc(seconds)
 
 
-def unit_computed(
+def work_item_computed(
     rewards: Values,
     advantages: Values,
     response_tokens: Values,

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from redis.exceptions import ResponseError
 
 from .. import metrics
+from ..messages import log_fields
 from ..store.keys import ShardKeys
 from ..store.retry import RETRYABLE, Outage
 from .run import Run
@@ -115,7 +116,7 @@ class Consumer:
         self._leases = [Leases(lease_s) for _ in self.streams]
         self._free: list[list[tuple[str, Delivery]]] = [[] for _ in self.streams]  # to be taken over
         self._look_due = [clock()] * len(self.streams)
-        self._held: set[tuple[int, str]] = set()
+        self._in_hand: dict[tuple[int, str], float] = {}  # shard and entry id -> when it was read
         self._lock = threading.Lock()
         self._turn = 0
 
@@ -138,12 +139,23 @@ class Consumer:
     def done(self, entries: Sequence[Entry]) -> None:
         """The entries were handed off (by whomever)."""
         with self._lock:
-            self._held.difference_update((entry.shard, entry.id) for entry in entries)
+            for entry in entries:
+                self._in_hand.pop((entry.shard, entry.id), None)
+
+    @property
+    def in_hand(self) -> str:
+        """The entries in hand, for the log: how many, and how long the oldest has been."""
+        with self._lock:
+            since = list(self._in_hand.values())
+        if not since:
+            return "no entries"
+        count = "1 entry" if len(since) == 1 else f"{len(since)} entries"
+        return f"{count} in hand, the oldest for {self._clock() - min(since):.1f} s"
 
     def recover(self) -> None:
         """A hand-off failed: offer everything pending under this name again."""
         with self._lock:
-            self._held.clear()
+            self._in_hand.clear()
         self._own = ["0"] * len(self.streams)
 
     def recover_own(self) -> None:
@@ -152,8 +164,12 @@ class Consumer:
 
     def give_back(self) -> None:
         """On shutdown: let others take what is in hand at once instead of after the lease."""
+        text = "%s: stops, gives back %s"
+        logger.info(
+            text, self.stage, self.in_hand, extra=log_fields("stopped", run=self.run.name, role=self.stage)
+        )
         with self._lock:
-            held, self._held = sorted(self._held), set()
+            held, self._in_hand = sorted(self._in_hand), {}
         self._claim(held, NOBODY)
 
     def release(self, entries: Sequence[Entry]) -> None:
@@ -164,7 +180,7 @@ class Consumer:
     def renew(self) -> None:
         """Begin the lease of all that is in hand anew: the work takes longer."""
         with self._lock:
-            held = sorted(self._held)
+            held = sorted(self._in_hand)
         self._claim(held, self.name)
 
     def _claim(self, held: Sequence[tuple[int, str]], owner: str) -> None:
@@ -217,7 +233,7 @@ class Consumer:
             self._look_due[shard] = self._clock() + self.lease_s / 3 * random.uniform(0.8, 1.2)
             self._leases[shard].look(self._pending(stream), self._clock())
             with self._lock:
-                held = {entry for owner, entry in self._held if owner == shard}
+                held = {entry for owner, entry in self._in_hand if owner == shard}
             self._free[shard] = [
                 each for each in self._leases[shard].over(self._clock()) if each[0] not in held
             ]
@@ -265,8 +281,8 @@ class Consumer:
 
     def _take_in_hand(self, entries: Sequence[Entry]) -> list[Entry]:
         with self._lock:
-            fresh = [entry for entry in entries if (entry.shard, entry.id) not in self._held]
-            self._held.update((entry.shard, entry.id) for entry in fresh)
+            fresh = [entry for entry in entries if (entry.shard, entry.id) not in self._in_hand]
+            self._in_hand.update(((entry.shard, entry.id), self._clock()) for entry in fresh)
         return fresh
 
 

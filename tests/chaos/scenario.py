@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from streamadv.advantage import compute
-from streamadv.advantage import worker as advantage
+from streamadv.advantage import poison, publish
+from streamadv.advantage.prepare import prepare
 from streamadv.algorithms.device import choose_device
 from streamadv.errors import GroupEndedError, NoBatchError, StreamadvError, TrajectoryError
 from streamadv.grouping import grouper as grouping
@@ -253,8 +253,8 @@ def worker(world: World) -> Life:
     cpu = choose_device("cpu")
     while True:
         for entry in consumer.read(1):
-            prepared = advantage.prepare(run, entry)
-            advantage.publish(run, compute.compute_safely(run, prepared, cpu))
+            prepared = prepare(run, entry)
+            publish.publish(run, poison.compute_safely(run, prepared, cpu))
             consumer.done([entry])
         yield
 

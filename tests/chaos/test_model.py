@@ -24,8 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from streamadv.advantage import compute as computing
-from streamadv.advantage import worker
+from streamadv.advantage import poison, prepare, publish
 from streamadv.errors import EpochFencedError, GroupEndedError, NoBatchError, TrajectoryError
 from streamadv.grouping import grouper
 from streamadv.producer import Producer
@@ -128,11 +127,11 @@ class Lifecycle(RuleBasedStateMachine):
     def compute(self, fate: str) -> None:
         entries = self.deliver(ADVANTAGE, 2)
         for entry in entries if fate != "crashed" else []:
-            prepared = worker.prepare_or_discard(self.run, entry)
+            prepared = prepare.prepare_or_discard(self.run, entry)
             if prepared is not None:
-                computed = computing.compute_safely(self.run, prepared, CPU)
+                computed = poison.compute_safely(self.run, prepared, CPU)
                 for _ in range(2 if fate == "finished twice" else 1):
-                    worker.publish(self.run, computed)
+                    publish.publish(self.run, computed)
 
     # Trainer
 

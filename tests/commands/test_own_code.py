@@ -227,6 +227,8 @@ def test_a_worker_in_a_computation_that_does_not_end_ends_on_a_signal(
     assert worker.returncode == 0, log
     assert "the chain (stuck) on batch 0-" in log
     assert "as this process is to end" in log
+    assert "advantage: stopping with 1 entry in hand, the oldest for " in log
+    assert "advantage: stops, gives back 1 entry in hand, the oldest for " in log
     queue.close()
     other = consumer_of(join(redis_url, run), ADVANTAGE, lease_s=1e6)
     assert any(other.read(1) for _ in range(3))  # given back, whatever the lease

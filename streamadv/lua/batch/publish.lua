@@ -1,5 +1,6 @@
--- An advantage worker's hand-off: results of one work item become visible to the trainer. Output columns are
--- written by a HSET in the same MULTI, before this script; over maxmemory that is refused, and they come inline.
+-- Hand results of one work item off to the trainer. Only the first worker that calls this for an entry publishes, since
+-- only one XACK succeeds. The worker writes output columns by a HSET in the same MULTI, before this script; above
+-- maxmemory the server refuses that HSET, and the script gets them as inline fields.
 -- KEYS  void, work, results, applied, ledger, sizes, output: output | void
 -- ARGV  consumer group, entry id, batch id, header JSON, bytes of the output columns, payload bytes of the
 --       trajectories they are for, number of inline fields of the output columns, their field, value ...; then

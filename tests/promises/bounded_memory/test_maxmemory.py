@@ -12,8 +12,10 @@ import pytest
 import redis
 import torch
 
-from streamadv.advantage.compute import compute_safely
-from streamadv.advantage.worker import prepare, publish, run_worker
+from streamadv.advantage.poison import compute_safely
+from streamadv.advantage.prepare import prepare
+from streamadv.advantage.publish import publish
+from streamadv.advantage.worker import run_worker
 from streamadv.errors import Busy, NoBatchError
 from streamadv.grouping.grouper import run_grouper
 from streamadv.producer import Producer

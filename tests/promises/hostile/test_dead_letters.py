@@ -7,11 +7,11 @@ import json
 import threading
 
 import pytest
+import torch
 
-from streamadv.advantage import compute
-from streamadv.advantage.compute import compute_safely
-from streamadv.advantage.poison import MAX_ATTEMPTS
-from streamadv.advantage.worker import prepare
+from streamadv.advantage import poison
+from streamadv.advantage.poison import MAX_ATTEMPTS, compute_safely
+from streamadv.advantage.prepare import Prepared, prepare
 from streamadv.algorithms.registry import estimator
 from streamadv.cli import main
 from streamadv.errors import ChainError, StreamadvError
@@ -19,6 +19,7 @@ from streamadv.grouping.grouper import Housekeeping
 from streamadv.run import Run, dead_letters
 from streamadv.run.consumer import ADVANTAGE
 from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
+from streamadv.run.hangs import Stopped
 from streamadv.status.causes import reasons_of
 from streamadv.status.ledger import read_status
 from streamadv.store.connection import Connection
@@ -243,6 +244,34 @@ def test_a_group_that_breaks_the_computation_is_left_out_alone(named: Run) -> No
     assert not named.connection.scripts.exists(named.keys.home.attempts)
 
 
+def test_an_exception_of_a_group_alone_is_final(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The computation is deterministic: with the whole item, each group alone, and without the bad one."""
+    sizes: list[int] = []
+
+    def compute(prepared: Prepared, device: torch.device) -> object:
+        sizes.append(len(prepared.living))
+        return original(prepared, device)
+
+    original = poison.compute
+    monkeypatch.setattr(poison, "compute", compute)
+    ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
+    compute_safely(named, prepare(named, entry), CPU)
+    assert sizes == [3, 1, 1, 1, 2]
+
+
+def test_only_a_crash_leaves_its_count(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is stopped while it computes a group alone does not count against the group."""
+
+    def stopped() -> None:
+        raise Stopped("this process is to end")
+
+    monkeypatch.setattr(brittle, "wait", stopped)
+    ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
+    with pytest.raises(Stopped):
+        compute_safely(named, prepare(named, entry._replace(reclaimed=True)), CPU)
+    assert not named.connection.scripts.exists(named.keys.home.attempts)
+
+
 def test_a_group_that_kills_its_worker_is_left_out_after_ten_attempts(named: Run) -> None:
     """A crash leaves only the count of attempts behind."""
     ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
@@ -295,7 +324,7 @@ def test_a_fault_of_the_code_buries_nothing(named: Run, monkeypatch: pytest.Monk
     ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
     prepared = prepare(named, entry)
     one = dataclasses.replace(prepared, groups=prepared.groups[:1])
-    monkeypatch.setattr(compute, "compute", raise_type_error)
+    monkeypatch.setattr(poison, "compute", raise_type_error)
     with pytest.raises(ChainError, match="TypeError: wrong arguments"):
         compute_safely(named, one, CPU)
 

@@ -10,12 +10,11 @@ import pytest
 import redis
 import torch
 
-from streamadv.advantage import compute as computing
-from streamadv.advantage import worker
+from streamadv.advantage import poison, worker
 from streamadv.advantage.worker import run_worker
 from streamadv.grouping.grouper import run_grouper
 from streamadv.producer import Producer
-from streamadv.run import Run
+from streamadv.run.run import Run, Shard
 from streamadv.status.audit import delete_run
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
@@ -86,13 +85,14 @@ def test_every_script_may_be_sent_twice(
     fake: Connection, chain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reply was lost and the client has sent the script again: the caller sees the second reply."""
-    original = Run.call
+    for owner in (Run, Shard):
+        original = owner.call
 
-    def twice(self: Run, script: str, keys: Any, args: Any = ()) -> Any:
-        original(self, script, keys, args)
-        return original(self, script, keys, args)
+        def twice(*args: Any, original: Any = original, **given: Any) -> Any:
+            original(*args, **given)
+            return original(*args, **given)
 
-    monkeypatch.setattr(Run, "call", twice)
+        monkeypatch.setattr(owner, "call", twice)
     with producing(fake, "r", {"shards": 2, "redundancy": 1}) as producer:
         run = join(fake, "r")
         push_groups(producer, 9, 2)
@@ -158,7 +158,7 @@ def test_a_worker_whose_publisher_fails_ends_with_the_error(
 ) -> None:
     """Also with its queues full."""
     computed = threading.Semaphore(0)
-    compute = computing.compute
+    compute = poison.compute
 
     def count(*args: Any) -> Any:
         computed.release()
@@ -169,7 +169,7 @@ def test_a_worker_whose_publisher_fails_ends_with_the_error(
             assert computed.acquire(timeout=30)
         raise ZeroDivisionError("publisher")
 
-    monkeypatch.setattr(computing, "compute", count)
+    monkeypatch.setattr(poison, "compute", count)
     monkeypatch.setattr(worker, "publish", fail)
     with producing(redis_url, run) as producer:
         push_groups(producer, 6, 130)
@@ -187,7 +187,7 @@ def test_a_worker_survives_an_outage_while_it_counts_tries(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batch fails once as a whole, and the server is away when its groups are to be tried one by one."""
-    compute, call = computing.compute, Run.call
+    compute, call = poison.compute, Shard.call
     broken, away = iter([True]), iter([True])
 
     def compute_or_fail(*args: Any) -> Any:
@@ -195,13 +195,13 @@ def test_a_worker_survives_an_outage_while_it_counts_tries(
             raise ZeroDivisionError("once")
         return compute(*args)
 
-    def call_or_fail(self: Run, name: str, *args: Any) -> Any:
+    def call_or_fail(self: Shard, name: str, *args: Any, **given: Any) -> Any:
         if name == "attempt" and next(away, False):
             raise redis.ConnectionError("away")
-        return call(self, name, *args)
+        return call(self, name, *args, **given)
 
-    monkeypatch.setattr(computing, "compute", compute_or_fail)
-    monkeypatch.setattr(Run, "call", call_or_fail)
+    monkeypatch.setattr(poison, "compute", compute_or_fail)
+    monkeypatch.setattr(Shard, "call", call_or_fail)
     with producing(redis_url, run) as producer:
         push_groups(producer, 2)
         joined = join(redis_url, run)

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamadv.advantage import compute, worker
+from streamadv.advantage.compute import compute
+from streamadv.advantage.prepare import prepare
+from streamadv.advantage.publish import publish
 from streamadv.producer import Producer
 from streamadv.run.consumer import ADVANTAGE
 from streamadv.run.manifest import RunSettings
@@ -67,7 +69,7 @@ def advantages(
         draw.shuffle(entries)
         assert entries
         for _, entry in entries:
-            assert worker.publish(run, compute.compute(worker.prepare(run, entry), CPU))
+            assert publish(run, compute(prepare(run, entry), CPU))
         batch = queue.next_batch(timeout=0)
         assert problems(run) == []
     assert batch is not None

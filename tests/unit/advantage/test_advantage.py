@@ -9,7 +9,10 @@ import torch
 from redis.client import Pipeline
 from redis.exceptions import ExecAbortError
 
-from streamadv.advantage import compute, worker
+from streamadv.advantage.compute import compute
+from streamadv.advantage.poison import compute_safely
+from streamadv.advantage.prepare import prepare, prepare_or_discard, worker_chain
+from streamadv.advantage.publish import publish
 from streamadv.algorithms.device import choose_device
 from streamadv.errors import NoBatchError, SettingError
 from streamadv.run import Run
@@ -39,7 +42,7 @@ def outputs(run: Run) -> list[bytes]:
 
 def test_the_same_work_gives_the_same_bits(named: Run) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
-    one, two = (compute.compute(worker.prepare(named, entry), CPU) for _ in range(2))
+    one, two = (compute(prepare(named, entry), CPU) for _ in range(2))
     assert one == two
     assert one.results["rewards"]
 
@@ -47,10 +50,10 @@ def test_the_same_work_gives_the_same_bits(named: Run) -> None:
 def test_a_second_result_is_thrown_away(named: Run) -> None:
     """A worker thought dead comes back: its output leaves no key and no byte behind."""
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
-    result = compute.compute(worker.prepare(named, entry), CPU)
-    assert worker.publish(named, result)
+    result = compute(prepare(named, entry), CPU)
+    assert publish(named, result)
     kept = outputs(named)
-    assert not worker.publish(named, result)
+    assert not publish(named, result)
     assert outputs(named) == kept
     assert named.connection.scripts.xlen(named.keys.home.results) == 1
     assert problems(named) == []
@@ -59,7 +62,7 @@ def test_a_second_result_is_thrown_away(named: Run) -> None:
 def test_a_server_that_is_full_at_exec_takes_the_result(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of a transaction may be what fills it: then EXEC is refused, and not each of them."""
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
-    result = compute.compute(worker.prepare(named, entry), CPU)
+    result = compute(prepare(named, entry), CPU)
     refusals = []
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -69,7 +72,7 @@ def test_a_server_that_is_full_at_exec_takes_the_result(named: Run, monkeypatch:
         )
 
     monkeypatch.setattr(Pipeline, "execute", refuse)
-    assert worker.publish(named, result)
+    assert publish(named, result)
     assert refusals == [1]
     assert len(outputs(named)) == bool(result.outputs)
     monkeypatch.undo()
@@ -78,10 +81,10 @@ def test_a_server_that_is_full_at_exec_takes_the_result(named: Run, monkeypatch:
 
 def test_a_result_after_the_commit_is_thrown_away(named: Run) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
-    result = compute.compute(worker.prepare(named, entry), CPU)
+    result = compute(prepare(named, entry), CPU)
     keys = named.keys.home
     named.connection.scripts.hdel(keys.applied, result.item.batch)
-    assert not worker.publish(named, result)
+    assert not publish(named, result)
     assert outputs(named) == []
     assert named.connection.scripts.xlen(keys.results) == 0
 
@@ -89,14 +92,14 @@ def test_a_result_after_the_commit_is_thrown_away(named: Run) -> None:
 def test_work_whose_groups_are_gone_is_finished(named: Run) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
     named.connection.scripts.delete(named.keys.home.groups)
-    assert worker.prepare_or_discard(named, entry) is None
+    assert prepare_or_discard(named, entry) is None
     assert named.connection.scripts.xlen(named.keys.home.work) == 0
 
 
 def test_only_the_columns_of_the_chain_are_fetched(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
-    prepared = worker.prepare(named, entry)
-    chain = compute.worker_chain(prepared.item)
+    prepared = prepare(named, entry)
+    chain = worker_chain(prepared.item)
     fetched = {name for members in prepared.columns.values() for columns in members for name in columns}
     assert fetched == set(chain.needs)
     assert fetched <= {"response_mask"}
@@ -123,12 +126,12 @@ def test_a_broken_payload_costs_its_group_only(fake: Connection) -> None:
     (entry,) = consumer_of(run, ADVANTAGE).read(1)
     victim = next(
         member.key
-        for group in worker.prepare(run, entry).groups
+        for group in prepare(run, entry).groups
         for member in group.members
         if group.group_id == "g0001"
     )
     fake.scripts.hset(victim, "response_mask", b"\x07")
-    assert worker.publish(run, compute.compute_safely(run, worker.prepare(run, entry), CPU))
+    assert publish(run, compute_safely(run, prepare(run, entry), CPU))
     batch = queue.next_batch(timeout=0)
     assert batch is not None
     assert {reference.group_id for reference in batch.references} == {"g0000", "g0002"}

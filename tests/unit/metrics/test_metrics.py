@@ -107,7 +107,7 @@ def compute_unit(**changes: Any) -> None:
         "group_completion_s": [],
         "metrics": {},
     }
-    metrics.unit_computed(**unit | changes)
+    metrics.work_item_computed(**unit | changes)
 
 
 def report_everything() -> None:

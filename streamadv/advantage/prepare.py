@@ -1,0 +1,123 @@
+"""From an entry of the work stream to everything that its computation needs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass, field
+
+from pydantic import ValidationError
+
+from ..algorithms.chain import Chain, cut_chain
+from ..batch.record import Death, find_record, read_records
+from ..batch.work import WorkItem, work_items
+from ..errors import BatchLostError, SettingError, WireError
+from ..grouping.groups_log import ENTRY_ID, LoggedGroup, read_groups
+from ..messages import first_problem, log_fields
+from ..run import Run
+from ..run.consumer import ADVANTAGE, Entry
+from ..run.malformed import reject_entry
+from ..run.payloads import decode_member, fetch_fields
+from ..trajectory.columns import Array
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A work item with everything its computation needs."""
+
+    entry: Entry
+    item: WorkItem
+    groups: list[LoggedGroup]
+    columns: dict[
+        str, list[dict[str, Array]]
+    ]  # group id -> columns of its members; {} if the chain needs none
+    dead: dict[str, Death] = field(default_factory=dict)  # groups that could not be read or computed
+
+    @property
+    def living(self) -> list[LoggedGroup]:
+        return [group for group in self.groups if group.group_id not in self.dead]
+
+
+def worker_chain(item: WorkItem) -> Chain:
+    """The part of the chain that workers run: up to the first step needing a late column."""
+    return cut_chain(item.chain, item.late)[0]
+
+
+def check_chains(run: Run) -> None:
+    """Raise SettingError if a batch is named whose chain this process cannot build."""
+    for record in read_records(run).values():
+        try:
+            cut_chain(record.chain, record.late)
+        except SettingError as error:
+            raise SettingError(f"batch {record.k} of run {run.name}: {error}") from error
+
+
+def prepare_or_discard(run: Run, entry: Entry) -> Prepared | None:
+    """`prepare`; None after finishing an entry that asks for nothing.
+
+    Its batch is gone (committed before the server forgot that), or it is no work item at all.
+    """
+    try:
+        return prepare(run, entry)
+    except WireError as error:
+        reject_entry(run, entry, run.keys.shard(entry.shard).work, str(error), ADVANTAGE)
+    except BatchLostError as error:
+        fields = log_fields("work_discarded", run=run.name, role=ADVANTAGE)
+        logger.warning("%s: %s", ADVANTAGE, error, extra=fields)
+        run.shard(entry.shard).call("discard", [ADVANTAGE, entry.id])
+    return None
+
+
+def prepare(run: Run, entry: Entry) -> Prepared:
+    """Fetch what a work item needs: its groups, and of their columns those that its chain reads.
+
+    Raises WireError for an entry that is no work item, BatchLostError if a group is gone, SettingError for a chain
+    that this process cannot build.
+    """
+    item = _work_item_of(run, entry)
+    groups = read_groups(run, item.groups)
+    chain = worker_chain(item)
+    columns: dict[str, list[dict[str, Array]]] = {}
+    dead: dict[str, Death] = {}
+    if chain.needs:
+        stored = fetch_fields(run, [member for group in groups for member in group.members], chain.needs)
+        for group in groups:
+            fields_of_members = list(itertools.islice(stored, len(group.members)))
+            try:
+                columns[group.group_id] = [
+                    decode_member(member, fields, chain.needs).columns
+                    for member, fields in zip(group.members, fields_of_members, strict=True)
+                ]
+            except WireError as error:
+                dead[group.group_id] = Death("undecodable", str(error))
+    # A batch that was committed meanwhile has no payloads any more, and nothing is wrong: BatchLostError.
+    read_groups(run, [pointer for pointer in item.groups if pointer.group_id in dead])
+    return Prepared(entry, item, groups, columns, dead)
+
+
+def _work_item_of(run: Run, entry: Entry) -> WorkItem:
+    """The work item of an entry. Raises WireError unless it is one of the batch whose id it bears.
+
+    If the home shard has no record of the batch, the item is taken as it is: after data loss the trainer writes the
+    record again.
+    """
+    if "work" not in entry.fields:
+        raise WireError("work is missing")
+    try:
+        item = WorkItem.model_validate_json(entry.fields["work"])
+    except ValidationError as error:
+        raise WireError(f"work: {first_problem(error)}") from error
+    if {item.shard, *(pointer.shard for pointer in item.groups)} - set(range(len(run.keys.salts))):
+        raise WireError("work: names a shard that the run does not have")
+    if not all(ENTRY_ID.fullmatch(pointer.entry) for pointer in item.groups):
+        raise WireError("work: names an entry of the groups log by something else than its id")
+    record = find_record(run, item.k)
+    if record is not None and (
+        record.id != item.batch
+        or record.chain != item.chain  # before a chain is built that nobody of the run has asked for
+        or item not in work_items(record)
+    ):
+        raise WireError(f"work: is none of batch {item.k}")
+    return item
