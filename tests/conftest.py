@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import fakeredis
 import pytest
@@ -15,9 +18,19 @@ import redis.asyncio.cluster
 
 from streamadv import clock
 from streamadv.errors import ServerError
+from streamadv.run import consumer
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer, find_server_binary
 from tests.clusters import Cluster
+
+
+#: Markers of all tests in a folder.
+MARKERS: Final = {
+    "chaos": ("server", "processes", "slow"),
+    "soak": ("server", "processes", "slow"),
+    "servers": ("server",),
+}
+SERVERS: Final = ("redis-server", "valkey-server")
 
 
 def pytest_configure() -> None:
@@ -25,6 +38,39 @@ def pytest_configure() -> None:
         os.environ.setdefault(name, "1")  # before torch is imported; worker processes inherit it
     for name in ("chaos.harness", "flows", "support"):  # what tests share asserts too
         pytest.register_assert_rewrite(f"tests.{name}")
+    sys.addaudithook(_note_start)
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Set the markers that follow from fixtures and folders."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        uses_server = {"server", "cluster"} & set(getattr(item, "fixturenames", ()))
+        for marker in (*MARKERS.get(folder, ()), *(["server"] if uses_server else [])):
+            item.add_marker(marker)
+
+
+_started: list[str] = []
+
+
+def _note_start(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note which marker a test needs that starts a program: `server` or `processes`."""
+    if event != "subprocess.Popen":
+        return
+    words = arguments[1] if isinstance(arguments[1], list | tuple) else [arguments[1]]
+    if any(Path(str(word)).name.startswith(SERVERS) for word in words):
+        _started.append("server")
+    elif words[0] == sys.executable:
+        _started.append("processes")
+
+
+@pytest.fixture(autouse=True)
+def _marked_by_what_it_starts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test without the marker of what it starts fails: `make quick` goes by the markers."""
+    _started.clear()
+    yield
+    missing = set(_started) - {marker.name for marker in request.node.iter_markers()}
+    assert not missing, f"mark the test with {', '.join(f'@pytest.mark.{name}' for name in sorted(missing))}"
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +79,12 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = ("STREAMADV_SERVER_BINARY", "STREAMADV_DATA", "STREAMADV_GOLDEN")
     for name in [n for n in os.environ if n.startswith("STREAMADV_") and n not in kept]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _idle_consumers_stop_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer with nothing to read looks at its stop event ten times a second, not once."""
+    monkeypatch.setattr(consumer, "BLOCK_MS", 100)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.server, pytest.mark.processes, pytest.mark.slow]
+
 COMMAND = [sys.executable, "-m", "streamadv", "demo"]
 
 
@@ -30,38 +32,10 @@ def started(output: str) -> list[int]:
     return [int(pid) for line in lines for pid in re.findall(r"\((\d+)\)", line)]
 
 
-def test_small_run_with_kills_accounts_for_every_trajectory(tmp_path: Path) -> None:
+def test_a_small_run_with_kills_accounts_for_every_trajectory(tmp_path: Path) -> None:
+    """The demo kills three of its processes, and here somebody kills its trainer as well."""
     files = ["--json", str(tmp_path / "demo.json"), "--picture", str(tmp_path / "curve.png")]
-    ended = subprocess.run(
-        [*COMMAND, "--maps", "random", "--updates", "5", "--seed", "3", *files],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr + ended.stdout
-    result: dict[str, Any] = json.loads((tmp_path / "demo.json").read_text())
-    ledger = result["ledger"]
-    accounted = ledger["trained"] + sum(ledger["dropped"].values()) + sum(ledger["dead"].values())
-    assert result["balanced"] is True
-    assert result["trajectories"] == ledger["pushed"] == accounted + ledger["queued"] + ledger["in_flight"]
-    assert ledger["trained"] >= 5 * 8 * 16
-    assert ledger["queued"] == ledger["in_flight"] == 0  # the run has ended: nothing is left under way
-    assert result["kills"] == 3
-    assert 0 <= result["success_rate_start"] <= 1
-    assert 0 <= result["success_rate"] <= 1
-    assert result["seed"] == 3
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "kill -9 of rollouts-0" in ended.stdout
-    assert "balanced" in ended.stdout
-    pids = started(ended.stdout)
-    assert len(pids) == 10, ended.stdout  # seven processes, three of them twice
-    assert all(gone(pid) for pid in pids)
-
-
-def test_the_trainer_may_be_killed_too(tmp_path: Path) -> None:
-    files = ["--json", str(tmp_path / "demo.json"), "--picture", str(tmp_path / "curve.png")]
-    command = [*COMMAND, "--no-kill", "--maps", "random", "--updates", "25", *files]
+    command = [*COMMAND, "--maps", "random", "--updates", "10", "--seed", "3", *files]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
         output = ""
@@ -69,17 +43,31 @@ def test_the_trainer_may_be_killed_too(tmp_path: Path) -> None:
             line = demo.stdout.readline()
             assert line, demo.stderr.read() if demo.stderr else ""
             output += line
-        found = re.search(r"trainer \((\d+)\)", output)
-        assert found is not None
-        os.kill(int(found[1]), signal.SIGKILL)
+        trainer = re.search(r"trainer \((\d+)\)", output)
+        assert trainer is not None
+        os.kill(int(trainer[1]), signal.SIGKILL)
         rest, errors = demo.communicate(timeout=110)
-    assert demo.returncode == 0, output + rest + errors
-    assert "trainer ended with exit status -9" in rest
-    result = json.loads((tmp_path / "demo.json").read_text())
+    output += rest
+    assert demo.returncode == 0, output + errors
+    assert "trainer ended with exit status -9" in output
+    assert "kill -9 of rollouts-0" in output
+    assert "balanced" in output
+    pids = started(output)
+    assert len(pids) == 11, output  # seven processes, four of them twice
+    assert all(gone(pid) for pid in pids)
+    result: dict[str, Any] = json.loads((tmp_path / "demo.json").read_text())
+    ledger = result["ledger"]
+    accounted = ledger["trained"] + sum(ledger["dropped"].values()) + sum(ledger["dead"].values())
     assert result["balanced"] is True
-    assert result["updates"] >= 25
-    assert result["ledger"]["trained"] >= 25 * 8 * 16
-    assert all(gone(pid) for pid in started(output + rest))
+    assert result["trajectories"] == ledger["pushed"] == accounted + ledger["queued"] + ledger["in_flight"]
+    assert result["updates"] >= 10
+    assert ledger["trained"] >= 10 * 8 * 16
+    assert ledger["queued"] == ledger["in_flight"] == 0  # the run has ended: nothing is left under way
+    assert result["kills"] == 3
+    assert 0 <= result["success_rate_start"] <= 1
+    assert 0 <= result["success_rate"] <= 1
+    assert result["seed"] == 3
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
@@ -101,18 +89,10 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     assert all(gone(pid) for pid in started(output + rest))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--updates", "0"], "--updates 0"),
-        (["--max-staleness", "-1"], "--max-staleness -1"),
-        (["--estimator", "nonsense"], "nonsense"),
-        (["--json", "no/such/folder/demo.json"], "no/such/folder"),
-    ],
-)
-def test_wrong_settings_are_one_line_before_anything_starts(arguments: list[str], message: str) -> None:
-    ended = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+def test_a_wrong_setting_is_one_line_before_anything_starts() -> None:
+    command = [*COMMAND, "--json", "no/such/folder/demo.json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
-    assert message in ended.stderr
+    assert "no/such/folder" in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
     assert ended.stdout == ""

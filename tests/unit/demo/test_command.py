@@ -89,9 +89,13 @@ def test_missing_package_names_the_extra(
         (["--estimator", "remax"], "needs a baseline rollout"),
         (["--estimator", "nonsense"], "estimator 'nonsense' is unknown"),
         (["--updates", "0"], "--updates 0"),
+        (["--max-staleness", "-1"], "--max-staleness -1"),
+        (["--json", "no/such/folder/demo.json"], "no/such/folder"),
         (["--picture", "no/such/folder/x.png"], "there is no folder"),
     ],
 )
 def test_wrong_settings(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *flags]) == 1
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
