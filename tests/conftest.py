@@ -23,7 +23,6 @@ from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer, find_server_binary
 from tests.clusters import Cluster
 
-
 #: Markers of all tests in a folder.
 MARKERS: Final = {
     "chaos": ("server", "processes", "slow"),

@@ -38,6 +38,9 @@ def test_a_plan_has_a_core_for_what_is_spent() -> None:
     assert plan["gigabits_out"] == pytest.approx(1e5 * 100 * 8 / 1e9)
 
 
+@pytest.mark.processes
+@pytest.mark.server
+@pytest.mark.slow
 def test_a_pipeline_is_measured_on_a_cluster() -> None:
     line = Line(scaling.KIND, 64, "scaling-test")
     with cluster(2) as (url, servers), scaling._crew(line, url, servers) as crew:

@@ -19,6 +19,8 @@ from streamadv.errors import SettingError
 from streamadv.store.connection import Connection
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_a_line_of_the_pipeline_is_measured(
     redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +74,7 @@ def test_a_peer_moves_what_it_is_given(form: str) -> None:
             np.testing.assert_array_equal(np.asarray(got[name], np.asarray(value).dtype), value)
 
 
+@pytest.mark.slow
 def test_stages_backlog_and_memory_are_measured(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +98,8 @@ def test_stages_backlog_and_memory_are_measured(
         assert connection.scripts.dbsize() == 0
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_latency_is_measured_at_each_share(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def test_an_unexpected_error_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -
         cli.main(["schema"])
 
 
+@pytest.mark.processes
 def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -70,6 +71,7 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.processes
 def test_help_and_schema_do_not_import_torch() -> None:
     code = (
         "import sys\n"

@@ -29,6 +29,8 @@ from tests.support import (
     unscored,
 )
 
+pytestmark = pytest.mark.processes
+
 ESTIMATOR = """
 import time
 import streamadv as sa
@@ -93,6 +95,7 @@ def recorded(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_an_imported_estimator_computes_and_is_shown(folder: Path, recorded: Path) -> None:
     words = ("--import", "my_estimators", "--preset", "mine")
     status, _, err = outcome(folder, "compute", "in.jsonl", "-o", "out.jsonl", *words)
@@ -104,6 +107,7 @@ def test_an_imported_estimator_computes_and_is_shown(folder: Path, recorded: Pat
     assert "mine" in out
 
 
+@pytest.mark.slow
 def test_an_entry_point_brings_an_estimator(folder: Path, recorded: Path) -> None:
     info = folder / "mine-1.0.dist-info"
     info.mkdir()
@@ -172,6 +176,7 @@ def name_batch(
     return queue
 
 
+@pytest.mark.slow
 def test_a_worker_leaves_a_chain_that_it_does_not_know(
     redis_url: str, run: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +219,7 @@ def test_a_worker_leaves_a_chain_that_it_does_not_know(
     assert ledger(joined)["dead"] == {}
 
 
+@pytest.mark.slow
 def test_a_worker_in_a_computation_that_does_not_end_ends_on_a_signal(
     redis_url: str, run: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +275,7 @@ def test_a_scorer_from_the_command_line(redis_url: str, run: str, folder: Path) 
         (["my_scorers:halves", "--name", "one", "--tries", "0"], "tries is 0, needs 1 or more"),
     ],
 )
+@pytest.mark.slow
 def test_a_scorer_that_cannot_start_says_why(
     redis_url: str, run: str, folder: Path, words: Sequence[str], text: str
 ) -> None:

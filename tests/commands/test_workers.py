@@ -16,6 +16,8 @@ from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from tests.support import join, producing, push_groups
 
+pytestmark = [pytest.mark.server, pytest.mark.processes]
+
 
 def start(url: str, run: str, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -37,6 +39,7 @@ def later() -> Iterator[EmbeddedServer]:
     server.close()
 
 
+@pytest.mark.slow
 def test_workers_wait_for_the_server_work_and_stop(later: EmbeddedServer, run: str, tmp_path: Path) -> None:
     port = later._wanted_port
     url = f"redis://127.0.0.1:{port}/0"

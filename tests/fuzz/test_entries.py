@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import fakeredis
+import pytest
 from pydantic_core import from_json
 
 from streamadv.advantage.results import parse_result
@@ -100,6 +101,7 @@ def test_results_log() -> None:
         one_line_error(lambda fields=fields: parse_result(run.keys.home, fields), WireError, fields)  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_streams_of_a_run() -> None:
     """Damaged copies of genuine entries in all streams at once: healthy groups are trained on, the ledger balances."""
     _, entries = stored()

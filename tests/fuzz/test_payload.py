@@ -6,6 +6,7 @@ import random
 import tracemalloc
 from typing import Any
 
+import pytest
 from pydantic_core import from_json
 
 from streamadv.errors import WireError
@@ -62,6 +63,7 @@ def test_damaged_structure() -> None:
         read(damaged_payload(chance_of("payload, structure", number)))
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_what_was_received() -> None:
     """Whatever lengths and shapes a header announces, nothing is allocated for them."""
     huge = [

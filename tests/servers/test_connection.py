@@ -132,6 +132,7 @@ async def test_async_scripts_are_sent_again(redis_url: str, lossy_url: str) -> N
         assert await connection.scripts.incr("n") == 2
 
 
+@pytest.mark.slow
 def test_a_long_block_is_one_read(redis_url: str) -> None:
     """redis-py 8 would cut a read off after 5 s and send it again."""
     with Connection(redis_url) as connection:
@@ -236,6 +237,7 @@ def one_node_cluster(**options: str) -> Iterator[str]:
 
 
 @needs_cluster_client
+@pytest.mark.slow
 async def test_a_cluster_has_the_same_roles() -> None:
     script = "return redis.call('HLEN', KEYS[1])"
     with one_node_cluster() as rest:
@@ -264,6 +266,7 @@ async def test_a_cluster_has_the_same_roles() -> None:
 
 
 @needs_cluster_client
+@pytest.mark.slow
 async def test_push_into_a_cluster_never_sends_twice() -> None:
     proxy = ReplyEater()
     with one_node_cluster(**{"cluster-announce-port": str(proxy.port)}) as rest:
@@ -287,6 +290,7 @@ async def test_push_into_a_cluster_never_sends_twice() -> None:
 
 
 @needs_cluster_client
+@pytest.mark.slow
 def test_a_cluster_that_is_down_is_waited_for() -> None:
     with one_node_cluster() as rest:
         url = "redis+cluster" + rest

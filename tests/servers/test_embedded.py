@@ -217,6 +217,7 @@ def test_asking_for_the_pid_of_a_stopped_server() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+@pytest.mark.processes
 def test_it_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     code = (
         "import sys\n"
@@ -265,6 +266,7 @@ def command() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.processes
 def test_the_command_prints_its_url_and_stops_cleanly(
     command: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -284,6 +286,7 @@ def test_the_command_prints_its_url_and_stops_cleanly(
         assert client.config_get("maxmemory") == {"maxmemory": str(64 * 2**20)}
 
 
+@pytest.mark.processes
 def test_the_command_fails_when_its_server_dies(command: Callable[..., subprocess.Popen[str]]) -> None:
     process = command()
     assert process.stdout is not None

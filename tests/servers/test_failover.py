@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from streamadv.producer import Producer
 from streamadv.run import open_run
 from streamadv.run.manifest import RunSettings
@@ -26,6 +28,7 @@ def kill_behind(cluster: Cluster, primary: Node, lost_bytes: int = LOST_BYTES) -
     cluster.bring_back(primary)
 
 
+@pytest.mark.slow
 def test_primaries_are_killed_in_mid_run(cluster: Cluster, run: str) -> None:
     """Each in turn; what the replicas had not heard of is pushed, committed and named again."""
     flow = Flow(cluster.url, run, shards=3)
@@ -37,6 +40,7 @@ def test_primaries_are_killed_in_mid_run(cluster: Cluster, run: str) -> None:
     flow.check()
 
 
+@pytest.mark.slow
 def test_a_primary_that_hangs_is_replaced_in_mid_run(cluster: Cluster, run: str) -> None:
     """It comes back still thinking that it is one, and answers what was sent to it meanwhile."""
     flow = Flow(cluster.url, run, shards=3)
@@ -56,6 +60,7 @@ def test_a_primary_that_hangs_is_replaced_in_mid_run(cluster: Cluster, run: str)
     flow.check()
 
 
+@pytest.mark.slow
 def test_a_primary_that_got_its_place_back_is_another_server(cluster: Cluster) -> None:
     """Nobody may have asked in between, and what it had before its replica took over may be lost."""
     with Connection(cluster.url) as connection:

@@ -188,6 +188,7 @@ def test_metrics_name_a_wrong_address() -> None:
         metrics.serve(0, host="192.0.2.1")
 
 
+@pytest.mark.processes
 def test_the_server_command_has_its_password_from_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text(SECRET)

@@ -124,6 +124,7 @@ def as_role(nodes: SecureCluster, role: str, monkeypatch: pytest.MonkeyPatch) ->
     return sa.redis_url()
 
 
+@pytest.mark.slow
 async def test_every_role_does_its_job(
     told: SecureCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ def sentinels() -> Iterator[Sentinels]:
         yield running
 
 
+@pytest.mark.slow
 def test_the_master_is_killed_in_mid_run(sentinels: Sentinels, run: str) -> None:
     """What the replica had not heard of is pushed, committed and named again."""
     flow = Flow(sentinels.url, run, shards=2)

@@ -138,6 +138,8 @@ def test_a_plain_client_gets_no_answer(place: Place) -> None:
         connection.wait_until_ready(0)
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_the_command_line_takes_tls_from_the_environment(
     place: Place, run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

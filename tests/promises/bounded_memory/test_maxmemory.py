@@ -30,6 +30,8 @@ from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.support import ADVANTAGE, batches_read, consumer_of, group_all, push_groups, refusals, threads
 
+pytestmark = pytest.mark.server
+
 SMALL = RunSettings(max_trajectory_bytes=100_000)
 
 

@@ -198,6 +198,8 @@ def score_in_a_child(url: str, run: Run, code: str, count: int) -> int:
     return child.wait()
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_a_trajectory_that_ends_its_scorer_is_worked_alone(redis_url: str, run: str) -> None:
     """A supervisor starts it again and again; it dies once with all, and as often as it is tried alone."""
     with producing(redis_url, run, {"scorers": ("s",), "shards": 2}) as producer:
@@ -242,6 +244,7 @@ def test_a_function_that_does_not_return_keeps_nobody(
     assert ledger(joined)["dropped"] == {"unscorable": 1}
 
 
+@pytest.mark.processes
 def test_the_main_thread_of_a_process_is_interrupted(redis_url: str, run: str) -> None:
     """The regular expression takes for ever, and lets no other thread run."""
     hangs = (

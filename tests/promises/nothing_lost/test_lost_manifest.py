@@ -125,6 +125,8 @@ class Roles:
 
 @pytest.mark.parametrize("loss", [flushed, restarted])
 @pytest.mark.parametrize("creator", ["producer", "runs create"])
+@pytest.mark.server
+@pytest.mark.slow
 def test_a_lost_manifest_is_written_back_whole(
     forgetful: EmbeddedServer,
     run: str,

@@ -64,6 +64,7 @@ def test_from_producers_to_the_trainer(redis_url: str, run: str, shards: int, ch
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=str)
+@pytest.mark.server
 def test_above_maxmemory_the_pipeline_drains(run: str, chain: Any) -> None:
     """Every role can start, and what is stored can be trained on and deleted."""
     with EmbeddedServer() as server, redis.Redis.from_url(server.url) as client:
@@ -110,6 +111,7 @@ def test_every_script_may_be_sent_twice(
         assert problems(run) == []
 
 
+@pytest.mark.server
 def test_a_restart_of_the_server_stops_nobody(tmp_path: Path, run: str) -> None:
     """With appendfsync always nothing is lost and nothing is trained twice."""
     with EmbeddedServer(tmp_path, appendfsync="always") as server:

@@ -38,6 +38,7 @@ from tests.support import (
 MB = 1 << 20
 
 
+@pytest.mark.processes
 def test_a_producer_never_imports_torch() -> None:
     code = (
         "import sys, streamadv; streamadv.Producer, streamadv.Trajectory, streamadv.Ticket; "
@@ -128,6 +129,7 @@ async def test_closing_ends_the_heartbeat_at_any_moment(
     assert done
 
 
+@pytest.mark.server
 def test_a_push_survives_a_restart_of_the_server(tmp_path: Path, run: str) -> None:
     server = EmbeddedServer(tmp_path)
     with server:
@@ -148,6 +150,7 @@ def test_a_push_survives_a_restart_of_the_server(tmp_path: Path, run: str) -> No
         assert problems(joined) == []
 
 
+@pytest.mark.server
 def test_a_push_above_maxmemory_waits_and_leaves_nothing_behind(tmp_path: Path, run: str) -> None:
     with EmbeddedServer() as server, redis.Redis.from_url(server.url) as client:
         with Producer(server.url, run) as producer:
@@ -272,6 +275,7 @@ def open_groups(client: redis.Redis, run: str) -> int:
     return int(client.zcard(joined.keys.home.open))
 
 
+@pytest.mark.server
 def test_closing_ends_who_waits_and_what_comes_later(run: str) -> None:
     """For admission, for memory, for a server that is away: 12 threads, then every kind of call."""
     with EmbeddedServer() as server, redis.Redis.from_url(server.url) as client:
@@ -319,6 +323,7 @@ def test_closing_ends_who_waits_and_what_comes_later(run: str) -> None:
         assert connections_of(client) == 0
 
 
+@pytest.mark.server
 async def test_closing_ends_the_tasks_that_wait(run: str) -> None:
     with EmbeddedServer() as server, redis.Redis.from_url(server.url) as client:
         settings = RunSettings(max_bytes=2 * MB, max_trajectory_bytes=MB)

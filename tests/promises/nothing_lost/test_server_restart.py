@@ -38,6 +38,8 @@ from tests.support import (
     trajectory,
 )
 
+pytestmark = pytest.mark.server
+
 
 @pytest.fixture
 def forgetful() -> Iterator[EmbeddedServer]:
@@ -84,6 +86,7 @@ def test_without_a_window_nothing_is_sent_again(forgetful: EmbeddedServer, run: 
 
 @pytest.mark.parametrize("forgotten", ["naming", "results", "trained", "commit"])
 @pytest.mark.parametrize("mode", ["each_batch", "manual"])
+@pytest.mark.slow
 def test_a_trainer_goes_on_from_an_earlier_state_of_the_server(
     tmp_path: Path, run: str, forgotten: str, mode: str
 ) -> None:
@@ -149,6 +152,7 @@ def test_what_is_kept_to_be_sent_again_is_bounded_at_every_push(
     assert len(told) == 1, told
 
 
+@pytest.mark.slow
 def test_what_the_server_forgot_goes_before_new_groups(forgetful: EmbeddedServer, run: str) -> None:
     # Room to begin one group of two at a time in each shard.
     settings = RunSettings(shards=2, max_trajectory_bytes=1 << 19, max_bytes=2 * (3 << 19))
@@ -319,6 +323,7 @@ async def test_a_push_that_is_refused_for_a_while_is_an_outage(forgetful: Embedd
                 await run_transaction_async(other, payloads, call)
 
 
+@pytest.mark.slow
 def test_a_script_of_somebody_that_runs_long_is_waited_for(
     forgetful: EmbeddedServer, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

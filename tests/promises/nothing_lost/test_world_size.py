@@ -237,6 +237,7 @@ def test_nothing_is_counted_for_a_rank_that_comes_after_the_commit(logged: Run) 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
+@pytest.mark.slow
 def test_whatever_is_lost_between_restarts_what_is_trained_on_is_what_the_ledger_says(
     data: st.DataObject,
 ) -> None:

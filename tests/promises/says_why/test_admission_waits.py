@@ -116,6 +116,7 @@ def full() -> Iterator[EmbeddedServer]:
         yield server
 
 
+@pytest.mark.server
 def test_a_server_above_its_maxmemory(
     full: EmbeddedServer, run: str, caplog: pytest.LogCaptureFixture
 ) -> None:

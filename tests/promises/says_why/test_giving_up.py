@@ -115,6 +115,8 @@ def test_a_wait_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixtur
     [["worker", "grouper"], ["worker", "advantage"], ["consume"], ["replay", os.devnull], ["demo"]],
     ids=" ".join,
 )
+@pytest.mark.processes
+@pytest.mark.slow
 def test_a_command_that_runs_long_says_why_it_waits(words: list[str], refusing: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "streamadv", *words, "--redis", refusing], stderr=subprocess.PIPE, text=True
@@ -129,6 +131,7 @@ def test_a_command_that_runs_long_says_why_it_waits(words: list[str], refusing: 
         process.communicate()
 
 
+@pytest.mark.server
 def test_commands_that_read_work_while_the_server_refuses_writes(
     tmp_path: Path, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,6 +150,8 @@ def test_commands_that_read_work_while_the_server_refuses_writes(
 
 
 @pytest.mark.parametrize("words", [["worker", "grouper"], ["replay", os.devnull]], ids=" ".join)
+@pytest.mark.processes
+@pytest.mark.server
 def test_a_process_that_starts_while_the_server_refuses_writes_waits(
     words: list[str], tmp_path: Path, run: str
 ) -> None:
@@ -172,6 +177,7 @@ def test_a_process_that_starts_while_the_server_refuses_writes_waits(
             process.communicate()
 
 
+@pytest.mark.server
 def test_status_names_what_a_server_lacks(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     with EmbeddedServer(maxmemory="40mb") as server, redis.Redis.from_url(server.url) as client:
         with producing(server.url, run) as producer:

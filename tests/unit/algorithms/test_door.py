@@ -78,6 +78,8 @@ def test_every_public_function_has_an_entry() -> None:
 
 
 @pytest.mark.parametrize("function", ENTRIES)
+@pytest.mark.processes
+@pytest.mark.slow
 def test_what_fits_gives_a_result_and_what_does_not_an_error(function: str, children: Children) -> None:
     assert children.ask(function=function, rows=4, tokens=6, seed=0) == {}
 
@@ -90,6 +92,8 @@ def test_at_any_size(children: Children, function: str, rows: int, tokens: int, 
     assert children.ask(function=function, rows=rows, tokens=tokens, seed=seed) == {}
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_packed_batches_are_checked_where_they_are_made() -> None:
     child = Child("packed_door_cases")
     try:

@@ -18,6 +18,8 @@ from streamadv.errors import ProcessEndedError
 from streamadv.processes.children import Child, Message
 from tests.children import child
 
+pytestmark = pytest.mark.processes
+
 UPDATE = "reward=.5, kl=0, entropy=1, clip_fraction=0, trajectories=8, staleness_sum=8, staleness_max=2"
 TRAINER = f"send('published', version=0)\nfor v in range(1, 11): send('update', version=v, {UPDATE})\n"
 STAND_INS = {

@@ -501,6 +501,7 @@ def random_step(draw: random.Random) -> tuple[Any, ...]:
 
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32), minimum=st.sampled_from([None, 1]))
+@pytest.mark.slow
 def test_each_trajectory_is_in_one_place(seed: int, minimum: int | None) -> None:
     draw, pipeline = random.Random(seed), Pipeline(minimum)
     try:
@@ -530,6 +531,7 @@ def test_expiry_goes_on_while_full_pages_end(redis_url: str, run: str) -> None:
     assert problems(joined) == []
 
 
+@pytest.mark.slow
 def test_groups_of_a_lost_producer_do_not_count_in_pacing(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -585,6 +587,7 @@ def push_some_failed(producer: Producer, groups: int, failing: int) -> None:
 
 
 @pytest.mark.parametrize("failing", [3, 8])
+@pytest.mark.slow
 def test_what_failed_rollouts_cost_is_said(
     redis_url: str,
     run: str,

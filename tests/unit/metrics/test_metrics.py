@@ -522,6 +522,7 @@ def test_the_port_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert f"metrics on port {port}, path /metrics" in caplog.text
 
 
+@pytest.mark.processes
 def test_torch_is_not_imported() -> None:
     code = "import sys, streamadv.metrics; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

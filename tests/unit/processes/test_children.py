@@ -15,6 +15,8 @@ from streamadv.processes import messages
 from streamadv.processes.children import Message
 from tests.children import SEND, child
 
+pytestmark = pytest.mark.processes
+
 
 def test_messages_survive_foreign_lines() -> None:
     for text in ("hello", "3", "[1]", '{"no": "kind"}', ""):

@@ -27,6 +27,7 @@ print(given_back, faults())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this")
+@pytest.mark.processes
 def test_large_buffers_are_used_again() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     given_back, kept = map(int, done.stdout.split())
