@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
 from ..run import Run
 from ..run.malformed import reject
 from ..trajectory.reference import Reference
 from ..trajectory.schema import Role
-from .record import BatchRecord, check_fence
+from .record import BatchRecord
 
 COMMIT_SLICE: Final = 64  # trajectories deleted in one call
 
@@ -24,7 +24,7 @@ def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> No
     """Take groups out of the log under the given reasons. Repeating it changes nothing."""
     for group, reason in refused:
         if reason.startswith("dead:"):
-            bury(run, group, reason.removeprefix("dead:"), group.problem or "", "", epoch)
+            dead_letter(run, group, reason.removeprefix("dead:"), group.problem or "", "", epoch)
         elif reason == "malformed":
             keys = run.keys.shard(group.shard)
             reject(run, keys, keys.groups, group.entry, group.problem or "")
@@ -33,21 +33,22 @@ def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> No
         for group, reason in refused
         if reason != "malformed" and not reason.startswith("dead:")
     ]
-    for shard, keys in enumerate(run.keys.shards):
+    for shard in run.shards:
         args: list[Any] = [epoch]
         for group, reason in refused:
-            if group.shard == shard:
+            if group.shard == shard.index:
                 payloads = [f"{key} {size}" for key, size in group.payloads]
                 args += [group.entry, reason, len(payloads), *payloads]
         if len(args) > 1:
-            names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.garbage, keys.applied]
-            check_fence(run, run.call("drop_groups", names, args))
+            shard.call("drop_groups", args)
 
 
-def bury(run: Run, group: LoggedGroup, reason: str, detail: str, batch_id: str, epoch: int) -> None:
-    """Make a dead letter of a group of a batch, or of one in none yet (''). Repeating it changes nothing."""
-    keys = run.keys.shard(group.shard)
-    names = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.dead, keys.dead_group(group.group_id)]
+def dead_letter(run: Run, group: LoggedGroup, reason: str, detail: str, batch_id: str, epoch: int) -> None:
+    """Make a dead letter of a group of a batch, or of one in none yet (''). Repeating it changes nothing.
+
+    A shard that does not know the batch does nothing, see "Going back in time" in docs/reliability.md: rank 0 applies
+    the batch again and repeats this.
+    """
     args = [
         epoch,
         group.entry,
@@ -58,7 +59,7 @@ def bury(run: Run, group: LoggedGroup, reason: str, detail: str, batch_id: str, 
         len(group.payloads),
         group.size_bytes,
     ]
-    check_fence(run, run.call("bury", [*names, keys.applied], args))
+    run.shard(group.shard).call("dead_letter_group", args, dead_group=group.group_id)
 
 
 def leave_out(
@@ -68,34 +69,30 @@ def leave_out(
 
     False when the batch, or the group, is not there (any more).
     """
-    keys = run.keys.shard(pointer.shard)
-    names = [keys.void, keys.trainer, keys.groups, keys.dead, keys.dead_group(pointer.group_id), keys.applied]
     args = [epoch, pointer.entry, pointer.group_id, rollout_index, batch_id, reason, detail]
-    return bool(check_fence(run, run.call("leave_out", names, args)))
+    return bool(run.shard(pointer.shard).call("leave_out", args, dead_group=pointer.group_id))
 
 
-class Marks(NamedTuple):
-    """What of a batch is not trained on, as its shards know it."""
+class Exclusions(NamedTuple):
+    """What of a batch is not trained on."""
 
     dead: set[str]  # ids of groups that have become dead letters
     left_out: set[tuple[str, int]]  # (group_id, rollout_index) of members of the others
 
 
-def marks(run: Run, record: BatchRecord) -> Marks:
-    """What has become of the batch since it was named."""
-    found = Marks(set(), set())
+def read_exclusions(run: Run, record: BatchRecord) -> Exclusions:
+    """What has been excluded since the batch was named, as its shards know it."""
+    exclusions = Exclusions(set(), set())
     for shard in {pointer.shard for pointer in record.groups}:
-        names = [f"dead:{record.id}", f"left_out:{record.id}"]
-        dead, left_out = cast(
-            list[bytes | None], run.connection.scripts.hmget(run.keys.shard(shard).applied, names)
-        )
-        found.dead.update(dead.decode().split("\n") if dead else ())
-        ids = {pointer.entry: pointer.group_id for pointer in record.in_shard(shard)} if left_out else {}
-        for line in (left_out or b"").decode().splitlines():
-            entry, _, index = line.partition(" ")
-            if entry in ids:
-                found.left_out.add((ids[entry], int(index)))
-    return found
+        text: Any = run.connection.scripts.hget(run.keys.shard(shard).applied, record.id)
+        by_entry = json.loads(text) if text else {}  # 'dead', or the rollout indices left out
+        for pointer in record.in_shard(shard):
+            excluded = by_entry.get(pointer.entry, ())
+            if excluded == "dead":
+                exclusions.dead.add(pointer.group_id)
+            else:
+                exclusions.left_out.update((pointer.group_id, index) for index in excluded)
+    return exclusions
 
 
 def terminal_states(members: Iterable[Reference], tokens_per_micro_batch: int | None) -> Iterator[str]:
@@ -148,9 +145,8 @@ def commit(
 
 
 def _forget(run: Run, record: BatchRecord, epoch: int) -> None:
-    home = run.keys.home
     args = [epoch, record.k, record.model_dump_json()]
-    check_fence(run, run.call("forget_batch", [home.void, home.lineage, home.batches], args))
+    run.home.call("forget_batch", args)
 
 
 def _commit_groups(
@@ -161,8 +157,6 @@ def _commit_groups(
     epoch: int,
     known: Mapping[Pointer, Leaving],
 ) -> None:
-    keys = run.keys.shard(shard)
-    fixed = [keys.void, keys.trainer, keys.groups, keys.ledger, keys.applied]
     payloads: list[str] = []
     args: list[Any] = [epoch, record.id]
     unknown = [pointer for pointer in pointers if pointer not in known]
@@ -174,10 +168,10 @@ def _commit_groups(
             args += [pointer.entry, *group.args]
             payloads += group.payloads
         if len(payloads) >= COMMIT_SLICE:
-            check_fence(run, run.call("commit", [*fixed, *payloads], args))
+            run.shard(shard).call("commit", args, payloads=payloads)
             payloads, args = [], [epoch, record.id]
     if payloads:
-        check_fence(run, run.call("commit", [*fixed, *payloads], args))
+        run.shard(shard).call("commit", args, payloads=payloads)
 
 
 class ResultsEntry(NamedTuple):
@@ -206,20 +200,18 @@ def read_results(run: Run) -> list[ResultsEntry]:
 
 
 def _close(run: Run, shard: int, batch_id: str, epoch: int, entries: Sequence[ResultsEntry]) -> None:
-    keys = run.keys.shard(shard)
     outputs: list[str] = []
     args: list[Any] = [epoch, batch_id]
     for each in entries:
         if (each.shard, each.batch) == (shard, batch_id):
             outputs.append(each.output)
             args += [each.entry, each.output_bytes]
-    names = [keys.void, keys.trainer, keys.results, keys.applied, keys.ledger, *outputs]
-    check_fence(run, run.call("close_batch", names, args))
+    run.shard(shard).call("close_batch", args, outputs=outputs)
 
 
 def missing(run: Run, record: BatchRecord) -> list[Pointer]:
     """Groups of a batch that the server has lost; dead letters are not."""
-    dead = marks(run, record).dead
+    dead = read_exclusions(run, record).dead
     living = [pointer for pointer in record.groups if pointer.group_id not in dead]
     found = find_groups(run, living)
     return [
@@ -233,25 +225,26 @@ def take_apart(run: Run, record: BatchRecord, epoch: int) -> None:
     """Undo the naming of a batch: what is left of it can be named again. Repeating it changes nothing."""
     for shard in {pointer.shard for pointer in record.groups}:
         undo(run, shard, record.id, epoch)
-    home = run.keys.home
     running = json.dumps(record.running_before) if record.running_before else ""
     args: list[Any] = [epoch, record.k, record.model_dump_json(), running]
-    check_fence(run, run.call("unname_batch", [home.void, home.lineage, home.batches], args))
+    run.home.call("unname_batch", args)
 
 
 def undo_unknown(run: Run, records: Iterable[BatchRecord], epoch: int) -> None:
     """Undo batches that a shard knows and the home slot does not: the server lost their naming before it was told."""
     known = {record.id for record in records}
-    for shard, keys in enumerate(run.keys.shards):
-        applied: Any = run.connection.scripts.hkeys(keys.applied)
-        for batch_id in (name.decode(errors="replace").rpartition(":")[2] for name in applied):
-            if batch_id not in known:
-                undo(run, shard, batch_id, epoch)
+    for shard in range(len(run.keys.salts)):
+        for batch_id in applied_ids(run, shard) - known:
+            undo(run, shard, batch_id, epoch)
+
+
+def applied_ids(run: Run, shard: int) -> set[str]:
+    """Ids of the batches that a shard knows."""
+    ids: Any = run.connection.scripts.hkeys(run.keys.shard(shard).applied)
+    return {batch_id.decode(errors="replace") for batch_id in ids}
 
 
 def undo(run: Run, shard: int, batch_id: str, epoch: int) -> None:
     """Take a batch back in one shard: its groups are waiting again, its results are deleted."""
-    keys = run.keys.shard(shard)
-    names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups]
-    check_fence(run, run.call("unapply_batch", names, [epoch, batch_id]))
+    run.shard(shard).call("unapply_batch", [epoch, batch_id])
     _close(run, shard, batch_id, epoch, read_results(run))

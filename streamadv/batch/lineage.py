@@ -21,7 +21,7 @@ from . import record as batch_record
 from . import selection
 from .carryover import running_with
 from .progress import Progress
-from .record import BatchRecord, Death, check_fence
+from .record import BatchRecord, Death
 from .selection import NamingSettings
 from .session import Session, take
 from .work import apply
@@ -105,9 +105,15 @@ class Lineage(Session):
                     continue
                 following += 1
             if k not in recorded:
-                self._write_record(known[k])  # its naming was lost, but a rank may have it
+                batch_record.name(
+                    self.run, known[k], self.epoch
+                )  # its naming was lost, but a rank may have it
         self._take_apart(lost)
         progress.records = {k: record for k, record in known.items() if record not in lost}
+        applied = [batch_commit.applied_ids(self.run, shard) for shard in range(len(self.run.keys.salts))]
+        for record in self.records.values():
+            if any(record.id not in applied[pointer.shard] for pointer in record.groups):
+                self._apply(record)
         for k, deaths in list(progress.deaths.items()):
             if deaths and k in self.records:
                 self.bury(self.records[k], deaths)  # that may be lost
@@ -115,9 +121,9 @@ class Lineage(Session):
         batch_commit.undo_unknown(self.run, self.records.values(), self.epoch)
         if progress.ends:
             self.tell_end(progress.ends)  # to ranks that have not asked yet
-        home, running = self.run.keys.home, self._running
+        running = self._running
         args = [self.epoch, json.dumps(running) if running else ""]
-        check_fence(self.run, self.run.call("settled", [home.void, home.lineage], args))
+        self.run.home.call("settled", args)
 
     def _is_ours(self, record: BatchRecord, begins: bool) -> bool:
         """Whether a record of the run is of this job's past, or a batch that it takes over as it is."""
@@ -134,25 +140,20 @@ class Lineage(Session):
         for record in sorted(records, key=lambda each: -each.k):
             batch_commit.take_apart(self.run, record, self.epoch)
 
-    def _write_record(self, record: BatchRecord) -> None:
-        batch_record.name(self.run, record, self.epoch)
-        self._apply(record)
-
     def _apply(self, record: BatchRecord) -> None:
-        apply(self.run, record, self.epoch, self.records.values())
+        apply(self.run, record, self.epoch)
 
     def _tell_shards(self) -> None:
         progress, settings = self.progress, self._settings
         held = [r for k, r in self.records.items() if progress.committed <= k < progress.version]
         pacing = "" if settings.max_staleness is None else settings.max_staleness
         drop_after = "" if settings.drop_after is None else settings.drop_after
-        for shard, keys in enumerate(self.run.keys.shards):
-            entries = [pointer.entry for record in held for pointer in record.in_shard(shard)]
+        for shard in self.run.shards:
+            entries = [pointer.entry for record in held for pointer in record.in_shard(shard.index)]
             for first in range(0, max(1, len(entries)), HELD_SLICE):
                 args = [self.epoch, progress.version, pacing, settings.batch_groups, drop_after]
                 args += ["1" if first else "0", *entries[first : first + HELD_SLICE]]
-                names = [keys.void, keys.trainer, keys.groups]
-                check_fence(self.run, self.run.call("set_trainer", names, args))
+                shard.call("set_trainer", args)
 
     @property
     def _running(self) -> Mapping[str, float] | None:
@@ -271,7 +272,7 @@ class Lineage(Session):
         for group in find_groups(self.run, doomed):
             if group is not None:
                 death = deaths[group.group_id]
-                batch_commit.bury(self.run, group, death.reason, death.detail, record.id, self.epoch)
+                batch_commit.dead_letter(self.run, group, death.reason, death.detail, record.id, self.epoch)
 
     # The end of a run
 
@@ -279,22 +280,21 @@ class Lineage(Session):
         return is_over(self.run, self._attendance)
 
     def tell_end(self, ends: int) -> None:
-        home, args = self.run.keys.home, [self.epoch, self.progress.delivered, ends]
-        check_fence(self.run, self.run.call("end_run", [home.void, home.lineage], args))
+        self.run.home.call("end_run", [self.epoch, self.progress.delivered, ends])
 
     # Trained and committed
 
     def tell_trained(self, record: BatchRecord) -> None:
         """First the lineage says so, then every shard's copy."""
-        version, home = record.k + 1, self.run.keys.home
+        version, home = record.k + 1, self.run.home
         coefficients = self.progress.kl
         args = [self.epoch, version, len(record.groups), json.dumps(coefficients) if coefficients else ""]
-        check_fence(self.run, self.run.call("trained", [home.void, home.lineage], args))
+        home.call("trained", args, version=home.keys.lineage)
         dead = self.progress.deaths.get(record.k, ())
-        for shard, keys in enumerate(self.run.keys.shards):
-            living = [p for p in record.in_shard(shard) if p.group_id not in dead]
+        for shard in self.run.shards:
+            living = [p for p in record.in_shard(shard.index) if p.group_id not in dead]
             args = [self.epoch, version, len(living), ""]
-            check_fence(self.run, self.run.call("trained", [keys.void, keys.trainer], args))
+            shard.call("trained", args, version=shard.keys.trainer)
         budget, groups = record.tokens_per_micro_batch, self._groups.pop(record.k, {})
         if groups:
             self._leaving[record.k] = {
@@ -313,9 +313,8 @@ class Lineage(Session):
             del self.records[k]
 
     def _write_committed(self, version: int) -> None:
-        home = self.run.keys.home
         args = [self.epoch, version]
-        check_fence(self.run, self.run.call("commit_lineage", [home.void, home.lineage], args))
+        self.run.home.call("commit_lineage", args)
         self.progress.commit(version)
 
     def _finish_commit(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..errors import EpochFencedError, WireError
+from ..errors import WireError
 from ..grouping.groups_log import ENTRY_ID, Pointer
 from ..messages import brief, first_problem
 from ..run import Run
@@ -56,10 +56,9 @@ def name(run: Run, record: BatchRecord, epoch: int) -> bool:
 
     epoch: of the caller, above that of a record it writes again for a server that lost it.
     """
-    home = run.keys.home
     running = "" if record.running is None else json.dumps(record.running)
     args: list[Any] = [epoch, record.k, record.model_dump_json(), running]
-    return bool(check_fence(run, run.call("name_batch", [home.void, home.lineage, home.batches], args)))
+    return bool(run.home.call("name_batch", args))
 
 
 def read_records(run: Run, leads: bool = False) -> dict[int, BatchRecord]:
@@ -104,10 +103,3 @@ def _parse_record(run: Run, k: bytes, text: bytes) -> BatchRecord:
 def entries_of(pointers: Iterable[Pointer]) -> list[Any]:
     """Entry id and trajectories of each, as the scripts take them."""
     return [part for pointer in pointers for part in (pointer.entry, pointer.trajectories)]
-
-
-def check_fence(run: Run, reply: int) -> int:
-    """A script's reply. Raises EpochFencedError when it says that a newer trainer has taken over."""
-    if reply == -1:
-        raise EpochFencedError(f"run {run.name}: a newer trainer has taken over, this one must stop")
-    return reply

@@ -73,7 +73,7 @@ def take(run: Run, progress: Progress) -> tuple[int, bool]:
 
     Returns the version that the run said was committed, and whether this begins a branch: a session, or a checkpoint.
     """
-    home, begins = run.keys.home, progress.branch == 0
+    begins = progress.branch == 0
     args: list[Any] = [
         "" if progress.began is None else progress.version,
         progress.epoch,
@@ -85,7 +85,7 @@ def take(run: Run, progress: Progress) -> tuple[int, bool]:
         "" if progress.began is None else progress.began,
         "1" if progress.loaded else "0",
     ]
-    reply: Any = run.call("take_epoch", [home.void, home.lineage], args)
+    reply: Any = run.home.call("take_epoch", args)
     if reply == -1:
         raise fenced(run)
     epoch, version, committed, branch = int(reply[0]), int(reply[2]), int(reply[3]), int(reply[4])
@@ -197,13 +197,13 @@ class Session:
         self._groups[record.k] = groups
         return [groups[pointer] for pointer in living]
 
-    def bury(self, record: BatchRecord, deaths: Mapping[str, Death]) -> batch_commit.Marks:
+    def bury(self, record: BatchRecord, deaths: Mapping[str, Death]) -> batch_commit.Exclusions:
         """Groups of batch k that cannot be computed leave it as dead letters. Returns all that is not trained on."""
-        dead, left_out = batch_commit.marks(self.run, record)
+        dead, left_out = batch_commit.read_exclusions(self.run, record)
         self._bury(record, {group_id: death for group_id, death in deaths.items() if group_id not in dead})
         known = self.progress.deaths.setdefault(record.k, {})
         known.update({group_id: Death("undecodable", "") for group_id in dead - known.keys()} | dict(deaths))
-        return batch_commit.Marks(set(known), left_out)
+        return batch_commit.Exclusions(set(known), left_out)
 
     def _bury(self, record: BatchRecord, deaths: Mapping[str, Death]) -> None:
         """Rank 0 does it for all."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict
@@ -10,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from ..algorithms.chain import cut_chain
 from ..grouping.groups_log import Pointer
 from ..run import Run
-from .record import BatchRecord, check_fence, entries_of
+from .record import BatchRecord, entries_of
 
 #: Trajectories in one work item, for chains that need no more than a group.
 ITEM_TRAJECTORIES: Final = 128
@@ -74,17 +73,12 @@ def _parts(pointers: list[Pointer]) -> list[list[Pointer]]:
     return parts
 
 
-def apply(run: Run, record: BatchRecord, epoch: int, known: Iterable[BatchRecord]) -> None:
-    """Make a named batch known to the shards: counters and work. Repeating it changes nothing.
-
-    known: the batches the caller knows. A shard that has others, which a failover took from it, counts them apart.
-    """
-    ids = " ".join(each.id for each in known)
+def apply(run: Run, record: BatchRecord, epoch: int) -> None:
+    """Make a named batch known to the shards: who owns its groups, counters, work. Repeating it changes nothing."""
     items = work_items(record)
-    for shard, keys in enumerate(run.keys.shards):
-        pointers = record.in_shard(shard)
+    for shard in run.shards:
+        pointers = record.in_shard(shard.index)
         if pointers:
-            work = [item.model_dump_json() for item in items if item.shard == shard]
-            names = [keys.void, keys.trainer, keys.applied, keys.ledger, keys.work, keys.groups]
-            args = [epoch, record.id, ids, len(pointers), *entries_of(pointers), *work]
-            check_fence(run, run.call("apply_batch", names, args))
+            work = [item.model_dump_json() for item in items if item.shard == shard.index]
+            args = [epoch, record.id, len(pointers), *entries_of(pointers), *work]
+            shard.call("apply_batch", args)

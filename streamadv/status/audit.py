@@ -35,7 +35,8 @@ class ShardInventory:
         default_factory=dict
     )  # bytes a slot began with -> slots without a record
     abandoned: int = 0  # open groups
-    logged: int = 0  # trajectories in the groups log: grouped or in flight
+    grouped: int = 0  # trajectories in the groups log
+    in_flight: int = 0  # the same, of groups that a batch owns
     foreign: list[str] = field(
         default_factory=list
     )  # what nobody of the run has written, and can name no key
@@ -67,11 +68,14 @@ def walk(run: Run, keys: ShardKeys) -> ShardInventory:
                 found.open += 1
                 _add(found.payloads, key, size)
     after = "0-0"
-    shard = run.keys.shards.index(keys)
+    shard, owners = run.keys.shards.index(keys), _hash(run, keys.owners)
     while groups := read_log(run, shard, after, PAGE):
         after = groups[-1].entry
         for group_entry in groups:
-            found.logged += len(group_entry.payloads)
+            if group_entry.entry.encode() in owners:
+                found.in_flight += len(group_entry.payloads)
+            else:
+                found.grouped += len(group_entry.payloads)
             found.payloads.update(group_entry.payloads)
     for member in _ids(found, "dead", scripts.zscan_iter(keys.dead, count=PAGE)):
         found.dead_groups.append(member)
@@ -109,7 +113,8 @@ def deep_problems(run: Run) -> list[str]:
             ("rollouts", ledger.get("rollouts", 0), found.rollouts),
             ("scoring", ledger.get("scoring", 0), found.scoring),
             ("open", ledger.get("open", 0), found.open),
-            ("grouped + in_flight", ledger.get("grouped", 0) + ledger.get("in_flight", 0), found.logged),
+            ("grouped", ledger.get("grouped", 0), found.grouped),
+            ("in_flight", ledger.get("in_flight", 0), found.in_flight),
             ("live_bytes", ledger.get("live_bytes", 0), live),
             ("groups_abandoned", ledger.get("groups_abandoned", 0), found.abandoned),
             ("dead_bytes", ledger.get("dead_bytes", 0), sum(found.dead.values())),
@@ -141,7 +146,16 @@ def delete_run(run: Run) -> int:
     for keys in run.keys.shards:
         found = walk(run, keys)
         names = [*found.payloads, *found.outputs, *found.dead, *_group_keys(keys, found)]
-        names += [keys.rollouts, keys.open, keys.groups, keys.work, keys.results, keys.applied, keys.ledger]
+        names += [
+            keys.rollouts,
+            keys.open,
+            keys.groups,
+            keys.work,
+            keys.results,
+            keys.applied,
+            keys.owners,
+            keys.ledger,
+        ]
         names += [keys.trainer, keys.ended, keys.ended_before, keys.garbage, keys.dead, keys.attempts]
         names += [keys.malformed, keys.sizes, keys.scored]
         names += [keys.scoring(scorer) for scorer in run.manifest.scorers]

@@ -64,8 +64,8 @@ PIPELINE: Final = Role(
         "manifest": "hget hgetall hlen hsetnx",
         "manifest_void runs_void": "del",
         "runs": "hsetnx",
-        "void rollouts scoring open group groups payload work results output applied ledger sizes trainer ended "
-        "ended_before garbage scored dead dead_group malformed attempts lineage batches producers": _PIPELINE,
+        "void rollouts scoring open group groups payload work results output applied owners ledger sizes trainer "
+        "ended ended_before garbage scored dead dead_group malformed attempts lineage batches producers": _PIPELINE,
     },
 )
 
@@ -73,10 +73,10 @@ OBSERVER: Final = Role(
     "observer",
     {
         "manifest runs": "hgetall",
-        "ledger sizes trainer lineage producers dead_group": "hgetall",
+        "ledger sizes trainer lineage owners producers dead_group": "hgetall",
         "open": "zcard zrange",
         "group": "hmget",
-        "applied ended ended_before batches": "hlen",
+        "ended ended_before batches": "hlen",
         "garbage": "llen",
         "results": "xinfo|stream xlen",
         "groups": "xinfo|stream xlen xrange",

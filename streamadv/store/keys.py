@@ -111,6 +111,10 @@ class ShardKeys:
         return self._key("applied")
 
     @property
+    def owners(self) -> str:
+        return self._key("owners")
+
+    @property
     def ledger(self) -> str:
         return self._key("ledger")
 
@@ -187,7 +191,19 @@ class ShardKeys:
 
 #: Kinds of keys of a shard that exist once, and those of which there are many.
 SINGLE_KINDS: Final = (
-    *("void", "rollouts", "open", "groups", "work", "results", "applied", "ledger", "sizes", "trainer"),
+    *(
+        "void",
+        "rollouts",
+        "open",
+        "groups",
+        "work",
+        "results",
+        "applied",
+        "owners",
+        "ledger",
+        "sizes",
+        "trainer",
+    ),
     *("ended", "ended_before", "garbage", "scored", "dead", "malformed", "attempts", "lineage", "batches"),
     "producers",
 )

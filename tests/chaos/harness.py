@@ -80,7 +80,7 @@ SCRIPTS: Final = {
             "close_batch",
             "forget_batch",
             "drop_groups",
-            "bury",
+            "dead_letter_group",
             "leave_out",
             "end_run",
         ),

@@ -1,22 +1,19 @@
--- What a named batch means for a shard: its groups are in flight, advantage workers get their work. Done once for
--- each batch id. Groups the log no longer has (dead letters, or the server has lost them) are not counted.
--- KEYS  void, trainer, applied, ledger, work, groups
+-- A shard learns of a named batch: the batch owns its groups, advantage workers get its work. Done once for each batch
+-- id. A group that another batch owns changes its owner; groups that the log no longer has (dead letters, or data loss)
+-- are not counted.
+-- KEYS  void, trainer, applied, owners, ledger, work, groups
 -- fenced by trainer
--- ARGV  epoch, batch id, ids of the batches the trainer knows, number of groups of the batch in this shard, then for each
---       of them: entry id, trajectories; then work items JSON ...
+-- ARGV  epoch, batch id, number of groups of the batch in this shard, then for each of them: entry id, trajectories;
+--       then work items JSON ...
 -- Returns  1, 0 when it was applied before
--- include marks
-if redis.call('HEXISTS', keys.applied, ARGV[2]) == 1 then return 0 end
-local work, count, counted, known = 5 + 2 * tonumber(ARGV[4]), 0, '', ' ' .. ARGV[3] .. ' '
-for _, id in ipairs(redis.call('HKEYS', keys.applied)) do
-  local is_mark = not string.find(id, ':', 1, true)  -- else dead: or left_out:
-  if is_mark and not string.find(known, ' ' .. id .. ' ', 1, true) then counted = marks_of(keys.applied) end
+if redis.call('HSETNX', keys.applied, ARGV[2], '{}') == 0 then return 0 end
+local work, count = 4 + 2 * tonumber(ARGV[3]), 0
+for i = 4, work - 1, 2 do
+  if #redis.call('XRANGE', keys.groups, ARGV[i], ARGV[i]) > 0 then
+    local is_new = redis.call('HSET', keys.owners, ARGV[i], ARGV[2] .. ' ' .. ARGV[i + 1]) == 1
+    if is_new then count = count + tonumber(ARGV[i + 1]) end
+  end
 end
-for i = 5, work - 1, 2 do
-  local there = #redis.call('XRANGE', keys.groups, ARGV[i], ARGV[i]) > 0
-  if there and not is_marked(counted, ARGV[i]) then count = count + tonumber(ARGV[i + 1]) end
-end
-redis.call('HSET', keys.applied, ARGV[2], table.concat(ARGV, ' ', 5, work - 1))
 redis.pcall('HINCRBY', keys.ledger, 'grouped', string.format('%d', -count))
 redis.pcall('HINCRBY', keys.ledger, 'in_flight', string.format('%d', count))
 for i = work, #ARGV do redis.call('XADD', keys.work, '*', 'work', ARGV[i]) end

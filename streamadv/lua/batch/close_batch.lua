@@ -1,4 +1,4 @@
--- The last step of a commit in a shard: a batch's results and its marks are removed.
+-- The last step of a commit in a shard: the batch's results are removed, and the batch itself.
 -- KEYS  void, trainer, results, applied, ledger, outputs: output | void ...
 -- fenced by trainer
 -- ARGV  epoch, batch id, then for each entry of the results log: entry id, bytes of its output columns
@@ -10,5 +10,5 @@ for i = 3, #ARGV, 2 do
     end
   end
 end
-redis.call('HDEL', keys.applied, ARGV[2], 'dead:' .. ARGV[2], 'left_out:' .. ARGV[2])
+redis.call('HDEL', keys.applied, ARGV[2])
 return 1

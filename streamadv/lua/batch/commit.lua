@@ -1,23 +1,20 @@
--- Commit groups of one shard: counted as trained, but for what a rank has left out, payloads deleted. Idempotent for
--- each group, since only the call that deletes the log entry counts it.
--- KEYS  void, trainer, groups, ledger, applied, payloads: payload ...
+-- Commit groups of one shard: their trajectories are counted as trained, except those left out, and their payloads
+-- deleted. Idempotent for each group, since only the call that deletes the log entry counts it.
+-- KEYS  void, trainer, groups, ledger, applied, owners, payloads: payload ...
 -- fenced by trainer
 -- ARGV  epoch, batch id, then for each group: entry id, number trained, number of other terminal states, reason, count, ...,
 --       bytes, number of payloads
 -- Returns  number of groups committed
--- include marks
+-- include owners
 local groups, bytes, at, payload = 0, 0, 3, 1
--- A server that came back without its last moments may know the groups, but not that they were named.
-local known = redis.call('HMGET', keys.applied, ARGV[2], 'left_out:' .. ARGV[2])
-local marks, left_out = known[1] and '' or marks_of(keys.applied), {}
-for entry in string.gmatch(known[2] or '', '(%S+) %d+\n') do left_out[entry] = (left_out[entry] or 0) + 1 end
+local exclusions = cjson.decode(redis.call('HGET', keys.applied, ARGV[2]) or '{}')
 while at <= #ARGV do
   local entry, trained, others = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
   local tail = at + 3 + 2 * others
   local payloads = tonumber(ARGV[tail + 1])
   if redis.call('XDEL', keys.groups, entry) == 1 then
     groups, bytes = groups + 1, bytes + tonumber(ARGV[tail])
-    local count, dead = trained, math.min(trained, left_out[entry] or 0)
+    local count, dead = trained, math.min(trained, #(exclusions[entry] or {}))
     if trained > dead then redis.pcall('HINCRBY', keys.ledger, 'trained', trained - dead) end
     if dead > 0 then redis.pcall('HINCRBY', keys.ledger, 'dead:undecodable', dead) end
     for i = 0, others - 1 do
@@ -25,8 +22,7 @@ while at <= #ARGV do
       redis.pcall('HINCRBY', keys.ledger, 'dropped:' .. ARGV[at + 3 + 2 * i], n)
       count = count + n
     end
-    local place = (known[1] or is_marked(marks, entry)) and 'in_flight' or 'grouped'
-    redis.pcall('HINCRBY', keys.ledger, place, -count)
+    redis.pcall('HINCRBY', keys.ledger, disown(keys.owners, entry), -count)
     for i = 0, payloads - 1 do redis.call('UNLINK', keys.payloads[payload + i]) end
   end
   payload = payload + payloads

@@ -1,18 +1,17 @@
--- Groups that a naming passes over leave the log for good.
--- KEYS  void, trainer, groups, ledger, garbage, applied
+-- Groups that are not fit for a batch leave the log for good.
+-- KEYS  void, trainer, groups, ledger, garbage, owners
 -- fenced by trainer
 -- ARGV  epoch, then for each group: entry id, reason ('trained': in the checkpoint already; others count as
 --       dropped), number of trajectories, 'payload key bytes' ...
 -- Returns  number of groups dropped; one that is gone from the log is skipped
--- include marks
-local dropped, at, marks = 0, 2, marks_of(keys.applied)
+-- include owners
+local dropped, at = 0, 2
 while at <= #ARGV do
   local entry, reason, count = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2])
   if redis.call('XDEL', keys.groups, entry) == 1 then
-    local counter = reason == 'trained' and reason or 'dropped:' .. reason
-    redis.pcall('HINCRBY', keys.ledger, is_marked(marks, entry) and 'in_flight' or 'grouped', -count)
+    redis.pcall('HINCRBY', keys.ledger, disown(keys.owners, entry), -count)
     redis.pcall('HINCRBY', keys.ledger, 'groups_logged', -1)
-    redis.pcall('HINCRBY', keys.ledger, counter, count)
+    redis.pcall('HINCRBY', keys.ledger, reason == 'trained' and reason or 'dropped:' .. reason, count)
     redis.pcall('HINCRBY', keys.ledger, 'outcome:' .. reason, 1)
     for i = 1, count do redis.call('RPUSH', keys.garbage, ARGV[at + 2 + i]) end
     dropped = dropped + 1

@@ -348,7 +348,15 @@ def test_a_member_that_somebody_wrote_over_costs_no_other(redis_url: str, run: s
 def test_garbage_in_hashes_sets_and_lists(logged: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """Fields and members that nobody of the run wrote, in every key of a run that is not a stream."""
     keys, scripts = logged.keys.home, logged.connection.scripts
-    hashes = [keys.applied, keys.ledger, keys.trainer, keys.ended, keys.ended_before, keys.attempts]
+    hashes = [
+        keys.applied,
+        keys.owners,
+        keys.ledger,
+        keys.trainer,
+        keys.ended,
+        keys.ended_before,
+        keys.attempts,
+    ]
     for key in [*hashes, keys.lineage, keys.batches, keys.producers]:
         for value in (b"junk", b"\xff\x00", b"1 2", b"{}"):
             scripts.hset(key, b"junk " + value, value)

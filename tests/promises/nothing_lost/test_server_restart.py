@@ -252,9 +252,7 @@ def test_results_that_come_too_late_are_deleted(redis_url: str, run: str) -> Non
     keys, scripts = joined.keys.home, joined.connection.scripts
     [(k, _)] = scripts.hgetall(keys.batches).items()
     [batch_id] = scripts.hkeys(keys.applied)
-    joined.call(
-        "unapply_batch", [keys.void, keys.trainer, keys.applied, keys.ledger, keys.groups], [99, batch_id]
-    )
+    joined.home.call("unapply_batch", [99, batch_id])
     scripts.hdel(keys.batches, k)
     queue = TrainerQueue(redis_url, run, batch_groups=2, chain=chain, commit="manual")
     batch = next_batch(queue, joined)

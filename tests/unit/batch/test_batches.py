@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -132,11 +131,7 @@ def named(fake: Connection) -> tuple[Run, BatchRecord]:
         push_groups(producer, 8)
     run = join(fake, "r")
     group_all(run)
-    run.call(
-        "take_epoch",
-        [run.keys.home.void, run.keys.home.lineage],
-        ["", 0, "job", "", "", "0123456789ab", "", "", "0"],
-    )
+    run.home.call("take_epoch", ["", 0, "job", "", "", "0123456789ab", "", "", "0"])
     logged = [each for shard in range(2) for each in read_log(run, shard, "0-0", 100)]
     record = selection.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
     assert batch_record.name(run, record, record.epoch)
@@ -153,7 +148,7 @@ def test_a_batch_is_named_once(named: tuple[Run, BatchRecord]) -> None:
 def test_naming_applying_and_committing_may_be_repeated(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
     for _ in range(3):
-        apply(run, record, 1, [record])
+        apply(run, record, 1)
         assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (12, 4)
         assert problems(run) == []
     assert compute_all(run) == 2
@@ -169,7 +164,7 @@ def test_naming_applying_and_committing_may_be_repeated(named: tuple[Run, BatchR
 def test_the_ledger_holds_in_the_middle_of_a_commit(named: tuple[Run, BatchRecord]) -> None:
     """Between the steps of a commit: other processes may look, and the trainer may die."""
     run, record = named
-    apply(run, record, 1, [record])
+    apply(run, record, 1)
     compute_all(run)
     for shard in range(2):
         batch_commit._commit_groups(run, shard, record, record.in_shard(shard)[:1], 1, {})
@@ -193,53 +188,70 @@ def test_groups_taken_out_of_the_log_are_counted_once(named: tuple[Run, BatchRec
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_groups_marked_by_several_batches_are_in_flight_once(
-    named: tuple[Run, BatchRecord], seed: int
-) -> None:
-    """A failover may leave a shard with batches nobody knows, whose groups are named again, dropped, or committed."""
+def test_a_group_has_one_owner(named: tuple[Run, BatchRecord], seed: int) -> None:
+    """Data loss may leave a shard with batches nobody knows, whose groups are named again, dropped, or committed."""
     run, draw = named[0], random.Random(seed)
-    logged = [each for shard in range(2) for each in read_log(run, shard, "0-0", 100)]
-    records = [selection.make_record(k, 1, draw.sample(logged, 5), chain=CHAIN) for k in range(4)]
-    marked: set[str] = set()
+    logged = {group.group_id: group for shard in range(2) for group in read_log(run, shard, "0-0", 100)}
+    records = [
+        selection.make_record(k, 1, draw.sample(list(logged.values()), 5), chain=CHAIN) for k in range(4)
+    ]
+    owners: dict[str, str] = {}
+    applied: set[str] = set()
 
     def apply_once(record: BatchRecord) -> None:
-        apply(run, record, 1, [record])
-        marked.add(record.id)
+        apply(run, record, 1)
+        if record.id not in applied:
+            owners.update((p.group_id, record.id) for p in record.groups if p.group_id in logged)
+        applied.add(record.id)
 
-    def take_back(record: BatchRecord) -> None:
+    def undo(record: BatchRecord) -> None:
         batch_commit.undo_unknown(run, [each for each in records if each is not record], 1)
-        marked.discard(record.id)
+        applied.discard(record.id)
+        for group_id in [group_id for group_id, owner in owners.items() if owner == record.id]:
+            del owners[group_id]
+
+    def leave_log(group_ids: list[str]) -> None:
+        for group_id in group_ids:
+            logged.pop(group_id, None)
+            owners.pop(group_id, None)
 
     def commit(record: BatchRecord) -> None:
         batch_commit.commit(run, record, 1)
-        marked.discard(record.id)
+        applied.discard(record.id)
+        leave_log([pointer.group_id for pointer in record.groups])
 
-    steps: list[Callable[[BatchRecord], object]] = [
-        *(apply_once, apply_once, apply_once, take_back, commit),
-        lambda record: batch_commit.drop(run, [(draw.choice(logged), "trained")], 1),
-        lambda record: batch_commit.bury(run, draw.choice(logged), "crashed", "", "", 1),
-    ]
+    def drop(_: BatchRecord) -> None:
+        group = draw.choice([*logged.values()])
+        batch_commit.drop(run, [(group, "trained")], 1)
+        leave_log([group.group_id])
+
+    def dead_letter(record: BatchRecord) -> None:
+        group = draw.choice([*logged.values()])
+        batch = record.id if group.pointer in record.groups else ""
+        batch_commit.dead_letter(run, group, "crashed", "", batch, 1)
+        if not batch or batch in applied:
+            leave_log([group.group_id])
+
+    steps = [apply_once, apply_once, apply_once, undo, commit, drop, dead_letter]
     for _ in range(12):
-        draw.choice(steps)(draw.choice(records))
-        left = [each for shard in range(2) for each in read_log(run, shard, "0-0", 100)]
-        held = {p.group_id for record in records if record.id in marked for p in record.groups}
-        in_flight = sum(len(each.members) for each in left if each.group_id in held)
-        waiting = sum(len(each.members) for each in left) - in_flight
-        assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (in_flight, waiting)
-        assert [text for text in problems(run) if "batches are named" not in text] == []
+        if logged:
+            draw.choice(steps)(draw.choice(records))
+        in_flight = sum(len(logged[group_id].members) for group_id in owners)
+        grouped = sum(len(group.members) for group in logged.values()) - in_flight
+        assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (in_flight, grouped)
+        assert problems(run) == []
 
 
 def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
-    home = run.keys.home
-    run.call("take_epoch", [home.void, home.lineage], ["", 0, "job", "", "", "0123456789ab", "", "", "0"])
-    for keys in run.keys.shards:
-        run.call("set_trainer", [keys.void, keys.trainer, keys.groups], [2, 0, "", 1, "", "0"])
+    run.home.call("take_epoch", ["", 0, "job", "", "", "0123456789ab", "", "", "0"])
+    for shard in run.shards:
+        shard.call("set_trainer", [2, 0, "", 1, "", "0"])
     before = ledger(run)
     logged = read_log(run, 0, "0-0", 1) or read_log(run, 1, "0-0", 1)
     for attempt in (
         lambda: batch_record.name(run, selection.make_record(1, 1, [], chain=CHAIN), 1),
-        lambda: apply(run, record, 1, [record]),
+        lambda: apply(run, record, 1),
         lambda: batch_commit.commit(run, record, 1),
         lambda: batch_commit.drop(run, [(logged[0], "stale")], 1),
     ):
