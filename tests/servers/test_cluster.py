@@ -18,8 +18,9 @@ from tests.clusters import Cluster, until
 from tests.flows import Flow
 from tests.support import compute_all, consumer_of, group_all, ledger, next_batch, problems, push_groups
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_every_stage_works_across_three_primaries(
     cluster: Cluster, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,7 +68,6 @@ def test_what_a_dead_consumer_had_is_taken_over_on_every_shard(cluster: Cluster,
         assert problems(joined) == []
 
 
-@pytest.mark.slow
 def test_a_slot_moves_in_mid_run(cluster: Cluster, run: str) -> None:
     """Clients meet ASK and TRYAGAIN while it moves, MOVED afterwards; the run goes on."""
     flow = Flow(cluster.url, run, shards=3)

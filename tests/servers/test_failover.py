@@ -13,6 +13,8 @@ from tests.clusters import Cluster, Node, until
 from tests.flows import Flow
 from tests.support import ledger, problems, push_groups
 
+pytestmark = pytest.mark.slow
+
 LOST_BYTES = 20_000  # of changes the replica never hears of
 
 
@@ -28,7 +30,6 @@ def kill_behind(cluster: Cluster, primary: Node, lost_bytes: int = LOST_BYTES) -
     cluster.bring_back(primary)
 
 
-@pytest.mark.slow
 def test_primaries_are_killed_in_mid_run(cluster: Cluster, run: str) -> None:
     """Each in turn; what the replicas had not heard of is pushed, committed and named again."""
     flow = Flow(cluster.url, run, shards=3)
@@ -40,7 +41,6 @@ def test_primaries_are_killed_in_mid_run(cluster: Cluster, run: str) -> None:
     flow.check()
 
 
-@pytest.mark.slow
 def test_a_primary_that_hangs_is_replaced_in_mid_run(cluster: Cluster, run: str) -> None:
     """It comes back still thinking that it is one, and answers what was sent to it meanwhile."""
     flow = Flow(cluster.url, run, shards=3)
@@ -60,7 +60,6 @@ def test_a_primary_that_hangs_is_replaced_in_mid_run(cluster: Cluster, run: str)
     flow.check()
 
 
-@pytest.mark.slow
 def test_a_primary_that_got_its_place_back_is_another_server(cluster: Cluster) -> None:
     """Nobody may have asked in between, and what it had before its replica took over may be lost."""
     with Connection(cluster.url) as connection:

@@ -26,6 +26,8 @@ from streamadv.trainer.queue import TrainerQueue
 from tests.certificates import Authority
 from tests.support import group_all, join, next_batch, problems, producing, push_groups
 
+pytestmark = pytest.mark.slow
+
 pytestmark = pytest.mark.skipif(
     not hasattr(redis.asyncio.cluster, "TransactionStrategy"), reason="redis-py 7 or newer"
 )
@@ -124,7 +126,6 @@ def as_role(nodes: SecureCluster, role: str, monkeypatch: pytest.MonkeyPatch) ->
     return sa.redis_url()
 
 
-@pytest.mark.slow
 async def test_every_role_does_its_job(
     told: SecureCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,8 @@ from streamadv.store.connection import AsyncConnection, Connection
 from tests.clusters import Sentinels, until
 from tests.flows import Flow
 
+pytestmark = pytest.mark.slow
+
 LOST_BYTES = 20_000  # of changes the replica never hears of
 
 
@@ -21,7 +23,6 @@ def sentinels() -> Iterator[Sentinels]:
         yield running
 
 
-@pytest.mark.slow
 def test_the_master_is_killed_in_mid_run(sentinels: Sentinels, run: str) -> None:
     """What the replica had not heard of is pushed, committed and named again."""
     flow = Flow(sentinels.url, run, shards=2)

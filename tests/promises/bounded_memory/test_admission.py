@@ -94,6 +94,7 @@ def push_whole(producer: Producer, group_id: str | None) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.slow
 def test_who_is_refused_for_pacing_waits_for_a_batch_that_can_be_named(fake: Connection, seed: int) -> None:
     draw = random.Random(seed)
     shards, batch_groups, max_staleness = draw.choice([2, 3, 4, 8]), draw.randint(1, 9), draw.randint(0, 2)

@@ -47,7 +47,8 @@ from tests.support import (
     threads,
 )
 
-pytestmark = pytest.mark.server
+#: Servers with a file are killed and sent back in every test.
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 LAUNCHER = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 jobs = (f"job{number}" for number in itertools.count())
@@ -270,7 +271,6 @@ class Script:
 
 @pytest.mark.parametrize("lossy", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.slow
 def test_any_order_of_calls_and_restarts(server_of_job: Server, run: str, seed: int, lossy: bool) -> None:
     draw = random.Random(f"{seed}/{lossy}")
     joined = filled(server_of_job.connection, run, 13, shards=draw.choice([1, 2]))
@@ -903,7 +903,6 @@ RANK = """
 @pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
 @pytest.mark.timeout(120)
 @pytest.mark.processes
-@pytest.mark.slow
 def test_ranks_of_a_process_group(server_of_job: Server, run: str, tmp_path: Path, backend: str) -> None:
     """They share an id by its store: nothing is broadcast, so a backend without CPU will do as well.
 
