@@ -26,11 +26,12 @@ from streamadv.trainer.queue import TrainerQueue
 from tests.certificates import Authority
 from tests.support import group_all, join, next_batch, problems, producing, push_groups
 
-pytestmark = pytest.mark.slow
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(redis.asyncio.cluster, "TransactionStrategy"), reason="redis-py 7 or newer"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not hasattr(redis.asyncio.cluster, "TransactionStrategy"), reason="redis-py 7 or newer"
+    ),
+]
 
 RUN = "secure"
 PRIMARIES = 3
