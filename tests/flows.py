@@ -20,7 +20,7 @@ from streamadv.advantage.worker import run_worker
 from streamadv.errors import NoBatchError
 from streamadv.grouping.grouper import run_grouper
 from streamadv.grouping.scorer import Scorer
-from streamadv.producer import Producer, async_producer, producer
+from streamadv.producer import Producer, logic
 from streamadv.run import Run, open_run
 from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
@@ -55,8 +55,7 @@ class Flow:
         """All stages at work; leaving lets the run end first."""
         self.producing.set()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(producer, "HEARTBEAT_S", 0.2)
-            patch.setattr(async_producer, "HEARTBEAT_S", 0.2)
+            patch.setattr(logic, "HEARTBEAT_S", 0.2)
             stages = (self._group, self._score, self._compute, self._train, self._produce, self._aproduce)
             with threads(*(self._noting(stage) for stage in stages)):
                 yield

@@ -1,81 +1,272 @@
-"""What a producer reads out of the replies of `begin.lua` and `push.lua`."""
+"""Admission: asking whether a group may be opened, waiting for it, and withdrawing what nobody waits for any more.
+
+The decision itself is made in Lua: `lua/lib/admit.lua`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from .. import metrics
-from ..errors import Busy, GroupEndedError, SettingError, TrajectoryError
+from ..errors import GroupEndedError
 from ..store.reasons import Reason
+from ..store.scripts import ScriptCall, script_call
+from ..store.waiting import Blocked, Wait
+from ..trajectory.schema import Trajectory
+from .checks import GroupRequest, check_deadline, check_group
+from .membership import Membership
+from .replies import ABOVE_MAXMEMORY, NO_ROOM, Reply, busy_error, check_group_reply, is_over_share, refusal
+from .requests import OUT_OF_MEMORY, GroupCall, Pause, Steps, Transaction
+from .resend import ResendWindow
+from .tickets import GroupSpec, Ticket, new_group_id
 
-LOST_GROUPS_FIRST: Final = Reason(
-    "lost_groups_first", "there is no room yet for groups that the server has lost"
-)
-NO_ROOM: Final = -1  # a budget that opens no group; those that are open go on
+logger = logging.getLogger(__name__)
 
-
-def refusal(reply: Sequence[Any], shard: int | None = None) -> Reason:
-    """Why a group was not admitted. shard: which one refused, where there are several."""
-    name, used, limit, *figures = (part.decode() if isinstance(part, bytes) else part for part in reply[1:])
-    where = "" if shard is None else f"shard {shard}: "
-    if name == "maxmemory":
-        return Reason("maxmemory", "the server is above its maxmemory")
-    if name == "max_staleness":
-        text = f"{used} groups begun and not yet trained, max_staleness allows {limit}"
-        return Reason("pacing", text)
-    if float(limit) == NO_ROOM:
-        return LOST_GROUPS_FIRST
-    text = f"{where}{used} bytes live or reserved of max_bytes {limit}"
-    open_groups, logged, moving, batch_groups = (int(figure or 0) for figure in figures)
-    if shard is None and not open_groups and not moving and logged < batch_groups:
-        return Reason("batch_over_budget", f"{text} by {logged} groups, batch_groups is {batch_groups}")
-    return Reason(
-        "max_bytes", f"{text}, {open_groups} groups are open and {logged} wait for their training or commit"
-    )
+#: First wait for admission: about what a batch takes of a trainer that keeps up.
+ADMISSION_WAIT_S: Final = 0.005
 
 
-def busy_error(reply: Sequence[Any], timeout: float | None, shard: int | None = None) -> Busy:
-    """Busy with the figures of a refusal."""
-    waited = "" if timeout is None else f" after {timeout:g} s"
-    reason = refusal(reply, shard)
-    return Busy(f"not admitted{waited}: {reason}", (reason.name, reason.text))
+@dataclass(slots=True)
+class BeginCall:
+    """One call of `begin`: by its nonce the server knows which group it opened."""
+
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+    wanted: bool = True  # whether the caller still waits
 
 
-def check_room(reply: Sequence[bytes], places: int) -> None:
-    """Raises SettingError for a group refused because it needs more than the whole budget: it would wait for ever."""
-    if reply[1] != b"group_bytes":
-        return
-    each, limit = int(float(reply[2])), int(float(reply[3]))
-    raise SettingError(
-        f"max_bytes allows {limit} bytes a shard, one group of {places} reserves {places * each} ({each} a rollout, by "
-        f"what the run's trajectories have needed, max_trajectory_bytes until some are known): raise max_bytes, or "
-        f"lower max_trajectory_bytes or the group size"
-    )
+class Admission:
+    """How a producer's groups are admitted."""
 
+    def __init__(self, member: Membership, resend: ResendWindow) -> None:
+        self._member = member
+        self._resend = resend
+        self._not_admitted = Blocked(member.who, "not admitted")  # of all threads and tasks together
+        self._told_unpaced = False
+        self._unclaimed: dict[str, str] = {}  # nonce of a begin that nobody waits for any more -> group id
 
-def broken_group_error(group_id: str) -> GroupEndedError:
-    """To raise for an open group whose hash no script of the run has left so."""
-    return GroupEndedError(
-        f"group {group_id} is not what was opened, somebody wrote into it: begin another one"
-    )
+    def begin(self, request: GroupRequest, call: BeginCall | None = None) -> Steps[list[Ticket]]:
+        """Admit a group and return its tickets, waiting up to `request.timeout` seconds (None = for ever).
 
+        Returns [] if `call` is no longer wanted. Raises Busy, GroupEndedError, TrajectoryError, SettingError.
+        """
+        call = call or BeginCall()
+        manifest = self._member.manifest
+        redundancy = manifest.redundancy if request.redundancy is None else request.redundancy
+        is_named = request.group_id is not None
+        shared = check_group(request, redundancy)
+        spec = GroupSpec(
+            shared.group_id,
+            request.size,
+            request.size + redundancy,
+            shared.data_source,
+            request.deadline_s,
+        )
+        yield from self._member.reopen()
+        yield from self.withdraw()
+        wait = Wait(self._not_admitted, timeout=request.timeout, base=ADMISSION_WAIT_S)
+        while True:
+            spec = spec if is_named else replace(spec, group_id=new_group_id())
+            spec, reply = yield from self._ask_to_begin(spec, call, is_named)
+            if reply[0] in (b"ok", b"open"):
+                wait.over()
+                if self._member.closed or not call.wanted:
+                    self.forgo(call, spec.group_id)
+                    self._member.check_open()
+                    return []
+                return self._tickets(shared, spec, reply)
+            if reply[0] == b"ended":
+                raise GroupEndedError(f"group {spec.group_id} has ended: begin another one")
+            check_group_reply(reply, spec)
+            shard = self._member.shard_of(spec.group_id) if self._member.shards > 1 else None
+            reason = refusal(reply, shard)
+            wait.because(reason)
+            if wait.expired:
+                raise busy_error(reason, request.timeout)
+            delay = wait.delay()
+            metrics.backpressure(delay)
+            yield Pause(delay)
+            if not call.wanted:
+                return []
 
-def push_codes(reply: list[Any], group_id: str, size: int, places: int) -> list[str]:
-    """What the push script says of each record.
+    def _ask_to_begin(
+        self, spec: GroupSpec, call: BeginCall, is_named: bool
+    ) -> Steps[tuple[GroupSpec, Reply]]:
+        """Ask for admission once.
 
-    Raises Busy, SettingError (no room for such a group), TrajectoryError (group_size), GroupEndedError.
-    """
-    state = reply[0].decode()
-    if state == "busy":
-        check_room(reply, places)
-        raise busy_error(reply, None)
-    if state == "mismatch":
-        raise TrajectoryError(f"group_size is {size}, group {group_id} is open with {int(reply[1])}")
-    if state == "broken":
-        raise broken_group_error(group_id)
-    codes = [code.decode().partition(" ")[0] for code in reply[1:]]
-    metrics.producer_pushed(codes)
-    if "range" in codes:
-        raise TrajectoryError(f"record {codes.index('range')}: group {group_id} has no such place left")
-    return codes
+        If the shard has its share of the groups ahead, a group without a given id moves to the shard with the fewest.
+        """
+        self._tell_if_unpaced()
+        reply = yield from self._begin(spec, call)
+        if self._member.shards > 1 and is_over_share(reply):
+            counts = yield from self._groups_ahead()
+            if not is_named:
+                spec = replace(spec, group_id=self._new_id_in(counts.index(min(counts))))
+            elsewhere = sum(counts) - counts[self._member.shard_of(spec.group_id)]
+            reply = yield from self._begin(spec, call, elsewhere)
+        return spec, reply
+
+    def _begin(self, spec: GroupSpec, call: BeginCall, elsewhere: int | None = None) -> Steps[Reply]:
+        keys = self._member.keys_of(spec.group_id)
+
+        def begin(arguments: list[Any]) -> ScriptCall:
+            return script_call("begin", keys, [*arguments, call.nonce], group=spec.group_id)
+
+        make = partial(self._make, begin, spec, self.room(spec.group_id), elsewhere)
+        try:
+            return (yield from self._ask(GroupCall(make)))
+        except BaseException:  # also when the steps are closed: no reply has come, and the group may be open
+            self.forgo(call, spec.group_id)
+            raise
+
+    def _tickets(self, shared: Trajectory, spec: GroupSpec, reply: Reply) -> list[Ticket]:
+        _, epoch, version, slots = reply
+        self._member.version = model_version = int(version or 0)
+        return [
+            Ticket(
+                spec.group_id,
+                index,
+                spec.size,
+                int(slots),
+                int(epoch),
+                model_version,
+                shared.data_source,
+                dict(shared.metadata),
+            )
+            for index in range(int(slots))
+        ]
+
+    def enter(
+        self,
+        spec: GroupSpec,
+        call: Callable[[list[Any]], ScriptCall | Transaction],
+        room: int | None = None,
+    ) -> Steps[Reply]:
+        """The reply of a script that writes into a group, and opens it if need be.
+
+        call: makes one attempt, given the arguments of the admission. room: the byte budget for a group that may be
+        new; None for one that was admitted before. Waits while the server is above its maxmemory.
+        """
+        elsewhere: int | None = None
+        wait = self.push_wait()
+        while True:
+            reply = yield from self._ask(GroupCall(partial(self._make, call, spec, room, elsewhere)))
+            if reply is OUT_OF_MEMORY:
+                yield from self.wait_for_room(wait, ABOVE_MAXMEMORY)
+            elif elsewhere is None and self._member.shards > 1 and is_over_share(reply):
+                counts = yield from self._groups_ahead()
+                elsewhere = sum(counts) - counts[self._member.shard_of(spec.group_id)]
+            else:
+                return reply
+
+    def _make(
+        self,
+        call: Callable[[list[Any]], ScriptCall | Transaction],
+        spec: GroupSpec,
+        room: int | None,
+        elsewhere: int | None,
+    ) -> ScriptCall | Transaction:
+        return call(self._arguments(spec, room, elsewhere))
+
+    def push_wait(self) -> Wait:
+        """The wait of a push for room."""
+        return Wait(Blocked(self._member.who, "a push waits"))
+
+    def wait_for_room(self, wait: Wait, reason: Reason) -> Steps[None]:
+        """One pause of `push_wait`."""
+        wait.because(reason)
+        delay = wait.delay()
+        metrics.backpressure(delay)
+        yield Pause(delay)
+
+    def room(self, group_id: str) -> int:
+        """The byte budget for a group that may be new: none while its shard has no room for groups that it has lost.
+
+        Those were admitted before. After new groups they might have to wait until this producer ends, and be lost.
+        """
+        return NO_ROOM if self._member.shard_of(group_id) in self._resend.behind else self._member.max_bytes
+
+    def _ask(self, request: GroupCall) -> Steps[Reply]:
+        """The reply to a request, sent again after the shard was told the run's layout if it does not know it."""
+        reply: Reply = yield request
+        while reply[0] == b"layout":
+            yield from self._member.confirm_layout()
+            reply = yield request
+        return reply
+
+    def _arguments(self, spec: GroupSpec, room: int | None, elsewhere: int | None) -> list[Any]:
+        """The first arguments of the scripts that may open a group, see `lua/lib/admit.lua`.
+
+        room: as of `enter`. A group admitted before needs no more than the budget: a server that has lost it may have
+        lost the known sizes of trajectories as well. elsewhere: groups that count in the other shards.
+        """
+        manifest = self._member.manifest
+        slot_bytes = manifest.max_trajectory_bytes
+        if room is None:
+            room = self._member.max_bytes
+            slot_bytes = max(1, min(slot_bytes, room // spec.slots))
+        return [
+            spec.group_id,
+            spec.size,
+            spec.slots,
+            spec.data_source or "",
+            round((spec.deadline_s or manifest.group_deadline_s) * 1000),
+            slot_bytes,
+            room,
+            self._member.shards,
+            "" if elsewhere is None else elsewhere,
+            "" if manifest.max_staleness is None else manifest.max_staleness,
+            "" if manifest.batch_groups is None else manifest.batch_groups,
+            self._member.name,
+        ]
+
+    def _groups_ahead(self) -> Steps[list[int]]:
+        """How many groups count in pacing, of each shard."""
+        counts = []
+        for keys in self._member.manifest.keys.shards:
+            counts.append((yield script_call("ahead", keys)))
+        return counts
+
+    def _new_id_in(self, shard: int) -> str:
+        while self._member.shard_of(group_id := new_group_id()) != shard:
+            pass
+        return group_id
+
+    def forgo(self, call: BeginCall, group_id: str) -> None:
+        """Note that nobody waits for the group that this call may have opened: `withdraw` undoes it."""
+        self._unclaimed[call.nonce] = group_id
+
+    def withdraw(self) -> Steps[None]:
+        """Undo the opening of groups by calls whose callers no longer wait."""
+        for nonce, group_id in list(self._unclaimed.items()):
+            keys = self._member.keys_of(group_id)
+            yield script_call("withdraw", keys, [group_id, nonce], group=group_id)
+            self._unclaimed.pop(nonce, None)
+
+    def touch(self, group_id: str, deadline_s: float | None) -> Steps[bool]:
+        """Extend the group's deadline; False when the group has ended."""
+        keys = self._member.keys_of(group_id)
+        check_deadline(deadline_s)
+        milliseconds = round((deadline_s or self._member.manifest.group_deadline_s) * 1000)
+        reply = yield script_call("touch", keys, [group_id, milliseconds, self._member.name], group=group_id)
+        return bool(reply)
+
+    def _tell_if_unpaced(self) -> None:
+        manifest = self._member.manifest
+        paced = self._member.version is not None or None not in (
+            manifest.batch_groups,
+            manifest.max_staleness,
+        )
+        if paced or self._told_unpaced:
+            return
+        self._told_unpaced = True
+        logger.warning(
+            "run %s has no trainer yet: until one starts only max_bytes (%d) limits how many groups are begun, "
+            "all at version 0; `streamadv runs create --batch-groups N --max-staleness N` paces them until then",
+            self._member.run,
+            self._member.max_bytes * self._member.shards,
+        )

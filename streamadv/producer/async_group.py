@@ -1,4 +1,4 @@
-"""A group and its rollouts for asyncio code: the same methods as `group.py`, awaited."""
+"""Groups and rollouts for asyncio code: the methods of `group.py`, awaited."""
 
 from __future__ import annotations
 
@@ -6,36 +6,64 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import ProducerClosedError, SettingError, StreamadvError
 from ..store.retry import RETRYABLE
 from ..trajectory.schema import Trajectory
-from .failures import Outcome, describe
-from .places import AnyGroup, AnyRollout, Places, kind_of
+from .base_group import BaseGroup, BaseRollout, MappingArg, RewardArg, RowsArg, StepsArg, VersionArg
+from .failures import Outcome
+from .slots import Slots
 from .tickets import PushResult, Ticket
 
 if TYPE_CHECKING:
     from .async_producer import AsyncProducer
 
 
-class AsyncRollout(AnyRollout):
+class AsyncRollout(BaseRollout):
     """One rollout of a group. It ends once: pushed, failed or cancelled.
 
     `async with rollout:` takes the newest model version for it and turns an exception inside into `fail`, the
     cancellation of its task into a cancelled rollout; the exception goes on.
     """
 
-    def __init__(self, producer: AsyncProducer, places: Places, ticket: Ticket) -> None:
-        super().__init__(places, ticket)
+    def __init__(self, producer: AsyncProducer, slots: Slots, ticket: Ticket) -> None:
+        super().__init__(slots, ticket)
         self._producer = producer
         self._player: asyncio.Task[Any] | None = None  # that is inside `async with rollout`
         self._left: asyncio.Event | None = None
 
-    async def push(self, **fields: Any) -> str:
+    async def push(
+        self,
+        *,
+        reward: RewardArg = ...,
+        rewards: MappingArg = ...,
+        reward_later: bool = False,
+        status: str = "completed",
+        role: str = "train",
+        model_version: VersionArg = ...,
+        metadata: MappingArg = ...,
+        steps: StepsArg = ...,
+        rows: RowsArg = ...,
+        **columns: Any,
+    ) -> str:
         """As `Rollout.push`."""
-        return await self._producer._drive(self._push(fields))
+        return await self._producer._drive(
+            self._push(
+                reward=reward,
+                rewards=rewards,
+                reward_later=reward_later,
+                status=status,
+                role=role,
+                model_version=model_version,
+                metadata=metadata,
+                steps=steps,
+                rows=rows,
+                **columns,
+            )
+        )
 
     async def fail(self, reason: str = "failed", detail: str = "") -> str:
         """As `Rollout.fail`."""
@@ -51,7 +79,7 @@ class AsyncRollout(AnyRollout):
     ) -> None:
         try:
             if error is not None and not self.ended:
-                ending = self._places.end([self.rollout_index], kind_of(error), describe(error))
+                ending = self._slots.end_by(self.rollout_index, error)
                 with suppress(ProducerClosedError, *RETRYABLE):
                     await self._producer._drive(ending, patient=isinstance(error, Exception))
         finally:
@@ -71,7 +99,7 @@ class AsyncRollout(AnyRollout):
             leaving.cancel()
 
 
-class AsyncGroup(AnyGroup[AsyncRollout]):
+class AsyncGroup(BaseGroup[AsyncRollout]):
     """An admitted group: an iterable of its rollouts, and what can be done with it as a whole.
 
     Leaving `async with producer.group(...) as group:` fails the rollouts that are not pushed, but for those whose
@@ -80,8 +108,8 @@ class AsyncGroup(AnyGroup[AsyncRollout]):
     """
 
     def __init__(self, producer: AsyncProducer, tickets: Sequence[Ticket]) -> None:
-        places = Places(producer._logic, tickets)
-        super().__init__(places, [AsyncRollout(producer, places, ticket) for ticket in places.tickets])
+        slots = Slots(producer._logic, tickets)
+        super().__init__(slots, [AsyncRollout(producer, slots, ticket) for ticket in slots.tickets])
         self._producer = producer
 
     async def run(self, play: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -93,19 +121,18 @@ class AsyncGroup(AnyGroup[AsyncRollout]):
         rollout: errors of streamadv, and an exception that all rollouts of a group, or three groups of one rollout in
         a row, raise at the same line. Cancellation cancels the calls and what has not ended.
         """
-        rollouts = [each for each in self if not each.ended]
-        outcomes = [Outcome() for _ in rollouts]
+        played = self._to_play()
         calls = [
-            asyncio.create_task(self._play(rollout, outcome, play, args, kwargs))
-            for rollout, outcome in zip(rollouts, outcomes, strict=True)
+            asyncio.create_task(self._play(rollout, outcome, partial(play, rollout, *args, **kwargs)))
+            for rollout, outcome in played
         ]
         try:
             if calls:
                 await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            for call, rollout, outcome in zip(calls, rollouts, outcomes, strict=True):
+            for call, (rollout, outcome) in zip(calls, played, strict=True):
                 if call.cancelled():  # by somebody else than this: one rollout's mishap
                     outcome.error = asyncio.CancelledError()
-                    await self._producer._drive(self._places.conclude(rollout.rollout_index, outcome))
+                    await self._producer._drive(self._slots.conclude(rollout.rollout_index, outcome))
                 elif call.done():
                     call.result()
         except BaseException:
@@ -113,24 +140,14 @@ class AsyncGroup(AnyGroup[AsyncRollout]):
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
             with suppress(ProducerClosedError, *RETRYABLE):
-                await self._producer._drive(self._places.withdraw(), patient=False)
+                await self._producer._drive(self._slots.withdraw(), patient=False)
             raise
-        failure = self._producer._logic.failures.judge(outcomes)
-        if failure is not None:
-            raise failure
-        return [outcome.result for outcome in outcomes]
+        return self._results(played)
 
-    async def _play(
-        self,
-        rollout: AsyncRollout,
-        outcome: Outcome,
-        play: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
+    async def _play(self, rollout: AsyncRollout, outcome: Outcome, play: Callable[[], Any]) -> None:
         rollout._start()
         try:
-            result = play(rollout, *args, **kwargs)
+            result = play()
             if not inspect.isawaitable(result):
                 raise SettingError(
                     f"play has returned a {type(result).__name__}, needs to be a coroutine function"
@@ -144,17 +161,17 @@ class AsyncGroup(AnyGroup[AsyncRollout]):
         except Exception as error:
             outcome.error = error
         try:
-            await self._producer._drive(self._places.conclude(rollout.rollout_index, outcome))
+            await self._producer._drive(self._slots.conclude(rollout.rollout_index, outcome))
         except StreamadvError as error:
             outcome.error = outcome.error or error
 
     async def push(self, records: Sequence[Trajectory | Mapping[str, Any]]) -> PushResult:
         """As `Group.push`."""
-        return await self._producer._drive(self._places.push(records))
+        return await self._producer._drive(self._slots.push(records, self.tickets[0]))
 
     async def cancel(self, count: int | None = None, *, indices: Iterable[int] | None = None) -> PushResult:
         """As `Group.cancel`."""
-        return await self._producer._drive(self._places.cancel(count, indices))
+        return await self._producer._drive(self._slots.cancel(count, indices))
 
     async def touch(self, deadline_s: float | None = None) -> bool:
         """As `Group.touch`."""
@@ -166,4 +183,4 @@ class AsyncGroup(AnyGroup[AsyncRollout]):
                 await rollout._until_left()
         patient = error is None or isinstance(error, Exception)
         with nullcontext() if error is None else suppress(ProducerClosedError, *RETRYABLE):
-            await self._producer._drive(self._places.leave(error), patient=patient)
+            await self._producer._drive(self._slots.leave(error), patient=patient)

@@ -1,31 +1,36 @@
-"""The producer for asyncio code: the same methods as `producer.py`, awaited."""
+"""The producer for asyncio code: the methods of `producer.py`, awaited."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from redis.exceptions import OutOfMemoryError
-
-from ..errors import ManifestMismatchError, ProducerClosedError, StreamadvError
-from ..run.heartbeats import HEARTBEAT_S
+from ..errors import StreamadvError
 from ..store.connection import AsyncConnection
-from ..store.retry import RETRYABLE, Outage, closed_under_way
+from ..store.retry import RETRYABLE, closed_under_way
 from ..store.scripts import run_script_async, run_transaction_async, server_ids_async
 from ..trajectory.schema import Trajectory
+from .admission import BeginCall
 from .async_group import AsyncGroup, AsyncRollout
-from .beginning import Call
-from .logic import ProducerLogic
-from .membership import CLOSE_S, STAGE
-from .places import Places
-from .requests import Memory, Pause, Request, ServerIds, Steps, T, Transaction
+from .checks import GroupRequest
+from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
+from .requests import (
+    ATTEMPT_ERRORS,
+    Attempt,
+    Memory,
+    Pause,
+    ServerIds,
+    Steps,
+    T,
+    Transaction,
+    attempts,
+    never_closed,
+)
+from .slots import Slots
 from .tickets import PushResult, Ticket
-
-logger = logging.getLogger(__name__)
 
 
 class AsyncProducer:
@@ -44,7 +49,7 @@ class AsyncProducer:
 
     async def open(self) -> Self:
         """As `Producer.open`."""
-        self._logic.check_open()
+        self._logic.member.check_open()
         await self._connection.wait_until_ready()
         await self._drive(self._logic.open())
         self._heart = asyncio.create_task(self._beat(), name="streamadv-heartbeat")
@@ -52,10 +57,10 @@ class AsyncProducer:
 
     async def close(self) -> None:
         """As `Producer.close`."""
-        if self._heart is None or self._logic.closed:
+        if self._heart is None or self._logic.member.closed:
             return
-        self._logic.closed = True
-        if self._logic.is_forked:
+        self._logic.member.closed = True
+        if self._logic.member.is_forked:
             return
         self._over.set_result(None)
         self._heart.cancel()
@@ -64,13 +69,32 @@ class AsyncProducer:
         if self._under_way:
             await asyncio.wait({asyncio.create_task(self._idle.wait())}, timeout=CLOSE_S)
         self._heart = None
-        with suppress(*RETRYABLE):  # an unheard goodbye is made good by the missing heartbeat
+        with suppress(*RETRYABLE):  # if the goodbye is lost, the producer expires after its missed heartbeats
             await self._carry_through(self._logic.goodbye(), patient=False, closed=True)
         await self._connection.close()
 
-    def group(self, size: int, **options: Any) -> _Admission:
+    def group(
+        self,
+        size: int,
+        *,
+        group_id: str | None = None,
+        data_source: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        redundancy: int | None = None,
+        timeout: float | None = None,
+    ) -> BeginGroup:
         """`async with producer.group(size) as group`: on leaving, rollouts not pushed are failed. See `AsyncGroup`."""
-        return _Admission(self, size, options)
+        request = GroupRequest(
+            size=size,
+            group_id=group_id,
+            data_source=data_source,
+            metadata=metadata,
+            deadline_s=deadline_s,
+            redundancy=redundancy,
+            timeout=timeout,
+        )
+        return BeginGroup(self, request)
 
     async def begin_group(
         self,
@@ -84,11 +108,20 @@ class AsyncProducer:
         timeout: float | None = None,  # noqa: ASYNC109  covers waiting for admission, not a lost server
     ) -> AsyncGroup:
         """As `Producer.begin_group`. A group that the server opens after this was cancelled is withdrawn."""
-        call = Call()
-        steps = self._logic.begin(
-            size, group_id, data_source, metadata, deadline_s, redundancy, timeout, call
+        request = GroupRequest(
+            size=size,
+            group_id=group_id,
+            data_source=data_source,
+            metadata=metadata,
+            deadline_s=deadline_s,
+            redundancy=redundancy,
+            timeout=timeout,
         )
-        beginning = asyncio.create_task(self._drive(steps))
+        return await self._begin(request)
+
+    async def _begin(self, request: GroupRequest) -> AsyncGroup:
+        call = BeginCall()
+        beginning = asyncio.create_task(self._drive(self._logic.admission.begin(request, call)))
         try:
             tickets = await asyncio.shield(beginning)
         except asyncio.CancelledError:
@@ -99,21 +132,21 @@ class AsyncProducer:
             raise
         return AsyncGroup(self, tickets)
 
-    async def _forget(self, beginning: asyncio.Task[list[Ticket]], call: Call) -> None:
+    async def _forget(self, beginning: asyncio.Task[list[Ticket]], call: BeginCall) -> None:
         """Withdraw the group of a call that nobody waits for."""
         with suppress(StreamadvError):
             tickets = await beginning
             if tickets:
-                self._logic.forgo(call, tickets[0].group_id)
-            await self._drive(self._logic.withdraw())
+                self._logic.admission.forgo(call, tickets[0].group_id)
+            await self._drive(self._logic.admission.withdraw())
 
     async def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
         """As `Producer.push`."""
-        return await self._drive(self._logic.push(trajectories, None, None))
+        return await self._drive(self._logic.pushes.push(trajectories))
 
     def rollout(self, ticket: Ticket) -> AsyncRollout:
-        """The rollout of a ticket, for instance one received from another process."""
-        return AsyncRollout(self, Places.of_received(self._logic, ticket), ticket)
+        """As `Producer.rollout`."""
+        return AsyncRollout(self, Slots.of_received(self._logic, ticket), ticket)
 
     async def score(
         self,
@@ -123,17 +156,18 @@ class AsyncProducer:
         rewards: Mapping[str, float] | None = None,
     ) -> str:
         """As `Producer.score`."""
-        return await self._drive(self._logic.score(group_id, rollout_index, reward, rewards))
+        return await self._drive(self._logic.pushes.score(group_id, rollout_index, reward, rewards))
 
     async def touch(self, group_id: str, deadline_s: float | None = None) -> bool:
         """As `Producer.touch`."""
-        return await self._drive(self._logic.touch(group_id, deadline_s))
+        return await self._drive(self._logic.admission.touch(group_id, deadline_s))
 
     async def model_version(self) -> int | None:
         """As `Producer.model_version`."""
-        self._logic.check_open()
+        member = self._logic.member
+        member.check_open()
         with closed_under_way():
-            value: Any = await self._connection.scripts.hget(self._logic.joined.keys.home.lineage, "version")
+            value: Any = await self._connection.scripts.hget(member.manifest.keys.home.lineage, "version")
         return None if value is None else int(value)
 
     async def finish(self) -> None:
@@ -141,68 +175,54 @@ class AsyncProducer:
         await self._drive(self._logic.finish())
 
     async def _beat(self) -> None:
-        while not self._logic.closed:
-            await self._pause(self._logic.until_heartbeat(HEARTBEAT_S))
+        while not self._logic.member.closed:
+            await self._pause(self._logic.until_heartbeat())
             try:
                 await self._drive(self._logic.heartbeat(), patient=False)
-            except RETRYABLE as error:
-                logger.warning("heartbeat of producer %s failed: %s", self._logic.name, error)
-            except ProducerClosedError:
-                return
-            except ManifestMismatchError as error:  # every further call raises it
-                logger.error("producer %s stops: %s", self._logic.name, error)
-                return
+            except HEARTBEAT_ERRORS as error:
+                if self._logic.stops_heartbeat(error):
+                    return
 
     async def _drive(self, steps: Steps[T], patient: bool = True) -> T:
         """As `Producer._drive`."""
-        self._logic.check_open()
+        member = self._logic.member
+        member.check_open()
         self._under_way += 1
         try:
             return await self._carry_through(steps, patient)
         except Exception as error:
-            if not self._logic.closed or isinstance(error, StreamadvError):
-                raise
-            self._logic.check_open()  # its connection was closed under it
+            if not isinstance(error, StreamadvError):
+                member.check_open()  # else its connection was closed under it
             raise
         finally:
             steps.close()
             self._under_way -= 1
-            if self._logic.closed and not self._under_way:
+            if member.closed and not self._under_way:
                 self._idle.set()
                 if self._heart is None:
                     await self._connection.close()
 
     async def _carry_through(self, steps: Steps[T], patient: bool, closed: bool = False) -> T:
         """As `Producer._carry_through`."""
+        check_open = never_closed if closed else self._logic.member.check_open
+        requests = attempts(steps, check_open, patient=patient)
         reply: Any = None
-        error: BaseException | None = None
-        outage = Outage(STAGE)
         while True:
             try:
-                request = steps.send(reply) if error is None else steps.throw(error)
+                request = requests.send(reply)
             except StopIteration as stop:
                 result: T = stop.value
                 return result
-            reply, error = None, None
-            while True:
-                if not closed:
-                    self._logic.check_open()
-                try:
-                    reply = await self._carry_out(request)
-                except OutOfMemoryError as failure:
-                    error = failure
-                except RETRYABLE as failure:
-                    if not isinstance(request, Transaction) and patient:
-                        await self._pause(outage.delay_after(failure))
-                        continue
-                    error = failure
-                break
+            try:
+                reply = await self._carry_out(request)
+            except ATTEMPT_ERRORS as error:
+                reply = error
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, or until the producer is closed."""
         await asyncio.wait({self._over}, timeout=seconds)
 
-    async def _carry_out(self, request: Request) -> Any:
+    async def _carry_out(self, request: Attempt) -> Any:
         if isinstance(request, Pause):
             return await self._pause(request.seconds)
         if isinstance(request, Memory):
@@ -214,16 +234,15 @@ class AsyncProducer:
         return await run_script_async(self._connection.scripts, request)
 
 
-class _Admission:
-    """A group to be admitted on entering the block."""
+class BeginGroup:
+    """A group that is admitted when its `async with` block is entered."""
 
-    def __init__(self, producer: AsyncProducer, size: int, options: dict[str, Any]) -> None:
+    def __init__(self, producer: AsyncProducer, request: GroupRequest) -> None:
         self._producer = producer
-        self._size = size
-        self._options = options
+        self._request = request
 
     async def __aenter__(self) -> AsyncGroup:
-        self._group = await self._producer.begin_group(self._size, **self._options)
+        self._group = await self._producer._begin(self._request)
         return self._group
 
     async def __aexit__(

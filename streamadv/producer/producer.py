@@ -1,48 +1,56 @@
-"""The producer for blocking code: admission, tickets, push, fail, cancel, score, finish.
-
-`with Producer(...)` blocks; `async with Producer(...)` gives the asyncio twin (`async_producer.py`) with the
-same methods. What they do stands in `producing.py`. torch is not imported.
-"""
+"""The producer for blocking code."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from redis.exceptions import OutOfMemoryError
-
-from ..errors import ManifestMismatchError, ProducerClosedError, StreamadvError
-from ..run.heartbeats import HEARTBEAT_S
+from ..errors import StreamadvError
 from ..run.manifest import RunSettings
 from ..store.connection import AsyncConnection, Connection
-from ..store.retry import RETRYABLE, Outage
+from ..store.retry import RETRYABLE
 from ..store.scripts import run_script, run_transaction, server_ids
 from ..trajectory.schema import Trajectory
+from .checks import GroupRequest
 from .group import Group, Rollout
-from .logic import ProducerLogic
-from .membership import CLOSE_S, STAGE
-from .places import Places
-from .requests import Memory, Pause, Request, ServerIds, Steps, T, Transaction
+from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
+from .requests import (
+    ATTEMPT_ERRORS,
+    Attempt,
+    Memory,
+    Pause,
+    ServerIds,
+    Steps,
+    T,
+    Transaction,
+    attempts,
+    never_closed,
+)
 from .resend import RESEND_WINDOW_S
+from .slots import Slots
 from .tickets import PushResult, Ticket
 
 if TYPE_CHECKING:
     from .async_producer import AsyncProducer
 
-logger = logging.getLogger(__name__)
-
 
 class Producer:
-    """Pushes rollouts of one run.
+    """Begins groups of one run and pushes their rollouts. Thread-safe.
 
-    `connection` is a URL or a Connection; `settings` are what this process wants the run to be created with
-    (see `manifest.py`). name: who this is among the run's producers; a restarted one of the same name takes its
-    predecessor's place (default: unique). resend_window: seconds of pushes kept to be sent again when the server
-    comes back without its last moments (0 = none). Thread-safe: every call is a self-contained exchange.
+    `with Producer(...)` gives this blocking producer, `async with Producer(...)` an `AsyncProducer` with the same
+    methods. Calls wait while the server is away; a later call of another thread does not wait for them.
+
+    Args:
+        connection: a URL, or a Connection that is left open.
+        run: name of the run; the first process of a run creates it.
+        name: who this is among the run's producers, unique by default. A restarted producer of the same name takes the
+            place of its predecessor.
+        settings: what this process wants the run to be created with.
+        resend_window: seconds of pushes that are kept, at most 256 MiB, to be sent again to a server that comes back
+            without its recent writes; 0 = none.
     """
 
     def __init__(
@@ -65,9 +73,10 @@ class Producer:
     def open(self) -> Self:
         """Connect, agree on the manifest, start the heartbeat. Done by `with`.
 
-        Raises SettingError when the server refuses this user, password or certificate.
+        Raises SettingError when the server refuses this user, password or certificate, ManifestMismatchError for a
+        setting that differs from the run's.
         """
-        self._logic.check_open()
+        self._logic.member.check_open()
         self._connection.wait_until_ready()
         self._drive(self._logic.open())
         self._heart = threading.Thread(target=self._beat, name="streamadv-heartbeat", daemon=True)
@@ -79,10 +88,11 @@ class Producer:
 
         Calls of other threads that wait then, and all later ones, raise ProducerClosedError.
         """
-        if self._heart is None or self._logic.closed:
+        member = self._logic.member
+        if self._heart is None or member.closed:
             return
-        self._logic.closed = True
-        if self._logic.is_forked:  # its threads, and what they hold, are the parent's
+        member.closed = True
+        if member.is_forked:  # its threads, and the locks they hold, are the parent's
             self._disconnect()
             return
         self._closing.set()
@@ -90,7 +100,7 @@ class Producer:
         self._heart = None
         with self._calls:
             self._calls.wait_for(lambda: self._under_way == 0, CLOSE_S)
-        with suppress(*RETRYABLE):  # an unheard goodbye is made good by the missing heartbeat
+        with suppress(*RETRYABLE):  # if the goodbye is lost, the producer expires after its missed heartbeats
             self._carry_through(self._logic.goodbye(), patient=False, closed=True)
         self._disconnect()
 
@@ -98,9 +108,27 @@ class Producer:
         if self._owned:
             self._connection.close()
 
-    def group(self, size: int, **options: Any) -> Group:
+    def group(
+        self,
+        size: int,
+        *,
+        group_id: str | None = None,
+        data_source: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        redundancy: int | None = None,
+        timeout: float | None = None,
+    ) -> Group:
         """`begin_group` for use in a with block: on leaving it, rollouts not pushed are failed. See `Group`."""
-        return self.begin_group(size, **options)
+        return self.begin_group(
+            size,
+            group_id=group_id,
+            data_source=data_source,
+            metadata=metadata,
+            deadline_s=deadline_s,
+            redundancy=redundancy,
+            timeout=timeout,
+        )
 
     def begin_group(
         self,
@@ -113,21 +141,48 @@ class Producer:
         redundancy: int | None = None,
         timeout: float | None = None,
     ) -> Group:
-        """Admit a group of `size` rollouts and get its tickets.
+        """Admit a group of `size` rollouts of one prompt, and get its tickets.
 
-        Waits while the run is at its byte budget or as far ahead as max_staleness allows; after `timeout`
-        seconds raises Busy. An open `group_id` gives its tickets again, an ended one raises GroupEndedError.
+        Waits while the run is at its byte budget or as far ahead as max_staleness allows. An open `group_id` gives its
+        tickets again.
+
+        Args:
+            size: usable rollouts that make the group complete, 1 to 4096.
+            group_id: unique in the run, at most 200 characters without spaces; default a UUIDv7.
+            data_source: name of the data set, for metrics; at most 200 characters.
+            metadata: a small JSON object that all rollouts of the group carry; at most 64 KiB.
+            deadline_s: seconds from now after which the group ends with what it has; default the run's
+                group_deadline_s.
+            redundancy: rollouts beyond `size`; the first `size` usable ones count. Default the run's.
+            timeout: seconds to wait for admission; None = for ever, 0 = ask once.
+
+        Raises:
+            Busy: not admitted within `timeout`.
+            GroupEndedError: `group_id` names a group that has ended.
+            TrajectoryError, SettingError: a wrong argument, or a group larger than the run's whole byte budget.
         """
-        steps = self._logic.begin(size, group_id, data_source, metadata, deadline_s, redundancy, timeout)
-        return Group(self, self._drive(steps))
+        request = GroupRequest(
+            size=size,
+            group_id=group_id,
+            data_source=data_source,
+            metadata=metadata,
+            deadline_s=deadline_s,
+            redundancy=redundancy,
+            timeout=timeout,
+        )
+        return Group(self, self._drive(self._logic.admission.begin(request)))
 
     def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
-        """Push trajectories of one group; an unknown group is opened by it (and may be refused with Busy)."""
-        return self._drive(self._logic.push(trajectories, None, None))
+        """Push trajectories of one group; opens an unknown group.
+
+        Waits while the server is above its maxmemory. Raises Busy if the group is unknown and not admitted now,
+        TrajectoryError for a wrong trajectory.
+        """
+        return self._drive(self._logic.pushes.push(trajectories))
 
     def rollout(self, ticket: Ticket) -> Rollout:
-        """The rollout of a ticket, for instance one received from another process."""
-        return Rollout(self, Places.of_received(self._logic, ticket), ticket)
+        """The rollout of a ticket, for instance one received from another process. Raises TrajectoryError."""
+        return Rollout(self, Slots.of_received(self._logic, ticket), ticket)
 
     def score(
         self,
@@ -136,17 +191,25 @@ class Producer:
         reward: float | None,
         rewards: Mapping[str, float] | None = None,
     ) -> str:
-        """Bring the reward of a trajectory pushed without one: 'scored', 'duplicate', 'ended' or 'unknown'."""
-        return self._drive(self._logic.score(group_id, rollout_index, reward, rewards))
+        """Bring the reward of a trajectory that was pushed without one; None = unscorable.
+
+        rewards: named components. Returns 'scored', 'duplicate' (it had a reward), 'ended' (its group has ended) or
+        'unknown' (no such group or slot). Raises TrajectoryError for a reward that is not finite.
+        """
+        return self._drive(self._logic.pushes.score(group_id, rollout_index, reward, rewards))
 
     def touch(self, group_id: str, deadline_s: float | None = None) -> bool:
-        """Set the group's deadline to `deadline_s` from now if that is later; False when it has ended."""
-        return self._drive(self._logic.touch(group_id, deadline_s))
+        """Set the group's deadline to `deadline_s` seconds from now if that is later; False when it has ended.
+
+        Default the run's group_deadline_s. Raises SettingError for what are no seconds.
+        """
+        return self._drive(self._logic.admission.touch(group_id, deadline_s))
 
     def model_version(self) -> int | None:
-        """The newest version the trainer has published, None before there is a trainer."""
-        self._logic.check_open()
-        value = self._connection.scripts.hget(self._logic.joined.keys.home.lineage, "version")
+        """The newest version the trainer has published, None before there is a trainer. Asks the server."""
+        member = self._logic.member
+        member.check_open()
+        value = self._connection.scripts.hget(member.manifest.keys.home.lineage, "version")
         return None if value is None else int(value)
 
     def finish(self) -> None:
@@ -154,68 +217,50 @@ class Producer:
         self._drive(self._logic.finish())
 
     def _beat(self) -> None:
-        while not self._closing.wait(self._logic.until_heartbeat(HEARTBEAT_S)):
+        while not self._closing.wait(self._logic.until_heartbeat()):
             try:
                 self._drive(self._logic.heartbeat(), patient=False)
-            except RETRYABLE as error:
-                logger.warning("heartbeat of producer %s failed: %s", self._logic.name, error)
-            except ProducerClosedError:
-                return
-            except ManifestMismatchError as error:  # every further call raises it
-                logger.error("producer %s stops: %s", self._logic.name, error)
-                return
+            except HEARTBEAT_ERRORS as error:
+                if self._logic.stops_heartbeat(error):
+                    return
 
     def _drive(self, steps: Steps[T], patient: bool = True) -> T:
         """`_carry_through` as a call that `close` waits for; the last one to end disconnects once more."""
+        member = self._logic.member
         with self._calls:
-            self._logic.check_open()
+            member.check_open()
             self._under_way += 1
         try:
             return self._carry_through(steps, patient)
         except Exception as error:
-            if not self._logic.closed or isinstance(error, StreamadvError):
-                raise
-            self._logic.check_open()  # its connection was closed under it
+            if not isinstance(error, StreamadvError):
+                member.check_open()  # else its connection was closed under it
             raise
         finally:
             steps.close()
             with self._calls:
                 self._under_way -= 1
                 self._calls.notify_all()
-                if self._logic.closed and self._heart is None and not self._under_way:
+                if member.closed and self._heart is None and not self._under_way:
                     self._disconnect()
 
     def _carry_through(self, steps: Steps[T], patient: bool, closed: bool = False) -> T:
-        """Carry out what `producing` asks for, request by request; ProducerClosedError before one, unless `closed`.
-
-        Scripts are repeated until the server answers (not when impatient); what becomes of a push whose reply
-        was lost is up to the steps.
-        """
+        """Carry out what the steps ask for. closed: also once the producer is closed."""
+        check_open = never_closed if closed else self._logic.member.check_open
+        requests = attempts(steps, check_open, patient=patient)
         reply: Any = None
-        error: BaseException | None = None
-        outage = Outage(STAGE, sleep=self._closing.wait)
         while True:
             try:
-                request = steps.send(reply) if error is None else steps.throw(error)
+                request = requests.send(reply)
             except StopIteration as stop:
                 result: T = stop.value
                 return result
-            reply, error = None, None
-            while True:
-                if not closed:
-                    self._logic.check_open()
-                try:
-                    reply = self._carry_out(request)
-                except OutOfMemoryError as failure:
-                    error = failure
-                except RETRYABLE as failure:
-                    if not isinstance(request, Transaction) and patient:
-                        outage.pause_after(failure)
-                        continue
-                    error = failure
-                break
+            try:
+                reply = self._carry_out(request)
+            except ATTEMPT_ERRORS as error:
+                reply = error
 
-    def _carry_out(self, request: Request) -> Any:
+    def _carry_out(self, request: Attempt) -> Any:
         if isinstance(request, Pause):
             return self._closing.wait(request.seconds)
         if isinstance(request, Memory):

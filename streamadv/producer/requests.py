@@ -1,18 +1,37 @@
-"""What a producer may ask of its client: requests that the blocking and the asyncio producer carry out."""
+"""What the steps of a producer ask of its client, and the one place where a request is sent again.
+
+Steps are generators: they yield requests and receive replies. `Producer` and `AsyncProducer` carry out single attempts;
+`attempts` decides between two attempts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
+from redis.exceptions import OutOfMemoryError
+
+from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import ScriptCall
+
+STAGE: Final = "producer"
 
 
 class Transaction(NamedTuple):
-    """MULTI: write the payload hashes, then run the script. Never sent twice."""
+    """MULTI: write the payload hashes, then run the script. Never sent twice: `GroupCall` makes another one."""
 
     payloads: Sequence[tuple[str, dict[Any, Any]]]
     call: ScriptCall
+
+
+class GroupCall(NamedTuple):
+    """A call of a script that may open a group: `begin`, `push` or `cancel`.
+
+    `make` is called for each attempt, because the server may have carried out one whose reply was lost: payloads need
+    new keys then. Above maxmemory, where the server refuses these scripts, the reply is OUT_OF_MEMORY.
+    """
+
+    make: Callable[[], ScriptCall | Transaction]
 
 
 class Pause(NamedTuple):
@@ -26,11 +45,49 @@ class Memory(NamedTuple):
 
 
 class ServerIds(NamedTuple):
-    """Ask which server has each key; None where it does not tell. Another one may have lost the last moments."""
+    """Ask which server has each key; None where it does not tell."""
 
     keys: Sequence[str]
 
 
-Request = ScriptCall | Transaction | Pause | Memory | ServerIds
 T = TypeVar("T")
+Attempt = ScriptCall | Transaction | Pause | Memory | ServerIds
+Request = Attempt | GroupCall
 Steps = Generator[Request, Any, T]
+
+OUT_OF_MEMORY: Final = [b"busy", b"maxmemory", b"0", b"0"]
+#: Errors of an attempt that the producers hand to `attempts`.
+ATTEMPT_ERRORS: Final[tuple[type[Exception], ...]] = (OutOfMemoryError, *RETRYABLE)
+
+
+def never_closed() -> None:
+    """For `attempts` of a producer that says goodbye."""
+
+
+def attempts(steps: Steps[T], check_open: Callable[[], None], *, patient: bool) -> Generator[Attempt, Any, T]:
+    """Yield each request of `steps` as often as it takes; receives the reply or one of ATTEMPT_ERRORS.
+
+    Calls are repeated until the server answers. Impatient ones raise instead, except pushes of payloads: those are
+    always repeated. `check_open` is called before each attempt and raises to end the steps.
+    """
+    outage = Outage(STAGE)
+    reply: Any = None
+    while True:
+        try:
+            request = steps.send(reply)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        while True:
+            check_open()
+            attempt = request.make() if isinstance(request, GroupCall) else request
+            reply = yield attempt
+            if not isinstance(reply, Exception):
+                break
+            if isinstance(reply, OutOfMemoryError) and isinstance(request, GroupCall):
+                reply = OUT_OF_MEMORY
+                break
+            if not isinstance(reply, RETRYABLE) or not (patient or isinstance(attempt, Transaction)):
+                raise reply
+            yield Pause(outage.delay_after(reply))
+        outage.over()

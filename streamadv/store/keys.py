@@ -169,11 +169,6 @@ class ShardKeys:
     def output(self, nonce: str) -> str:
         return self._key(f"output:{nonce}")
 
-    def admission(self, group_id: str) -> list[str]:
-        """KEYS of the scripts that may open a group, see `lua/group/begin.lua`."""
-        names = [self.open, self.groups, self.ended, self.ended_before, self.ledger, self.trainer, self.sizes]
-        return [self.group(group_id), *names]
-
     # Of the home shard (shard 0) only:
 
     @property

@@ -56,6 +56,7 @@ SCRIPTS: Final = {
         "heartbeat",
         "begin",
         "push",
+        "cancel",
         "score",
         "touch",
         "withdraw",

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from streamadv.errors import Busy, GroupEndedError, TrajectoryError
 from streamadv.producer import Producer
-from streamadv.producer import producer as producer_module
+from streamadv.producer import logic as producer_logic
 from streamadv.store.waiting import Blocked, Wait
 from streamadv.trajectory.schema import Trajectory
 from tests.support import ended, trajectory, unscored
@@ -88,7 +88,7 @@ def read_journal(file: Path) -> tuple[list[int], dict[int, float]]:
 
 def run_producer(setup: Setup, number: int) -> int:
     """Produce until the stop file is there, then finish."""
-    vars(producer_module)["HEARTBEAT_S"] = setup.heartbeat_s
+    vars(producer_logic)["HEARTBEAT_S"] = setup.heartbeat_s
     scorers = bool(setup.settings.get("scorers"))
     file = journal_file(setup.path, number)
     begun, done = read_journal(file)

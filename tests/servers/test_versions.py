@@ -9,7 +9,8 @@ import pytest
 
 from streamadv.errors import SettingError
 from streamadv.grouping.scorer import Scorer
-from streamadv.producer import Producer, records
+from streamadv.producer import Producer
+from streamadv.producer import encode as encoding
 from streamadv.run import open_run
 from streamadv.store.connection import Connection
 from streamadv.store.keys import manifest_key
@@ -28,7 +29,7 @@ def test_a_field_that_a_newer_release_adds_passes_through_an_older_one(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within a schema version fields are only ever added, and left alone by who does not know them."""
-    encode, refer = records.encode_payload, records.encode_reference
+    encode, refer = encoding.encode_payload, encoding.encode_reference
 
     def encode_newer(item: Any) -> dict[Any, Any]:
         fields = encode(item)
@@ -41,8 +42,8 @@ def test_a_field_that_a_newer_release_adds_passes_through_an_older_one(
     joined = join(redis_url, run)
     with Producer(redis_url, run) as older:
         push_groups(older, 2, prefix="old")
-        monkeypatch.setattr(records, "encode_payload", encode_newer)
-        monkeypatch.setattr(records, "encode_reference", refer_newer)
+        monkeypatch.setattr(encoding, "encode_payload", encode_newer)
+        monkeypatch.setattr(encoding, "encode_reference", refer_newer)
         with Producer(redis_url, run) as newer:
             push_groups(newer, 2, prefix="new")
             newer.finish()

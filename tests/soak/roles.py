@@ -21,7 +21,7 @@ from streamadv import cli
 from streamadv.errors import Busy, NoBatchError
 from streamadv.processes import messages
 from streamadv.producer import Producer
-from streamadv.producer import producer as producer_module
+from streamadv.producer import logic as producer_logic
 from streamadv.run import dead_letters
 from streamadv.run.manifest import RunSettings
 from streamadv.trainer.queue import TrainerQueue
@@ -142,7 +142,7 @@ ROLES: Final[dict[str, Callable[[str, str], None]]] = {
 def main() -> None:
     """Run one role until the process is ended; the end of stdin ends it."""
     role, url, run = sys.argv[1:]
-    vars(producer_module)["HEARTBEAT_S"] = HEARTBEAT_S
+    vars(producer_logic)["HEARTBEAT_S"] = HEARTBEAT_S
     threading.Thread(target=lambda: (sys.stdin.read(), sys.exit()), daemon=True).start()
     ROLES[role](url, run)
 

@@ -1,5 +1,5 @@
 -- How many groups of a shard count in pacing. Changes nothing.
 -- KEYS  open, groups, ledger, trainer
 -- Returns  that number
--- include admit
-return groups_ahead(keys, redis.call('HMGET', keys.trainer, 'held')[1])
+-- include pacing
+return groups_ahead(keys, redis.call('HGET', keys.trainer, 'held'))

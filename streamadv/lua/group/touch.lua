@@ -1,12 +1,12 @@
--- Extend the deadline of an open group to `deadline` ms from now (never shorten it).
+-- Extend the deadline of an open group to so many ms from now (never shorten it).
 -- KEYS  void, open, group, ledger
 -- ARGV  group id, deadline (ms from now), producer
 -- Returns  1, or 0 when the group is not open
 -- include clock
 -- include play
-local score = tonumber(redis.call('ZSCORE', keys.open, ARGV[1]) or '')
-if not score then return 0 end
-local deadline = math.max(score, now_ms() + tonumber(ARGV[2]))
+local deadline = tonumber(redis.call('ZSCORE', keys.open, ARGV[1]) or '')
+if not deadline then return 0 end
+deadline = math.max(deadline, now_ms() + tonumber(ARGV[2]))
 redis.call('ZADD', keys.open, string.format('%.17g', deadline), ARGV[1])
 local group = redis.pcall('HMGET', keys.group, 'size')
 if not group.err and group[1] then play(keys, ARGV[3]) end

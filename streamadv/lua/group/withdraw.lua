@@ -1,5 +1,6 @@
--- The caller of a `begin` has not heard of it. A group whose tickets nobody else has, and of which no slot is filled,
--- counts no more in pacing; the grouper removes it as if it had never been opened, unless somebody begins it before.
+-- Withdraw a group that a call of `begin` may have opened, after its caller stopped waiting. A group whose tickets nobody
+-- else has, and of which no slot is filled, counts no more in pacing; the grouper removes it as if it had never been
+-- opened, unless somebody begins it before.
 -- KEYS  void, group, open, ledger
 -- ARGV  group id, nonce of the call
 -- Returns  1 if the group was withdrawn, 0 if not

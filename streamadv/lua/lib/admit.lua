@@ -1,10 +1,11 @@
 -- Admission: whether a group may be opened now, and opening it.
+--   keys  group, open, groups, ledger, trainer, sizes
 local ADMISSION_ARGS = 12
 
 -- The first arguments of a script that may open a group:
---   group id, size, slots, data source, deadline (ms), max_trajectory_bytes, max_bytes of this shard, shards, groups that
---   count in the other shards ('' = not known), max_staleness and batch_groups until a trainer says its own ('' = no
---   pacing), producer
+--   group id, size, slots, data source, deadline (ms), max_trajectory_bytes, max_bytes of this shard (-1 = open nothing),
+--   shards, groups that count in the other shards ('' = not known), max_staleness and batch_groups until a trainer says
+--   its own ('' = no pacing), producer
 local function admission_of(args)
   return {id = args[1], size = args[2], slots = tonumber(args[3]), data_source = args[4],
     deadline_ms = tonumber(args[5]), max_trajectory_bytes = tonumber(args[6]), max_bytes = tonumber(args[7]),
@@ -12,42 +13,47 @@ local function admission_of(args)
     producer = args[12]}
 end
 
--- Groups of this shard begun and neither terminal nor trained on. Those of lost producers wait for others to push, if
--- anybody does: they count again with the next record.
-local function groups_ahead(keys, held)
-  local abandoned = tonumber(redis.call('HMGET', keys.ledger, 'groups_abandoned')[1] or '') or 0
-  return math.max(0, redis.call('ZCARD', keys.open) - math.max(0, abandoned)) + redis.call('XLEN', keys.groups)
-    - (tonumber(held or '') or 0)
+-- Returns a refusal if the producers are too far ahead of the trainer, else nil.
+local function too_far_ahead(keys, spec, max_staleness, batch_groups, held)
+  if not (max_staleness and batch_groups) then return nil end
+  local limit = (max_staleness + 1) * batch_groups
+  local used = groups_ahead(keys, held) + (spec.elsewhere or 0)
+  -- A shard admits its own share by itself. A client that wants more says how many groups the other shards have, because
+  -- neither ids nor groups need spread evenly.
+  if spec.shards > 1 and not spec.elsewhere then limit = math.floor(limit / spec.shards) end
+  return used >= limit and {'busy', 'max_staleness', used, limit} or nil
 end
 
--- open_group(keys, spec): admit and open a group, or say why not.
---   keys  group, open, groups, ledger, trainer, sizes
--- Returns nil when opened, else {'busy', reason, used, limit}, for max_bytes with {open groups, groups logged, trajectories in
--- streams and in flight, batch_groups or ''}, or {'layout'} where nobody has confirmed that the run has so
--- many shards: the server may have lost its manifest, and nobody may read what is pushed here.
+-- Returns a refusal if the slots of the group, at `each` bytes, do not fit into the budget, else nil.
+local function no_room(keys, spec, known, each, batch_groups)
+  local needed, limit = spec.slots * each, string.format('%.17g', spec.max_bytes)
+  local used = count_of(keys.ledger, 'live_bytes') + reserved_bytes(known, each)
+  if used + needed <= spec.max_bytes then return nil end
+  if spec.max_bytes >= 0 and needed > spec.max_bytes then
+    return {'busy', 'group_bytes', string.format('%.17g', each), limit}
+  end
+  local moving = count_of(keys.ledger, 'rollouts') + count_of(keys.ledger, 'scoring') + count_of(keys.ledger, 'in_flight')
+  return {'busy', 'max_bytes', string.format('%.17g', used), limit, redis.call('ZCARD', keys.open),
+    redis.call('XLEN', keys.groups), moving, batch_groups or ''}
+end
+
+-- Admit and open a group. Returns nil when opened, else
+--   {'busy', 'max_staleness', groups ahead, limit}
+--   {'busy', 'group_bytes', bytes a slot needs, max_bytes}   more than the whole budget
+--   {'busy', 'max_bytes', bytes used, max_bytes, open groups, groups logged, trajectories in streams and in flight,
+--    batch_groups or ''}
+--   {'layout'}  nobody has confirmed that the run has so many shards: the server may have lost its manifest, and nobody
+--               may read what is pushed here
 -- What is reserved is a function of the open groups' unfilled slots, so no credit can leak.
 local function open_group(keys, spec)
-  if tonumber(redis.call('HMGET', keys.ledger, 'shards')[1] or '') ~= spec.shards then return {'layout'} end
+  if tonumber(redis.call('HGET', keys.ledger, 'shards') or '') ~= spec.shards then return {'layout'} end
   local trainer = redis.call('HMGET', keys.trainer, 'max_staleness', 'batch_groups', 'held', 'epoch', 'version')
   local max_staleness, batch_groups = tonumber(trainer[1] or spec.max_staleness), tonumber(trainer[2] or spec.batch_groups)
-  if max_staleness and batch_groups then
-    local total = (max_staleness + 1) * batch_groups
-    local limit, used = total, groups_ahead(keys, trainer[3]) + (spec.elsewhere or 0)
-    -- Its share a shard admits by itself. Who wants more says what the others have: ids need not spread evenly, nor groups.
-    if spec.shards > 1 and not spec.elsewhere then limit = math.floor(total / spec.shards) end
-    if used >= limit then return {'busy', 'max_staleness', used, limit} end
-  end
   local known = read_sizes(keys.sizes)
   local each = slot_bytes(known, spec.max_trajectory_bytes)
-  local used = (tonumber(redis.call('HMGET', keys.ledger, 'live_bytes')[1] or '') or 0) + reserved_bytes(known, each)
-  if used + spec.slots * each > spec.max_bytes then
-    local reason = spec.max_bytes >= 0 and spec.slots * each > spec.max_bytes and 'group_bytes' or 'max_bytes'
-    if reason == 'group_bytes' then used = each end
-    local on_way = redis.call('HMGET', keys.ledger, 'rollouts', 'scoring', 'in_flight')
-    local moving = (tonumber(on_way[1] or '') or 0) + (tonumber(on_way[2] or '') or 0) + (tonumber(on_way[3] or '') or 0)
-    return {'busy', reason, string.format('%.17g', used), string.format('%.17g', spec.max_bytes),
-      redis.call('ZCARD', keys.open), redis.call('XLEN', keys.groups), moving, batch_groups or ''}
-  end
+  local refused = too_far_ahead(keys, spec, max_staleness, batch_groups, trainer[3])
+    or no_room(keys, spec, known, each, batch_groups)
+  if refused then return refused end
   local now = now_ms()
   redis.call('HSET', keys.group, 'size', spec.size, 'slots', spec.slots, 'data_source', spec.data_source,
     'opened_ms', string.format('%.17g', now), 'unfilled', spec.slots, 'slot_bytes', string.format('%d', each),

@@ -1,18 +1,37 @@
--- Tombstones of ended groups: id -> letter and bitmap. 'c' = completed, 'e' = expired; then one digit per slot:
--- '0' nobody has pushed it, '1' it has ended, '2' its record is still on its way to the group. Two generations: when
--- the young one is full it replaces the old one, so at least the last dedupe_groups groups are remembered.
+-- Tombstones of ended groups: group id -> letter and one digit per slot. The letter: 'c' = completed, 'e' = expired. A
+-- digit: '0' = nobody has pushed it, '1' = it has ended, '2' = its record is still on its way to the group. Two
+-- generations: when the young one is full it replaces the old one, so at least the last dedupe_groups groups are remembered.
+--   keys  ended, ended_before
+
+-- Returns a group's tombstone and the hash that has it, or nil.
 local function find_ended(keys, id)
-  local text = redis.call('HGET', keys.ended, id)
-  if text then return text, keys.ended end
-  text = redis.call('HGET', keys.ended_before, id)
-  if text then return text, keys.ended_before end
+  local tombstone = redis.call('HGET', keys.ended, id)
+  if tombstone then return tombstone, keys.ended end
+  tombstone = redis.call('HGET', keys.ended_before, id)
+  if tombstone then return tombstone, keys.ended_before end
   return nil
 end
 
-local function remember_ended(keys, id, letter, bitmap, dedupe_groups)
+local function slot_digit(tombstone, index)
+  return string.sub(tombstone, index + 2, index + 2)
+end
+
+-- Note that a slot has ended. Returns the new tombstone.
+local function end_slot(key, id, tombstone, index)
+  tombstone = string.sub(tombstone, 1, index + 1) .. '1' .. string.sub(tombstone, index + 3)
+  redis.call('HSET', key, id, tombstone)
+  return tombstone
+end
+
+-- Why a record is dropped that comes after the end of its group.
+local function after_end(tombstone)
+  return string.sub(tombstone, 1, 1) == 'c' and 'surplus' or 'late'
+end
+
+local function remember_ended(keys, id, letter, digits, dedupe_groups)
   if redis.call('HLEN', keys.ended) >= dedupe_groups then
     redis.call('UNLINK', keys.ended_before)  -- RENAME would free a million fields before it returns
     redis.call('RENAME', keys.ended, keys.ended_before)
   end
-  redis.call('HSET', keys.ended, id, letter .. bitmap)
+  redis.call('HSET', keys.ended, id, letter .. digits)
 end

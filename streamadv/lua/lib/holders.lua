@@ -1,5 +1,5 @@
--- Who has the tickets of an open group: nonces of calls of `begin`, in the field 'holders' of its hash; '' when nobody has
--- any more. At so many characters no more are noted, and the group is never withdrawn.
+-- Who has the tickets of an open group: the field 'holders' of its hash has the nonces of calls of `begin`, and is '' when
+-- nobody has them any more. From so many characters on no more are noted, and the group is never withdrawn.
 local MAX_HOLDERS = 200
 
 local function is_withdrawn(group_key)

@@ -2,8 +2,8 @@
 -- KEYS  void, ledger
 -- ARGV  shards
 -- Returns  1
-local there = redis.call('HMGET', keys.ledger, 'shards')[1] or '0'
-local back = string.sub(there, 1, 1) == '-' and string.sub(there, 2) or '-' .. there  -- as text: it may be any number
-redis.pcall('HINCRBY', keys.ledger, 'shards', back)
+local old = redis.call('HGET', keys.ledger, 'shards') or '0'
+local minus_old = string.sub(old, 1, 1) == '-' and string.sub(old, 2) or '-' .. old  -- as text: it may be any number
+redis.pcall('HINCRBY', keys.ledger, 'shards', minus_old)
 redis.pcall('HINCRBY', keys.ledger, 'shards', ARGV[1])
 return 1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import streamadv.producer.producer
+import streamadv.producer.logic
 from streamadv import cli
 from streamadv.errors import Busy, NoBatchError, SettingError
 from streamadv.grouping.groups_log import read_log
@@ -269,7 +269,7 @@ def test_a_group_that_no_budget_has_room_for_is_an_error(fake: Connection) -> No
 def test_a_budget_given_later_reaches_producers_that_are_open(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamadv.producer.producer, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(streamadv.producer.logic, "HEARTBEAT_S", 0.01)
     with producing(redis_url, run) as producer:
         joined = join(redis_url, run)
         producer.begin_group(8, timeout=0)

@@ -19,7 +19,7 @@ from streamadv.cli import main
 from streamadv.errors import ManifestMismatchError
 from streamadv.grouping.grouper import run_grouper
 from streamadv.grouping.scorer import Scorer
-from streamadv.producer import Producer, async_producer, producer
+from streamadv.producer import Producer, logic
 from streamadv.run import Run, open_run
 from streamadv.run.manifest import RunSettings
 from streamadv.status.ledger import read_status
@@ -47,8 +47,7 @@ def forgetful() -> Iterator[EmbeddedServer]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producer, "HEARTBEAT_S", 0.2)
-    monkeypatch.setattr(async_producer, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(logic, "HEARTBEAT_S", 0.2)
 
 
 def flushed(server: EmbeddedServer) -> None:

@@ -16,7 +16,7 @@ import redis
 
 import streamadv
 from streamadv.errors import Busy, NoBatchError, ProducerClosedError
-from streamadv.producer import Producer, async_producer
+from streamadv.producer import Producer, logic
 from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
@@ -119,13 +119,13 @@ async def test_closing_ends_the_heartbeat_at_any_moment(
     redis_url: str, run: str, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where Python's wait_for, inside redis-py, drops the cancellation as its reply has just come."""
-    monkeypatch.setattr(async_producer, "HEARTBEAT_S", 0)
+    monkeypatch.setattr(logic, "HEARTBEAT_S", 0)
     producer = await Producer(redis_url, run).__aenter__()
     for _ in range(turns):
         await asyncio.sleep(0)
     closing = asyncio.create_task(producer.close())
     done, _ = await asyncio.wait({closing}, timeout=10)
-    monkeypatch.setattr(async_producer, "HEARTBEAT_S", 3600)  # where it does not end: lets it be cancelled
+    monkeypatch.setattr(logic, "HEARTBEAT_S", 3600)  # where it does not end: lets it be cancelled
     assert done
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import streamadv.producer.producer
+import streamadv.producer.logic
 import streamadv.run.heartbeats
 from streamadv import cli
 from streamadv.errors import Busy, NoBatchError, TrajectoryError
@@ -350,7 +350,7 @@ class Pipeline:
         ticket = Ticket(group_id, 0, SIZE, PLACES, 0, None)
         group = self.groups.setdefault(group_id, Group())
         free = [index for index in range(PLACES) if index not in group.pushed]
-        steps = self.producer._logic.cancel(ticket, 1, range(PLACES))
+        steps = self.producer._logic.pushes.cancel(ticket, 1, range(PLACES))
         try:
             (code,) = self.producer._drive(steps).codes
         except TrajectoryError:
@@ -536,14 +536,14 @@ def test_groups_of_a_lost_producer_do_not_count_in_pacing(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed with every admitted group open, it must not stop the others until the deadline."""
-    monkeypatch.setattr(streamadv.producer.producer, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(streamadv.producer.logic, "HEARTBEAT_S", 3600.0)
     joined = join(redis_url, run)
     queue = TrainerQueue(redis_url, run, batch_groups=2, max_staleness=1, chain={"estimator": "grpo"})
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
     killed = Producer(redis_url, run).open()
     lost = [killed.begin_group(2, timeout=0) for _ in range(4)]
-    monkeypatch.setattr(streamadv.producer.producer, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(streamadv.producer.logic, "HEARTBEAT_S", 0.02)
     monkeypatch.setattr(streamadv.run.heartbeats, "PRODUCER_TIMEOUT_S", 0.5)
     with threads(lambda stop: grouper.run_grouper(joined, stop)), producing(redis_url, run) as other:
         mine = [other.begin_group(2, timeout=30) for _ in range(4)]

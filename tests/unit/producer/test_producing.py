@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from streamadv.errors import Busy, GroupEndedError, SettingError, TrajectoryError
 from streamadv.producer import Producer
-from streamadv.producer.records import MAX_SLICE_BYTES
-from streamadv.producer.tickets import Ticket, new_group_id, prepare
+from streamadv.producer.checks import check_records
+from streamadv.producer.encode import MAX_SLICE_BYTES
+from streamadv.producer.requests import GroupCall
+from streamadv.producer.tickets import Ticket, new_group_id
 from streamadv.run import Run
 from streamadv.run.budget import byte_budget
 from streamadv.status.ledger import read_status
 from streamadv.store.connection import Connection
-from streamadv.store.scripts import ScriptCall, script_call
+from streamadv.store.scripts import ScriptCall
 from tests.support import (
     ended,
     group_all,
@@ -72,7 +74,7 @@ def test_what_comes_after_completion_is_counted_and_not_kept(
         assert push_one(producer, item) == "duplicate"
         assert payload_keys(run) == kept
         assert ledger(run)["dropped"] == {reason: 1}
-        with pytest.raises(TrajectoryError, match="no such place"):
+        with pytest.raises(TrajectoryError, match="no such slot"):
             push_one(producer, trajectory("g", 4))
     assert problems(run) == []
 
@@ -109,7 +111,7 @@ def test_what_does_not_fit_its_group_is_refused_without_a_trace(fake: Connection
     with producing(fake, "r") as producer:
         run = join(fake, "r")
         push_one(producer, trajectory("g", 0))
-        with pytest.raises(TrajectoryError, match=r"no such place|group_size is 3, group g is open"):
+        with pytest.raises(TrajectoryError, match=r"no such slot|group_size is 3, group g is open"):
             push_one(producer, item)
         with pytest.raises(TrajectoryError, match="group_size is 3"):
             producer.begin_group(3, group_id="g")
@@ -127,7 +129,7 @@ def test_one_push_is_for_one_group(fake: Connection) -> None:
     assert ledger(join(fake, "r"))["pushed"] == 0
 
 
-def test_failed_cancelled_and_unscorable_places_end_without_a_trajectory(fake: Connection) -> None:
+def test_failed_cancelled_and_unscorable_slots_end_without_a_trajectory(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         run = join(fake, "r")
         group = producer.begin_group(5, group_id="g")
@@ -165,14 +167,15 @@ def test_a_cancel_that_is_sent_twice_takes_one_place(fake: Connection) -> None:
     """The client repeats a script whose reply was lost."""
     with producing(fake, "r") as producer:
         group = producer.begin_group(4, group_id="g")
-        steps = producer._logic.cancel(group.tickets[0], 2, [0, 1, 3])
-        call = cast(ScriptCall, next(steps))
+        steps = producer._logic.pushes.cancel(group.tickets[0], 2, [0, 1, 3])
+        call = cast(GroupCall, next(steps)).make()
+        assert isinstance(call, ScriptCall)
         replies = [fake.scripts.eval(*call.by_text) for _ in range(3)]
-        assert replies == [[b"ok", b"pushed 3", b"pushed 1"]] * 3
+        assert replies == [[b"ok", b"3", b"1"]] * 3
     assert ledger(join(fake, "r"))["pushed"] == 2
 
 
-def test_cancelling_takes_the_highest_places_that_nobody_plays(fake: Connection) -> None:
+def test_cancelling_takes_the_highest_slots_that_nobody_plays(fake: Connection) -> None:
     columns = {"input_ids": [1], "response_mask": [1], "reward": 1.0}
     with producing(fake, "r") as producer, producing(fake, "r") as elsewhere:
         run = join(fake, "r")
@@ -516,7 +519,7 @@ def test_a_score_is_checked_like_a_push(fake: Connection, arguments: tuple[Any, 
         assert producer.score("g", 0, 1.0) == "scored"
 
 
-def test_numbers_of_numpy_are_scores_and_places(fake: Connection) -> None:
+def test_numbers_of_numpy_are_scores_and_slots(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         producer.push([unscored("g", 0), unscored("g", 1)])
         assert producer.score("g", cast(int, np.int64(0)), cast(float, np.float32(0.5))) == "scored"
@@ -604,15 +607,15 @@ def test_producers_say_whether_more_will_come(fake: Connection) -> None:
 
 def test_records_are_checked_against_their_ticket() -> None:
     ticket = Ticket("g", 1, 2, 3, 0, 7, "math", {"a": 1})
-    (item,) = prepare([{"input_ids": [1], "response_mask": [1]}], ticket)
+    (item,) = check_records([{"input_ids": [1], "response_mask": [1]}], ticket)
     assert (item.group_id, item.rollout_index, item.model_version) == ("g", 1, 7)
     assert (item.data_source, item.metadata) == ("math", {"a": 1})
     with pytest.raises(TrajectoryError, match="belongs to group h"):
-        prepare([trajectory("h", 0)], ticket)
-    with pytest.raises(TrajectoryError, match="has 3 places"):
-        prepare([trajectory("g", 3)], ticket)
+        check_records([trajectory("h", 0)], ticket)
+    with pytest.raises(TrajectoryError, match="has 3 slots"):
+        check_records([trajectory("g", 3)], ticket)
     with pytest.raises(TrajectoryError, match="records 0 and 1 of group g both have rollout_index 1"):
-        prepare([{"input_ids": [1], "response_mask": [1]}] * 2, ticket)
+        check_records([{"input_ids": [1], "response_mask": [1]}] * 2, ticket)
 
 
 def test_the_byte_budget_follows_the_server() -> None:
@@ -636,33 +639,14 @@ def test_scripts_refuse_what_they_do_not_know(fake: Connection) -> None:
     """A push of a record that is not admitted leaves neither payload nor counter."""
     run = join(fake, "r")
     keys = run.keys.home
-    run.call("lay_out", [keys.void, keys.ledger], [1])
+    run.home.call("lay_out", [1])
     fake.scripts.hset(keys.payload("n"), "header", "x")
-    args = [
-        "g",
-        1,
-        1,
-        "",
-        1000,
-        50,
-        10,
-        1,
-        "",
-        "",
-        "",
-        "p",
-        "0",
-        0,
-        "usable",
-        "1.0",
-        10,
-        keys.payload("n"),
-        "train",
-        "{}",
-    ]
-    names = [*keys.admission("g"), keys.rollouts, keys.void, keys.payload("n")]
-    reply: Any = run.call("push", names, args)
+    max_trajectory_bytes, max_bytes, shards = 50, 10, 1
+    admission = ["g", 1, 1, "", 1000, max_trajectory_bytes, max_bytes, shards, "", "", "", "p"]
+    record = [0, "usable", "1.0", 10, keys.payload("n"), "train", "{}"]
+    reply: Any = run.home.call(
+        "push", [*admission, "0", *record], group="g", scorer=keys.void, payloads=[keys.payload("n")]
+    )
     assert reply[:2] == [b"busy", b"group_bytes"]
     assert not fake.scripts.exists(keys.payload("n"))
     assert problems(run) == []
-    assert script_call("push", [], []).script.name == "push"

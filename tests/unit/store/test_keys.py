@@ -35,7 +35,6 @@ def every_key(keys: ShardKeys) -> list[str]:
         keys.payload("n"),
         keys.output("n"),
         keys.scoring("s"),
-        *keys.admission("g"),
     ]
 
 
@@ -85,7 +84,7 @@ def test_usual_names_are_taken(name: str) -> None:
 def test_patterns_match_every_key_of_the_run_and_of_no_other() -> None:
     run = "exp/1"
     patterns = {kind: key for kind, key in key_patterns(run).items() if not kind.startswith("runs")}
-    named = {name for name in vars(ShardKeys) if not name.startswith("_")} - {"tag", "admission"}
+    named = {name for name in vars(ShardKeys) if not name.startswith("_")} - {"tag"}
     assert named == {kind for kind in patterns if not kind.startswith("manifest")}
     keys = [key for shard in keys_of(run, 3).shards for key in every_key(shard)]
     for key in [*keys, manifest_key(run), void_key(run)]:

@@ -1,0 +1,12 @@
+-- Pacing: how many groups of a shard count against max_staleness.
+--   keys  open, groups, ledger
+local function count_of(key, field)
+  return tonumber(redis.call('HGET', key, field) or '') or 0
+end
+
+-- Groups begun and neither terminal nor trained on; `held` are trained and not committed. Groups of lost producers do not
+-- count until somebody pushes to them or touches them.
+local function groups_ahead(keys, held)
+  local abandoned = math.max(0, count_of(keys.ledger, 'groups_abandoned'))
+  return math.max(0, redis.call('ZCARD', keys.open) - abandoned) + redis.call('XLEN', keys.groups) - (tonumber(held or '') or 0)
+end

@@ -1,0 +1,113 @@
+"""What blocking and asyncio groups and rollouts share: all but carrying the steps out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import EllipsisType
+from typing import Any, Final, Generic, TypeVar
+
+from ..trajectory.schema import Row, Step
+from .failures import Outcome
+from .requests import Steps
+from .slots import Slots
+from .tickets import Ticket
+
+FAIL_REASONS: Final = ("failed", "aborted")
+
+# What `Rollout.push` takes. `...` = not given, which differs from None.
+RewardArg = float | None | EllipsisType
+VersionArg = int | tuple[int, int] | None | EllipsisType
+MappingArg = Mapping[str, Any] | EllipsisType
+StepsArg = Sequence[Step | Mapping[str, Any]] | EllipsisType
+RowsArg = Sequence[Row | Mapping[str, Any]] | EllipsisType
+
+
+class BaseRollout:
+    """What the two kinds of rollout share."""
+
+    def __init__(self, slots: Slots, ticket: Ticket) -> None:
+        self._slots = slots
+        self.ticket = ticket
+        """Its ticket, to be played elsewhere: `ticket.to_json()`."""
+        self.group_id = ticket.group_id
+        self.rollout_index = ticket.rollout_index
+        self.model_version = ticket.model_version
+
+    @property
+    def ended(self) -> bool:
+        """True once it was pushed, failed or cancelled through its group or this object."""
+        return self.rollout_index in self._slots.ended
+
+    @property
+    def cancelled(self) -> bool:
+        """True when playing on is in vain: cancelled, or it would be dropped as stale (as of the last heartbeat)."""
+        slots = self._slots
+        return self.rollout_index in slots.withdrawn or slots.logic.member.would_be_stale(self.ticket)
+
+    def _start(self) -> None:
+        self._slots.started.add(self.rollout_index)
+        version = self._slots.logic.member.version
+        self.model_version = version if version is not None else self.model_version
+
+    def _push(self, **fields: Any) -> Steps[str]:
+        self._slots.started.add(self.rollout_index)
+        record = {name: value for name, value in fields.items() if value is not ...}
+        record.setdefault("model_version", self.model_version)
+        result = yield from self._slots.push([record], self.ticket)
+        return result.codes[0]
+
+    def _fail(self, reason: str, detail: str) -> Steps[str]:
+        if reason not in FAIL_REASONS:
+            raise ValueError(f"reason is {reason!r}, needs 'failed' or 'aborted'")
+        return self._end(reason, detail)
+
+    def _end(self, reason: str, detail: str) -> Steps[str]:
+        result = yield from self._slots.end([self.rollout_index], reason, detail, note=bool(detail))
+        return result.codes[0]
+
+
+R = TypeVar("R", bound=BaseRollout)
+
+
+class BaseGroup(Generic[R]):
+    """What the two kinds of group share."""
+
+    def __init__(self, slots: Slots, rollouts: list[R]) -> None:
+        self._slots = slots
+        self._rollouts = rollouts
+        first = slots.tickets[0]
+        self.group_id = first.group_id
+        self.size = first.group_size
+        self.model_version = first.model_version
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """One for each slot, also the redundant ones.
+
+        One whose `to_json` was called, or that was copied or sent to another process, counts as played by somebody
+        else: `cancel(count)` and the end of the block leave its slot alone.
+        """
+        return self._slots.tickets
+
+    @property
+    def failures(self) -> Mapping[int, str]:
+        """Why rollouts failed or were cancelled here: rollout_index -> one line."""
+        return self._slots.failures
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(self._rollouts)
+
+    def __len__(self) -> int:
+        return len(self._rollouts)
+
+    def _to_play(self) -> list[tuple[R, Outcome]]:
+        """The rollouts that have not ended, with room for what becomes of each."""
+        return [(rollout, Outcome()) for rollout in self if not rollout.ended]
+
+    def _results(self, played: Sequence[tuple[R, Outcome]]) -> list[Any]:
+        """What the calls of `play` returned. Raises what is no mishap of one rollout, see `Failures.judge`."""
+        outcomes = [outcome for _, outcome in played]
+        failure = self._slots.logic.failures.judge(outcomes)
+        if failure is not None:
+            raise failure
+        return [outcome.result for outcome in outcomes]

@@ -1,0 +1,159 @@
+"""What callers of a producer pass, checked before anything is sent."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Final
+
+from ..errors import SettingError, TrajectoryError
+from ..messages import brief
+from ..run.manifest import MAX_DEADLINE_S
+from ..trajectory.schema import MAX_GROUP_SIZE, Trajectory, parse_trajectory
+from .tickets import Ticket, new_group_id
+
+MAX_METADATA_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """The arguments of `begin_group`, as given."""
+
+    size: int
+    group_id: str | None
+    data_source: str | None
+    metadata: Mapping[str, Any] | None
+    deadline_s: float | None
+    redundancy: int | None
+    timeout: float | None
+
+
+def check_group(request: GroupRequest, redundancy: int) -> Trajectory:
+    """What all rollouts of a group share, as a trajectory of it that holds nothing else.
+
+    Raises TrajectoryError for whatever a push to the group would raise it for, SettingError for a wrong deadline_s or
+    timeout.
+    """
+    for name, value, low in (("group_size", request.size, 1), ("redundancy", redundancy, 0)):
+        if not (isinstance(value, int) and low <= value <= MAX_GROUP_SIZE) or isinstance(value, bool):
+            raise TrajectoryError(
+                f"{name} is {brief(value)}, needs a whole number in {low}..{MAX_GROUP_SIZE}"
+            )
+    shared = parse_trajectory(
+        {
+            "group_id": new_group_id() if request.group_id is None else request.group_id,
+            "group_size": request.size,
+            "rollout_index": 0,
+            "status": "failed",
+            "data_source": request.data_source,
+            "metadata": {} if request.metadata is None else request.metadata,
+        },
+        "group",
+    )
+    if shared.metadata and len(json.dumps(shared.metadata)) > MAX_METADATA_BYTES:
+        raise TrajectoryError(f"group: metadata: more than {MAX_METADATA_BYTES} bytes: use an extra column")
+    check_deadline(request.deadline_s)
+    check_seconds("timeout", request.timeout, zero=True)
+    return shared
+
+
+def check_score(
+    group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
+) -> Trajectory:
+    """A reward that comes later, as a trajectory that holds nothing else. Raises TrajectoryError as its push would."""
+    return parse_trajectory(
+        {
+            "group_id": group_id,
+            "group_size": MAX_GROUP_SIZE,
+            "rollout_index": rollout_index,
+            "status": "failed",
+            "reward": reward,
+            "rewards": {} if rewards is None else rewards,
+        },
+        f"score of {brief(group_id)}/{brief(rollout_index)}",
+    )
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """Raises SettingError unless it is None or seconds above 0, at most MAX_DEADLINE_S."""
+    check_seconds("deadline_s", deadline_s, MAX_DEADLINE_S)
+
+
+def check_seconds(name: str, value: float | None, limit: float = math.inf, *, zero: bool = False) -> None:
+    """Raises SettingError unless `value` is None or seconds above 0 (`zero`: or 0), at most `limit`."""
+    if value is None:
+        return
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not (0 < value <= limit or (zero and value == 0)):
+        most = "" if limit == math.inf else f", at most {limit}"
+        raise SettingError(
+            f"{name} is {brief(value)}, needs seconds {'from' if zero else 'above'} 0 on{most}"
+        )
+
+
+def check_records(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket) -> list[Trajectory]:
+    """Records of the ticket's group as trajectories; fields that the ticket knows are filled in.
+
+    Raises TrajectoryError for a wrong field, and for one that contradicts the ticket or another record.
+    """
+    trajectories: list[Trajectory] = []
+    position_of: dict[int, int] = {}  # rollout index -> position
+    for position, record in enumerate(records):
+        trajectory = _with_ticket(record, ticket, f"group {ticket.group_id}, record {position}")
+        if (trajectory.group_id, trajectory.group_size) != (ticket.group_id, ticket.group_size):
+            raise TrajectoryError(
+                f"record {position} belongs to group {trajectory.group_id} of {trajectory.group_size}, "
+                f"not {ticket.group_id} of {ticket.group_size}"
+            )
+        index = trajectory.rollout_index
+        if index >= ticket.slots:
+            raise TrajectoryError(
+                f"rollout_index is {index}, group {ticket.group_id} has {ticket.slots} slots"
+            )
+        first = position_of.setdefault(index, position)
+        if first != position:
+            raise TrajectoryError(
+                f"records {first} and {position} of group {ticket.group_id} both have "
+                f"rollout_index {index}: name another in each"
+            )
+        trajectories.append(trajectory)
+    return trajectories
+
+
+def _with_ticket(record: Trajectory | Mapping[str, Any], ticket: Ticket, where: str) -> Trajectory:
+    """A record as a trajectory, with what the ticket knows and the record does not say."""
+    if not isinstance(record, Mapping):
+        trajectory = parse_trajectory(record, where)
+        if "model_version" not in record.model_fields_set and ticket.model_version is not None:
+            trajectory = record.model_copy(update={"model_version": ticket.model_version})
+        return trajectory
+    defaults: dict[str, Any] = {
+        "group_id": ticket.group_id,
+        "group_size": ticket.group_size,
+        "rollout_index": ticket.rollout_index,
+    }
+    if ticket.model_version is not None:
+        defaults["model_version"] = ticket.model_version
+    if ticket.data_source is not None:
+        defaults["data_source"] = ticket.data_source
+    metadata = record.get("metadata", {})
+    if isinstance(metadata, Mapping):
+        metadata = {**ticket.metadata, **metadata}
+    return parse_trajectory({**defaults, **record, "metadata": metadata}, where)
+
+
+def check_one_group(trajectories: Sequence[Trajectory]) -> None:
+    """Raises TrajectoryError unless all are trajectories of one group and size."""
+    for position, trajectory in enumerate(trajectories):
+        if not isinstance(trajectory, Trajectory):
+            raise TrajectoryError(f"record {position} is {brief(trajectory)}, needs to be a Trajectory")
+    first = trajectories[0]
+    for trajectory in trajectories:
+        if (trajectory.group_id, trajectory.group_size) != (first.group_id, first.group_size):
+            raise TrajectoryError(
+                f"group {trajectory.group_id} of {trajectory.group_size} is pushed together with group "
+                f"{first.group_id} of {first.group_size}: push one group at a time"
+            )

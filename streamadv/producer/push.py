@@ -1,0 +1,202 @@
+"""Pushing: records of a group in slices, cancellations and scores; kept for a server that may lose them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from .. import metrics
+from ..errors import Busy, TrajectoryError
+from ..store.reasons import Reason
+from ..store.scripts import ScriptCall, script_call
+from ..trajectory.schema import Trajectory
+from .admission import Admission
+from .checks import check_one_group, check_score
+from .encode import MAX_SLICE_RECORDS, Record, encode_record, ended_record, push_call, slices
+from .membership import Membership
+from .replies import cancelled_slots, push_codes
+from .requests import Steps, Transaction
+from .resend import ResendWindow
+from .tickets import GroupSpec, PushResult, Ticket
+
+
+class Pushes:
+    """How a producer's records reach the server."""
+
+    def __init__(self, member: Membership, admission: Admission, resend: ResendWindow) -> None:
+        self._member = member
+        self._admission = admission
+        self._resend = resend
+
+    def push(self, trajectories: Sequence[Trajectory], ticket: Ticket | None = None) -> Steps[PushResult]:
+        """Push trajectories of one group.
+
+        Without a ticket the group may be unknown: it is opened, or Busy raised. Raises TrajectoryError.
+        """
+        if not trajectories:
+            self._member.manifest  # noqa: B018  raises if there is none
+            return PushResult([])
+        check_one_group(trajectories)
+        yield from self._check_rewards(trajectories)
+        yield from self._member.reopen()
+        yield from self._register_extras(trajectories)
+        manifest = self._member.manifest
+        first = trajectories[0]
+        slots = ticket.slots if ticket is not None else first.group_size + manifest.redundancy
+        spec = GroupSpec(first.group_id, first.group_size, slots, first.data_source)
+        records = [encode_record(trajectory, manifest.max_trajectory_bytes) for trajectory in trajectories]
+        send = partial(self._send, spec, records, ticket.epoch if ticket is not None else 0)
+        room = self._admission.room(spec.group_id)
+        first_send = send(room) if ticket is None else self._until_admitted(send)
+        size = sum(record.size for record in records)
+        return (yield from self._remembered(spec.group_id, first_send, send, size))
+
+    def end_slots(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
+        """Record that these rollouts ended without a trajectory: `kind` failed, aborted or cancelled."""
+        send = partial(self._send, GroupSpec.of(ticket), [ended_record(index, kind) for index in indices], 0)
+        return (yield from self._remembered(ticket.group_id, self._until_admitted(send), send))
+
+    def cancel(self, ticket: Ticket, count: int, free: Collection[int]) -> Steps[PushResult]:
+        """Cancel `count` of the slots `free`: the highest ones that nobody has ended elsewhere.
+
+        Raises TrajectoryError when there are fewer; those are cancelled nevertheless.
+        """
+        counts = [min(MAX_SLICE_RECORDS, count - start) for start in range(0, count, MAX_SLICE_RECORDS)]
+        calls = [(secrets.token_hex(8), part) for part in counts]  # under one nonce a call may be repeated
+        allowed = "".join("1" if slot in free else "0" for slot in range(ticket.slots))
+        send = partial(self._send_cancels, GroupSpec.of(ticket), calls, allowed)
+        return (yield from self._remembered(ticket.group_id, self._until_admitted(send), send))
+
+    def score(
+        self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
+    ) -> Steps[str]:
+        """Bring the reward of a pushed trajectory: 'scored', 'duplicate', 'ended' or 'unknown'."""
+        checked = check_score(group_id, rollout_index, reward, rewards)
+        score: dict[str, Any] = {"reward": checked.reward} | ({"rewards": checked.rewards} if rewards else {})
+        value = "" if checked.reward is None else repr(checked.reward)
+        call = script_call(
+            "score",
+            self._member.keys_of(group_id),
+            [group_id, checked.rollout_index, value, json.dumps(score)],
+            group=group_id,
+        )
+
+        def send() -> Steps[PushResult]:
+            reply = yield call
+            return PushResult([reply.decode()])
+
+        result = yield from self._remembered(group_id, send(), send)
+        return result.codes[0]
+
+    def _remembered(
+        self,
+        group_id: str,
+        first_send: Steps[PushResult],
+        send: Callable[[], Steps[PushResult]],
+        size: int = 0,
+    ) -> Steps[PushResult]:
+        """Send something, and keep `send` for a server that comes back without it. size: bytes of its payloads."""
+        shard = self._member.shard_of(group_id)
+        server_id = self._resend.server_of(
+            shard
+        )  # before sending: the reply may come from a server that is gone by then
+        result = yield from first_send
+        self._resend.remember(shard, server_id, size, send)
+        return result
+
+    def _until_admitted(self, send: Callable[[], Steps[PushResult]]) -> Steps[PushResult]:
+        """Send to a group that was admitted before: if the server has forgotten it, wait until it is admitted again."""
+        wait = self._admission.push_wait()
+        while True:
+            try:
+                return (yield from send())
+            except Busy as busy:
+                yield from self._admission.wait_for_room(wait, Reason(*busy.reason))
+
+    def _send(
+        self, spec: GroupSpec, records: Sequence[Record], epoch: int, room: int | None = None
+    ) -> Steps[PushResult]:
+        """Send records slice by slice. room: as of `Admission.enter`. Raises Busy."""
+        codes: list[str] = []
+        keys = self._member.keys_of(spec.group_id)
+        for start, stop in slices([record.size for record in records]):
+            part = records[start:stop]
+
+            def call(arguments: list[Any], part: Sequence[Record] = part) -> ScriptCall | Transaction:
+                return push_call(self._member.manifest, keys, spec.group_id, part, epoch, arguments)
+
+            part_codes = push_codes((yield from self._admission.enter(spec, call, room)), spec)
+            metrics.producer_pushed(part_codes)
+            if "range" in part_codes:
+                raise TrajectoryError(
+                    f"record {start + part_codes.index('range')}: group {spec.group_id} has no such slot left"
+                )
+            codes += part_codes
+        indices = [
+            record.rollout_index for record, code in zip(records, codes, strict=True) if code == "pushed"
+        ]
+        return PushResult(codes, indices)
+
+    def _send_cancels(
+        self, spec: GroupSpec, calls: Sequence[tuple[str, int]], allowed: str
+    ) -> Steps[PushResult]:
+        """Cancel slots, so many by each call, of those for which `allowed` has a '1'. Raises Busy, TrajectoryError."""
+        codes: list[str] = []
+        indices: list[int] = []
+        keys = self._member.keys_of(spec.group_id)
+        for nonce, count in calls:
+            below = allowed[: min(indices, default=len(allowed))]
+
+            def call(arguments: list[Any], own: tuple[Any, ...] = (nonce, count, below)) -> ScriptCall:
+                return script_call("cancel", keys, [*arguments, *own], group=spec.group_id)
+
+            reply = yield from self._admission.enter(spec, call)
+            cancelled, after_end = cancelled_slots(reply, spec)
+            indices += cancelled
+            if after_end is None and len(cancelled) < count:
+                wanted = sum(count for _, count in calls)
+                raise TrajectoryError(
+                    f"cancel: {wanted} rollouts of group {spec.group_id} were to be cancelled, the rest has ended: "
+                    f"{', '.join(map(str, indices)) or 'none'} cancelled now"
+                )
+            part_codes = [after_end or "pushed"] * count
+            metrics.producer_pushed(part_codes)
+            codes += part_codes
+        return PushResult(codes, indices)
+
+    def _check_rewards(self, trajectories: Iterable[Trajectory]) -> Steps[None]:
+        """Raise TrajectoryError for a reward that nobody brings: it would keep its group open until the deadline."""
+        waiting = [
+            trajectory
+            for trajectory in trajectories
+            if trajectory.waits_for_reward and not trajectory.reward_later
+        ]
+        if waiting and not self._member.manifest.scorers:  # some may have been named since
+            yield from self._member.agree()
+        if waiting and not self._member.manifest.scorers:
+            raise TrajectoryError(
+                f"reward: trajectory {waiting[0].group_id}/{waiting[0].rollout_index} has none, and run "
+                f"{self._member.run} has no scorers to bring it: give reward (None = unscorable), name scorers in the "
+                f"settings of the run, or say reward_later=True and bring it with producer.score"
+            )
+
+    def _register_extras(self, trajectories: Iterable[Trajectory]) -> Steps[None]:
+        """Fix dtype and shape of new extra columns. Raises TrajectoryError for one that was fixed otherwise."""
+        manifest = self._member.manifest
+        kinds = dict.fromkeys(
+            (name, json.dumps([column.data.dtype.str, list(column.data.shape[1:]), column.per_token]))
+            for trajectory in trajectories
+            for row in trajectory.rows
+            for name, column in row.extras.items()
+        )
+        if any(name not in manifest.columns for name, _ in kinds):
+            manifest = yield from self._member.agree(dict(reversed(kinds)))
+        for name, kind in kinds:
+            if manifest.columns.get(name) != kind:
+                raise TrajectoryError(
+                    f"extra column {name} is {kind} (dtype, shape, per token), run {self._member.run} has "
+                    f"{manifest.columns.get(name, 'nothing that can be read')}: use another name"
+                )

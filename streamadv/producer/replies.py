@@ -1,0 +1,107 @@
+"""Replies of the scripts that may open a group (`begin`, `push`, `cancel`), read: refusals, errors, codes.
+
+A reply is a list whose first item is the state: ok, open, ended, busy, mismatch, layout or broken. See the headers of
+the scripts and `lua/lib/admit.lua`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ..errors import Busy, GroupEndedError, SettingError, StreamadvError, TrajectoryError
+from ..store.reasons import Reason
+from .tickets import GroupSpec
+
+Reply = Sequence[Any]
+
+#: A byte budget that opens no group; groups that are open go on.
+NO_ROOM: Final = -1
+LOST_GROUPS_FIRST: Final = Reason(
+    "lost_groups_first", "there is no room yet for groups that the server has lost"
+)
+ABOVE_MAXMEMORY: Final = Reason("maxmemory", "the server is above its maxmemory")
+
+
+def is_over_share(reply: Reply) -> bool:
+    """Whether a shard has its share of the groups that may be ahead of the trainer."""
+    return list(reply[:2]) == [b"busy", b"max_staleness"]
+
+
+def check_group_reply(reply: Reply, spec: GroupSpec) -> None:
+    """Raise what a reply says of the group that no waiting changes.
+
+    Raises GroupEndedError (somebody else wrote into its hash), TrajectoryError (it is open with another size),
+    SettingError (it needs more than the whole byte budget).
+    """
+    error = _group_error(reply, spec)
+    if error is not None:
+        raise error
+
+
+def _group_error(reply: Reply, spec: GroupSpec) -> StreamadvError | None:
+    if reply[0] == b"broken":
+        return GroupEndedError(
+            f"group {spec.group_id} is not what was opened, somebody wrote into it: begin another one"
+        )
+    if reply[0] == b"mismatch":
+        return TrajectoryError(
+            f"group_size is {spec.size}, group {spec.group_id} is open with {int(reply[1])}"
+        )
+    if list(reply[:2]) == [b"busy", b"group_bytes"]:
+        slot_bytes, limit = int(float(reply[2])), int(float(reply[3]))
+        return SettingError(
+            f"max_bytes allows {limit} bytes a shard, one group of {spec.slots} reserves {spec.slots * slot_bytes} "
+            f"({slot_bytes} a rollout, by what the run's trajectories have needed, max_trajectory_bytes until some are "
+            f"known): raise max_bytes, or lower max_trajectory_bytes or the group size"
+        )
+    return None
+
+
+def refusal(reply: Reply, shard: int | None = None) -> Reason:
+    """Why a group was not admitted, from a reply `busy`. shard: which one refused, where there are several."""
+    name, used, limit, *figures = (part.decode() if isinstance(part, bytes) else part for part in reply[1:])
+    where = "" if shard is None else f"shard {shard}: "
+    if name == "maxmemory":
+        return ABOVE_MAXMEMORY
+    if name == "max_staleness":
+        return Reason("pacing", f"{used} groups begun and not yet trained, max_staleness allows {limit}")
+    if float(limit) == NO_ROOM:
+        return LOST_GROUPS_FIRST
+    text = f"{where}{used} bytes live or reserved of max_bytes {limit}"
+    open_groups, logged, moving, batch_groups = (int(figure or 0) for figure in figures)
+    if shard is None and not open_groups and not moving and logged < batch_groups:
+        return Reason("batch_over_budget", f"{text} by {logged} groups, batch_groups is {batch_groups}")
+    return Reason(
+        "max_bytes", f"{text}, {open_groups} groups are open and {logged} wait for their training or commit"
+    )
+
+
+def busy_error(reason: Reason, timeout: float | None = None) -> Busy:
+    """Busy for a refusal, after `timeout` seconds of waiting."""
+    waited = "" if timeout is None else f" after {timeout:g} s"
+    return Busy(f"not admitted{waited}: {reason}", (reason.name, reason.text))
+
+
+def push_codes(reply: Reply, spec: GroupSpec) -> list[str]:
+    """What a reply of `push` says of each record: pushed, duplicate, surplus, late or range.
+
+    Raises Busy, and what `check_group_reply` raises.
+    """
+    check_group_reply(reply, spec)
+    if reply[0] == b"busy":
+        raise busy_error(refusal(reply))
+    return [code.decode() for code in reply[1:]]
+
+
+def cancelled_slots(reply: Reply, spec: GroupSpec) -> tuple[list[int], str | None]:
+    """Slots that a reply of `cancel` has cancelled; for a group that had ended none, and why: surplus or late.
+
+    Raises Busy, and what `check_group_reply` raises.
+    """
+    check_group_reply(reply, spec)
+    if reply[0] == b"busy":
+        raise busy_error(refusal(reply))
+    if reply[0] == b"ended":
+        return [], reply[1].decode()
+    return [int(index) for index in reply[1:]], None

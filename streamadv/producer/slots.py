@@ -1,0 +1,138 @@
+"""What a process knows of the slots of a group whose tickets it has, and the steps that end them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+from ..errors import SettingError, TrajectoryError
+from ..messages import brief
+from ..trajectory.schema import Trajectory
+from .checks import check_records
+from .failures import CANCELLED, NOT_PUSHED, Outcome, describe
+from .logic import ProducerLogic
+from .requests import Steps
+from .tickets import PushResult, Ticket
+
+
+class Slots:
+    """The slots of one group. A slot is ended once, and free until somebody plays it."""
+
+    def __init__(self, logic: ProducerLogic, tickets: Sequence[Ticket]) -> None:
+        self.logic = logic
+        self.handed_out: set[int] = set()  # tickets that have left this process: somebody plays them
+        self.tickets = [replace(ticket).watched_by(self.handed_out) for ticket in tickets]
+        self.started: set[int] = set()
+        self.ended: set[int] = set()
+        self.withdrawn: set[int] = set()  # ended while they may still be played here
+        self.failures: dict[int, str] = {}
+
+    @classmethod
+    def of_received(cls, logic: ProducerLogic, ticket: Ticket) -> Self:
+        """The slot of a ticket that somebody else has handed out. Raises TrajectoryError for what is no ticket."""
+        if not isinstance(ticket, Ticket):
+            raise TrajectoryError(f"ticket is {brief(ticket)}, needs a Ticket: Ticket.from_json reads one")
+        ticket.hand_out()
+        return cls(logic, [ticket])
+
+    @property
+    def indices(self) -> list[int]:
+        return [ticket.rollout_index for ticket in self.tickets]
+
+    @property
+    def free(self) -> list[int]:
+        """Slots that nobody plays."""
+        taken = self.started | self.ended | self.handed_out
+        return [index for index in self.indices if index not in taken]
+
+    @property
+    def missing(self) -> list[int]:
+        """Slots that only this process can still end."""
+        return [index for index in self.indices if index not in self.ended | self.handed_out]
+
+    def push(self, records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket) -> Steps[PushResult]:
+        """Push rollouts of the group; `ticket` fills in what a record leaves out."""
+        trajectories = check_records(records, ticket)
+        result = yield from self.logic.pushes.push(trajectories, ticket)
+        self.ended.update(trajectory.rollout_index for trajectory in trajectories)
+        return result
+
+    def end(
+        self, indices: Sequence[int], kind: str, why: str = "", *, note: bool = True
+    ) -> Steps[PushResult]:
+        """End slots without a trajectory. why: one line for `failures`, also logged if `note`."""
+        if not indices:
+            return PushResult([])
+        result = yield from self.logic.pushes.end_slots(self.tickets[0], indices, kind)
+        self.ended.update(indices)
+        for index in result.indices:
+            self.failures.setdefault(index, why or kind)
+            if note:
+                self.logic.failures.note(why or kind)
+        return result
+
+    def end_by(self, index: int, error: BaseException) -> Steps[PushResult]:
+        """End the slot of a rollout that an exception has left."""
+        return self.end([index], _kind_of(error), describe(error))
+
+    def withdraw(self) -> Steps[PushResult]:
+        """Cancel what is not ended, also what is being played."""
+        self.withdrawn.update(self.missing)
+        return (yield from self.end(self.missing, CANCELLED))
+
+    def cancel(self, count: int | None, indices: Iterable[int] | None) -> Steps[PushResult]:
+        """Cancel by count or by indices, as `Group.cancel`."""
+        if count is not None and indices is None:
+            return (yield from self._cancel_free(count))
+        if indices is not None and count is None:
+            return (yield from self._cancel_named(list(dict.fromkeys(indices))))
+        raise SettingError("cancel: give either count or indices")
+
+    def _cancel_named(self, indices: list[int]) -> Steps[PushResult]:
+        for index in indices:
+            if isinstance(index, bool) or index not in self.indices:
+                raise TrajectoryError(
+                    f"cancel: group {self.tickets[0].group_id} has no rollout {brief(index)}"
+                )
+        result = yield from self.end(indices, CANCELLED, note=False)
+        self.withdrawn.update(result.indices)
+        return result
+
+    def _cancel_free(self, count: int) -> Steps[PushResult]:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise SettingError(f"cancel: count is {brief(count)}, needs a whole number of rollouts")
+        free = self.free
+        if count > len(free):
+            raise TrajectoryError(
+                f"cancel: count is {count}, of group {self.tickets[0].group_id} {len(free)} rollouts are neither "
+                f"started, handed out nor ended: name those that will not come with indices=[...]"
+            )
+        if not count:
+            return PushResult([])
+        result = yield from self.logic.pushes.cancel(self.tickets[0], count, free)
+        self.ended.update(result.indices)
+        self.withdrawn.update(result.indices)
+        self.failures.update(dict.fromkeys(result.indices, CANCELLED))
+        return result
+
+    def leave(self, error: BaseException | None) -> Steps[PushResult]:
+        """End what is missing when the block of the group ends: by this exception, or in the ordinary way."""
+        if error is None:
+            return (yield from self.end(self.missing, "failed", NOT_PUSHED))
+        why = describe(error)
+        why = why if why == CANCELLED else f"its group was left by {why}"
+        return (yield from self.end(self.missing, _kind_of(error), why))
+
+    def conclude(self, index: int, outcome: Outcome) -> Steps[PushResult]:
+        """End the slot of a rollout that the user's function has left without ending it."""
+        if index in self.ended or (outcome.error is None and index in self.handed_out):
+            return PushResult([])
+        if outcome.error is None:
+            return (yield from self.end([index], "failed", NOT_PUSHED))
+        return (yield from self.end_by(index, outcome.error))
+
+
+def _kind_of(error: BaseException) -> str:
+    """How a rollout ends that this exception leaves."""
+    return "failed" if isinstance(error, Exception) else CANCELLED
