@@ -1,4 +1,4 @@
-"""Why rollouts failed: told in a few words, summed up in the log, and raised where all fail alike."""
+"""Why rollouts failed: described in one line, summed up in the log, raised where all fail alike."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..messages import one_line
 logger = logging.getLogger(__name__)
 
 MAX_REASON_CHARS: Final = 200
-#: Between two lines of the log.
+#: Seconds between two lines of the log.
 TELL_S: Final = 30.0
-#: Different reasons that a line names.
+#: Different reasons that one line names.
 SHOWN: Final = 5
-#: So many groups of one rollout that fail alike, one after the other, show a fault of the code that plays them.
+#: So many groups of one rollout in a row that fail alike show a fault of the code that plays them.
 ALIKE_GROUPS: Final = 3
-#: What a rollout has failed of whose function returned without having ended it.
+#: The reason of a rollout whose function returned without push or fail.
 NOT_PUSHED: Final = "not_pushed"
 CANCELLED: Final = "cancelled"
 
@@ -50,9 +50,10 @@ class Failures:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._untold: Counter[str] = Counter()
+        self._untold: Counter[str] = Counter()  # reasons
         self._told = -TELL_S
-        self._alike: tuple[Any, int] = (None, 0)
+        self._fault: _Fault | None = None  # of the last groups of one rollout, and how many had it in a row
+        self._alike = 0
 
     def note(self, reason: str) -> None:
         """Count a rollout that has failed; logged at once after a quiet time, else with those that follow."""
@@ -61,7 +62,7 @@ class Failures:
         self.tell()
 
     def tell(self, now: bool = False) -> None:
-        """Log what has not been told, if it is time for it or `now`."""
+        """Log the failures since the last line, if that is TELL_S ago or `now`."""
         with self._lock:
             if not self._untold or not (now or self._clock() - self._told >= TELL_S):
                 return
@@ -73,7 +74,11 @@ class Failures:
         logger.warning("%d rollout%s failed: %s%s", total, "s" * (total > 1), ", ".join(listed), more)
 
     def judge(self, outcomes: Sequence[Outcome]) -> BaseException | None:
-        """What is to be raised after a group was played: an error of streamadv, or one that all rollouts have met."""
+        """The exception to raise after a group was played, if any.
+
+        That is an error of streamadv, or one that all rollouts of the group raised at the same line; for groups of one
+        rollout, one that ALIKE_GROUPS of them raised in a row.
+        """
         errors = [outcome.error for outcome in outcomes]
         for error in errors:
             if isinstance(error, StreamadvError):
@@ -83,16 +88,19 @@ class Failures:
         if len(errors) > 1:
             return None if fault is None else errors[0]
         with self._lock:
-            before, count = self._alike
-            self._alike = (fault, count + 1 if fault == before else 1)
-            if fault is None or self._alike[1] < ALIKE_GROUPS:
+            self._alike = self._alike + 1 if fault == self._fault else 1
+            self._fault = fault
+            if fault is None or self._alike < ALIKE_GROUPS:
                 return None
-            self._alike = (None, 0)
+            self._fault, self._alike = None, 0
         return errors[0]
 
 
-def _fault_of(error: BaseException | None) -> tuple[type, str, int] | None:
-    """Type and place of an exception: equal for those that one line of code raises again and again."""
+#: Type of an exception, and the line of code that raised it.
+_Fault = tuple[type, str, int]
+
+
+def _fault_of(error: BaseException | None) -> _Fault | None:
     if not isinstance(error, Exception):
         return None
     trace = error.__traceback__

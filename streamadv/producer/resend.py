@@ -1,4 +1,7 @@
-"""What a producer keeps for a while in case the server forgets it: a restart or failover may lose the last moments."""
+"""What a producer keeps for a while, to send it again to a server that comes back without its recent writes.
+
+See "Going back in time" in docs/reliability.md.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,21 @@ from .tickets import PushResult
 
 logger = logging.getLogger(__name__)
 
-#: What was sent this long before the server was last seen unchanged is sent again to a restarted one.
+#: Seconds before the last check of an unchanged server: what was sent since then is sent again to another one.
 RESEND_WINDOW_S: Final = 5.0
-#: Of all that is kept.
+#: Of all payloads that are kept.
 MAX_RESEND_BYTES: Final = 256 << 20
 
 
 @dataclass(slots=True)
 class Sent:
-    """Something a producer told the server, kept for a while in case the server forgets it."""
+    """Something that was sent to a shard."""
 
     shard: int
-    server_id: str | None  # which server was believed to have the shard before it was sent
+    server_id: str | None  # the shard's server as of the last check before it was sent
     when: float
-    size: int
-    again: Callable[[], Steps[PushResult]]
+    size: int  # bytes of its payloads
+    send: Callable[[], Steps[PushResult]]
 
 
 class ResendWindow:
@@ -44,35 +47,32 @@ class ResendWindow:
         self._bytes = 0
         self._servers: Sequence[str | None] = ()
         self._lock = threading.Lock()
-        self._told_short = False
+        self._warned_short = False
         self.behind: frozenset[int] = frozenset()
-        """Shards that had no room for something they have lost when last asked."""
+        """Shards that had no room for something they have lost, as of the last check."""
 
     def server_of(self, shard: int) -> str | None:
-        """The shard's server as of the last check.
-
-        Read it before sending: the answer may come from one that is gone when the sending is remembered.
-        """
+        """The shard's server as of the last check. Read it before sending, because another one may take over then."""
         return self._servers[shard] if self._servers else None
 
     def remember(
-        self, shard: int, server_id: str | None, size: int, again: Callable[[], Steps[PushResult]]
+        self, shard: int, server_id: str | None, size: int, send: Callable[[], Steps[PushResult]]
     ) -> None:
-        """Keep something just sent; `again` sends it once more (idempotent by rollout index).
+        """Keep something just sent; `send` sends it once more (idempotent by rollout index).
 
-        What is kept never exceeds MAX_RESEND_BYTES: the oldest is forgotten for it.
+        Forgets the oldest for it, so that at most MAX_RESEND_BYTES are kept.
         """
         if self._seconds <= 0:
             return
         with self._lock:
-            self._sent.append(Sent(shard, server_id, self._clock(), size, again))
+            self._sent.append(Sent(shard, server_id, self._clock(), size, send))
             self._bytes += size
-            youngest = -math.inf
+            youngest_forgotten = -math.inf
             while self._bytes > MAX_RESEND_BYTES:
-                youngest = self._forget_oldest().when
-            short = youngest > self._clock() - self._seconds and not self._told_short
-            self._told_short |= short
-        if short:
+                youngest_forgotten = self._forget_oldest().when
+            is_short = youngest_forgotten > self._clock() - self._seconds and not self._warned_short
+            self._warned_short |= is_short
+        if is_short:
             logger.warning(
                 "resend_window is %g s, of which pushes fill %d MiB in less: what a server loses may not be sent again",
                 self._seconds,
@@ -80,50 +80,48 @@ class ResendWindow:
             )
 
     def check(self, keys: Sequence[str]) -> Steps[bool]:
-        """Send again what another server may have lost; forget what this one has had for long. `keys`: one per shard.
+        """Send again what another server may have lost; forget what this one has had for long enough.
 
-        False when the server had no room for some of it: check again.
+        keys: one of each shard. False when the server had no room for some of it: check again.
         """
-        current: Sequence[str | None] = yield ServerIds(keys)
-        self._servers = current
+        servers: Sequence[str | None] = yield ServerIds(keys)
+        self._servers = servers
         with self._lock:
-            sent = list(self._sent)
-        behind = [item for item in sent if item.server_id != current[item.shard]]
-        lost, refused = 0, list[int]()
-        for item in behind:
+            unsure = [sent for sent in self._sent if sent.server_id != servers[sent.shard]]
+        refused: list[int] = []
+        lost = 0
+        for sent in unsure:
             try:
-                result = yield from item.again()
+                result = yield from sent.send()
                 lost += result.count("pushed")
             except Busy:
-                refused.append(item.shard)
+                refused.append(sent.shard)
                 continue
             except StreamadvError as error:
                 logger.warning("not sent again: %s", error)
-            # Kept as if sent now: this server may go away as well.
-            item.server_id, item.when = current[item.shard], self._clock()
-        if behind:
+            # Kept as if sent now: this server may be replaced as well.
+            sent.server_id, sent.when = servers[sent.shard], self._clock()
+        if unsure:
             logger.log(
                 logging.WARNING if lost or not self.behind else logging.DEBUG,
                 "the server is not the one it was: of %d things sent again %d trajectories were lost, %d are refused",
-                len(behind),
+                len(unsure),
                 lost,
                 len(refused),
             )
         self.behind = frozenset(refused)
-        self._trim(current)
+        self._trim(servers)
         return not refused
 
-    def _trim(self, current: Sequence[str | None]) -> None:
-        oldest = self._clock() - self._seconds
+    def _trim(self, servers: Sequence[str | None]) -> None:
+        oldest_kept = self._clock() - self._seconds
         with self._lock:
-            while (
-                self._sent
-                and self._sent[0].when < oldest
-                and self._sent[0].server_id == current[self._sent[0].shard]
-            ):
+            while self._sent and self._sent[0].when < oldest_kept:
+                if self._sent[0].server_id != servers[self._sent[0].shard]:
+                    return
                 self._forget_oldest()
 
     def _forget_oldest(self) -> Sent:
-        item = self._sent.popleft()
-        self._bytes -= item.size
-        return item
+        sent = self._sent.popleft()
+        self._bytes -= sent.size
+        return sent

@@ -46,7 +46,7 @@ end
 --               may read what is pushed here
 -- What is reserved is a function of the open groups' unfilled slots, so no credit can leak.
 local function open_group(keys, spec)
-  if tonumber(redis.call('HGET', keys.ledger, 'shards') or '') ~= spec.shards then return {'layout'} end
+  if tonumber(redis.call('HMGET', keys.ledger, 'shards')[1] or '') ~= spec.shards then return {'layout'} end
   local trainer = redis.call('HMGET', keys.trainer, 'max_staleness', 'batch_groups', 'held', 'epoch', 'version')
   local max_staleness, batch_groups = tonumber(trainer[1] or spec.max_staleness), tonumber(trainer[2] or spec.batch_groups)
   local known = read_sizes(keys.sizes)

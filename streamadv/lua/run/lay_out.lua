@@ -2,7 +2,7 @@
 -- KEYS  void, ledger
 -- ARGV  shards
 -- Returns  1
-local old = redis.call('HGET', keys.ledger, 'shards') or '0'
+local old = redis.call('HMGET', keys.ledger, 'shards')[1] or '0'
 local minus_old = string.sub(old, 1, 1) == '-' and string.sub(old, 2) or '-' .. old  -- as text: it may be any number
 redis.pcall('HINCRBY', keys.ledger, 'shards', minus_old)
 redis.pcall('HINCRBY', keys.ledger, 'shards', ARGV[1])
