@@ -1,7 +1,8 @@
-"""What an argument of a public function must be: the kinds its annotations name, each of which checks one value.
+"""What an argument of a public function must be: a kind in its annotation, whose `take` checks one value.
 
-Letters in shapes stand for sizes that must agree within one call: B rows, T columns of tokens. `entrance.checked` puts
-a function behind these checks.
+`padded.entrance` puts functions behind these checks and explains the door; here are the kinds alone, because some
+functions of this package stand behind it too. Letters in shapes are sizes that must agree within one call: B rows, T
+columns of tokens.
 """
 
 from __future__ import annotations
@@ -22,34 +23,34 @@ from ..trajectory.columns import Array
 from . import kernels
 
 Dims = tuple[str | int, ...]
-GREATEST: Final = float(torch.finfo(torch.float32).max)  # what is above becomes infinite in the result
+GREATEST: Final = float(torch.finfo(torch.float32).max)  # results are float32: above it they are infinite
 FLAG_DTYPES: Final = (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 @dataclass(slots=True)
 class Call:
-    """What one call has shown so far."""
+    """What the checks of one call have learnt so far."""
 
-    sizes: dict[str, tuple[Any, str]] = field(
-        default_factory=dict
-    )  # letter -> size, the argument that set it
+    #: letter -> size, and the argument that set it
+    sizes: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    #: of all tensors, and the argument that set it
     device: tuple[torch.device, str] | None = None
     numbers: list[tuple[str, Tensor, Values]] = field(default_factory=list)
     masks: list[tuple[str, Tensor]] = field(default_factory=list)
-    bad_masks: list[tuple[str, Tensor]] = field(
-        default_factory=list
-    )  # on a device: 0-d bool, read at the end
-    memory: set[int] = field(default_factory=set)  # of tensors that belong to the caller
+    #: on a device: 0-d bool per mask, read at the end of the checks
+    bad_masks: list[tuple[str, Tensor]] = field(default_factory=list)
+    #: addresses of tensors that belong to the caller
+    memory: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Numbers as a tensor or NumPy array; float32 or float64 inside. The letter "*" is any shape."""
+    """Numbers in a tensor or NumPy array; float32 or float64 behind the door. The letter "*" is any shape."""
 
     dims: Dims
     or_dims: Dims | None = None
-    finite: bool = True  # where the call's mask of this shape is set; without one, everywhere
-    spills: bool = False  # an infinite one counts outside the mask too
+    finite: bool = True  # where the call's mask of this shape is set; without such a mask, everywhere
+    spills: bool = False  # must not be infinite outside the mask either
 
     def take(self, name: str, value: Any, call: Call) -> Tensor:
         tensor = _tensor(name, value, call)
@@ -62,10 +63,10 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """A mask of 0 and 1 in any dtype; bool inside."""
+    """A mask of 0 and 1 in any dtype; bool behind the door."""
 
     dims: Dims
-    counts: bool = True  # says which numbers of its shape count
+    counts: bool = True  # decides which numbers of its shape count
 
     def take(self, name: str, value: Any, call: Call) -> Tensor:
         tensor = _tensor(name, value, call)
@@ -79,7 +80,7 @@ class Flags:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Whole numbers, int64 inside; a floating point dtype is refused."""
+    """Whole numbers in any integer dtype; int64 behind the door."""
 
     dims: Dims
     or_dims: Dims | None = None
@@ -94,7 +95,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """A sequence of `kind`, of a length that fits `size`."""
+    """A list or tuple of `kind`, of length `size`."""
 
     kind: Any
     size: str
@@ -103,7 +104,7 @@ class Each:
         if not isinstance(value, list | tuple):
             raise ArgumentError(f"{name} is {_what(value)}, needs a list")
         _fit(name, (len(value),), (self.size,), None, call)
-        return [self.kind.take(f"{name}[{place}]", item, call) for place, item in enumerate(value)]
+        return [self.kind.take(f"{name}[{index}]", item, call) for index, item in enumerate(value)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,26 +120,26 @@ class LabelsOf:
             raise ArgumentError(f"{name} has shape {_listed(value.shape)}, needs one label per row")
         _fit(name, (len(value),), (self.size,), None, call)
         items = value.tolist() if isinstance(value, Tensor | np.ndarray) else list(value)  # type: ignore[call-overload]
-        for place, label in enumerate(items):
+        for index, label in enumerate(items):
             if getattr(label, "__hash__", None) is None:
                 raise ArgumentError(
-                    f"{name}[{place}] is {_what(label)}, which cannot be compared: use text or a number"
+                    f"{name}[{index}] is {_what(label)}, which cannot be compared: use text or a number"
                 )
             if label != label:
-                raise ArgumentError(f"{name}[{place}] is NaN, which equals nothing: use text or a number")
+                raise ArgumentError(f"{name}[{index}] is NaN, which equals nothing: use text or a number")
         return items
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number in low .. high; `above`: greater than that. bool is none. A tensor of one element is one."""
+    """A number in low .. high and greater than `above`. A bool is no number; a tensor of one element is one."""
 
     low: float = -math.inf
     high: float = math.inf
     above: float = -math.inf
     whole: bool = False
-    infinite: bool = False  # inf has a meaning
-    nan: bool = False  # NaN too
+    infinite: bool = False  # inf is allowed
+    nan: bool = False  # NaN is allowed
 
     def take(self, name: str, value: Any, call: Call | None = None) -> Any:
         if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
@@ -185,7 +186,7 @@ class Instance:
     def take(self, name: str, value: Any, call: Call | None = None) -> Any:
         wrong_bool = isinstance(value, bool) and bool not in self.classes
         if wrong_bool or not isinstance(value, self.classes):
-            needed = " or ".join(known.__name__ for known in self.classes)
+            needed = " or ".join(accepted.__name__ for accepted in self.classes)
             raise OptionError(f"{name} is {_what(value)}, needs {needed}")
         return value
 
@@ -216,10 +217,10 @@ Mask = Annotated[Tensor, Flags(("B", "T"))]
 Rows = Annotated[Tensor, Values(("B",))]
 AnyShape = Annotated[Tensor, Values(("*",))]
 AnyMask = Annotated[Tensor, Flags(("*",))]
-Elements = Annotated[Tensor, Values(("*",), finite=False)]  # NaN stays at its own element
+Elements = Annotated[Tensor, Values(("*",), finite=False)]  # element by element: NaN stays where it is
 Logits = Annotated[Tensor, Values(("*", "V"), finite=False)]
 Versions = Annotated[Tensor, Whole(("*",))]
-#: One for each row; equal labels are the same group.
+#: One per row; equal labels are one group.
 Labels = Annotated[Sequence[object] | Array | Tensor, LabelsOf()]
 Share = Annotated[float, Number(low=0, high=1)]
 NotNegative = Annotated[float, Number(low=0)]
@@ -243,8 +244,8 @@ def _tensor(name: str, value: Any, call: Call) -> Tensor:
     if call.device is None:
         call.device = value.device, name
     elif value.device != call.device[0]:
-        there, other = call.device
-        raise ArgumentError(f"{name} is on {value.device}, {other} on {there}: give both on one device")
+        device, other = call.device
+        raise ArgumentError(f"{name} is on {value.device}, {other} on {device}: give both on one device")
     if not torch.is_grad_enabled() or not value.requires_grad:
         value = value.detach()
     tensor: Tensor = value.resolve_neg().contiguous()
@@ -265,19 +266,21 @@ def _from_numpy(name: str, value: Array) -> Tensor:
 
 
 def _fit(name: str, shape: Sequence[int], dims: Dims, or_dims: Dims | None, call: Call) -> None:
-    for wanted in (dims, or_dims):
-        if wanted is not None and (found := _matched(shape, wanted, call.sizes)) is not None:
-            for letter, size in found.items():
+    """Raise ArgumentError unless `shape` has one of the forms; remember the sizes of new letters."""
+    for form in (dims, or_dims):
+        if form is not None and (sizes := _matched(shape, form, call.sizes)) is not None:
+            for letter, size in sizes.items():
                 call.sizes.setdefault(letter, (size, name))
             return
-    needed = " or ".join(_needed(wanted, call.sizes) for wanted in (dims, or_dims) if wanted is not None)
-    known = {call.sizes[d][1] for d in (*dims, *(or_dims or ())) if d in call.sizes}
-    beside = f" beside {', '.join(sorted(known))}" if known else ""
+    needed = " or ".join(_needed(form, call.sizes) for form in (dims, or_dims) if form is not None)
+    setters = {call.sizes[d][1] for d in (*dims, *(or_dims or ())) if d in call.sizes}
+    beside = f" beside {', '.join(sorted(setters))}" if setters else ""
     raise ArgumentError(f"{name} has shape {_listed(shape)}, needs {needed}{beside}")
 
 
 def _matched(shape: Sequence[int], dims: Dims, sizes: Mapping[str, tuple[Any, str]]) -> dict[str, Any] | None:
-    found: dict[str, Any] = {}
+    """The size of every letter if `shape` has the form `dims` with the `sizes` of earlier arguments, else None."""
+    matched: dict[str, Any] = {}
     actual: tuple[Any, ...] = tuple(shape)
     if dims[0] == "*":
         head = len(actual) - len(dims) + 1
@@ -287,12 +290,12 @@ def _matched(shape: Sequence[int], dims: Dims, sizes: Mapping[str, tuple[Any, st
     if len(actual) != len(dims):
         return None
     for size, letter in zip(actual, dims, strict=True):
-        want = letter if isinstance(letter, int) else sizes[letter][0] if letter in sizes else size
-        if size != want:
+        needed = letter if isinstance(letter, int) else sizes[letter][0] if letter in sizes else size
+        if size != needed:
             return None
         if not isinstance(letter, int):
-            found[letter] = size
-    return found
+            matched[letter] = size
+    return matched
 
 
 def _needed(dims: Dims, sizes: Mapping[str, tuple[Any, str]]) -> str:
@@ -308,10 +311,10 @@ def _as_bool(name: str, mask: Tensor, call: Call) -> Tensor:
     if not kernels.on_cpu(mask):
         call.bad_masks.append((name, ((mask != 0) & (mask != 1)).any()))
         return mask != 0
-    counted = torch.empty(mask.shape, dtype=torch.bool)
-    if not kernels.flags(kernels.as_array(mask).reshape(-1), kernels.as_array(counted).reshape(-1)):
+    nonzero = torch.empty(mask.shape, dtype=torch.bool)
+    if not kernels.flags(kernels.as_array(mask).reshape(-1), kernels.as_array(nonzero).reshape(-1)):
         raise not_a_mask(name)
-    return counted
+    return nonzero
 
 
 def not_a_mask(name: str) -> ArgumentError:

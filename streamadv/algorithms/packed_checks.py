@@ -1,4 +1,4 @@
-"""What must hold of a packed batch: everything behind it indexes by these tensors and checks no bounds."""
+"""What must hold of a packed batch: algorithms index by its tensors and check no bounds."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..trajectory.columns import KNOWN_COLUMNS, Array
 if TYPE_CHECKING:
     from .packed import PackedBatch, Steps
 
-#: The layout of a batch whose builder has made it right.
+#: The layout of a batch that its builder vouches for.
 BUILT: tuple[Any, ...] = ()
 
 
 def layout_of(batch: PackedBatch) -> tuple[Any, ...]:
-    """What `check_values` reads; a copy of a batch that keeps these very objects is right if the batch was."""
+    """The objects that `check_values` reads: a copy of a checked batch that holds the same ones needs no check."""
     steps = batch.steps
     indices = (batch.cu_seqlens, batch.row_trajectory, batch.trajectory_group)
     spans = (steps.trajectory, steps.row, steps.start, steps.end, steps.state)
-    # Elsewhere a look at a narrowed mask would wait for the device.
+    # On a device, to read a narrowed mask would make the host wait.
     mask = batch.columns.get("response_mask") if batch.rewards.device.type == "cpu" else None
     return (*indices, *spans, steps.num_tokens, batch.num_tokens, batch.num_groups, mask)
 
@@ -57,7 +57,10 @@ def check_shapes(batch: PackedBatch) -> None:
             (f"columns[{name!r}]", column, tokens, "N" if name in KNOWN_COLUMNS else "N, ...", "")
             for name, column in batch.columns.items()
         ),
-        *((f"components[{name!r}]", own, trajectories, "M", "") for name, own in batch.components.items()),
+        *(
+            (f"components[{name!r}]", values, trajectories, "M", "")
+            for name, values in batch.components.items()
+        ),
     ]
     for name, tensor, length, letter, dtype in sized:
         if tensor is not None:
@@ -69,9 +72,9 @@ def check_shapes(batch: PackedBatch) -> None:
 
 
 def check_values(batch: PackedBatch) -> None:
-    """Raise ArgumentError unless rows, trajectories, groups and steps lie where the others say.
+    """Raise ArgumentError unless rows, trajectories, groups and steps refer to each other correctly.
 
-    Waits for a device: batches that `pack` has laid out are not looked at again.
+    The host waits for a device here, so `pack` checks on the host and passes `BUILT` on.
     """
     if batch.rewards.is_meta:
         return

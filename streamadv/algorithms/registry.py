@@ -1,4 +1,4 @@
-"""Estimators by name. An estimator is a function of a packed batch; its keyword arguments are its options."""
+"""Estimators by name: functions of a packed batch, with their options as keyword arguments."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)  # from narrow to wide
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What an estimator returns: one value per row or step, float64 until the chain rounds it, or per token."""
+    """What an estimator returns: one value per row, step or token, float64 or float32; the chain rounds it."""
 
     level: Level
-    advantages: Tensor  # [R] or [S]; at level "token" [N], of which masked ones do not count
+    advantages: Tensor  # [R], [S] or [N]; at level "token" masked ones do not count
     returns: Tensor | None = None  # same shape; None = equal to the advantages
 
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """A registered estimator: what it computes with, how much of a batch it must see, what it can be told."""
+    """A registered estimator: its function and options, the columns it needs, how much of a batch it must see."""
 
     name: str
     scope: Scope
@@ -51,18 +51,21 @@ def estimator(
 ) -> Callable[[Callable[..., Estimate]], Callable[..., Estimate]]:
     """Register `function(batch, *, option=default, ...) -> Estimate` under `name`.
 
-    scope: how much must be in the batch for a result: one "row", the whole "group", the whole "batch".
-    `check_estimator` finds one that is too narrow.
-    level: what one value of its result belongs to: a "row", a "step" or a "token".
-    needs: columns it reads. `token_level_rewards` is made by the chain from rewards if nobody supplies it.
-    Raises SettingError for an unknown scope or level, a column's name that no column can have, a name already
-    taken by another function, or an option without a default or of an unknown type.
+    Args:
+      name: what configurations call it.
+      scope: how much must be in the batch for a result: one "row", the whole "group" or the whole "batch".
+        `check_estimator` tells if it is too narrow.
+      needs: columns that the function reads. The chain makes `token_level_rewards` from rewards if nobody supplies it.
+      level: what one value of its result belongs to: a "row", a "step" or a "token".
+
+    Raises SettingError for an unknown scope or level, an invalid column name, a name that another function has, or an
+    option without a default or of an unknown type.
     """
     _check_declared(name, scope, level, needs)
 
     def register(function: Callable[..., Estimate]) -> Callable[..., Estimate]:
-        known = _REGISTRY.get(name)
-        if known is not None and known.function.__qualname__ != function.__qualname__:
+        registered = _REGISTRY.get(name)
+        if registered is not None and registered.function.__qualname__ != function.__qualname__:
             raise SettingError(f"estimator {name} is registered already: choose another name")
         options, types = _options(name, function)
         _REGISTRY[name] = Estimator(name, scope, level, tuple(needs), function, options, types)
@@ -74,10 +77,10 @@ def estimator(
 def _check_declared(name: object, scope: object, level: object, needs: object) -> None:
     if not isinstance(name, str) or not name:
         raise SettingError(f"estimator: name is {brief(name)}, needs a text")
-    for field, value, known in (("scope", scope, SCOPES), ("level", level, LEVELS)):
-        if value not in known:
+    for field, value, choices in (("scope", scope, SCOPES), ("level", level, LEVELS)):
+        if value not in choices:
             raise SettingError(
-                f"estimator {name}: {field} is {brief(value)}, needs one of {', '.join(known)}"
+                f"estimator {name}: {field} is {brief(value)}, needs one of {', '.join(choices)}"
             )
     if isinstance(needs, str) or not isinstance(needs, Sequence):
         raise SettingError(f"estimator {name}: needs is {brief(needs)}, needs a list of column names")
@@ -87,7 +90,7 @@ def _check_declared(name: object, scope: object, level: object, needs: object) -
 
 
 def _options(name: str, function: Callable[..., Estimate]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of `function` by name: their defaults, their annotations."""
+    """(defaults, annotations) of the options of `function`, by name."""
     batch, *parameters = inspect.signature(function).parameters.values() or (None,)
     if batch is None or batch.kind is batch.KEYWORD_ONLY:
         raise SettingError(f"estimator {name}: its function takes no batch, needs one as first argument")
@@ -107,14 +110,14 @@ def _options(name: str, function: Callable[..., Estimate]) -> tuple[dict[str, An
 
 
 def get_estimator(name: str) -> Estimator:
-    """The estimator registered as `name`, by an entry point too; SettingError with names like it if there is none."""
+    """The estimator registered as `name`, also by an entry point. Raises SettingError, with similar names."""
     if name not in _REGISTRY:
         load_estimators()
     try:
         return _REGISTRY[name]
     except KeyError:
-        known = estimator_names()
-        choices = difflib.get_close_matches(str(name), known) or known[:MOST_NAMED]
+        names = estimator_names()
+        choices = difflib.get_close_matches(str(name), names) or names[:MOST_NAMED]
         raise SettingError(
             f"estimator {brief(name)} is unknown: {REMEDY}, or choose one of {', '.join(choices)}"
         ) from None

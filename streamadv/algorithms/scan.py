@@ -1,7 +1,7 @@
 """Reverse scans over rows laid end to end: x_t = a_t + c_t * x_{t+1} over the tokens that count, x = 0 after a row.
 
-The state is float64, results have the dtype of the values. On a CPU compiled loops, row by row; elsewhere
-blocks of tokens side by side, in torch, without waiting for the device.
+The state is float64, results have the dtype of the values. On a CPU compiled loops run row by row; on a device torch
+works on blocks of tokens side by side, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ def reverse_scan(values: Tensor, coefficients: Tensor | float, tokens: Trainable
     """
     if not kernels.on_cpu(values):
         return tokens.only(scan_blocks(values, coefficients, tokens)).to(values.dtype)
-    given, mask, offsets = map(kernels.as_array, (values, tokens.mask, tokens.offsets))
-    found = np.empty_like(given)
+    array, mask, offsets = map(kernels.as_array, (values, tokens.mask, tokens.offsets))
+    scanned = np.empty_like(array)
     if isinstance(coefficients, Tensor):
-        kernels.scan_varying(given, kernels.as_array(coefficients), mask, offsets, found)
+        kernels.scan_varying(array, kernels.as_array(coefficients), mask, offsets, scanned)
     else:
-        kernels.scan(given, float(coefficients), mask, offsets, found)
-    return torch.from_numpy(found)
+        kernels.scan(array, float(coefficients), mask, offsets, scanned)
+    return torch.from_numpy(scanned)
 
 
 def scan_segments(values: Tensor, coefficient: float, offsets: Tensor) -> Tensor:
-    """[K]: `reverse_scan` over every element of the segments given by `offsets` [G + 1]."""
-    everything = torch.ones(len(values), dtype=torch.bool, device=values.device)
-    return reverse_scan(values, coefficient, Trainable(everything, offsets))
+    """[K]: `reverse_scan` over all elements of segments with `offsets` [G + 1]."""
+    every_element = torch.ones(len(values), dtype=torch.bool, device=values.device)
+    return reverse_scan(values, coefficient, Trainable(every_element, offsets))
 
 
 def scan_blocks(values: Tensor, coefficients: Tensor | float, tokens: Trainable) -> Tensor:
-    """[N] float64: `reverse_scan` on any device; a token that does not count has the x of the next one that does."""
+    """[N] float64: `reverse_scan` on any device; a token that does not count takes the x of the next one that does."""
     factors = torch.as_tensor(coefficients, dtype=torch.float64, device=values.device)
     factors = torch.where(tokens.mask, factors, 1.0).masked_fill(ends_row(tokens), 0)
     return _recurrence(tokens.only(values.to(torch.float64)).flip(0), factors.flip(0)).flip(0)
 
 
 def upcoming(values: Tensor, tokens: Trainable) -> Tensor:
-    """[N] float64: at each token the value of the next one in its row that counts, 0 after the last."""
+    """[N] float64: the value of the next token in the row that counts, 0 after the last."""
     at_or_after = scan_blocks(values, 0.0, tokens)
     return at_or_after.roll(-1).masked_fill(ends_row(tokens), 0)
 
 
 def ends_row(tokens: Trainable) -> Tensor:
-    """[N] bool: the last token of each row."""
+    """[N] bool: the last token of a row."""
     last = torch.zeros(len(tokens.mask) + 1, dtype=torch.bool, device=tokens.mask.device)
     last[tokens.offsets[1:]] = True  # empty rows at the start mark index 0, which the shift drops
     return last[1:]
 
 
 def _recurrence(values: Tensor, factors: Tensor) -> Tensor:
-    """[N] float64: x_k = values_k + factors_k * x_{k-1}; a factor of 0 keeps out whatever came before, NaN too."""
+    """[N] float64: x_k = values_k + factors_k * x_{k-1}; a factor of 0 stops everything before it, NaN too."""
     count = len(values)
     padding = (0, -count % BLOCK)
     x, reach = (

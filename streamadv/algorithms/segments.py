@@ -1,8 +1,8 @@
 """Sums and moments over contiguous segments, in float64.
 
-A segment is summed element by element in order, so its result depends on its own elements alone: not on
-what else is in the batch, nor on the number of threads. `values` [K]; `offsets` [G + 1] int64 gives each
-segment its range, empty ones allowed.
+A segment is summed element by element, in order. So its result depends on its elements alone, and neither on the rest
+of the batch nor on the number of threads. `values` [K]; `offsets` [G + 1] int64: the range of a segment, also an empty
+one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import kernels
 
 
 class Moments(NamedTuple):
-    """Per-segment statistics and, per element, the distance from its segment's mean."""
+    """Statistics per segment and, per element, the distance from its segment's mean."""
 
     size: Tensor  # [G] float64: elements that count (sum of weights)
     mean: Tensor  # [G] float64, 0 for an empty segment
@@ -26,7 +26,7 @@ class Moments(NamedTuple):
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """[G] float64: sum of `values` [K] over each segment, 0 for an empty one."""
+    """[G] float64: sum of `values` [K] over a segment, 0 for an empty one."""
     if not kernels.on_cpu(values):
         values = values.to(torch.float64)
         return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
@@ -36,29 +36,29 @@ def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def segment_min(values: Tensor, offsets: Tensor) -> Tensor:
-    """[G] float64: least value of each segment, inf for an empty one."""
+    """[G] float64: least value of a segment, inf for an empty one."""
     values = values.to(torch.float64)
     return torch.segment_reduce(values, "min", offsets=offsets, initial=torch.inf, unsafe=True)
 
 
 def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
-    """[G] float64: greatest value of each segment, -inf for an empty one."""
+    """[G] float64: greatest value of a segment, -inf for an empty one."""
     values = values.to(torch.float64)
     return torch.segment_reduce(values, "max", offsets=offsets, initial=-torch.inf, unsafe=True)
 
 
 def keyed_sum(values: Tensor, keys: Tensor, size: int) -> Tensor:
-    """[size] float64: sum of the `values` [K] of each key 0 .. size-1 ([K] int64), added in order."""
+    """[size] float64: sum of the `values` [K] of a key 0 .. size - 1 ([K] int64), added in order."""
     values = values.to(torch.float64)
     if kernels.on_cpu(values):
         return values.new_zeros(size).index_add_(0, keys, values)
-    order = torch.argsort(keys, stable=True)  # a device adds in no fixed order
+    order = torch.argsort(keys, stable=True)  # index_add_ on a device adds in no fixed order
     offsets = torch.searchsorted(keys[order], torch.arange(size + 1, device=keys.device))
     return segment_sum(values[order], offsets)
 
 
 def spread(values: Tensor, offsets: Tensor, size: int) -> Tensor:
-    """[size]: each segment's value repeated over its elements."""
+    """[size]: a segment's value repeated over its elements."""
     lengths = offsets[1:] - offsets[:-1]
     if kernels.on_cpu(values):  # several times faster than repeat_interleave
         return torch.from_numpy(np.repeat(values.numpy(), lengths.numpy()))
@@ -66,25 +66,30 @@ def spread(values: Tensor, offsets: Tensor, size: int) -> Tensor:
 
 
 def whole(values: Tensor) -> Tensor:
-    """Offsets of the one segment that holds all of `values`."""
+    """[2] int64: the offsets of one segment that holds all `values`."""
     return torch.arange(2, device=values.device) * len(values)
 
 
 def moments(values: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Moments:
-    """Size, mean, standard deviation (ddof 1) and centred values over each segment.
+    """Size, mean, standard deviation (ddof 1) and centred values of the segments.
 
-    `weight` [K] says how often each element counts; an element of weight 0 stays outside the statistics,
-    whatever its value, and is centred all the same. Measured from the least value, equal values differ by
-    exactly 0 and a large common offset cancels.
+    Args:
+      values: [K].
+      offsets: [G + 1] int64.
+      weight: [K], how often an element counts; None = once. An element of weight 0 stays outside the statistics,
+        whatever its value, and is centred all the same.
+
+    Distances are taken from the least value first, so that equal values differ by exactly 0 and a large common offset
+    cancels.
     """
     values = values.to(torch.float64)
     weight = torch.ones_like(values) if weight is None else weight.to(torch.float64)
     if not kernels.on_cpu(values):
         return _moments_on_device(values, offsets, weight)
     size, mean, std = np.empty((3, len(offsets) - 1))
-    found = size, mean, std, np.empty(len(values))
-    kernels.moments(*map(kernels.as_array, (values, weight, offsets)), *found)
-    return Moments(*map(torch.from_numpy, found))
+    results = size, mean, std, np.empty(len(values))
+    kernels.moments(*map(kernels.as_array, (values, weight, offsets)), *results)
+    return Moments(*map(torch.from_numpy, results))
 
 
 def _moments_on_device(values: Tensor, offsets: Tensor, weight: Tensor) -> Moments:

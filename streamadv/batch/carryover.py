@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..algorithms.chain.config import ChainConfig
-from ..algorithms.chain.steps import raw_rewards
+from ..algorithms.chain.rewards import raw_rewards
 from ..algorithms.kl import adapted_coefficient
 from ..algorithms.packing import pack
 from ..algorithms.running_moments import RunningMoments

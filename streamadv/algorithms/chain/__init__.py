@@ -1,7 +1,7 @@
 """The chain: reward shaping, KL, estimator, whitening and clipping, composed from a configuration.
 
-Each step says which columns it needs and how much of the batch it must see. The pipeline runs the chain on
-some of its groups or on whole batches accordingly, and cuts it where a column is made by the trainer.
+A step names the columns it needs and how much of the batch it must see. The pipeline therefore runs a chain on some
+groups or on the whole batch, and cuts it before the first step that needs a column of the trainer.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from ..chain_metrics import fetch
 from ..packed import Level, PackedBatch
 from ..registry import SCOPES, Scope, get_estimator
 from ..running_moments import RunningMoments
+from .advantages import estimating_steps
 from .config import ChainConfig, parse_config
 from .correction import correction_step
 from .estimating import check_finite
 from .presets import preset
+from .rewards import shaping_steps
 from .samples import sample_steps
-from .steps import ChainStep, State, counted_anew, estimating_steps, shaping_steps
+from .step import ChainStep, State
 
-#: Steps that change the advantages the estimator left.
+#: Steps that change the estimator's advantages.
 ADVANTAGE_STEPS: Final = frozenset({"distill", "advantages"})
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Steps in order. Empty steps are possible: a chain cut at its first step has an empty first part."""
+    """Steps in order. A chain that is cut at its first step has a first part without steps."""
 
     config: ChainConfig
     steps: tuple[ChainStep, ...]
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Columns that must come with the batch: needed by a step and made by none before it."""
+        """Columns that must come with the batch: a step needs them, and no earlier step makes them."""
         made: set[str] = set()
         needed: dict[str, None] = {}
         for step in self.steps:
@@ -49,19 +51,19 @@ class Chain:
 
     @property
     def scope(self) -> Scope:
-        """The widest scope of any step: "row" for no steps."""
+        """The widest scope of any step; "row" without steps."""
         return SCOPES[max((SCOPES.index(step.scope) for step in self.steps), default=0)]
 
     @property
     def level(self) -> Level:
-        """What one number of the result belongs to."""
+        """What one value of the result belongs to."""
         return "token" if self.config.distill else get_estimator(self.config.estimator).level
 
     def cut(self, late: Set[str]) -> tuple[Chain, Chain]:
         """The steps before the first one that needs a column in `late`, and the steps from it on.
 
-        Steps that change the estimator's advantages stay with it: where one of them is late, so is it. A
-        part that begins behind the estimator has no advantages; those of the part before hold.
+        Steps that change the estimator's advantages stay with it, so that it is late if one of them is. A part that
+        begins after the estimator has no advantages of its own: those of the first part hold.
         """
         position = next((i for i, step in enumerate(self.steps) if late & set(step.needs)), len(self.steps))
         if any(step.name in ADVANTAGE_STEPS for step in self.steps[position:]):
@@ -80,20 +82,20 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class ChainResult:
-    """What a chain gives. `advantages` is None after the first part of a chain cut before its estimator."""
+    """The result of a chain. `advantages` is None after the first part of a chain cut before its estimator."""
 
     level: Level
     advantages: Tensor | None  # [R], [S] or [N] float32
     returns: Tensor | None  # same shape; None where they equal the advantages
     rewards: Tensor  # [M] float64, as shaped so far
     step_rewards: Tensor  # [S] float64
-    columns: Mapping[str, Tensor]  # made or changed, each [N]
+    columns: Mapping[str, Tensor]  # made or changed by a step, [N]
     metrics: Mapping[str, float]
     weights: Mapping[str, float]  # what each metric is a mean over; see merge_metrics
 
 
 def build_chain(source: ChainConfig | str | Mapping[str, Any]) -> Chain:
-    """The chain of a configuration, a preset's name or a mapping; SettingError if it is wrong."""
+    """The chain of a configuration, a preset's name or a mapping. Raises SettingError if it is wrong."""
     config = preset(source) if isinstance(source, str) else parse_config(source)
     reward, *shaping = shaping_steps(config)
     steps = [reward, *sample_steps(config), *shaping]
@@ -105,7 +107,7 @@ def build_chain(source: ChainConfig | str | Mapping[str, Any]) -> Chain:
 
 
 def cut_chain(config: Mapping[str, Any], late: Iterable[str]) -> tuple[Chain, Chain]:
-    """`build_chain(config).cut(late)`, remembered: every batch of a run has the same."""
+    """`build_chain(config).cut(late)`, cached, because all batches of a run share one configuration."""
     return _cut_chain(json.dumps(config), frozenset(late))
 
 
@@ -120,19 +122,22 @@ def run_chain(
     kl_coefficient: float | None = None,
     running: RunningMoments | None = None,
 ) -> ChainResult:
-    """Run the steps on `batch`, which must hold at least what `chain.scope` says, and `chain.needs`.
+    """Run the steps on `batch`. Pure: `batch` is not changed.
 
-    kl_coefficient: the one stamped into the batch record; None takes the configuration's. running: moments
-    of the rewards of all batches up to and with this one, likewise stamped, for the scope "running". Pure:
-    `batch` is not changed. Raises TrajectoryError for a missing column, EstimatorError for an estimator that
-    raises or whose result is not one finite number for each row, step or trainable token.
+    Args:
+      batch: whole rows, groups or batches, by `chain.scope`, with the columns `chain.needs`.
+      kl_coefficient: the coefficient in the batch record; None = the configuration's.
+      running: for the scope "running", the moments of the rewards of all batches up to this one, from the record.
+
+    Raises TrajectoryError for a missing column, and EstimatorError if the estimator raises, or returns anything except
+    one finite number per row, step or trainable token.
     """
     if kl_coefficient is None:
         kl_coefficient = chain.config.kl.coefficient if chain.config.kl is not None else 0.0
-    state = counted_anew(State(batch, chain.level, kl_coefficient, running))
+    state = State(batch, chain.level, kl_coefficient, running).recounted()
     for step in chain.steps:
         state = step.run(state)
-    # Those of the estimate with the others: a device is waited for once.
+    # The estimate's metrics travel with the others, so that the host waits for a device once.
     metrics, weights = fetch({**state.metrics, **state.estimated})
     estimated = {name: metrics.pop(name) for name in state.estimated if name in metrics}
     weights = {name: weights[name] for name in metrics}

@@ -1,40 +1,37 @@
-"""The chain's off-policy correction: weights, rejection and their diagnostics, in one pass."""
+"""The chain's off-policy correction: importance weights, rejection, and their diagnostics."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..chain_metrics import Metric
 from ..off_policy import importance_weights, m2po_mask, reject, veto
 from ..off_policy_metrics import off_policy_metrics
+from ..packed import PackedBatch
 from ..registry import Scope
+from ..trainable import Trainable
 from .config import CorrectionConfig
-from .steps import ChainStep, State, known_tokens
+from .step import ChainStep, State
 
 PREFIX = "rollout_corr/"
 
 
 def correction_step(config: CorrectionConfig) -> ChainStep:
-    """Make rollout_is_weights and narrow response_mask from old_log_probs - rollout_log_probs."""
+    """Make rollout_is_weights and narrow response_mask, both from old_log_probs - rollout_log_probs."""
+    narrows = bool(config.rejections or config.veto or config.veto_upper or config.m2_threshold)
 
     def run(state: State) -> State:
-        batch, tokens = state.batch, known_tokens(state)
+        batch, tokens = state.batch, state.tokens
         old, rollout = (batch.column(name) for name in ("old_log_probs", "rollout_log_probs"))
         log_ratio = old - rollout
-        metrics: dict[str, Metric] = off_policy_metrics(old, rollout, tokens)
-        kept = tokens.mask
-        if config.rejections:
-            rejections = [item.rejection() for item in config.rejections]
-            kept, found = reject(log_ratio, tokens, rejections)
-            metrics |= found
-        if config.veto is not None or config.veto_upper is not None:
-            kept = kept & veto(log_ratio, tokens, config.veto, config.veto_upper)
-        if config.m2_threshold is not None:
-            kept = kept & m2po_mask(log_ratio, tokens.mask, config.m2_threshold)
+        metrics = off_policy_metrics(old, rollout, tokens)
+        passing, rejection_metrics = _passing(config, log_ratio, tokens)
+        metrics |= rejection_metrics
         if config.level is not None:
-            weights, found = importance_weights(
+            weights, weight_metrics = importance_weights(
                 log_ratio,
                 tokens,
                 level=config.level,
@@ -42,34 +39,57 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
                 upper=config.upper,
                 lower=config.lower,
                 batch_normalize=config.batch_normalize,
-                rows=(~batch.baseline)[batch.row_trajectory].sum() if by_all_rows else None,
+                rows=_all_rows(batch) if config.batch_normalize_rows == "all" else None,
             )
-            metrics |= found
+            metrics |= weight_metrics
             state = replace(state, changed={**state.changed, "rollout_is_weights": weights})
         state = state.with_metrics({PREFIX + name: metric for name, metric in metrics.items()})
-        if not narrows:
-            return state
-        if state.level == "token":
-            advantages, returns = (
-                None if values is None else torch.where(kept, values, 0.0)
-                for values in (state.advantages, state.returns)
-            )
-            state = replace(state, advantages=advantages, returns=returns)
-        return state.with_mask(kept.to(batch.column("response_mask").dtype))
+        return _narrowed(state, passing) if narrows else state
 
-    by_all_rows = config.batch_normalize_rows == "all"
-    narrows = bool(config.rejections or config.veto or config.veto_upper or config.m2_threshold)
     makes = (("rollout_is_weights",) if config.level else ()) + (("response_mask",) if narrows else ())
+    scope: Scope = "batch" if config.batch_normalize or config.m2_threshold else "row"
+    needs = ("response_mask", "old_log_probs", "rollout_log_probs")
+    return ChainStep("correction", needs, scope, _text(config), run, makes)
+
+
+def _passing(
+    config: CorrectionConfig, log_ratio: Tensor, tokens: Trainable
+) -> tuple[Tensor, dict[str, Metric]]:
+    """[N] bool: trainable tokens that pass rejections, veto and M2PO; and the metrics of the rejections."""
+    passing = tokens.mask
+    metrics: dict[str, Metric] = {}
+    if config.rejections:
+        passing, metrics = reject(log_ratio, tokens, [item.rejection() for item in config.rejections])
+    if config.veto is not None or config.veto_upper is not None:
+        passing = passing & veto(log_ratio, tokens, config.veto, config.veto_upper)
+    if config.m2_threshold is not None:
+        passing = passing & m2po_mask(log_ratio, tokens.mask, config.m2_threshold)
+    return passing, metrics
+
+
+def _all_rows(batch: PackedBatch) -> Tensor:
+    """0-d: the number of rows, without those of baseline members."""
+    return (~batch.baseline)[batch.row_trajectory].sum()
+
+
+def _narrowed(state: State, passing: Tensor) -> State:
+    """The state with response_mask, and values per token, cleared where tokens do not pass."""
+    if state.level == "token":
+        advantages, returns = (
+            None if values is None else torch.where(passing, values, 0.0)
+            for values in (state.advantages, state.returns)
+        )
+        state = replace(state, advantages=advantages, returns=returns)
+    return state.with_mask(passing.to(state.batch.column("response_mask").dtype))
+
+
+def _text(config: CorrectionConfig) -> str:
     parts = [f"{config.mode} {config.level} weights at {config.upper}"] if config.level else []
-    parts += (
-        ["normalised over the batch" + (", all rows" if by_all_rows else "")]
-        if config.batch_normalize
-        else []
-    )
+    if config.batch_normalize:
+        all_rows = ", all rows" if config.batch_normalize_rows == "all" else ""
+        parts.append(f"normalised over the batch{all_rows}")
     parts += [f"reject by {item.kind}" for item in config.rejections]
     parts += [f"veto below {config.veto}"] if config.veto else []
     parts += [f"veto above {config.veto_upper}"] if config.veto_upper else []
     parts += [f"mean squared log-ratio below {config.m2_threshold}"] if config.m2_threshold else []
-    scope: Scope = "batch" if config.batch_normalize or config.m2_threshold else "row"
-    needs = ("response_mask", "old_log_probs", "rollout_log_probs")
-    return ChainStep("correction", needs, scope, ", ".join(parts), run, makes)
+    return ", ".join(parts)

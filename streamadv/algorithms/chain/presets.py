@@ -1,7 +1,7 @@
 """Chain configurations by name.
 
-Every registered estimator is a preset of its own name, with its defaults. `verl/<name>` and `roll/<name>`
-reproduce those pipelines with their default settings, deviations included (docs/estimators.md).
+Every registered estimator is a preset under its name, with its defaults. `verl/<name>` and `roll/<name>` reproduce
+those libraries with their default settings, deviations included (docs/estimators.md).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
 
 
 def preset(name: str) -> ChainConfig:
-    """The configuration called `name`; SettingError listing all names if there is none."""
+    """The configuration of a preset. Raises SettingError, which lists all names, for an unknown one."""
     if name in PRESETS:
         return parse_config(PRESETS[name])
     if name in estimator_names():

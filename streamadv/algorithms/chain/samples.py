@@ -1,4 +1,4 @@
-"""Steps about whole trajectories: which are left out of the loss, and how much the others count in it."""
+"""Steps about whole trajectories: which ones give gradient, and how much they count in the loss."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ..packed import PackedBatch, expand
 from ..registry import Scope
 from ..segments import moments, segment_sum, spread
 from .config import ChainConfig, MaskConfig, RewardConfig, SampleWeightConfig
-from .steps import ChainStep, State, given_rewards
+from .rewards import pushed_rewards
+from .step import ChainStep, State
 
 
 def sample_steps(config: ChainConfig) -> Iterator[ChainStep]:
-    """What a chain does about whole trajectories, between its rewards and its estimator."""
+    """The steps about whole trajectories; they stand between the rewards and the estimator."""
     if config.masks is not None:
         yield _mask_step(config.masks, config.reward)
     if config.sample_weights is not None:
@@ -30,28 +31,28 @@ def _mask_step(config: MaskConfig, reward: RewardConfig) -> ChainStep:
 
     def run(state: State) -> State:
         batch = state.batch
-        scores = given_rewards(reward, batch)
-        kept = torch.ones_like(batch.baseline)
+        scores = pushed_rewards(reward, batch)
+        passing = torch.ones_like(batch.baseline)
         if by_group:
             mean, alone = _group_mean(batch, scores)
             low = -torch.inf if config.difficulty_low is None else config.difficulty_low
             high = torch.inf if config.difficulty_high is None else config.difficulty_high
-            kept = kept & (((mean > low) & (mean < high)) | alone)
+            passing = passing & (((mean > low) & (mean < high)) | alone)
         lengths = segment_sum(batch.row_trainable, batch.row_offsets)
         if config.max_length is not None:
-            kept = kept & (lengths < config.max_length)
+            passing = passing & (lengths < config.max_length)
         if config.wrong_max_length is not None:
-            kept = kept & ((scores > 0) | (lengths < config.wrong_max_length))
+            passing = passing & ((scores > 0) | (lengths < config.wrong_max_length))
         if config.truncated and batch.truncated is not None:
-            kept = kept & ~batch.truncated
-        metrics = {"actor/final_mask_ratio": fraction(kept, (~batch.baseline).double())}
+            passing = passing & ~batch.truncated
+        metrics = {"actor/final_mask_ratio": fraction(passing, (~batch.baseline).double())}
         mask = batch.column("response_mask")
-        row_kept = kept[batch.row_trajectory]
-        mask = torch.where(spread(row_kept, batch.cu_seqlens, len(mask)), mask, torch.zeros_like(mask))
+        row_passing = passing[batch.row_trajectory]
+        mask = torch.where(spread(row_passing, batch.cu_seqlens, len(mask)), mask, torch.zeros_like(mask))
         return state.with_metrics(metrics).with_mask(mask)
 
-    chosen = config.model_dump(exclude_defaults=True)
-    text = ", ".join(f"{name} {value}" for name, value in chosen.items())
+    settings = config.model_dump(exclude_defaults=True)
+    text = ", ".join(f"{name} {value}" for name, value in settings.items())
     scope: Scope = "group" if by_group else "row"
     return ChainStep("masks", ("response_mask",), scope, text, run, ("response_mask",))
 
@@ -63,7 +64,7 @@ def _weight_step(config: SampleWeightConfig, reward: RewardConfig) -> ChainStep:
         counted = lengths > 0
         weights = torch.ones_like(lengths)
         if config.difficulty:
-            mean, _ = _group_mean(batch, given_rewards(reward, batch))
+            mean, _ = _group_mean(batch, pushed_rewards(reward, batch))
             weights = weights * difficulty_factor(1 - mean)
         if config.length:
             weights = weights * length_factor(lengths, counted)
@@ -73,13 +74,13 @@ def _weight_step(config: SampleWeightConfig, reward: RewardConfig) -> ChainStep:
         state = state.with_metrics(summary("actor/sample_weights", weights, counted))
         return replace(state, changed={**state.changed, "sample_weights": column})
 
-    factors = [name for name, chosen in config.model_dump().items() if chosen]
+    factors = [name for name, used in config.model_dump().items() if used]
     text = f"by {', '.join(factors)}, of mean 1 over the batch"
     return ChainStep("sample_weights", ("response_mask",), "batch", text, run, ("sample_weights",))
 
 
 def _group_mean(batch: PackedBatch, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean of the group's scores, whether a trajectory is alone in it), [M] each; baselines do not count."""
+    """[M]: (mean of the group's scores, whether a trajectory is alone in its group); baselines do not count."""
     stats = moments(scores, batch.group_offsets, (~batch.baseline).double())
     mean, size = (spread(value, batch.group_offsets, len(scores)) for value in (stats.mean, stats.size))
     return mean, size < 2

@@ -1,4 +1,4 @@
-"""A test for a user's estimator: does it look only at what its scope says?"""
+"""A test for a user's estimator: does it read only what its scope allows?"""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from . import ChainResult, build_chain, run_chain
 
 
 def check_estimator(name: str, batch: PackedBatch, **options: Any) -> ChainResult:
-    """Run the estimator `name` on `batch` and on its parts; what it gives for all of it.
+    """Run the estimator `name` on `batch` and on its parts, compare, and return the result for the whole batch.
 
-    A pipeline hands an estimator of scope "group" any groups of a batch, one of scope "row" any rows, and relies
-    on their numbers being the same in any company. This runs each group, or each trajectory, alone and compares.
-    Give a batch of several uneven groups (`pack`) with the columns the estimator needs. Raises EstimatorError
-    where the numbers differ or the result is not what `registry.Estimate` says, SettingError for a wrong option.
+    The pipeline calls an estimator of scope "group" with any groups of a batch, and one of scope "row" with any
+    trajectories. So a group's or trajectory's numbers must not depend on the others: this runs every part alone. Pass a
+    batch of several uneven groups (`pack`) with the columns that the estimator needs, and the estimator's options.
+
+    Raises EstimatorError if the numbers differ or the result is no valid `registry.Estimate`, SettingError for a wrong
+    option.
     """
     chain = build_chain({"estimator": name, "options": options})
     scope = get_estimator(name).scope
@@ -45,7 +47,7 @@ def check_estimator(name: str, batch: PackedBatch, **options: Any) -> ChainResul
 
 
 def _part(batch: PackedBatch, first: int, last: int) -> PackedBatch:
-    """The trajectories first .. last - 1 as a batch of their own."""
+    """The trajectories first .. last - 1 as a batch."""
     row, end_row = batch.row_offsets[[first, last]].tolist()
     token, end_token = batch.cu_seqlens[[row, end_row]].tolist()
     members, rows, tokens = slice(first, last), slice(row, end_row), slice(token, end_token)
@@ -71,15 +73,15 @@ def _part(batch: PackedBatch, first: int, last: int) -> PackedBatch:
 
 
 def _steps(steps: Steps, first: int, last: int, row: int, token: int) -> Steps:
-    own = (steps.trajectory >= first) & (steps.trajectory < last)
-    start, end = steps.start[own] - token, steps.end[own] - token
+    inside = (steps.trajectory >= first) & (steps.trajectory < last)
+    start, end = steps.start[inside] - token, steps.end[inside] - token
     return Steps(
-        trajectory=steps.trajectory[own] - first,
-        row=steps.row[own] - row,
+        trajectory=steps.trajectory[inside] - first,
+        row=steps.row[inside] - row,
         start=start,
         end=end,
-        rewards=steps.rewards[own],
-        state=steps.state[own],
+        rewards=steps.rewards[inside],
+        state=steps.state[inside],
         num_tokens=int((end - start).sum()),
     )
 
@@ -89,5 +91,5 @@ def _split(together: Tensor, alone: Sequence[Tensor]) -> list[tuple[Tensor, Tens
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Equal but for rounding: a sum may be taken in another order."""
+    """Equal up to rounding: a sum may run in another order."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)

@@ -1,8 +1,8 @@
-"""Compiled loops over tokens and segments on a CPU: plain, one row after another, float64 inside.
+"""Compiled loops over tokens and segments on a CPU: plain, row after row, float64 inside.
 
-All arrays are contiguous; `offsets` [R + 1] int64 gives each row or segment its range, `mask` [N] bool says which
-tokens count. A row's result depends on its own tokens alone. Nothing may be reordered (no fastmath), so the
-bits are the same wherever this runs. Results are written into the last arguments, rounded once to their dtype.
+All arrays are contiguous. `offsets` [R + 1] int64 is the range of a row or segment, `mask` [N] bool says which tokens
+count. A row's result depends on its tokens alone. The compiler may not reorder arithmetic (no fastmath), so the bits
+are the same on every machine. Kernels write into their last arguments, and round once, to the dtype of those.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` compiled at its first call, without the GIL, and kept on disk."""
+    """Compile `function` at its first call, to run without the GIL, and cache the result on disk."""
     compiled: Callable[..., Any]
     try:
         compiled = njit(function, cache=True, nogil=True, error_model="numpy")
-    except RuntimeError:  # no directory for it can be written: compiled anew in each process
+    except RuntimeError:  # no writable directory for the cache: every process compiles
         compiled = njit(function, nogil=True, error_model="numpy")
     return compiled
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Whether the loops here are for `tensor`; what is elsewhere is computed by torch."""
+    """Whether these loops can read `tensor`; on other devices torch computes."""
     return tensor.device.type == "cpu"
 
 
 def as_array(tensor: Tensor) -> Any:
-    """A CPU tensor as a contiguous array of a dtype the loops are compiled for; a view where it is one already."""
+    """A CPU tensor as a contiguous array; half precision becomes float32. A view of `tensor` if possible."""
     if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
         tensor = tensor.to(torch.float32)
     return tensor.detach().contiguous().numpy()
@@ -41,7 +41,7 @@ def as_array(tensor: Tensor) -> Any:
 
 @kernel
 def count(mask, offsets, counts):
-    """counts [R] int64: tokens of each row that count; `mask` of any dtype."""
+    """counts [R] int64: tokens of a row that count."""
     for row in range(len(offsets) - 1):
         counted = mask[offsets[row] : offsets[row + 1]]
         total = 0
@@ -52,7 +52,7 @@ def count(mask, offsets, counts):
 
 @kernel
 def segment_sum(values, offsets, sums):
-    """sums [G] float64: the sum of each segment, element by element."""
+    """sums [G] float64: the sum of a segment, element by element."""
     for segment in range(len(offsets) - 1):
         total = 0.0
         for t in range(offsets[segment], offsets[segment + 1]):
@@ -62,7 +62,7 @@ def segment_sum(values, offsets, sums):
 
 @kernel
 def row_sum(values, mask, offsets, sums):
-    """sums [R] float64: the sum over each row's tokens that count."""
+    """sums [R] float64: the sum over a row's tokens that count."""
     for row in range(len(offsets) - 1):
         value, counted = values[offsets[row] : offsets[row + 1]], mask[offsets[row] : offsets[row + 1]]
         total = 0.0
@@ -74,7 +74,7 @@ def row_sum(values, mask, offsets, sums):
 
 @kernel
 def moments(values, weight, offsets, size, mean, std, centred):
-    """Weighted statistics of each segment; see `segments.moments`."""
+    """Weighted statistics of a segment; see `segments.moments`."""
     for segment in range(len(offsets) - 1):
         start, end = offsets[segment], offsets[segment + 1]
         total, least = 0.0, math.inf
@@ -101,7 +101,10 @@ def moments(values, weight, offsets, size, mean, std, centred):
 
 @kernel
 def four_steps(a, b, c, d, factor, ahead):
-    """x of four neighbours, the first to come last: each waits for `ahead` alone, not for the one after it."""
+    """x of four neighbouring tokens, given `ahead`, the x after them.
+
+    Unrolled, so that the processor computes the four side by side: all wait for `ahead`, none for its neighbour.
+    """
     c += factor * d
     b += factor * c
     a += factor * b
@@ -111,28 +114,28 @@ def four_steps(a, b, c, d, factor, ahead):
 
 @kernel
 def four_counted(counted, t):
-    """How many of the four tokens before `t` count; where there are not four, 1: no case of all or none."""
+    """How many of the four tokens before `t` count; with fewer than four tokens 1, which is neither all nor none."""
     return counted[t - 1] + counted[t - 2] + counted[t - 3] + counted[t - 4] if t >= 4 else 1
 
 
 @kernel
 def scan(values, coefficient, mask, offsets, result):
-    """x_t = values_t + coefficient * x_{t+1} over each row's tokens that count; 0 at the others."""
+    """x_t = values_t + coefficient * x_{t+1} over a row's tokens that count; 0 at the others."""
     for row in range(len(offsets) - 1):
         start, end = offsets[row], offsets[row + 1]
         value, counted, x = values[start:end], mask[start:end], result[start:end]
         ahead = 0.0
         t = end - start
         while t > 0:
-            found = four_counted(counted, t)
-            if found == 4:
+            block_count = four_counted(counted, t)
+            if block_count == 4:
                 t -= 4
                 a, b, c, d = four_steps(
                     value[t], value[t + 1], value[t + 2], value[t + 3], coefficient, ahead
                 )
                 x[t], x[t + 1], x[t + 2], x[t + 3] = a, b, c, d
                 ahead = a
-            elif found == 0:
+            elif block_count == 0:
                 t -= 4
                 x[t] = x[t + 1] = x[t + 2] = x[t + 3] = 0
             else:
@@ -146,7 +149,7 @@ def scan(values, coefficient, mask, offsets, result):
 
 @kernel
 def scan_varying(values, coefficients, mask, offsets, result):
-    """`scan` with a coefficient for each token."""
+    """`scan` with a coefficient per token."""
     for row in range(len(offsets) - 1):
         start, end = offsets[row], offsets[row + 1]
         value, factor = values[start:end], coefficients[start:end]
@@ -171,8 +174,8 @@ def gae(rewards, values, mask, offsets, gamma, lam, advantages, returns):
         ahead = following = 0.0
         t = end - start
         while t > 0:
-            found = four_counted(counted, t)
-            if found == 4:
+            block_count = four_counted(counted, t)
+            if block_count == 4:
                 t -= 4
                 a, b, c, d = value[t], value[t + 1], value[t + 2], value[t + 3]
                 deltas = (
@@ -185,18 +188,18 @@ def gae(rewards, values, mask, offsets, gamma, lam, advantages, returns):
                 advantage[t], advantage[t + 1], advantage[t + 2], advantage[t + 3] = p, q, r, s
                 target[t], target[t + 1], target[t + 2], target[t + 3] = p + a, q + b, r + c, s + d
                 ahead, following = p, np.float64(a)
-            elif found == 0:
+            elif block_count == 0:
                 t -= 4
                 advantage[t] = advantage[t + 1] = advantage[t + 2] = advantage[t + 3] = 0
                 target[t] = target[t + 1] = target[t + 2] = target[t + 3] = 0
             else:
                 t -= 1
                 if counted[t]:
-                    own = np.float64(value[t])
-                    ahead = (reward[t] + gamma * following - own) + decay * ahead
-                    following = own
+                    v = np.float64(value[t])
+                    ahead = (reward[t] + gamma * following - v) + decay * ahead
+                    following = v
                     advantage[t] = ahead
-                    target[t] = ahead + own
+                    target[t] = ahead + v
                 else:
                     advantage[t] = 0
                     target[t] = 0
@@ -218,16 +221,16 @@ def vtrace(
             clipped, cut = min(rho_clip, rho), min(1.0, rho)
             if alpha != 1:
                 clipped, cut = (1 - alpha) * rho + alpha * clipped, (1 - alpha) * rho + alpha * cut
-            own = np.float64(values[t])
-            advantages[t] = min(pg_rho_clip, rho) * (rewards[t] + gamma * (following + lam * error) - own)
-            error = clipped * (rewards[t] + gamma * following - own) + gamma * lam * cut * error
-            following = own
-            targets[t] = own + error
+            v = np.float64(values[t])
+            advantages[t] = min(pg_rho_clip, rho) * (rewards[t] + gamma * (following + lam * error) - v)
+            error = clipped * (rewards[t] + gamma * following - v) + gamma * lam * cut * error
+            following = v
+            targets[t] = v + error
 
 
 @kernel
 def turn_returns(rewards, mask, offsets, gamma, result):
-    """Returns over runs of tokens that count; see `turns.turn_returns`."""
+    """Returns over turns; see `turns.turn_returns`."""
     for row in range(len(offsets) - 1):
         ahead = 0.0
         inside = False
@@ -240,7 +243,7 @@ def turn_returns(rewards, mask, offsets, gamma, result):
 
 @kernel
 def turn_mean(values, mask, offsets, result):
-    """The mean of each run of tokens that count, on all its tokens."""
+    """The mean over a turn, on all its tokens; see `turns.turn_mean`."""
     for row in range(len(offsets) - 1):
         start, end = offsets[row], offsets[row + 1]
         while start < end:
@@ -257,9 +260,9 @@ def turn_mean(values, mask, offsets, result):
 
 @kernel
 def whitening(values, mask, offsets):
-    """(count, mean, sum of squared deviations from it) of the tokens that count, row after row."""
+    """(count, mean, sum of squared deviations) of the tokens that count, row after row."""
     count, pivot = 0, 0.0
-    above = squares = 0.0  # measured from the first value, so that equal values leave exactly 0
+    above = squares = 0.0  # distances from the first value, so that equal values give exactly 0
     for row in range(len(offsets) - 1):
         value, counted = values[offsets[row] : offsets[row + 1]], mask[offsets[row] : offsets[row + 1]]
         row_above = row_squares = 0.0
@@ -294,7 +297,7 @@ def rescale_masked(values, mask, centre, factor, offset, result):
 
 @kernel
 def summary(values, mask):
-    """(count, sum, greatest, least) of the elements that count; -inf and inf over nothing."""
+    """(count, sum, greatest, least) of the elements that count; -inf and inf if none does."""
     count, total, greatest, least = 0, 0.0, -math.inf, math.inf
     for t in range(len(values)):
         if mask[t]:
@@ -309,10 +312,10 @@ def summary(values, mask):
 @kernel
 def has_values_outside(values, mask):
     """Whether a token that does not count has a value other than 0."""
-    astray = False
+    outside = False
     for t in range(len(values)):
-        astray |= (values[t] != 0) & (not mask[t])
-    return astray
+        outside |= (values[t] != 0) & (not mask[t])
+    return outside
 
 
 @kernel
@@ -324,7 +327,7 @@ def copy_masked(values, mask, result):
 
 @kernel
 def spread_rows(values, mask, offsets, result):
-    """Each row's value at its tokens that count, 0 elsewhere; `mask` of any dtype."""
+    """The row's value at its tokens that count, 0 elsewhere; `mask` of any dtype."""
     for row in range(len(offsets) - 1):
         counted, spread = mask[offsets[row] : offsets[row + 1]], result[offsets[row] : offsets[row + 1]]
         value = values[row]
@@ -341,9 +344,9 @@ def nonzero(values, result):
 
 @kernel
 def flags(values, result):
-    """`nonzero`; returns whether all of `values` are 0 or 1."""
-    right = True
+    """`nonzero`; returns whether all `values` are 0 or 1."""
+    are_flags = True
     for t in range(len(values)):
         result[t] = values[t] != 0
-        right &= (values[t] == 0) | (values[t] == 1)
-    return right
+        are_flags &= (values[t] == 0) | (values[t] == 1)
+    return are_flags

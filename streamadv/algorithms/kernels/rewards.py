@@ -1,4 +1,4 @@
-"""Compiled loops over rewards and what is taken off them, on a CPU; conventions as in `kernels`."""
+"""Compiled loops over rewards and the KL, on a CPU; conventions as in `kernels`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from . import kernel
 
 @kernel
 def place(rewards, start, end, mask, result):
-    """Each reward added at the last token that counts in start .. end, if there is one; 0 elsewhere."""
+    """A reward is added at the last token that counts in start .. end, if the span has one; 0 elsewhere."""
     result[:] = 0
-    place, total = -1, 0.0
+    last, total = -1, 0.0
     for k in range(len(rewards)):
         for t in range(end[k] - 1, start[k] - 1, -1):
             if mask[t]:
-                total = rewards[k] + (total if t == place else result[t])  # rounded once for neighbours
-                place = t
+                # Successive rewards on one token are summed in float64 and rounded once.
+                total = rewards[k] + (total if t == last else result[t])
+                last = t
                 result[t] = total
                 break
 
 
 @kernel
 def credit(rewards, mask, offsets, result):
-    """Rewards at tokens that do not count are added to the one that counts before them; NaN there is no reward."""
+    """Rewards at tokens that do not count move to the previous one that does; a NaN there is no reward."""
     for row in range(len(offsets) - 1):
         pending = 0.0
         for t in range(offsets[row + 1] - 1, offsets[row] - 1, -1):
@@ -40,11 +41,11 @@ def credit(rewards, mask, offsets, result):
 
 @kernel
 def k3(log_probs, ref_log_probs, result):
-    """exp(x) - 1 - x, x = ref_log_probs - log_probs; held in as `kl.approx_kl` does."""
+    """exp(x) - 1 - x, x = ref_log_probs - log_probs; bounded as in `kl.approx_kl`."""
     for t in range(len(result)):
-        apart = np.float64(ref_log_probs[t] - log_probs[t])
-        x = 20.0 if apart > 20 else -20.0 if apart < -20 else apart  # NaN stays NaN
-        # exp - 1 by its series at x / 16, then doubled four times: no branch and no call, so several tokens at once
+        difference = np.float64(ref_log_probs[t] - log_probs[t])
+        x = 20.0 if difference > 20 else -20.0 if difference < -20 else difference  # NaN stays NaN
+        # exp(x) - 1 from its series at x / 16, doubled four times: without branches and calls the loop vectorises.
         y = x / 16
         e = y + y * y * (1 / 2 + y * (1 / 6 + y * (1 / 24 + y * (1 / 120 + y / 720))))
         for _ in range(4):
@@ -54,25 +55,25 @@ def k3(log_probs, ref_log_probs, result):
 
 
 @kernel
-def charge(values, amounts, factor, mask, offsets, result, sums):
-    """result = values - factor * amounts at tokens that count, values elsewhere; sums [R] of the amounts there."""
+def subtract_kl(rewards, kl, coefficient, mask, offsets, result, sums):
+    """result = rewards - coefficient * kl at tokens that count, rewards elsewhere; sums [R]: the KL of a row there."""
     for row in range(len(offsets) - 1):
         start, end = offsets[row], offsets[row + 1]
-        value, amount = values[start:end], amounts[start:end]
-        counted, less = mask[start:end], result[start:end]
+        reward, amount = rewards[start:end], kl[start:end]
+        counted, reduced = mask[start:end], result[start:end]
         total = 0.0
         for t in range(len(counted)):
             if counted[t]:
                 total += amount[t]
-                less[t] = value[t] - factor * amount[t]
+                reduced[t] = reward[t] - coefficient * amount[t]
             else:
-                less[t] = value[t]
+                reduced[t] = reward[t]
         sums[row] = total
 
 
 @kernel
 def even_sum(values):
-    """The sum of `values`, in four parts side by side: one sum would wait for each addition."""
+    """The sum of `values`, in four partial sums that the processor adds side by side."""
     a = b = c = d = 0.0
     end = len(values) - len(values) % 4
     for t in range(0, end, 4):
@@ -87,17 +88,17 @@ def even_sum(values):
 
 @kernel
 def row_rewards(rewards, mask, sums):
-    """sums [B] float64: the sum of each row of `rewards` [B, T]; NaN is none where nothing counts."""
+    """sums [B] float64: row sums of `rewards` [B, T]; a NaN outside the mask is no reward."""
     for row in range(len(rewards)):
         reward = rewards[row]
         whole = len(reward) - len(reward) % 128
         total = even_sum(reward[whole:])
         for first in range(0, whole, 128):
             block = reward[first : first + 128]
-            given = np.int32(0)  # as wide as the rewards: more of them at once
+            nonzero = np.int32(0)  # as wide as float32, so that the loop vectorises well
             for t in range(128):
-                given += np.int32(block[t] != 0)
-            if given:  # most rewards are 0
+                nonzero += np.int32(block[t] != 0)
+            if nonzero:  # most rewards are 0
                 total += even_sum(block)
         if math.isnan(total):
             total = 0.0

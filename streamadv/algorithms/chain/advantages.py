@@ -1,0 +1,149 @@
+"""From rewards to advantages: the estimator, distillation, whitening and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...errors import SettingError
+from ..chain_metrics import fraction, mean, summary
+from ..kl import column_kl
+from ..packed import Level, expand, span_sum
+from ..registry import Estimator, Scope, get_estimator
+from ..rewards import clip
+from ..whitening import whiten, whiten_weighted
+from .config import ChainConfig, DistillConfig
+from .estimating import estimate
+from .step import ChainStep, State
+
+
+def estimating_steps(config: ChainConfig) -> Iterator[ChainStep]:
+    """The estimator, and the steps that change its advantages."""
+    definition = get_estimator(config.estimator)
+    yield _estimator_step(config, definition)
+    if config.distill is not None:
+        yield _distill_step(config.distill, config.raw_advantages)
+    if config.whiten_advantages or config.advantage_clip:
+        yield _finish_step(config, "token" if config.distill else definition.level)
+
+
+def _estimator_step(config: ChainConfig, definition: Estimator) -> ChainStep:
+    options = {**definition.options, **config.options}
+    changed_later = bool(config.whiten_advantages or config.advantage_clip or config.distill)
+    level: Level = "token" if config.distill else definition.level
+
+    def run(state: State) -> State:
+        batch = state.batch
+        result = estimate(definition, batch, options)
+        weight = level_weight(state)
+
+        def at_level(values: Tensor) -> Tensor:
+            if level == "token":
+                return _on_tokens(state, definition.level, values)
+            return values.masked_fill((weight == 0) & ~values.isfinite(), 0)
+
+        advantages = at_level(result.advantages)
+        returns = None if result.returns is None else at_level(result.returns)
+        of_advantages = summary("advantages", advantages, weight)
+        of_returns = of_advantages if returns is None else summary("returns", returns, weight)
+        metrics = {
+            **summary("critic/rewards", batch.rewards, ~batch.baseline),
+            **{f"critic/returns/{_ending(name)}": metric for name, metric in of_returns.items()},
+        }
+        if changed_later:  # the step that changes the advantages reports them
+            returns = advantages if returns is None else returns
+        else:
+            metrics |= {f"critic/{name}": metric for name, metric in of_advantages.items()}
+        state = replace(state.with_metrics(metrics), estimated={**of_advantages, **of_returns})
+        return replace(state, advantages=advantages, returns=returns)
+
+    needs = definition.needs
+    if level == "token" and "response_mask" not in needs:
+        needs = (*needs, "response_mask")
+    text = ", ".join([definition.name, *(f"{name} {value}" for name, value in options.items())])
+    return ChainStep("estimator", needs, definition.scope, text, run)
+
+
+def _distill_step(config: DistillConfig, keep_raw: bool) -> ChainStep:
+    def run(state: State) -> State:
+        batch, before = state.batch, state.advantages
+        if before is None:
+            raise SettingError("chain: distillation comes before the estimator")
+        tokens = state.tokens
+        kl = tokens.only(
+            column_kl(batch.column(config.log_probs), batch.column("teacher_log_probs"), config.penalty)
+        )
+        advantages = -config.coefficient * kl
+        returns = state.returns
+        if config.only:
+            returns = advantages
+        else:
+            advantages = advantages + before
+        metrics = {
+            "critic/distill_kl": mean(kl, tokens.mask),
+            **summary("critic/advantages", advantages, tokens.mask),
+        }
+        if keep_raw:
+            state = replace(state, changed={**state.changed, "raw_advantages": before})
+        return replace(state.with_metrics(metrics), advantages=advantages, returns=returns)
+
+    needs = ("response_mask", config.log_probs, "teacher_log_probs")
+    text = f"{'only ' if config.only else ''}minus {config.coefficient} {config.penalty} against teacher_log_probs"
+    return ChainStep("distill", needs, "row", text, run)
+
+
+def _finish_step(config: ChainConfig, level: Level) -> ChainStep:
+    keep_raw = config.raw_advantages and config.distill is None
+
+    def run(state: State) -> State:
+        batch, advantages = state.batch, state.advantages
+        if advantages is None:
+            raise SettingError("chain: whitening comes before the estimator")
+        weight, raw = level_weight(state), advantages
+        if config.whiten_advantages and level == "token":
+            advantages = whiten(advantages, state.tokens)
+        elif config.whiten_advantages:
+            advantages = torch.where(weight > 0, whiten_weighted(advantages, weight), 0.0)
+        if config.advantage_clip is not None:
+            advantages, outside = clip(advantages, config.advantage_clip)
+            state = state.with_metrics({"critic/advantage_clip_frac": fraction(outside, weight)})
+        state = state.with_metrics(summary("critic/advantages", advantages, weight))
+        if keep_raw:
+            column = raw if level == "token" else expand(batch, level, raw)
+            state = replace(state, changed={**state.changed, "raw_advantages": column})
+        return replace(state, advantages=advantages)
+
+    parts = ["whiten over the batch"] if config.whiten_advantages else []
+    parts += [f"clip to {config.advantage_clip}"] if config.advantage_clip else []
+    needs = ("response_mask",) if level != "row" or keep_raw else ()
+    scope: Scope = "batch" if config.whiten_advantages else "row"
+    return ChainStep("advantages", needs, scope, ", ".join(parts), run)
+
+
+def level_weight(state: State) -> Tensor:
+    """How many trainable tokens a value of the state's level stands for: [R], [S], or at level token the mask [N].
+
+    A step counts its whole span if the mask was not fetched, because a span normally holds only the policy's tokens.
+    """
+    batch, steps = state.batch, state.batch.steps
+    if state.level == "token":
+        return state.tokens.mask
+    if state.level == "row":
+        return batch.row_trainable
+    if "response_mask" in batch.columns:
+        return span_sum(batch, batch.column("response_mask"))
+    return torch.where(batch.baseline[steps.trajectory], 0, steps.end - steps.start)
+
+
+def _ending(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _on_tokens(state: State, level: Level, values: Tensor) -> Tensor:
+    """[N] float32: values of an estimate on the tokens that they belong to, 0 where masked."""
+    if level == "token":
+        return state.tokens.only(values.to(torch.float32))
+    return expand(state.batch, level, values)

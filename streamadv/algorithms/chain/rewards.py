@@ -1,0 +1,183 @@
+"""The chain before the estimator: rewards are shaped, placed on tokens, charged with the KL, clipped and whitened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import TrajectoryError
+from .. import kernels
+from ..chain_metrics import Metric, fraction, mean, summary
+from ..kernels import rewards as reward_kernels
+from ..kl import column_kl
+from ..length_penalties import overlong_penalty, truncation_penalty
+from ..packed import PackedBatch, span_sum
+from ..registry import Scope, get_estimator
+from ..rewards import clip, normalise
+from ..segments import segment_sum, whole
+from ..token_rewards import credited, outcome_rewards, step_rewards
+from ..trainable import Trainable
+from ..whitening import whiten
+from .config import ChainConfig, KLConfig, RewardConfig
+from .step import ChainStep, State
+
+
+def shaping_steps(config: ChainConfig) -> Iterator[ChainStep]:
+    """The steps before the estimator: shaping, placing on tokens, KL, clip, whitening."""
+    definition = get_estimator(config.estimator)
+    yield _reward_step(config.reward)
+    by_token = "token_level_rewards" in definition.needs
+    if by_token:
+        yield _token_reward_step(config)
+    if config.kl is not None:
+        yield _kl_step(config.kl, by_token, definition.level == "step")
+    if config.token_reward_clip is not None:
+        yield _token_reward_clip_step(config.token_reward_clip)
+    if config.whiten_rewards:
+        yield _whiten_rewards_step()
+
+
+def _reward_step(config: RewardConfig) -> ChainStep:
+    def run(state: State) -> State:
+        batch = state.batch
+        trained = (~batch.baseline).double()
+        state = state.with_metrics(summary("critic/score", pushed_rewards(config, batch), trained))
+        rewards = raw_rewards(config, batch)
+        weight = trained
+        if config.statistics == "row":
+            weight = trained * (batch.row_offsets[1:] - batch.row_offsets[:-1])
+        rewards = normalise(
+            rewards,
+            batch.group_offsets,
+            mean=config.mean,
+            std=config.std,
+            epsilon=config.epsilon,
+            weight=weight,
+            running=state.running,
+        )
+        if config.clip is not None:
+            rewards, outside = clip(rewards, config.clip)
+            state = state.with_metrics({"critic/reward_clip_frac": fraction(outside, trained)})
+        return replace(state, batch=replace(batch, rewards=rewards))
+
+    scopes = {config.mean, config.std}
+    scope: Scope = "batch" if "batch" in scopes else "group" if "group" in scopes else "row"
+    parts = [" + ".join(f"{weight} {name}" for name, weight in config.components.items())]
+    parts += [f"truncated ones by {config.truncation}"] if config.truncation is not None else []
+    parts += ["minus overlong penalty"] if config.overlong else []
+    parts += [f"minus mean over {config.mean}"] if config.mean else []
+    parts += [f"over std over {config.std}"] if config.std else []
+    parts += [f"each {config.statistics} counted once"] if config.mean or config.std else []
+    parts += [f"clip to {config.clip}"] if config.clip else []
+    text = ", ".join(part for part in parts if part) or "as they came"
+    return ChainStep("rewards", (), scope, text, run)
+
+
+def raw_rewards(config: RewardConfig, batch: PackedBatch) -> Tensor:
+    """[M] float64: rewards before normalisation; running moments are taken of these."""
+    rewards = pushed_rewards(config, batch)
+    if config.truncation is not None and batch.truncated is not None:
+        rewards = truncation_penalty(rewards, batch.truncated, config.truncation)
+    if config.overlong is None:
+        return rewards
+    lengths = segment_sum(batch.row_trainable, batch.row_offsets)
+    return overlong_penalty(rewards, lengths, **config.overlong.model_dump())
+
+
+def pushed_rewards(config: RewardConfig, batch: PackedBatch) -> Tensor:
+    """[M] float64: the rewards as pushed, named ones summed, without any shaping."""
+    if config.components:
+        return _summed(batch, config.components)
+    return batch.rewards if batch.scores is None else batch.scores
+
+
+def _summed(batch: PackedBatch, weights: Mapping[str, float]) -> Tensor:
+    """[M] float64: weighted sum of named rewards."""
+    total = torch.zeros_like(batch.rewards)
+    for name, weight in weights.items():
+        if name not in batch.components:
+            present = ", ".join(batch.components) or "none"
+            raise TrajectoryError(f"reward.components names {name!r}, the trajectories have {present}")
+        total = total + weight * batch.components[name]
+    return total
+
+
+def _token_reward_step(config: ChainConfig) -> ChainStep:
+    make = {"outcome": outcome_rewards, "steps": step_rewards, "column": credited}[config.token_rewards]
+
+    def run(state: State) -> State:
+        return state.with_columns(token_level_rewards=make(state.batch))
+
+    needs = ("response_mask", *(("token_level_rewards",) if config.token_rewards == "column" else ()))
+    text = f"from {config.token_rewards}, on the last trainable token at or before its place"
+    return ChainStep("token_rewards", needs, "row", text, run, ("token_level_rewards",))
+
+
+def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
+    def run(state: State) -> State:
+        batch, coefficient = state.batch, state.kl_coefficient
+        tokens = state.tokens
+        kl = column_kl(batch.column(config.log_probs), batch.column("ref_log_probs"), config.penalty)
+        if by_token:
+            shaped, row_kl = minus_kl(batch.column("token_level_rewards"), kl, coefficient, tokens)
+            state = state.with_columns(token_level_rewards=shaped)
+        else:
+            row_kl = tokens.row_sum(kl)
+        rewards = batch.rewards - coefficient * segment_sum(row_kl, batch.row_offsets)
+        counted = batch.row_trainable > 0
+        per_row = torch.where(counted, row_kl / batch.row_trainable.clamp(min=1), 0.0)
+        rows = counted.sum()
+        state = state.with_metrics(
+            {
+                "critic/kl": Metric(segment_sum(per_row, whole(per_row))[0] / rows.clamp(min=1), rows),
+                "critic/kl_coef": Metric(rewards.new_full((), coefficient), rows),
+            }
+        )
+        state = replace(state, batch=replace(state.batch, rewards=rewards))
+        if by_step:
+            step_kl = span_sum(batch, tokens.only(kl))
+            steps = batch.steps.rewards - coefficient * step_kl
+            state = replace(state, batch=state.batch.with_step_rewards(steps))
+        return state
+
+    makes = ("token_level_rewards",) if by_token else ()
+    needs = ("response_mask", config.log_probs, "ref_log_probs", *makes)
+    adaptive = f", towards {config.target}" if config.target else ""
+    text = f"{config.penalty} of {config.log_probs} against ref_log_probs, off the rewards{adaptive}"
+    return ChainStep("kl", needs, "row", text, run, makes)
+
+
+def _token_reward_clip_step(limit: float) -> ChainStep:
+    def run(state: State) -> State:
+        clipped, outside = clip(state.batch.column("token_level_rewards"), limit)
+        share = mean(outside, state.tokens.mask)
+        state = state.with_metrics({"critic/token_reward_clip_frac": share})
+        return state.with_columns(token_level_rewards=clipped)
+
+    needs = ("response_mask", "token_level_rewards")
+    return ChainStep("token_reward_clip", needs, "row", f"clip to {limit}", run, ("token_level_rewards",))
+
+
+def _whiten_rewards_step() -> ChainStep:
+    def run(state: State) -> State:
+        tokens = state.tokens
+        whitened = whiten(state.batch.column("token_level_rewards"), tokens)
+        return state.with_columns(token_level_rewards=whitened)
+
+    needs = ("response_mask", "token_level_rewards")
+    text = "token rewards to mean 0, std 1"
+    return ChainStep("whiten_rewards", needs, "batch", text, run, ("token_level_rewards",))
+
+
+def minus_kl(rewards: Tensor, kl: Tensor, coefficient: float, tokens: Trainable) -> tuple[Tensor, Tensor]:
+    """(`rewards` minus coefficient * `kl` at the tokens that count, [N] float32; row sums of the KL, [R] float64)."""
+    if not kernels.on_cpu(kl):
+        return (rewards - coefficient * tokens.only(kl)).to(torch.float32), tokens.row_sum(kl)
+    shaped, sums = np.empty(len(kl), np.float32), np.empty(len(tokens.offsets) - 1)
+    reward, penalty, mask, offsets = map(kernels.as_array, (rewards, kl, tokens.mask, tokens.offsets))
+    reward_kernels.subtract_kl(reward, penalty, float(coefficient), mask, offsets, shaped, sums)
+    return torch.from_numpy(shaped), torch.from_numpy(sums)
