@@ -15,6 +15,7 @@ from ..batch.session import Session
 from ..batch.work import WorkItem, work_items
 from ..errors import BatchLostError, UndecodableGroupError
 from ..grouping.groups_log import LoggedGroup, Pointer, read_groups
+from ..messages import log_fields
 from ..run.malformed import reject
 from ..store.retry import RETRYABLE
 from .delivery import ComputedBatch, deliver
@@ -32,34 +33,32 @@ STAGE: Final = "trainer"
 
 
 class BatchReader:
-    """What one rank has read of batches that are not delivered yet: their results, and payloads of the next one."""
+    """What one rank has read, in one session, of batches that are not delivered: results, payloads of the next one."""
 
-    def __init__(self, rank: Rank, late: Mapping[str, LateColumn]) -> None:
+    def __init__(self, session: Session, rank: Rank, late: Mapping[str, LateColumn]) -> None:
+        self.session = session
         self._rank = rank
         self._late = late
         self._log = ResultsLog()
         self.ahead: ReadAhead | None = None  # of the batch to be delivered next
 
-    def restart(self) -> None:
-        """A new session has begun: read the results logs from their start."""
-        self._log = ResultsLog()
-
-    def wait(self, session: Session, block_ms: int, max_groups: int | None, stop: threading.Event) -> None:
+    def wait(self, block_ms: int, max_groups: int | None, stop: threading.Event) -> None:
         """Wait for new results, or for groups: see `wait_for_news`."""
-        wait_for_news(session, self._log.cursors, block_ms, max_groups, stop)
+        wait_for_news(self.session, self._log.cursors, block_ms, max_groups, stop)
 
-    def collect(self, session: Session) -> Batch | None:
+    def collect(self) -> Batch | None:
         """Deliver the next batch. None while it is not named, or some of its results have not been published.
 
         Raises BatchLostError if the server no longer has its groups, UndecodableGroupError if some cannot be read:
         pass that to `exclude` and call again. Also LateColumnError and SettingError.
         """
+        session = self.session
         record = session.find(session.progress.delivered)
         if record is None:
             return None
-        self.read_ahead(session, record)
-        self._read_results(session)
-        computed = self._computed(session, record)
+        self.read_ahead(record)
+        self._read_results()
+        computed = self._computed(record)
         if computed is None:
             return None
         prefetched = self.ahead.result() if self.ahead else Prefetched({})
@@ -75,16 +74,17 @@ class BatchReader:
         session.progress.deliver(record)
         return batch
 
-    def exclude(self, session: Session, error: UndecodableGroupError) -> bool:
+    def exclude(self, error: UndecodableGroupError) -> bool:
         """Exclude what `collect` could not read from the next batch: its groups become dead letters.
 
         A rank among several leaves out its trajectories only: the others do not know, and keep to the plan. False if
         the batch was lost or committed meanwhile.
         """
-        logger.error("%s: %s", STAGE, error)
+        session = self.session
         record = session.find(session.progress.delivered)
         if record is None:
             return False
+        logger.error("%s: %s", STAGE, error, extra=self._log_fields("group_unreadable", record))
         if self._rank.world_size > 1:
             return session.leave_out(record, error.problems)
         deaths: dict[str, Death] = {}
@@ -93,13 +93,13 @@ class BatchReader:
         session.bury(record, deaths)
         return True
 
-    def read_ahead(self, session: Session, record: BatchRecord | None) -> None:
+    def read_ahead(self, record: BatchRecord | None) -> None:
         """Have a batch's payloads fetched while something is waited for. `collect` meets errors again."""
         if record is not None and (self.ahead is None or self.ahead.batch != record.id):
             self.stop()
             with suppress(BatchLostError, *RETRYABLE):
-                groups = session.read_groups(record, ())
-                self.ahead = ReadAhead(session.run, record, groups, self._rank)
+                groups = self.session.read_groups(record, ())
+                self.ahead = ReadAhead(self.session.run, record, groups, self._rank)
 
     def stop(self) -> None:
         """Fetch nothing ahead."""
@@ -107,29 +107,34 @@ class BatchReader:
             self.ahead.stop()
         self.ahead = None
 
-    def _read_results(self, session: Session) -> None:
+    def _read_results(self) -> None:
         """Read the results logs on. Rank 0 removes what belongs to no batch of the run."""
+        session = self.session
         batches = {record.id for record in session.records.values()} if session.leads else None
         strays = self._log.read(session.run, batches)
         # On a server that lost recent writes a stray may belong to a batch: the next session decides.
         if session.leads and strays and session.has_same_servers():
             _remove(session, strays)
 
-    def _computed(self, session: Session, record: BatchRecord) -> ComputedBatch | None:
+    def _computed(self, record: BatchRecord) -> ComputedBatch | None:
         """The batch with its results, without dead groups. None while some results have not been published."""
         items = work_items(record)
         while (results := self._log.results_of(record.id, items)) is not None:
             deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
-            dead, left_out = session.bury(record, deaths)
-            groups = session.read_groups(record, dead)
+            dead, left_out = self.session.bury(record, deaths)
+            groups = self.session.read_groups(record, dead)
             foreign = _first_misfit(items, results, groups)
             if foreign is None:
                 by_number = {result.header.unit: result for result in results}
                 return ComputedBatch(record, groups, assign(items, by_number, groups), results, left_out)
             result, problem = foreign
-            logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem)
+            fields = self._log_fields("results_unusable", record)
+            logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem, extra=fields)
             self._log.remove(result)
         return None
+
+    def _log_fields(self, event: str, record: BatchRecord) -> dict[str, object]:
+        return log_fields(event, run=self.session.run.name, role=STAGE, batch=record.k)
 
 
 def _first_misfit(

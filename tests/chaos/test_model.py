@@ -145,7 +145,9 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(reaches_the_server=st.booleans())
     def save(self, reaches_the_server: bool) -> None:
         """What was delivered last may be in the weights only if the queue was told so."""
-        if self.batch is not None and self.batch.id in {r.id for r in self.queue._start().records.values()}:
+        if self.batch is not None and self.batch.id in {
+            r.id for r in self.queue._sessions.current().records.values()
+        }:
             self.queue.trained(self.batch)
         self.checkpoint = (list(self.weights), self.queue.state_dict())
         if reaches_the_server:
@@ -165,11 +167,11 @@ class Lifecycle(RuleBasedStateMachine):
     @rule()
     def a_zombie_goes_on(self) -> None:
         queue, batch = self.zombies[-1]
-        if batch is not None and batch.version >= queue._start().version:
+        if batch is not None and batch.version >= queue._sessions.current().version:
             with pytest.raises(EpochFencedError):
                 queue.trained(batch)
         with pytest.raises(EpochFencedError):
-            queue._start()._tell_shards()
+            queue._sessions.current()._tell_shards()
         with suppress(EpochFencedError, NoBatchError):
             queue.next_batch(timeout=0)
 

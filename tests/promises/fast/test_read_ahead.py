@@ -36,6 +36,7 @@ def first_batch(joined: Run) -> tuple[TrainerQueue, Batch]:
 
 def read_through(queue: TrainerQueue) -> int:
     """Wait for what is being read ahead; payloads found."""
+    assert queue._reader is not None
     assert queue._reader.ahead is not None
     return len(queue._reader.ahead.result().payloads)
 

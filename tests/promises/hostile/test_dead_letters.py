@@ -228,7 +228,8 @@ def named(redis_url: str, run: str) -> Run:
     joined = join(connection, run)
     group_all(joined)
     queue = TrainerQueue(connection, run, batch_groups=3, chain="grpo")
-    queue._settings = dataclasses.replace(queue._settings, chain={"estimator": "brittle"})
+    sessions = queue._sessions
+    sessions.naming = dataclasses.replace(sessions.naming, chain={"estimator": "brittle"})
     with pytest.raises(StreamadvError, match="no new group"):
         queue.next_batch(timeout=0)
     return joined

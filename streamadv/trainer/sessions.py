@@ -1,0 +1,118 @@
+"""One rank's trainer session: begun when it is first needed, and again when a server was replaced."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from ..batch.job import check_job, count_queue, find_job, random_job
+from ..batch.lineage import Lineage
+from ..batch.progress import Progress
+from ..batch.selection import NamingSettings
+from ..batch.session import Follower, Session, Wanted
+from ..errors import SettingError
+from ..messages import log_fields
+from ..run import Run, open_run
+from ..run.manifest import RunSettings
+from ..store.connection import Connection
+from .plan import Rank
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at whether the server has the manifest that this job knows.
+KEEP_UP_S: Final = 1.0
+
+
+class Sessions:
+    """The trainer sessions of one rank, one after another; all go on from the same `progress`.
+
+    Rank 0 takes the run; a rank above 0 joins, and its calls raise NotHeldError until rank 0 has taken it. All calls
+    raise EpochFencedError when a newer trainer has taken over. No call is made to a server before the first session.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        run: str,
+        settings: RunSettings | None,
+        naming: NamingSettings,
+        rank: Rank,
+        job: str | None,
+        epoch: int | None,
+        progress: Progress,
+    ) -> None:
+        self.naming = naming
+        self.progress = progress
+        self._connection = connection
+        self._run_name, self._run_settings = run, settings
+        self._rank = rank
+        self._job = None if job is None else check_job(job)
+        self._epoch = epoch
+        self._number = count_queue(run, rank.number) if rank.world_size > 1 else 0
+        self._run: Run | None = None
+        self._session: Session | None = None
+        self._is_stale = False  # its servers were replaced
+        self._is_checked = False  # the server has accepted this process once
+
+    def current(self) -> Session:
+        """The session, whatever servers it began on."""
+        return self._session or self._begin()
+
+    def checked(self) -> Session:
+        """The session on the servers as they are now.
+
+        After a restart or failover that is a new one, which repeats what the servers may have lost: see "Going back in
+        time" in docs/reliability.md.
+        """
+        if self._run is not None:
+            self._run.keep_up(KEEP_UP_S)
+        if self._session is not None and not self._is_stale and not self._session.has_same_servers():
+            if self._rank.number == 0:
+                logger.warning(
+                    "trainer: the server is not the one it was: repeating what it may have lost",
+                    extra=log_fields("session_stale", run=self._run_name, role="trainer"),
+                )
+            self.progress.lost()
+            self._is_stale = True
+        return self._begin() if self._is_stale else self.current()
+
+    def end(self) -> None:
+        """Begin anew at the next call: the progress was set back to a checkpoint."""
+        self._session = None
+
+    def _begin(self) -> Session:
+        run = self._opened_run()
+        session: Session
+        if self._rank.number == 0:
+            self.progress.job = self.progress.job or self._find_job() or random_job()
+            session = Lineage(run, self.naming, self.progress)
+        else:
+            session = Follower(run, self.naming, self.progress, self._wanted())
+        self._session, self._is_stale = session, False
+        return session
+
+    def _opened_run(self) -> Run:
+        # Credentials are checked once: later a refusal can be transient, as a restarting server loads its users late.
+        if not self._is_checked:
+            self._connection.check()
+            self._is_checked = True
+        if self._run is None:
+            self._run = open_run(self._connection, self._run_name, self._run_settings)
+        else:
+            self._run.refresh()  # writes the manifest again if the server has lost it
+        return self._run
+
+    def _find_job(self) -> str | None:
+        if self._job is not None or self._rank.world_size == 1:
+            return self._job
+        return find_job(self._number)
+
+    def _wanted(self) -> Wanted:
+        """How a rank above 0 finds its job. Raises SettingError if nothing tells."""
+        job = self._job if self._epoch is not None else self._find_job()
+        if job is None and self._epoch is None:
+            raise SettingError(
+                f"job is not given on rank {self._rank.number} of {self._rank.world_size}: pass the same job= on "
+                "every rank, another one at each start, or use torchrun, SLURM or torch.distributed"
+            )
+        return Wanted(job, self._epoch)
