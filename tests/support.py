@@ -102,8 +102,8 @@ def consumer_of(run: Run, stage: str = GROUPER, name: str | None = None, lease_s
     stop.set()
     streams = {GROUPER: lambda keys: keys.rollouts, ADVANTAGE: lambda keys: keys.work}
     stream = streams.get(stage, lambda keys: keys.scoring(stage))
-    for keys in run.keys.shards:  # fakeredis tells a missing stream by another error than servers do
-        run.call("ensure_group", [keys.void, stream(keys)], [stage])
+    for shard in run.shards:  # fakeredis tells a missing stream by another error than servers do
+        shard.call("ensure_group", [stage], stream=stream(shard.keys))
     return Consumer(run, stage, stream, lease_s=lease_s, stop=stop, name=name)
 
 

@@ -12,7 +12,8 @@ from redis.exceptions import OutOfMemoryError
 from .. import metrics
 from ..run import Run
 from ..run.consumer import ADVANTAGE
-from ..store.scripts import run_transaction, script_call
+from ..store.calls import run_transaction
+from ..store.scripts import script_call
 from ..trajectory.schema import Status
 from .compute import Computed
 

@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..errors import StreamadvError
+from ..store.calls import run_script_async, run_transaction_async, server_ids_async
 from ..store.connection import AsyncConnection
 from ..store.retry import RETRYABLE, closed_under_way
-from ..store.scripts import run_script_async, run_transaction_async, server_ids_async
 from ..trajectory.schema import Trajectory
 from .admission import BeginCall
 from .async_group import AsyncGroup, AsyncRollout
@@ -228,7 +228,7 @@ class AsyncProducer:
         if isinstance(request, Memory):
             return await self._connection.memory()
         if isinstance(request, ServerIds):
-            return await server_ids_async(self._connection, request.keys)
+            return await server_ids_async(self._connection, request.shards)
         if isinstance(request, Transaction):
             return await run_transaction_async(self._connection, request.payloads, request.call)
         return await run_script_async(self._connection.scripts, request)

@@ -57,7 +57,7 @@ class ProducerLogic:
         yield from self.member.agree()  # a setting that nobody had given may have been given since
         yield from self.member.say_alive()
         yield from self.member.update_budget()
-        yield from self._resend.check(self.member.manifest.keys.voids)
+        yield from self._resend.check(self.member.manifest.keys.shards)
 
     def until_heartbeat(self) -> float:
         """Seconds to the next heartbeat, which also sends again what the server had no room for."""
@@ -85,7 +85,7 @@ class ProducerLogic:
     def finish(self) -> Steps[None]:
         """Say that no more groups will come from this producer, once the server has all it was sent."""
         wait = Wait(Blocked(self.member.who, "not finished"))
-        while not (yield from self._resend.check(self.member.manifest.keys.voids)):
+        while not (yield from self._resend.check(self.member.manifest.keys.shards)):
             wait.because(LOST_GROUPS_FIRST)
             yield Pause(wait.delay())
         self.member.finished = True

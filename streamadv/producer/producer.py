@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import StreamadvError
 from ..run.manifest import RunSettings
+from ..store.calls import run_script, run_transaction, server_ids
 from ..store.connection import AsyncConnection, Connection
 from ..store.retry import RETRYABLE
-from ..store.scripts import run_script, run_transaction, server_ids
 from ..trajectory.schema import Trajectory
 from .checks import GroupRequest
 from .group import Group, Rollout
@@ -266,7 +266,7 @@ class Producer:
         if isinstance(request, Memory):
             return self._connection.memory()
         if isinstance(request, ServerIds):
-            return server_ids(self._connection, request.keys)
+            return server_ids(self._connection, request.shards)
         if isinstance(request, Transaction):
             return run_transaction(self._connection, request.payloads, request.call)
         return run_script(self._connection.scripts, request)

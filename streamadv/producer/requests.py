@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from redis.exceptions import OutOfMemoryError
 
+from ..store.keys import ShardKeys
 from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import ScriptCall
 
@@ -45,9 +46,9 @@ class Memory(NamedTuple):
 
 
 class ServerIds(NamedTuple):
-    """Ask which server has each key; None where it does not tell."""
+    """Ask which server has each shard; None where it does not tell."""
 
-    keys: Sequence[str]
+    shards: Sequence[ShardKeys]
 
 
 T = TypeVar("T")

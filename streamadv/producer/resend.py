@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..errors import Busy, StreamadvError
+from ..store.keys import ShardKeys
 from .requests import ServerIds, Steps
 from .tickets import PushResult
 
@@ -79,12 +80,12 @@ class ResendWindow:
                 MAX_RESEND_BYTES >> 20,
             )
 
-    def check(self, keys: Sequence[str]) -> Steps[bool]:
+    def check(self, shards: Sequence[ShardKeys]) -> Steps[bool]:
         """Send again what another server may have lost; forget what this one has had for long enough.
 
-        keys: one of each shard. False when the server had no room for some of it: check again.
+        False when the server had no room for some of it: check again.
         """
-        servers: Sequence[str | None] = yield ServerIds(keys)
+        servers: Sequence[str | None] = yield ServerIds(shards)
         self._servers = servers
         with self._lock:
             unsure = [sent for sent in self._sent if sent.server_id != servers[sent.shard]]

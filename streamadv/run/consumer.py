@@ -193,8 +193,8 @@ class Consumer:
 
     def retire_others(self) -> None:
         """Forget consumers that are gone and have nothing pending."""
-        for keys, stream in zip(self.run.keys.shards, self.streams, strict=True):
-            self.run.call("retire", [keys.void, stream], [self.stage, RETIRE_AFTER_MS, self.name])
+        for shard, stream in zip(self.run.shards, self.streams, strict=True):
+            shard.call("retire", [self.stage, RETIRE_AFTER_MS, self.name], stream=stream)
 
     def _guarded(self, shard: int, count: int, block_ms: int | None) -> list[Entry]:
         try:
@@ -216,8 +216,7 @@ class Consumer:
         metrics.group_recreated(self.stage)
         self._outage.pause()  # somebody may delete it again and again
         self.run.keep_up()  # lost with the stream
-        keys = self.run.keys.shard(shard)
-        self.run.call("ensure_group", [keys.void, self.streams[shard]], [self.stage])
+        self.run.shard(shard).call("ensure_group", [self.stage], stream=self.streams[shard])
 
     def _read(self, shard: int, count: int, block_ms: int | None) -> list[Entry]:
         stream = self.streams[shard]
@@ -241,12 +240,9 @@ class Consumer:
             self.run.keep_up(KEEP_UP_S)
         if self._free[shard]:
             due, self._free[shard] = self._free[shard][:count], self._free[shard][count:]
-            names = [self.run.keys.shard(shard).void, stream]
             args = [self.stage, self.name, *(part for entry, delivery in due for part in (entry, *delivery))]
-            claimed = [
-                (entry, dict(zip(fields[::2], fields[1::2], strict=True)))
-                for entry, fields in self.run.call("reclaim", names, args)
-            ]
+            reply = self.run.shard(shard).call("reclaim", args, stream=stream)
+            claimed = [(entry, dict(zip(flat[::2], flat[1::2], strict=True))) for entry, flat in reply]
             if fresh := self._take_in_hand(_entries(shard, claimed, reclaimed=True)):
                 metrics.entries(self.stage, "reclaimed", len(fresh))
                 return fresh

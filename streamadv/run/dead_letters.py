@@ -70,9 +70,7 @@ def show_dead(run: Run, group_id: str) -> DeadGroup:
 
 def requeue(run: Run, group_id: str) -> int:
     """Put a dead group back into the groups log, whole. Returns its number of trajectories."""
-    keys = _keys(run, group_id)
-    names = [keys.void, keys.groups, keys.ledger, keys.dead, keys.dead_group(group_id)]
-    count: int = run.call("requeue", names, [group_id])
+    count: int = run.shard_of(group_id).call("requeue", [group_id], dead_group=group_id)
     if count == -1:
         raise StreamadvError(f"group {group_id!r} has lost its payloads (dead_bytes): it cannot be requeued")
     if count == 0 and show_dead(run, group_id).reason == MALFORMED:

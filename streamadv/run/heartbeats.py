@@ -67,8 +67,7 @@ class Attendance:
             by_age = sorted(past, key=lambda name: int(self._heard[name].value.partition(b" ")[0]))
             leaving += [part for name in by_age[:-PAST_KEPT] for part in (name, self._heard[name].value)]
         for start in range(0, len(leaving), FORGET_SLICE):
-            part = leaving[start : start + FORGET_SLICE]
-            self._run.call("forget_producers", [home.void, home.producers], part)
+            self._run.home.call("forget_producers", leaving[start : start + FORGET_SLICE])
         self._forget_past(stored)
 
     def _forget_past(self, listed: Container[bytes]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ..errors import EpochFencedError, SettingError
+from ..store.calls import run_script, server_ids
 from ..store.connection import Connection
 from ..store.keys import RunKeys, ShardKeys, check_run_name, manifest_key
-from ..store.scripts import FENCED, run_script, script_call, server_ids
+from ..store.scripts import FENCED, script_call
 from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
 
 
@@ -108,12 +109,12 @@ class Run:
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     def server_ids(self) -> list[str | None]:
-        """Which server has each shard, see `scripts.server_ids`."""
-        return server_ids(self.connection, self.keys.voids)
+        """Which server has each shard, see `calls.server_ids`."""
+        return server_ids(self.connection, self.keys.shards)
 
     def call(self, script: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
         """`Shard.call` with all keys in the order of the script's KEYS lines. To be deleted: name the shard instead."""
-        return run_script(self.connection.scripts, script_call(script, keys, args))
+        return Shard(self.name, 0, cast(ShardKeys, keys), self.connection).call(script, args)
 
 
 def open_run(connection: Connection, name: str, settings: RunSettings | None = None) -> Run:

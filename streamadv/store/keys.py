@@ -230,11 +230,6 @@ class RunKeys:
         return [self.shard(index) for index in range(len(self.salts))]
 
     @property
-    def voids(self) -> list[str]:
-        """A key of each shard, to ask its server something."""
-        return [keys.void for keys in self.shards]
-
-    @property
     def home(self) -> ShardKeys:
         """The shard that also holds what concerns the whole run: lineage, batches, producers."""
         return self.shard(0)

@@ -42,13 +42,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any, Final, NamedTuple
 
-from redis.exceptions import NoScriptError
-
-from .clients import Client, Payloads
-from .connection import AsyncConnection, Connection
 from .keys import EntryKeys, ShardKeys
-from .resp import as_buffer
-from .retry import RETRYABLE, closed_under_way, not_now
 
 _LUA = resources.files("streamadv") / "lua"
 _LIB = "lib"
@@ -200,79 +194,3 @@ def script_call(
     if given:
         raise TypeError(f"script {name} takes no {', '.join(given)}")
     return ScriptCall(script, names, args)
-
-
-def run_script(client: Any, call: ScriptCall) -> Any:
-    """Execute `call`, sending the text once to a server that does not know the hash."""
-    try:
-        return client.evalsha(*call.by_hash)
-    except NoScriptError:
-        return client.eval(*call.by_text)
-
-
-async def run_script_async(client: Any, call: ScriptCall) -> Any:
-    """`run_script` for an asyncio client."""
-    with closed_under_way():
-        try:
-            return await client.evalsha(*call.by_hash)
-        except NoScriptError:
-            return await client.eval(*call.by_text)
-
-
-def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall) -> Any:
-    """MULTI: write the hashes, then run `call`, whose reply is returned. Never sent twice."""
-    client = connection.push
-    try:
-        if isinstance(client, Client):
-            return client.transact(payloads, ("EVAL", *call.by_text))
-        pipe = client.pipeline(transaction=True)
-        with not_now():
-            return _fill(pipe, payloads, call).execute()[-1]
-    except RETRYABLE:
-        connection.note_failed_push()
-        raise
-
-
-async def run_transaction_async(connection: AsyncConnection, payloads: Payloads, call: ScriptCall) -> Any:
-    """`run_transaction` for asyncio."""
-    try:
-        with closed_under_way(), not_now():
-            async with connection.push.pipeline(transaction=True) as pipe:
-                return (await _fill(pipe, payloads, call).execute())[-1]
-    except RETRYABLE:
-        await connection.note_failed_push()
-        raise
-
-
-def _fill(pipe: Any, payloads: Payloads, call: ScriptCall) -> Any:
-    for key, fields in payloads:
-        pipe.hset(key, mapping={name: as_buffer(value) for name, value in fields.items()})
-    pipe.execute_command("EVAL", *call.by_text)  # as a plain command: a cluster's pipeline has no `eval`
-    return pipe
-
-
-def server_ids(connection: Connection, keys: Sequence[str]) -> list[str | None]:
-    """For each key which server has it, and since when, None where it does not tell.
-
-    The id changes when that server restarts or another one takes over, which may have lost the last moments. Asked
-    where pushes go, as each client of a cluster has its own idea of who is primary.
-    """
-    asked = _asked(connection, keys)
-    found = [_text(run_script(connection.push, script_call("server_id", [key]))) for key in asked]
-    return found * (len(keys) // len(found))
-
-
-async def server_ids_async(connection: AsyncConnection, keys: Sequence[str]) -> list[str | None]:
-    """`server_ids` for asyncio."""
-    asked = _asked(connection, keys)
-    found = [_text(await run_script_async(connection.push, script_call("server_id", [key]))) for key in asked]
-    return found * (len(keys) // len(found))
-
-
-def _asked(connection: Connection | AsyncConnection, keys: Sequence[str]) -> Sequence[str]:
-    """One server has all keys, but in a cluster."""
-    return keys if connection.is_cluster else keys[:1]
-
-
-def _text(reply: bytes | None) -> str | None:
-    return None if reply is None else reply.decode()

@@ -216,8 +216,8 @@ def test_the_pipeline_can_do_its_job_and_needs_all_it_is_allowed(
         assert problems(run, deep=False) == []
         keys = run.keys.home
         # What only a death, a shutdown or a wait brings about.
-        assert run.call("attempt", [keys.void, keys.attempts], ["g", "1"]) == 1
-        assert run.call("attempt", [keys.void, keys.attempts], ["g", "0"]) == 1
+        assert run.home.call("attempt", ["g", "1"]) == 1
+        assert run.home.call("attempt", ["g", "0"]) == 1
         run.connection.scripts.xadd(keys.rollouts, {"group_id": "g"})
         consumer = consumer_of(run)
         assert [entries for _ in run.keys.shards for entries in consumer.read(1)]

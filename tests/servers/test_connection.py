@@ -17,10 +17,12 @@ import redis.asyncio.cluster
 import redis.exceptions
 
 from streamadv.errors import ServerUnreachableError, SettingError
+from streamadv.store.calls import run_script_async
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.keys import ShardKeys
 from streamadv.store.retry import RETRYABLE
-from streamadv.store.scripts import run_script_async, script_call
+from streamadv.store.scripts import script_call
 from streamadv.store.waiting import Blocked, Wait
 
 needs_cluster_client = pytest.mark.skipif(
@@ -215,7 +217,9 @@ async def test_many_tasks_share_a_bounded_number_of_connections(redis_url: str) 
 async def test_a_connection_closed_at_any_moment_is_an_outage(redis_url: str, turns: int) -> None:
     """As a cluster's client closes all its connections when one task finds its layout changed."""
     async with AsyncConnection(redis_url) as connection:
-        call = asyncio.create_task(run_script_async(connection.scripts, script_call("server_id", ["key"])))
+        call = asyncio.create_task(
+            run_script_async(connection.scripts, script_call("server_id", ShardKeys("r:0:0")))
+        )
         for _ in range(turns):
             await asyncio.sleep(0)
         await connection.scripts.connection_pool.disconnect(inuse_connections=True)

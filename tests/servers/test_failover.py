@@ -7,8 +7,9 @@ import pytest
 from streamadv.producer import Producer
 from streamadv.run import open_run
 from streamadv.run.manifest import RunSettings
+from streamadv.store.calls import server_ids
 from streamadv.store.connection import Connection
-from streamadv.store.scripts import server_ids
+from streamadv.store.keys import ShardKeys
 from tests.clusters import Cluster, Node, until
 from tests.flows import Flow
 from tests.support import ledger, problems, push_groups
@@ -62,16 +63,17 @@ def test_a_primary_that_hangs_is_replaced_in_mid_run(cluster: Cluster, run: str)
 
 def test_a_primary_that_got_its_place_back_is_another_server(cluster: Cluster) -> None:
     """Nobody may have asked in between, and what it had before its replica took over may be lost."""
+    keys = ShardKeys("r:0:0")
     with Connection(cluster.url) as connection:
-        [before] = server_ids(connection, ["key"])
-        assert server_ids(connection, ["key"]) == [before]
-        primary = cluster.primary_of("key")
+        [before] = server_ids(connection, [keys])
+        assert server_ids(connection, [keys]) == [before]
+        primary = cluster.primary_of(keys.void)
         replica = cluster.replica_of(primary)
         for heir in (replica, primary):
             cluster.take_over(heir)
             cluster.wait_until_whole()
-        [after] = server_ids(connection, ["key"])
-    assert cluster.primary_of("key") is primary
+        [after] = server_ids(connection, [keys])
+    assert cluster.primary_of(keys.void) is primary
     assert None not in (before, after)
     assert before != after
 

@@ -18,10 +18,12 @@ from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
 from streamadv.status.ledger import read_status
 from streamadv.store import connection as connection_module
+from streamadv.store.calls import run_transaction, run_transaction_async
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.keys import ShardKeys
 from streamadv.store.retry import NotNowError
-from streamadv.store.scripts import run_transaction, run_transaction_async, script_call
+from streamadv.store.scripts import script_call
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.flows import Flow
@@ -307,7 +309,7 @@ def test_writes_that_are_refused_for_a_while_are_waited_for(forgetful: EmbeddedS
 
 async def test_a_push_that_is_refused_for_a_while_is_an_outage(forgetful: EmbeddedServer) -> None:
     """Whichever client of redis-py sends it: each tells of an error inside MULTI in words of its own."""
-    payloads, call = [("payload", {"column": b"x"})], script_call("server_id", ["key"])
+    payloads, call = [("payload", {"column": b"x"})], script_call("server_id", ShardKeys("r:0:0"))
     with (
         Connection(forgetful.url) as packed,
         redis.Redis.from_url(forgetful.url) as client,

@@ -10,7 +10,7 @@ import redis
 from redis.exceptions import MasterDownError, MovedError, ReadOnlyError, ResponseError
 
 from streamadv.producer import Producer
-from streamadv.run import Run
+from streamadv.run import Run, Shard
 from streamadv.run import consumer as streams
 from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer, Entry
 from streamadv.store.connection import Connection
@@ -184,13 +184,13 @@ def test_a_stream_that_vanishes_is_made_again_without_a_hot_loop(
     with redis.Redis.from_url(redis_url) as client:
         client.flushall()
     calls: list[str] = []
-    original = Run.call
+    original = Shard.call
 
-    def count(self: Run, script: str, keys: Any, args: Any = ()) -> Any:
+    def count(self: Shard, script: str, *args: Any, **given: Any) -> Any:
         calls.extend([script] if script != "retire" else [])
-        return original(self, script, keys, args)
+        return original(self, script, *args, **given)
 
-    monkeypatch.setattr(Run, "call", count)
+    monkeypatch.setattr(Shard, "call", count)
     assert consumer.read(5) == []
     assert calls == ["ensure_group"]
     joined.refresh()
@@ -223,7 +223,7 @@ def test_a_failover_is_waited_out(pushed: Run, monkeypatch: pytest.MonkeyPatch, 
     assert slept
     with monkeypatch.context() as patch:  # also while the consumer group is made again
         patch.setattr(Consumer, "_read", lambda *_: (_ for _ in ()).throw(ResponseError("NOGROUP")))
-        patch.setattr(Run, "call", lambda *_: (_ for _ in ()).throw(error))
+        patch.setattr(Shard, "call", lambda *_, **__: (_ for _ in ()).throw(error))
         assert consumer.read(5) == []
     assert consumer.read(5)
 
@@ -240,8 +240,8 @@ def test_every_shard_is_read(fake: Connection) -> None:
         push_groups(producer, 20, 1)
     run = join(fake, "r")
     consumer = Consumer(run, GROUPER, lambda keys: keys.rollouts, lease_s=5, stop=threading.Event())
-    for keys in run.keys.shards:
-        run.call("ensure_group", [keys.void, keys.rollouts], [GROUPER])
+    for shard in run.shards:
+        shard.call("ensure_group", [GROUPER], stream=shard.keys.rollouts)
     found = read_all(consumer, 3)
     assert len(found) == 20
     assert {entry.shard for entry in found} == {0, 1, 2, 3}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamadv.store import acl, scripts
+from streamadv.store.calls import run_script, run_script_async
 from streamadv.store.connection import Connection
 from streamadv.store.keys import EntryKeys, ShardKeys, key_patterns
 from streamadv.store.scripts import parse_keys, script_call
@@ -125,20 +126,18 @@ def test_a_header_that_does_not_parse_is_an_error(line: str) -> None:
 def test_a_list_of_keys_may_be_empty_and_is_a_table(fake: Connection) -> None:
     fake.scripts.rpush(KEYS.garbage, "a 5", "b 6")
     fake.scripts.hset("a", "x", "1")
-    assert scripts.run_script(fake.scripts, script_call("sweep", KEYS, payloads=[])) == 0
-    assert (
-        scripts.run_script(fake.scripts, script_call("sweep", KEYS, ["c 1", "a 5"], payloads=["c", "a"])) == 1
-    )
+    assert run_script(fake.scripts, script_call("sweep", KEYS, payloads=[])) == 0
+    assert run_script(fake.scripts, script_call("sweep", KEYS, ["c 1", "a 5"], payloads=["c", "a"])) == 1
     assert not fake.scripts.exists("a")
     assert fake.scripts.hget(KEYS.ledger, "live_bytes") == b"-5"
 
 
 def test_a_server_that_forgot_a_script_is_sent_its_text(fake: Connection) -> None:
     call = script_call("register", EntryKeys("r"), ["r"])
-    assert scripts.run_script(fake.scripts, call) == 1
+    assert run_script(fake.scripts, call) == 1
     fake.scripts.script_flush()
-    assert scripts.run_script(fake.scripts, call) == 0
-    assert scripts.run_script(fake.scripts, call) == 0
+    assert run_script(fake.scripts, call) == 0
+    assert run_script(fake.scripts, call) == 0
 
 
 async def test_also_by_asyncio() -> None:
@@ -146,9 +145,9 @@ async def test_also_by_asyncio() -> None:
 
     client = fakeredis.FakeAsyncRedis()
     call = script_call("register", EntryKeys("r"), ["r"])
-    assert await scripts.run_script_async(client, call) == 1
+    assert await run_script_async(client, call) == 1
     await client.script_flush()
-    assert await scripts.run_script_async(client, call) == 0
+    assert await run_script_async(client, call) == 0
     await client.aclose()
 
 

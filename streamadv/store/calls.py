@@ -1,0 +1,92 @@
+"""Sending script calls: by hash, by text to a server that does not know the script, or with payloads in one MULTI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from redis.exceptions import NoScriptError
+
+from .clients import Client, Payloads
+from .connection import AsyncConnection, Connection
+from .keys import ShardKeys
+from .resp import as_buffer
+from .retry import RETRYABLE, closed_under_way, not_now
+from .scripts import ScriptCall, script_call
+
+
+def run_script(client: Any, call: ScriptCall) -> Any:
+    """Execute `call`, sending the text once to a server that does not know the hash."""
+    try:
+        return client.evalsha(*call.by_hash)
+    except NoScriptError:
+        return client.eval(*call.by_text)
+
+
+async def run_script_async(client: Any, call: ScriptCall) -> Any:
+    """`run_script` for an asyncio client."""
+    with closed_under_way():
+        try:
+            return await client.evalsha(*call.by_hash)
+        except NoScriptError:
+            return await client.eval(*call.by_text)
+
+
+def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall) -> Any:
+    """MULTI: write the hashes, then run `call`, whose reply is returned. Never sent twice."""
+    client = connection.push
+    try:
+        if isinstance(client, Client):
+            return client.transact(payloads, ("EVAL", *call.by_text))
+        pipe = client.pipeline(transaction=True)
+        with not_now():
+            return _fill(pipe, payloads, call).execute()[-1]
+    except RETRYABLE:
+        connection.note_failed_push()
+        raise
+
+
+async def run_transaction_async(connection: AsyncConnection, payloads: Payloads, call: ScriptCall) -> Any:
+    """`run_transaction` for asyncio."""
+    try:
+        with closed_under_way(), not_now():
+            async with connection.push.pipeline(transaction=True) as pipe:
+                return (await _fill(pipe, payloads, call).execute())[-1]
+    except RETRYABLE:
+        await connection.note_failed_push()
+        raise
+
+
+def _fill(pipe: Any, payloads: Payloads, call: ScriptCall) -> Any:
+    for key, fields in payloads:
+        pipe.hset(key, mapping={name: as_buffer(value) for name, value in fields.items()})
+    pipe.execute_command("EVAL", *call.by_text)  # as a plain command: a cluster's pipeline has no `eval`
+    return pipe
+
+
+def server_ids(connection: Connection, shards: Sequence[ShardKeys]) -> list[str | None]:
+    """The id of the server that has each shard, None where a server does not tell.
+
+    The id changes when the server restarts or another one takes over: recent writes may be lost then. This asks the
+    client that pushes, because each client of a cluster has its own view of who is primary.
+    """
+    replies = [run_script(connection.push, call) for call in _server_id_calls(connection, shards)]
+    return _ids(replies, len(shards))
+
+
+async def server_ids_async(connection: AsyncConnection, shards: Sequence[ShardKeys]) -> list[str | None]:
+    """`server_ids` for asyncio."""
+    replies = [await run_script_async(connection.push, call) for call in _server_id_calls(connection, shards)]
+    return _ids(replies, len(shards))
+
+
+def _server_id_calls(
+    connection: Connection | AsyncConnection, shards: Sequence[ShardKeys]
+) -> list[ScriptCall]:
+    """One call for each shard of a cluster; elsewhere one server has all shards."""
+    return [script_call("server_id", keys) for keys in (shards if connection.is_cluster else shards[:1])]
+
+
+def _ids(replies: Sequence[bytes | None], shards: int) -> list[str | None]:
+    ids = [None if reply is None else reply.decode() for reply in replies]
+    return ids * (shards // len(ids))
