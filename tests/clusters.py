@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -52,6 +52,12 @@ def until(true: Callable[[], object], what: str) -> None:
         wait.pause()
 
 
+def refusals(client: redis.Redis, code: str) -> int:
+    """How often the server has answered with this error."""
+    errors: Any = client.info("errorstats")
+    return int(errors.get(f"errorstat_{code}", {"count": 0})["count"])
+
+
 class Node:
     """One server of a group, with a client for commands the library does not need."""
 
@@ -71,13 +77,12 @@ class Node:
         return execute(*words)
 
     def info(self, section: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.client.info(section)
-        return found
+        state: dict[str, Any] = self.client.info(section)
+        return state
 
     def errors(self, code: str) -> int:
         """How often the server has answered with this error."""
-        found = self.info("errorstats").get(f"errorstat_{code}", {})
-        return int(found.get("count", 0))
+        return refusals(self.client, code)
 
     @property
     def in_sync(self) -> bool:
@@ -109,6 +114,13 @@ class Node:
 
     def go_on(self) -> None:
         os.kill(self.server.pid, signal.SIGCONT)
+
+
+def divide_slots(primaries: Sequence[Node]) -> None:
+    """An equal share of the slots for each."""
+    for number, node in enumerate(primaries):
+        first, last = (CLUSTER_SLOTS * n // len(primaries) for n in (number, number + 1))
+        node.ask("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
 
 
 class Cluster:
@@ -149,9 +161,7 @@ class Cluster:
         ids = [node.ask("CLUSTER", "MYID").decode() for node in self.nodes]
         for number, node in enumerate(self.nodes):
             node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-            if number < PRIMARIES:
-                first, last = (CLUSTER_SLOTS * n // PRIMARIES for n in (number, number + 1))
-                node.ask("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
+        divide_slots(self.nodes[:PRIMARIES])
         for number, node in enumerate(self.nodes):
             for other in self.nodes[number + 1 :]:
                 node.ask("CLUSTER", "MEET", "127.0.0.1", other.port)
@@ -166,8 +176,8 @@ class Cluster:
     @staticmethod
     def known(node: Node) -> dict[str, dict[str, Any]]:
         """The nodes this one has shaken hands with, by address."""
-        found: dict[str, dict[str, Any]] = node.ask("CLUSTER NODES")
-        return {address: entry for address, entry in found.items() if "handshake" not in entry["flags"]}
+        nodes: dict[str, dict[str, Any]] = node.ask("CLUSTER NODES")
+        return {address: entry for address, entry in nodes.items() if "handshake" not in entry["flags"]}
 
     def wait_until_whole(self) -> None:
         """Every node agrees on who is primary, all slots are served, all replicas are in sync."""

@@ -18,7 +18,8 @@ import redis.asyncio.cluster
 
 from streamadv import clock
 from streamadv.errors import ServerError
-from streamadv.run import consumer
+from streamadv.producer import Producer
+from streamadv.run import Run, consumer, open_run
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer, find_server_binary
 from tests.clusters import Cluster
@@ -44,7 +45,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Set the markers that follow from fixtures and folders."""
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        uses_server = {"server", "cluster"} & set(getattr(item, "fixturenames", ()))
+        uses_server = {"server", "cluster", "forgetful"} & set(getattr(item, "fixturenames", ()))
         for marker in (*MARKERS.get(folder, ()), *(["server"] if uses_server else [])):
             item.add_marker(marker)
 
@@ -122,6 +123,26 @@ def cluster(server: EmbeddedServer) -> Iterator[Cluster]:
 def run() -> str:
     """A run name nobody else uses."""
     return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def producer(redis_url: str, run: str) -> Iterator[Producer]:
+    """A producer of the run on the real server."""
+    with Producer(redis_url, run) as opened:
+        yield opened
+
+
+@pytest.fixture
+def joined(redis_url: str, run: str, producer: Producer) -> Run:
+    """The run that `producer` has made."""
+    return open_run(Connection(redis_url), run)
+
+
+@pytest.fixture
+def forgetful() -> Iterator[EmbeddedServer]:
+    """A real server of the test's own, that keeps nothing across a restart."""
+    with EmbeddedServer() as running:
+        yield running
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import redis
 
 from streamadv.advantage.poison import compute_safely
 from streamadv.advantage.prepare import prepare_or_discard
@@ -175,12 +174,6 @@ def now_ms(run: Run) -> int:
 def identities(items: Sequence[Any]) -> list[tuple[str, int]]:
     """Identity of references or trajectories."""
     return [(item.group_id, item.rollout_index) for item in items]
-
-
-def refusals(client: redis.Redis, kind: str) -> int:
-    """How often the server has answered an error of this kind."""
-    found: Any = client.info("errorstats").get(f"errorstat_{kind}", {"count": 0})
-    return int(found["count"])
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -19,11 +18,10 @@ from streamadv.errors import ServerError, SettingError
 from streamadv.producer import Producer
 from streamadv.store import acl
 from streamadv.store.connection import AsyncConnection, Connection
-from streamadv.store.embedded import EmbeddedServer, _free_port
-from streamadv.store.keys import CLUSTER_SLOTS
-from streamadv.store.waiting import Blocked, Wait
+from streamadv.store.embedded import _free_port
 from streamadv.trainer.queue import TrainerQueue
 from tests.certificates import Authority
+from tests.clusters import Node, divide_slots, until
 from tests.support import group_all, join, next_batch, problems, producing, push_groups
 
 pytestmark = [
@@ -35,7 +33,6 @@ pytestmark = [
 
 RUN = "secure"
 PRIMARIES = 3
-PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -47,15 +44,9 @@ class SecureCluster:
         return f"rediss+cluster://streamadv-{role}@127.0.0.1:{self.port}"
 
 
-def until_whole(clients: list[redis.Redis]) -> None:
-    wait = Wait(Blocked("test", "waiting for a server"), timeout=PATIENCE_S, base=0.005, cap=0.05)
-    for client in clients:
-        while True:
-            state: Any = client.execute_command("CLUSTER INFO")
-            if state["cluster_state"] == "ok" and state["cluster_known_nodes"] == str(PRIMARIES):
-                break
-            assert not wait.expired, state
-            wait.pause()
+def is_whole(node: Node) -> bool:
+    state = node.ask("CLUSTER INFO")
+    return bool(state["cluster_state"] == "ok" and state["cluster_known_nodes"] == str(PRIMARIES))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +55,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nodes(files: Path) -> Iterator[SecureCluster]:
+def secured(files: Path) -> Iterator[SecureCluster]:
     ca, stranger = Authority(files / "ca"), Authority(files / "stranger", "another CA")
     pair = ca.issue("node")
     ca.issue("client")
@@ -74,7 +65,7 @@ def nodes(files: Path) -> Iterator[SecureCluster]:
     ]
     (files / "users.acl").write_text("\n".join(["user default on nopass ~* &* +@all", *rules, ""]))
     with ExitStack() as stack:
-        ports, buses, clients = [], [], []
+        ports, buses, nodes = [], [], []
         for _ in range(PRIMARIES):
             ports.append(_free_port())
             buses.append(_free_port())  # else port + 10,000, which may be anybody's
@@ -92,33 +83,34 @@ def nodes(files: Path) -> Iterator[SecureCluster]:
                     "aclfile": str(files / "users.acl"),
                 },
             }
+            node = Node(**options)
+            stack.callback(node.server.close)
             try:
-                server = stack.enter_context(EmbeddedServer(extra_options=options))
+                node.start()
             except ServerError as error:
                 if "tls" in str(error).lower():
                     pytest.skip(f"this server is built without TLS: {error}")
                 raise
-            clients.append(stack.enter_context(redis.Redis.from_url(server.url, protocol=2)))
-        for number, client in enumerate(clients):
-            first, last = (CLUSTER_SLOTS * n // PRIMARIES for n in (number, number + 1))
-            client.execute_command("CLUSTER ADDSLOTSRANGE", first, last - 1)
-            client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+            nodes.append(node)
+        divide_slots(nodes)
+        for number, node in enumerate(nodes):
+            node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for port, bus in zip(ports[1:], buses[1:], strict=True):
-            clients[0].execute_command("CLUSTER MEET", "127.0.0.1", port, bus)
-        until_whole(clients)
-        for client in clients:
-            client.config_set("cluster-node-timeout", 15_000)
+            nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", port, bus)
+        until(lambda: all(map(is_whole, nodes)), "the cluster is whole")
+        for node in nodes:
+            node.client.config_set("cluster-node-timeout", 15_000)
         yield SecureCluster(ports[0], stranger)
 
 
 @pytest.fixture
-def told(nodes: SecureCluster, files: Path, monkeypatch: pytest.MonkeyPatch) -> SecureCluster:
+def told(secured: SecureCluster, files: Path, monkeypatch: pytest.MonkeyPatch) -> SecureCluster:
     """The environment names the certificates."""
     for setting, file in (("CA", "ca"), ("CERT", "client")):
         monkeypatch.setenv(f"STREAMADV_TLS_{setting}_FILE", str(files / "ca" / f"{file}.pem"))
     monkeypatch.setenv("STREAMADV_TLS_KEY_FILE", str(files / "ca" / "client.key"))
     monkeypatch.setenv("STREAMADV_RUN", RUN)
-    return nodes
+    return secured
 
 
 def as_role(nodes: SecureCluster, role: str, monkeypatch: pytest.MonkeyPatch) -> str:

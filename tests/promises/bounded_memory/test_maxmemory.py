@@ -27,8 +27,8 @@ from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.retry import NotNowError
 from streamadv.trainer.queue import TrainerQueue
-from tests.clusters import until
-from tests.support import ADVANTAGE, batches_read, consumer_of, group_all, push_groups, refusals, threads
+from tests.clusters import refusals, until
+from tests.support import ADVANTAGE, batches_read, consumer_of, group_all, push_groups, threads
 
 pytestmark = pytest.mark.server
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,10 @@ GAE: Any = {"estimator": "gae"}
 
 
 @pytest.fixture
-def producer(redis_url: str, run: str) -> Iterator[Producer]:
-    with Producer(redis_url, run) as found:
-        push_groups(found, 2, ref_log_probs=np.zeros(5))
-        yield found
-
-
-@pytest.fixture
-def joined(redis_url: str, run: str, producer: Producer) -> Run:
-    return join(redis_url, run)
+def producer(producer: Producer) -> Producer:
+    """It has pushed two groups."""
+    push_groups(producer, 2, ref_log_probs=np.zeros(5))
+    return producer
 
 
 def queue_of(run: Run, values: Callable[..., Any], **options: Any) -> TrainerQueue:

@@ -38,13 +38,6 @@ GIVEN: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def forgetful() -> Iterator[EmbeddedServer]:
-    """Keeps nothing across a restart."""
-    with EmbeddedServer() as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logic, "HEARTBEAT_S", 0.2)

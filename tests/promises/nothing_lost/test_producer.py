@@ -21,7 +21,7 @@ from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.queue import TrainerQueue
-from tests.clusters import until
+from tests.clusters import refusals, until
 from tests.support import (
     group_all,
     join,
@@ -30,7 +30,6 @@ from tests.support import (
     problems,
     producing,
     push_groups,
-    refusals,
     threads,
     trajectory,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,13 +40,6 @@ from tests.support import (
 )
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def forgetful() -> Iterator[EmbeddedServer]:
-    """Keeps nothing across a restart."""
-    with EmbeddedServer() as server:
-        yield server
 
 
 def restart(server: EmbeddedServer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,17 +28,6 @@ from tests.support import (
     push_groups,
     trajectory,
 )
-
-
-@pytest.fixture
-def producer(redis_url: str, run: str) -> Iterator[Producer]:
-    with Producer(redis_url, run) as found:
-        yield found
-
-
-@pytest.fixture
-def joined(redis_url: str, run: str, producer: Producer) -> Run:
-    return join(redis_url, run)
 
 
 def queue_of(run: Run, **options: Any) -> TrainerQueue:
