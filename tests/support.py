@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import fakeredis
 import numpy as np
 
 from streamadv.advantage.poison import compute_safely
@@ -26,8 +27,9 @@ from streamadv.producer.tickets import PushResult
 from streamadv.run import Run, open_run
 from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer
 from streamadv.run.manifest import RunSettings
+from streamadv.status import Status, problems_of, read_shard, read_status
 from streamadv.status.audit import deep_problems
-from streamadv.status.ledger import problems_of, read_shard, read_status
+from streamadv.status.model import to_json
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
@@ -157,7 +159,14 @@ def problems(run: Run, deep: bool = True) -> list[str]:
 
 
 def ledger(run: Run) -> dict[str, Any]:
-    return dict(read_status(run)["ledger"])
+    return dict(to_json(read_status(run).ledger))
+
+
+def empty_status() -> Status:
+    """The status of a run in which nothing happened, for `dataclasses.replace`."""
+    return read_status(
+        join(Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer())), "empty")
+    )
 
 
 def make_overdue(run: Run, group_id: str, deadline_ms: int = 1) -> None:

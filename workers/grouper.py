@@ -6,7 +6,7 @@ from streamadv import metrics
 from streamadv.grouping.grouper import run_grouper
 from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
-from streamadv.status.ledger import read_status
+from streamadv.status import read_status
 
 from .process import join_run, stop_on_signals
 
@@ -15,6 +15,6 @@ def main(settings: Settings, wanted: RunSettings | None = None) -> int:
     """Run until SIGTERM or SIGINT."""
     stop = stop_on_signals()
     run = join_run(settings, wanted, stop)
-    metrics.register_ledger(lambda: read_status(run))
+    metrics.register_ledger(lambda: read_status(run).to_json())
     run_grouper(run, stop)
     return 0

@@ -18,7 +18,7 @@ from typing import Any, Final
 from ..errors import ProcessEndedError
 from ..run import find_run, open_run
 from ..run.manifest import RunSettings
-from ..status.ledger import read_status
+from ..status import read_status
 from ..store.connection import Connection
 from ..store.waiting import Blocked, Wait
 from .cluster import cluster
@@ -175,8 +175,8 @@ def _wait_for_consumers(url: str, run: str, count: int) -> None:
     wait = Wait(Blocked("bench", "waiting for workers"), timeout=STALL_S, base=0.1, cap=0.5)
     with Connection(url) as connection:
         while True:
-            streams = read_status(find_run(connection, run))["streams"]
-            if min(streams["rollouts"]["consumers"], streams["work"]["consumers"]) >= count:
+            streams = read_status(find_run(connection, run)).streams
+            if min(streams["rollouts"].consumers, streams["work"].consumers) >= count:
                 return
             if wait.expired:
                 raise ProcessEndedError(f"a worker has not joined run {run} in {STALL_S:g} s: see its log")

@@ -14,8 +14,9 @@ from ..messages import printable
 from ..run import Run, find_run, open_run
 from ..run.heartbeats import PRODUCER_TIMEOUT_S
 from ..run.manifest import DEFAULTS
+from ..status import read_status
 from ..status.audit import delete_run
-from ..status.ledger import read_status
+from ..status.model import to_json
 from ..store.keys import RUNS
 from . import add_redis_options, add_wait_option, connect_once, settings_from
 from .worker import add_run_options, run_settings_from
@@ -62,20 +63,24 @@ def list_runs(arguments: argparse.Namespace) -> int:
         for raw, value in sorted(runs.items()):
             name, ledger, problem = raw.decode(errors="backslashreplace"), None, None
             try:
-                ledger = read_status(find_run(connection, name))["ledger"]
+                ledger = read_status(find_run(connection, name)).ledger
             except NoPermissionError:  # a user who may look at one run only
                 problem = "not readable for this user"
             except (StreamadvError, ResponseError) as error:
                 problem = f"not readable: {error}"
             created = _created(value)
             if arguments.json:
-                print(json.dumps({"run": name, "created": created, "ledger": ledger, "problem": problem}))
+                print(
+                    json.dumps(
+                        {"run": name, "created": created, "ledger": to_json(ledger), "problem": problem}
+                    )
+                )
                 continue
             told = f"created {created} UTC" if created else "created at no time that can be read"
             if ledger is not None:
                 problem = (
-                    f"pushed {ledger['pushed']}  trained {ledger['trained']}  "
-                    f"queued {ledger['queued']}  in_flight {ledger['in_flight']}"
+                    f"pushed {ledger.pushed}  trained {ledger.trained}  "
+                    f"queued {ledger.queued}  in_flight {ledger.in_flight}"
                 )
             print(printable(f"{name}  {told}  {problem}"))
     return 0
@@ -131,9 +136,9 @@ def delete_one(arguments: argparse.Namespace) -> int:
     with connect_once(arguments) as connection:
         run = find_run(connection, settings_from(arguments).run)
         alive = [
-            producer["name"]
-            for producer in read_status(run)["producers"]
-            if producer["state"] == "open" and producer["silent_s"] < PRODUCER_TIMEOUT_S
+            producer.name
+            for producer in read_status(run).producers
+            if producer.state == "open" and producer.silent_s < PRODUCER_TIMEOUT_S
         ]
         if alive and not arguments.force:
             raise SettingError(

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
-from ..grouping.short_groups import Loss
 from ..messages import printable
 from ..run import Run, find_run
 from ..run.manifest import Manifest
+from ..status import Status, read_status
 from ..status.audit import deep_problems
 from ..status.causes import reasons_of
-from ..status.ledger import read_status
+from ..status.model import to_json
 from ..store.retry import RETRYABLE, Outage
 from . import FAILED, add_redis_options, add_wait_option, connect_once, settings_from
 
@@ -67,8 +69,7 @@ def show(run: Run, arguments: argparse.Namespace) -> bool:
     run.refresh()
     status = read_status(run)
     if arguments.deep:
-        status["problems"] += deep_problems(run)
-        status["balanced"] = not status["problems"]
+        status = replace(status, problems=[*status.problems, *deep_problems(run)])
     if arguments.json:
         reasons = reasons_of(status)
         more = {
@@ -76,60 +77,70 @@ def show(run: Run, arguments: argparse.Namespace) -> bool:
             "blocked": [reason.name for reason in reasons],
             "ignored": run.manifest.ignored,
         }
-        print(json.dumps({**status, **more}), flush=True)
+        print(json.dumps({**status.to_json(), **more}), flush=True)
     else:
         lines = lines_of(status, run.manifest, deep=arguments.deep)
         print("\n".join(map(printable, lines)), flush=True)
-    return bool(status["balanced"])
+    return status.balanced
 
 
-def lines_of(status: dict[str, Any], manifest: Manifest, deep: bool = False) -> list[str]:
+def lines_of(status: Status, manifest: Manifest, deep: bool = False) -> list[str]:
     """The status for people. deep: everything stored was walked over."""
-    ledger, trainer, groups = status["ledger"], status["trainer"], status["groups"]
-    places = ", ".join(f"{name} {count}" for name, count in status["places"].items() if count)
-    version = "none yet" if trainer["version"] is None else trainer["version"]
     lines = [
-        f"run {status['run']}: {status['shards']} shard(s), version {version}, committed {trainer['committed']}, "
-        f"batches named {trainer['batches']}",
-        f"  pushed {ledger['pushed']} = trained {ledger['trained']} + dropped {sum(ledger['dropped'].values())} "
-        f"+ dead {sum(ledger['dead'].values())} + queued {ledger['queued']} + in_flight {ledger['in_flight']}"
-        f"   (duplicates refused: {status['duplicates']})",
+        *_ledger_lines(status),
+        *_group_lines(status, manifest),
+        *_stream_lines(status),
+        *(f"IGNORED {what}" for what in manifest.ignored),
+        *(f"WAITING {reason}" for reason in reasons_of(status)),
     ]
-    if places:
-        lines.append(f"  queued: {places}")
-    for kind in ("dropped", "dead"):
-        if ledger[kind]:
-            lines.append(
-                f"  {kind}: " + ", ".join(f"{reason} {count}" for reason, count in ledger[kind].items())
-            )
-    outcomes = ", ".join(f"{name} {count}" for name, count in groups["outcomes"].items())
-    lines.append(
-        f"  groups: open {groups['open']}, in the log {groups['logged']}"
-        + (f"; {outcomes}" if outcomes else "")
+    if status.balanced:
+        lines.append("ledger balanced" + (", nothing stored is missing or orphaned" if deep else ""))
+    lines += [f"PROBLEM {problem}" for problem in status.problems]
+    trainer = status.trainer
+    version = "none yet" if trainer.version is None else trainer.version
+    return [
+        f"run {status.run}: {status.shards} shard(s), version {version}, committed {trainer.committed}, "
+        f"batches named {trainer.batches}",
+        *(f"  {line}" for line in lines),
+    ]
+
+
+def _ledger_lines(status: Status) -> Iterator[str]:
+    ledger, places = status.ledger, to_json(status.places)
+    yield (
+        f"pushed {ledger.pushed} = trained {ledger.trained} + dropped {sum(ledger.dropped.values())} "
+        f"+ dead {sum(ledger.dead.values())} + queued {ledger.queued} + in_flight {ledger.in_flight}"
+        f"   (duplicates refused: {status.duplicates})"
     )
-    loss = Loss(**groups["short"])
-    if loss.is_much:
-        lines.append(f"  LOST {loss}")
-    live, reserved = status["bytes"]["live"], status["bytes"]["reserved"]
+    for title, counts in (("queued", places), ("dropped", ledger.dropped), ("dead", ledger.dead)):
+        if any(counts.values()):
+            yield f"{title}: {_counts(counts)}"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+
+
+def _group_lines(status: Status, manifest: Manifest) -> Iterator[str]:
+    groups, used, staleness = status.groups, status.bytes, status.staleness
+    outcomes = f"; {_counts(groups.outcomes)}" if groups.outcomes else ""
+    yield f"groups: open {groups.open}, in the log {groups.logged}{outcomes}"
+    if groups.short.is_much:
+        yield f"LOST {groups.short}"
     budget = "" if manifest.max_bytes is None else f" of max_bytes {manifest.max_bytes}"
-    lines.append(
-        f"  bytes: live {live}, reserved {reserved}{budget}; {status['place_bytes']} for each new rollout"
+    yield (
+        f"bytes: live {used.live}, reserved {used.reserved}{budget}; {status.place_bytes} for each new rollout"
     )
-    staleness = status["staleness"]
-    if staleness["mean"] is not None:
-        lines.append(f"  staleness of waiting groups: mean {staleness['mean']:.2f}, max {staleness['max']}")
-    for name, stream in status["streams"].items():
-        age = "" if stream["oldest_age_s"] is None else f", oldest {stream['oldest_age_s']:.1f} s"
-        lines.append(
-            f"  stream {name}: length {stream['length']}, pending {stream['pending']}, lag {stream['lag']}, "
-            f"consumers {stream['consumers']}{age}"
+    if staleness.mean is not None:
+        yield f"staleness of waiting groups: mean {staleness.mean:.2f}, max {staleness.max}"
+
+
+def _stream_lines(status: Status) -> Iterator[str]:
+    for name, stream in status.streams.items():
+        age = "" if stream.oldest_age_s is None else f", oldest {stream.oldest_age_s:.1f} s"
+        yield (
+            f"stream {name}: length {stream.length}, pending {stream.pending}, lag {stream.lag}, "
+            f"consumers {stream.consumers}{age}"
         )
-    for producer in status["producers"]:
-        lines.append(
-            f"  producer {producer['name']}: {producer['state']}, last heard of {producer['silent_s']} s ago"
-        )
-    lines += [f"  IGNORED {what}" for what in manifest.ignored]
-    lines += [f"  WAITING {reason}" for reason in reasons_of(status)]
-    if status["balanced"]:
-        lines.append("  ledger balanced" + (", nothing stored is missing or orphaned" if deep else ""))
-    return lines + [f"  PROBLEM {problem}" for problem in status["problems"]]
+    for producer in status.producers:
+        yield f"producer {producer.name}: {producer.state}, last heard of {producer.silent_s} s ago"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ..status.model import Ledger, Status, to_json
 from .settings import GOAL, DemoSettings
 
 SMOOTHING_S: Final = 3.0  # window of the throughput shown
@@ -52,7 +53,7 @@ class Progress:
     updates: list[Update] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
-    status: dict[str, Any] = field(default_factory=dict)  # the newest reading
+    status: Status | None = None  # the newest reading
     seconds: float = 0.0
     phase: str = "starting"
     _pushed: list[tuple[float, int]] = field(default_factory=list)
@@ -72,28 +73,25 @@ class Progress:
             self.evaluations.append(Evaluation(message["version"], seconds, message["success_rate"]))
             self.evaluations.sort(key=lambda evaluation: evaluation.version)
 
-    def read(self, status: dict[str, Any], seconds: float) -> None:
+    def read(self, status: Status, seconds: float) -> None:
         """Take in a status reading."""
         self.status = status
-        self._pushed.append((seconds, int(status["ledger"]["pushed"])))
+        self._pushed.append((seconds, status.ledger.pushed))
         while len(self._pushed) > 2 and self._pushed[1][0] <= seconds - SMOOTHING_S:
             self._pushed.pop(0)
 
     @property
-    def ledger(self) -> dict[str, Any]:
-        empty = {"pushed": 0, "trained": 0, "dropped": {}, "dead": {}, "queued": 0, "in_flight": 0}
-        return {**empty, **self.status.get("ledger", {})}
+    def ledger(self) -> Ledger:
+        return Ledger.of({}) if self.status is None else self.status.ledger
 
     @property
     def depths(self) -> dict[str, int]:
         """Entries waiting in each stream, and groups on their way."""
-        streams = {
-            f"{name} stream": int(stream["length"]) for name, stream in self.status.get("streams", {}).items()
-        }
-        groups = self.status.get("groups", {})
-        return streams | {
-            f"{name} groups": int(groups[name]) for name in ("open", "logged") if name in groups
-        }
+        if self.status is None:
+            return {}
+        streams = {f"{name} stream": stream.length for name, stream in self.status.streams.items()}
+        groups = self.status.groups
+        return {**streams, "open groups": groups.open, "logged groups": groups.logged}
 
     @property
     def trajectories_per_second(self) -> float:
@@ -125,10 +123,8 @@ class Progress:
     @property
     def balanced(self) -> bool:
         """pushed = trained + dropped + dead + queued + in_flight, and the server says so too."""
-        ledger = self.ledger
-        parts = [ledger["trained"], *ledger["dropped"].values(), *ledger["dead"].values()]
-        adds_up = ledger["pushed"] == sum(parts) + ledger["queued"] + ledger["in_flight"]
-        return bool(self.status.get("balanced")) and adds_up
+        status = self.status
+        return status is not None and status.balanced and status.ledger.pushed == status.ledger.accounted
 
     def result(self) -> dict[str, Any]:
         """What `--json` writes."""
@@ -143,10 +139,10 @@ class Progress:
             "success_rate": self.success_rate(self.version),
             "staleness_mean": round(self.staleness_mean, 3),
             "staleness_max": self.staleness_max,
-            "trajectories": self.ledger["pushed"],
+            "trajectories": self.ledger.pushed,
             "kills": len(self.kills),
             "killed": [kill.process for kill in self.kills],
             "seconds": round(self.seconds, 2),
-            "ledger": self.ledger,
+            "ledger": to_json(self.ledger),
             "balanced": self.balanced,
         }

@@ -16,7 +16,7 @@ from ..errors import ProcessEndedError
 from ..processes.children import Child, Message
 from ..run import open_run
 from ..run.manifest import run_settings
-from ..status.ledger import read_status
+from ..status import Status, read_status
 from ..store.connection import Connection
 from ..store.credentials import environment_with
 from ..store.embedded import EmbeddedServer
@@ -108,7 +108,7 @@ def new_crew(
 def conduct(
     settings: DemoSettings,
     url: str,
-    read_status: Callable[[], dict[str, Any]],
+    read_status: Callable[[], Status],
     view: View,
     *,
     kill: bool,
@@ -116,7 +116,7 @@ def conduct(
 ) -> Progress:
     """Run the processes until the last version is evaluated; all have ended when this returns or raises.
 
-    `read_status` returns the run's status (`ledger`, `balanced`, `groups`, `streams`).
+    `read_status` returns the run's status.
     """
     with tempfile.TemporaryDirectory(prefix="streamadv-demo-") as folder:
         directory = Path(folder)
@@ -144,7 +144,7 @@ class _Conductor:
         progress: Progress,
         crew: dict[str, Child],
         inbox: SimpleQueue[Message],
-        read_status: Callable[[], dict[str, Any]],
+        read_status: Callable[[], Status],
         view: View,
         *,
         kill: bool,

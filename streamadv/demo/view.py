@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..processes.children import Child
+from ..status.model import Ledger
 from .progress import Progress
 from .settings import EVALUATION_EPISODES, GOAL
 
@@ -89,8 +90,8 @@ def line(progress: Progress) -> str:
     ledger = progress.ledger
     words += [
         f"{progress.trajectories_per_second:,.0f} trajectories/s",
-        f"queued {ledger['queued']:,}",
-        f"in flight {ledger['in_flight']:,}",
+        f"queued {ledger.queued:,}",
+        f"in flight {ledger.in_flight:,}",
     ]
     return "  ".join(words)
 
@@ -151,12 +152,12 @@ def _pipeline(progress: Progress) -> Table:
     ledger = progress.ledger
     rows = [
         ("trajectories/s", f"{progress.trajectories_per_second:,.0f}"),
-        ("pushed", f"{ledger['pushed']:,}"),
-        ("trained", f"{ledger['trained']:,}"),
-        *_reasons("dropped", ledger["dropped"]),
-        *_reasons("dead", ledger["dead"]),
-        ("queued", f"{ledger['queued']:,}"),
-        ("in flight", f"{ledger['in_flight']:,}"),
+        ("pushed", f"{ledger.pushed:,}"),
+        ("trained", f"{ledger.trained:,}"),
+        *_reasons("dropped", ledger.dropped),
+        *_reasons("dead", ledger.dead),
+        ("queued", f"{ledger.queued:,}"),
+        ("in flight", f"{ledger.in_flight:,}"),
         *((name, f"{depth:,}") for name, depth in progress.depths.items()),
     ]
     return _facts("Pipeline", rows)
@@ -224,11 +225,10 @@ def _percent(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:.1%}"
 
 
-def _identity(ledger: dict[str, Any]) -> str:
-    parts = [f"{ledger['trained']:,} trained"]
-    for kind in ("dropped", "dead"):
-        counts = {reason: count for reason, count in ledger[kind].items() if count}
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in counts.items())
-        parts.append(f"{sum(counts.values()):,} {kind}" + (f" ({reasons})" if reasons else ""))
-    parts += [f"{ledger['queued']:,} queued", f"{ledger['in_flight']:,} in flight"]
-    return f"{ledger['pushed']:,} pushed = " + " + ".join(parts)
+def _identity(ledger: Ledger) -> str:
+    parts = [f"{ledger.trained:,} trained"]
+    for kind, by_reason in (("dropped", ledger.dropped), ("dead", ledger.dead)):
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in by_reason.items())
+        parts.append(f"{sum(by_reason.values()):,} {kind}" + (f" ({reasons})" if reasons else ""))
+    parts += [f"{ledger.queued:,} queued", f"{ledger.in_flight:,} in flight"]
+    return f"{ledger.pushed:,} pushed = " + " + ".join(parts)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ..messages import log_fields
 from ..run import Run
 from ..run.consumer import GROUPER
-from ..store.replies import as_count
+from ..run.counters import read_counters
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +96,4 @@ class ShortGroups:
         self._since, self._before = now, current
 
     def _read(self) -> Loss:
-        counters = Counter[str]()
-        for keys in self._run.keys.shards:
-            stored: Any = self._run.connection.scripts.hgetall(keys.ledger)
-            for name, value in stored.items():
-                counters[name.decode(errors="replace")] += as_count(value)
-        return loss_of(counters)
+        return loss_of(read_counters(self._run))

@@ -1,5 +1,13 @@
-"""Where every trajectory is, whether the ledger balances, and who waits for what."""
+"""What a run looks like from outside: where every trajectory is, whether the ledger balances, who waits for what.
 
-from .ledger import problems_of, read_status
+In reading order: `model` (the status as objects), `read` (read it, over `shard`, `sizes`, `activity` and `admission`),
+`check` (contradictions of a shard's ledger), `causes` (why nothing moves), `watchdog` (what the trainer does about it),
+`audit` (a walk over everything stored, and deleting it).
+"""
 
-__all__ = ["problems_of", "read_status"]
+from .check import problems_of
+from .model import Status
+from .read import read_status
+from .shard import read_shard
+
+__all__ = ["Status", "problems_of", "read_shard", "read_status"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,146 +21,152 @@ DELETE_SLICE: Final = 64
 
 
 @dataclass
-class ShardInventory:
-    """What the structures of a shard refer to, counted one by one."""
+class Stored:
+    """What the structures of a shard hold and refer to, counted entry by entry."""
 
     payloads: dict[str, int] = field(default_factory=dict)  # key -> bytes
-    outputs: dict[str, int] = field(default_factory=dict)
-    dead: dict[str, int] = field(default_factory=dict)  # payloads of dead letters
+    outputs: dict[str, int] = field(default_factory=dict)  # key -> bytes
+    dead: dict[str, int] = field(default_factory=dict)  # key -> bytes, of payloads of dead letters
     open_groups: list[str] = field(default_factory=list)
     dead_groups: list[str] = field(default_factory=list)
     rollouts: int = 0
     scoring: int = 0
     open: int = 0
-    unfilled: dict[str, int] = field(
-        default_factory=dict
+    unfilled: Counter[str] = field(
+        default_factory=Counter
     )  # bytes a slot began with -> slots without a record
     abandoned: int = 0  # open groups
-    grouped: int = 0  # trajectories in the groups log
+    grouped: int = 0  # trajectories in the groups log, of groups in no batch
     in_flight: int = 0  # the same, of groups that a batch owns
-    foreign: list[str] = field(
-        default_factory=list
-    )  # what nobody of the run has written, and can name no key
+    foreign: list[str] = field(default_factory=list)  # members of sets that no process of the run wrote
+
+    @property
+    def references(self) -> dict[str, int]:
+        """Every key with data of trajectories -> bytes."""
+        return {**self.payloads, **self.outputs, **self.dead}
 
 
-def walk(run: Run, keys: ShardKeys) -> ShardInventory:
+def walk(run: Run, keys: ShardKeys) -> Stored:
     """Read every structure of a shard, page by page."""
-    scripts = run.connection.scripts
-    found = ShardInventory()
-    for fields in _stream(run, keys.rollouts):
-        found.rollouts += 1
-        _add(found.payloads, fields.get(b"key", b""), fields.get(b"bytes", b""))
-    for scorer in run.manifest.scorers:
-        for fields in _stream(run, keys.scoring(scorer)):
-            found.scoring += 1
-            _add(found.payloads, fields.get(b"key", b""), fields.get(b"bytes", b""))
-    for group_id in _ids(found, "open", scripts.zscan_iter(keys.open, count=PAGE)):
-        found.open_groups.append(group_id)
-        group = _hash(run, keys.group(group_id))
-        found.abandoned += group.get(b"abandoned") == b"1"
-        filled = sum(index.isdigit() for index in group)
-        if free := as_count(group.get(b"slots", b"")) - filled:
-            each = group.get(b"slot_bytes", b"").decode(errors="backslashreplace")
-            found.unfilled[each] = found.unfilled.get(each, 0) + free
-        for index, record in group.items():
-            parts = record.split(b" ", 5)
-            if re.fullmatch(rb"[0-9]{1,4}", index) and parts[0] == b"u" and len(parts) == 6:
-                _, _, size, key, *_ = parts
-                found.open += 1
-                _add(found.payloads, key, size)
-    after = "0-0"
-    shard, owners = run.keys.shards.index(keys), _hash(run, keys.owners)
-    while groups := read_log(run, shard, after, PAGE):
-        after = groups[-1].entry
-        for group_entry in groups:
-            if group_entry.entry.encode() in owners:
-                found.in_flight += len(group_entry.payloads)
-            else:
-                found.grouped += len(group_entry.payloads)
-            found.payloads.update(group_entry.payloads)
-    for member in _ids(found, "dead", scripts.zscan_iter(keys.dead, count=PAGE)):
-        found.dead_groups.append(member)
-        stored = _hash(run, keys.dead_group(member))
-        for item in [] if b"emptied" in stored else stored.get(b"log:payloads", b"").split(b"\n"):
-            key, _, size = item.rpartition(b" ")
-            _add(found.dead, key, size)
-    garbage: Any = scripts.lrange(keys.garbage, 0, -1)
+    stored = Stored()
+    _walk_streams(run, keys, stored)
+    _walk_open_groups(run, keys, stored)
+    _walk_groups_log(run, keys, stored)
+    _walk_dead_letters(run, keys, stored)
+    garbage: Any = run.connection.scripts.lrange(keys.garbage, 0, -1)
     for item in garbage:
         key, _, size = item.rpartition(b" ")
-        _add(found.payloads, key, size)
-    for fields in _stream(run, keys.results):
-        _add(found.outputs, fields.get(b"output", b""), fields.get(b"output_bytes", b""))
-    return found
+        _add(stored.payloads, key, size)
+    return stored
+
+
+def _walk_streams(run: Run, keys: ShardKeys, stored: Stored) -> None:
+    for fields in _entries(run, keys.rollouts):
+        stored.rollouts += 1
+        _add(stored.payloads, fields.get(b"key", b""), fields.get(b"bytes", b""))
+    for scorer in run.manifest.scorers:
+        for fields in _entries(run, keys.scoring(scorer)):
+            stored.scoring += 1
+            _add(stored.payloads, fields.get(b"key", b""), fields.get(b"bytes", b""))
+    for fields in _entries(run, keys.results):
+        _add(stored.outputs, fields.get(b"output", b""), fields.get(b"output_bytes", b""))
+
+
+def _walk_open_groups(run: Run, keys: ShardKeys, stored: Stored) -> None:
+    open_groups = run.connection.scripts.zscan_iter(keys.open, count=PAGE)
+    for group_id in _ids(stored, "open", open_groups):
+        stored.open_groups.append(group_id)
+        group = _hash(run, keys.group(group_id))
+        stored.abandoned += group.get(b"abandoned") == b"1"
+        filled = sum(name.isdigit() for name in group)
+        if unfilled := as_count(group.get(b"slots", b"")) - filled:
+            slot_bytes = group.get(b"slot_bytes", b"").decode(errors="backslashreplace")
+            stored.unfilled[slot_bytes] += unfilled
+        for name, record in group.items():
+            parts = record.split(b" ", 5)
+            if re.fullmatch(rb"[0-9]{1,4}", name) and parts[0] == b"u" and len(parts) == 6:
+                _, _, size, key, *_ = parts
+                stored.open += 1
+                _add(stored.payloads, key, size)
+
+
+def _walk_groups_log(run: Run, keys: ShardKeys, stored: Stored) -> None:
+    shard, owners, after = run.keys.shards.index(keys), _hash(run, keys.owners), "0-0"
+    while groups := read_log(run, shard, after, PAGE):
+        after = groups[-1].entry
+        for group in groups:
+            if group.entry.encode() in owners:
+                stored.in_flight += len(group.payloads)
+            else:
+                stored.grouped += len(group.payloads)
+            stored.payloads.update(group.payloads)
+
+
+def _walk_dead_letters(run: Run, keys: ShardKeys, stored: Stored) -> None:
+    dead_groups = run.connection.scripts.zscan_iter(keys.dead, count=PAGE)
+    for group_id in _ids(stored, "dead", dead_groups):
+        stored.dead_groups.append(group_id)
+        letter = _hash(run, keys.dead_group(group_id))
+        for item in [] if b"emptied" in letter else letter.get(b"log:payloads", b"").split(b"\n"):
+            key, _, size = item.rpartition(b" ")
+            _add(stored.dead, key, size)
 
 
 def deep_problems(run: Run) -> list[str]:
-    """Differences between the ledger and what is really there, and orphaned keys. For a quiet run."""
+    """Differences between the ledger and what is stored, and orphaned keys. For a quiet run."""
     problems = []
     for number, keys in enumerate(run.keys.shards):
-        found = walk(run, keys)
-        stored: Any = run.connection.scripts.hgetall(keys.ledger)
-        ledger = {name.decode(errors="backslashreplace"): as_count(value) for name, value in stored.items()}
-        unfilled = {
-            name[1:].decode(errors="backslashreplace"): as_count(value)
-            for name, value in _hash(run, keys.sizes).items()
-            if name.startswith(b"u")
-        }
-        if unfilled != found.unfilled:
-            problems.append(
-                f"shard {number}: unfilled places by bytes are {unfilled}, found {found.unfilled}"
-            )
-        live = sum(found.payloads.values()) + sum(found.outputs.values())
-        for name, counted, there in (
-            ("rollouts", ledger.get("rollouts", 0), found.rollouts),
-            ("scoring", ledger.get("scoring", 0), found.scoring),
-            ("open", ledger.get("open", 0), found.open),
-            ("grouped", ledger.get("grouped", 0), found.grouped),
-            ("in_flight", ledger.get("in_flight", 0), found.in_flight),
-            ("live_bytes", ledger.get("live_bytes", 0), live),
-            ("groups_abandoned", ledger.get("groups_abandoned", 0), found.abandoned),
-            ("dead_bytes", ledger.get("dead_bytes", 0), sum(found.dead.values())),
-        ):
-            if counted != there:
-                problems.append(f"shard {number}: ledger {name} is {counted}, found {there}")
-        problems += [f"shard {number}: {text}" for text in (*found.foreign, *_stray_keys(run, keys, found))]
+        stored = walk(run, keys)
+        texts = (*_wrong_counters(run, keys, stored), *stored.foreign, *_stray_keys(run, keys, stored))
+        problems += [f"shard {number}: {text}" for text in texts]
     return problems
 
 
-def _stray_keys(run: Run, keys: ShardKeys, found: ShardInventory) -> Iterator[str]:
-    scripts = run.connection.scripts
-    known = {*found.payloads, *found.outputs, *found.dead, *_group_keys(keys, found)}
-    prefixes = (keys.payload(""), keys.output(""), keys.group(""), keys.dead_group(""))
-    there = {
-        key.decode(errors="backslashreplace")
-        for key in scripts.scan_iter(match=f"{_escape(keys.void[:-4])}*", count=PAGE)
+def _wrong_counters(run: Run, keys: ShardKeys, stored: Stored) -> Iterator[str]:
+    unfilled = {
+        name.removeprefix("u"): count
+        for name, count in _counts(run, keys.sizes).items()
+        if name.startswith("u")
     }
-    owned = {key for key in there if key.startswith(prefixes)}
-    for key in sorted(owned - known):
-        yield f"key {key} belongs to nothing (orphan)"
-    for key in sorted({*found.payloads, *found.outputs, *found.dead} - there):
+    if unfilled != stored.unfilled:
+        yield f"unfilled slots by bytes are {unfilled}, found {dict(stored.unfilled)}"
+    ledger = _counts(run, keys.ledger)
+    for name, counted, found in (
+        ("rollouts", ledger["rollouts"], stored.rollouts),
+        ("scoring", ledger["scoring"], stored.scoring),
+        ("open", ledger["open"], stored.open),
+        ("grouped", ledger["grouped"], stored.grouped),
+        ("in_flight", ledger["in_flight"], stored.in_flight),
+        ("live_bytes", ledger["live_bytes"], sum(stored.payloads.values()) + sum(stored.outputs.values())),
+        ("groups_abandoned", ledger["groups_abandoned"], stored.abandoned),
+        ("dead_bytes", ledger["dead_bytes"], sum(stored.dead.values())),
+    ):
+        if counted != found:
+            yield f"ledger {name} is {counted}, found {found}"
+
+
+def _stray_keys(run: Run, keys: ShardKeys, stored: Stored) -> Iterator[str]:
+    expected = {*stored.references, *_group_keys(keys, stored)}
+    prefixes = (keys.payload(""), keys.output(""), keys.group(""), keys.dead_group(""))
+    shard_keys = {
+        key.decode(errors="backslashreplace")
+        for key in run.connection.scripts.scan_iter(
+            match=f"{_escape(keys.void.removesuffix('void'))}*", count=PAGE
+        )
+    }
+    for key in sorted(shard_keys - expected):
+        if key.startswith(prefixes):
+            yield f"key {key} belongs to nothing (orphan)"
+    for key in sorted(stored.references.keys() - shard_keys):
         yield f"key {key} is referred to and missing"
 
 
 def delete_run(run: Run) -> int:
-    """Delete all that is stored of a run, in slices. Returns the number of keys. Stop its processes first."""
+    """Delete everything stored of a run, in slices. Returns the number of keys. Stop its processes first."""
     scripts, count = run.connection.scripts, 0
     for keys in run.keys.shards:
-        found = walk(run, keys)
-        names = [*found.payloads, *found.outputs, *found.dead, *_group_keys(keys, found)]
-        names += [
-            keys.rollouts,
-            keys.open,
-            keys.groups,
-            keys.work,
-            keys.results,
-            keys.applied,
-            keys.owners,
-            keys.ledger,
-        ]
-        names += [keys.trainer, keys.ended, keys.ended_before, keys.garbage, keys.dead, keys.attempts]
-        names += [keys.malformed, keys.sizes, keys.scored]
-        names += [keys.scoring(scorer) for scorer in run.manifest.scorers]
-        names += [keys.lineage, keys.batches, keys.producers]
+        stored = walk(run, keys)
+        names = [*stored.references, *_group_keys(keys, stored), *_fixed_keys(run, keys)]
         for start in range(0, len(names), DELETE_SLICE):
             count += scripts.unlink(*names[start : start + DELETE_SLICE])
     count += scripts.unlink(manifest_key(run.name))
@@ -167,30 +174,49 @@ def delete_run(run: Run) -> int:
     return count
 
 
-def _group_keys(keys: ShardKeys, found: ShardInventory) -> list[str]:
-    return [*map(keys.group, found.open_groups), *map(keys.dead_group, found.dead_groups)]
+def _fixed_keys(run: Run, keys: ShardKeys) -> list[str]:
+    """Keys of a shard that do not depend on its groups."""
+    return [
+        *(keys.rollouts, keys.open, keys.groups, keys.work, keys.results, keys.applied, keys.owners),
+        *(keys.ledger, keys.trainer, keys.ended, keys.ended_before, keys.garbage, keys.dead, keys.attempts),
+        *(keys.malformed, keys.sizes, keys.scored),
+        *(keys.scoring(scorer) for scorer in run.manifest.scorers),
+        *(keys.lineage, keys.batches, keys.producers),
+    ]
 
 
-def _ids(found: ShardInventory, place: str, members: Iterable[tuple[bytes, float]]) -> Iterator[str]:
+def _group_keys(keys: ShardKeys, stored: Stored) -> list[str]:
+    return [*map(keys.group, stored.open_groups), *map(keys.dead_group, stored.dead_groups)]
+
+
+def _ids(stored: Stored, place: str, members: Iterable[tuple[bytes, float]]) -> Iterator[str]:
     for member, _ in members:
         try:
             yield member.decode()
         except UnicodeDecodeError:
-            found.foreign.append(f"{place} has the member {brief(member)}, which is no id of a group")
+            stored.foreign.append(f"{place} has the member {brief(member)}, which is no id of a group")
 
 
 def _hash(run: Run, key: str) -> dict[bytes, bytes]:
-    """A hash; {} where something else stands."""
+    """A hash; {} where the key holds something else."""
     try:
-        stored: Any = run.connection.scripts.hgetall(key)
+        fields: Any = run.connection.scripts.hgetall(key)
     except ResponseError as error:
         if isinstance(error, NoPermissionError):
             raise
         return {}
-    return dict(stored)
+    return dict(fields)
 
 
-def _stream(run: Run, key: str) -> Iterator[dict[bytes, bytes]]:
+def _counts(run: Run, key: str) -> Counter[str]:
+    fields = _hash(run, key)
+    return Counter(
+        {name.decode(errors="backslashreplace"): as_count(value) for name, value in fields.items()}
+    )
+
+
+def _entries(run: Run, key: str) -> Iterator[dict[bytes, bytes]]:
+    """Fields of every entry of a stream."""
     after = "-"
     while True:
         page: Any = run.connection.scripts.xrange(key, after, "+", PAGE)
@@ -201,10 +227,11 @@ def _stream(run: Run, key: str) -> Iterator[dict[bytes, bytes]]:
         after = f"({page[-1][0].decode()}"
 
 
-def _add(target: dict[str, int], key: bytes, size: bytes) -> None:
+def _add(sizes: dict[str, int], key: bytes, size: bytes) -> None:
     if re.fullmatch(rb"[0-9]{1,15}", size) and int(size):
-        target[key.decode(errors="replace")] = int(size)
+        sizes[key.decode(errors="replace")] = int(size)
 
 
 def _escape(text: str) -> str:
+    """The text as a pattern that matches only itself."""
     return "".join(f"\\{character}" if character in "*?[]\\" else character for character in text)

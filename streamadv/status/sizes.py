@@ -1,6 +1,6 @@
-"""What admission reserves for places of open groups, read from a shard's `sizes` as `lua/lib/sizes.lua` reads it.
+"""What admission reserves for slots of open groups, for those who only look: `lua/lib/sizes.lua` in Python.
 
-For whoever only looks: admission itself is decided in the scripts.
+Admission itself is decided in the scripts. A test compares both on random histograms.
 """
 
 from __future__ import annotations
@@ -11,41 +11,43 @@ from typing import Final, NamedTuple
 
 from ..store.replies import as_count
 
-KNOWN: Final = 8  # payloads after which their sizes count; until then a place needs max_trajectory_bytes
-RARE: Final = 0.01  # the share of payloads that may be larger than what a place needs
+KNOWN: Final = 8  # payloads after which their sizes count; until then a slot needs max_trajectory_bytes
+RARE: Final = 0.01  # the share of payloads that may be larger than what a slot needs
 MOST: Final = 240  # buckets above would be of payloads that no server holds
 
 
-class Reserved(NamedTuple):
-    """Bytes reserved for all unfilled places, and bytes that one more place needs."""
+class Reservation(NamedTuple):
+    """Bytes reserved for all unfilled slots, and bytes that one more slot needs."""
 
-    total: int
-    each: int
+    total_bytes: int
+    slot_bytes: int
 
 
-def reserved(fields: Mapping[str, str], max_trajectory_bytes: int) -> Reserved:
-    """The reservation of a shard whose hash `sizes` has these fields; what is no number counts as 0."""
+def reservation(fields: Mapping[str, str], max_trajectory_bytes: int) -> Reservation:
+    """From a shard's hash `sizes`. A value that is no number counts as 0."""
     counts = {name: as_count(value) for name, value in fields.items()}
-    each = _place_bytes(counts, max_trajectory_bytes)
-    return Reserved(sum(max(size, each) * count for size, count in _numbered(counts, "u").items()), each)
+    slot_bytes = _slot_bytes(counts, max_trajectory_bytes)
+    unfilled = _numbered(counts, "u").items()
+    return Reservation(sum(max(size, slot_bytes) * count for size, count in unfilled), slot_bytes)
 
 
-def _place_bytes(counts: Mapping[str, int], max_trajectory_bytes: int) -> int:
-    known = counts.get("n", 0)
-    if known < KNOWN:
+def _slot_bytes(counts: Mapping[str, int], max_trajectory_bytes: int) -> int:
+    payloads = counts.get("n", 0)
+    if payloads < KNOWN:
         return max_trajectory_bytes
     larger = 0
     for bucket, count in sorted(_numbered(counts, "h").items(), reverse=True):
         larger += count
-        if larger > RARE * known:
-            size, into, out = _bound(bucket), counts.get("in", 0), counts.get("out", 0)
-            if into > 0 and out > 0:
-                size = _bound(_bucket(size * (1 + out / into)))
+        if larger > RARE * payloads:
+            size, computed_for, results = _bound(bucket), counts.get("in", 0), counts.get("out", 0)
+            if computed_for > 0 and results > 0:
+                size = _bound(_bucket(size * (1 + results / computed_for)))
             return min(max_trajectory_bytes, size)
     return max_trajectory_bytes
 
 
 def _bound(bucket: int) -> int:
+    """The largest size in a bucket: four buckets to each power of two."""
     return math.ceil(2 ** (min(bucket, MOST) / 4))
 
 
@@ -57,8 +59,9 @@ def _bucket(size: float) -> int:
 
 
 def _numbered(counts: Mapping[str, int], kind: str) -> dict[int, int]:
+    """Counts by the number behind the letter `kind` in their names, of at most 15 digits."""
     return {
         int(name[1:]): count
         for name, count in counts.items()
-        if name[:1] == kind and len(name) < 17 and name[1:].isascii() and name[1:].isdigit()
+        if name[:1] == kind and len(name) <= 16 and name[1:].isascii() and name[1:].isdigit()
     }

@@ -1,4 +1,4 @@
-"""Looks at a run while its trainer waits: says why nothing comes, and raises where waiting cannot end."""
+"""The trainer's watchdog: while rank 0 waits it says why no batch comes, and raises where waiting cannot end."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Final, Self
 
 from .. import clock, metrics
 from ..errors import BatchBudgetError, StarvedError, UncommittedBudgetError
+from ..messages import log_fields
 from ..run import Run
+from ..run.counters import read_counters
 from ..store.reasons import REASONS, Reason, listed
-from ..store.replies import as_count
 from ..store.retry import RETRYABLE
 from ..store.waiting import Blocked
-from .causes import LOST, QUIET_S, budget_reason, lost_since, ordinary, reasons_of, told, untrained
-from .ledger import read_status
+from .causes import budget_reason, ordinary, reasons_of
+from .losses import LOST, Losses, told
+from .model import Status, by_reason
+from .read import read_status
 
 logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-#: Batch-equivalents of groups after which the share of kept ones is judged.
+#: Batch-equivalents of groups after which the share of kept groups is judged.
 KEPT_WINDOW: Final = 4
-#: Losses at which a trainer gives up, after `max_filtered_batches`, and what is said of the groups.
+#: Losses at which a trainer gives up after `max_filtered_batches`, and what the error says of the groups.
 GIVES_UP_ON: Final = {
     "filtered": "were filtered away",
     "stale": "were too old for their batch",
@@ -42,106 +45,119 @@ class Limits:
     max_filtered_batches: int | None  # raise after so many batches' worth of lost groups without a batch
     min_groups: int | None = None  # enough to name a batch, if fewer than batch_groups
 
+    @property
+    def needed(self) -> int:
+        """Groups that are enough for a batch."""
+        return self.min_groups or self.batch_groups
+
 
 class Watchdog:
-    """Looks at the run while rank 0 waits."""
+    """Looks at the run while rank 0 waits.
 
-    def __init__(self, run: Run, limits: Limits) -> None:
+    ended_before: how groups had ended when the last batch came, or when the trainer took the run. None: not known,
+    since the server was away; the next look tells.
+    """
+
+    def __init__(self, run: Run, limits: Limits, ended_before: Counter[str] | None = None) -> None:
         self._run = run
         self._limits = limits
         self._look_due = clock.now()
         self._blocked = Blocked("trainer", "no batch")
         self._has_delivered = False
-        self._ended = self._read_ended()  # how groups had ended when the last batch came, or this began
+        self._ended_before = ended_before
         self._warned = False
 
+    @classmethod
+    def begin(cls, run: Run, limits: Limits) -> Self:
+        """When the trainer takes the run: groups that ended earlier do not count as lost."""
+        return cls(run, limits, _read_ended(run))
+
     def progress(self) -> None:
-        """A batch was delivered."""
-        self._look_due = clock.now() + LOOK_S  # while batches come there is nothing to look for
+        """A batch was delivered: the wait for the next one begins."""
+        self._look_due = clock.now() + LOOK_S
         self._has_delivered = True
-        self._ended = self._read_ended()
+        self._ended_before = _read_ended(self._run)
         self._blocked.over()
         metrics.no_progress(0.0)
 
     def look(self) -> None:
-        """Called while waiting. Raises StarvedError, UncommittedBudgetError, BatchBudgetError."""
+        """Look again if it is due. Raises StarvedError, UncommittedBudgetError, BatchBudgetError."""
         now = clock.now()
         if now < self._look_due:
             return
         self._look_due = now + LOOK_S
-        status = self._read()
+        status = read_for_trainer(self._run, self._limits)
+        # A batch that is named waits for a worker, not for groups.
+        if self._ended_before is None or status.trainer.untrained > 0:
+            self._ended_before = Counter(status.groups.outcomes)
+        ended = Counter(status.groups.outcomes) - self._ended_before
+        if self._has_delivered:
+            status = replace(status, groups=replace(status.groups, since_batch=dict(ended)))
         self._blocked.because(*_reasons(status))
         metrics.no_progress(self._blocked.seconds)
-        self._check_losses(status)
-        self._check_budget(status)
+        self._check_losses(status, ended)
+        _check_budget(status)
 
-    def reasons(self) -> str:
-        """What to add to an error: why there is no batch."""
-        return listed(_reasons(self._read()))
-
-    def _read(self) -> dict[str, Any]:
-        """The status, as seen by a trainer of these limits."""
-        status = read_status(self._run)
-        status["admission"]["batch_groups"] = self._needed
-        if self._has_delivered and self._ended is not None:
-            status["groups"]["since_batch"] = dict(Counter(status["groups"]["outcomes"]) - self._ended)
-        return status
-
-    @property
-    def _needed(self) -> int:
-        return self._limits.min_groups or self._limits.batch_groups
-
-    def _read_ended(self) -> Counter[str] | None:
-        """How many groups have ended in which way; None while the server is away."""
-        pipe = self._run.connection.scripts.pipeline(transaction=False)
-        for keys in self._run.keys.shards:
-            pipe.hgetall(keys.ledger)
-        ended = Counter[str]()
-        with suppress(*RETRYABLE):
-            for ledger in pipe.execute():
-                for name, count in ledger.items():
-                    kind, _, outcome = name.decode(errors="replace").partition(":")
-                    if kind == "outcome":
-                        ended[outcome] += as_count(count)
-            return ended
-        return None
-
-    def _check_losses(self, status: Mapping[str, Any]) -> None:
-        outcomes = Counter[str](status["groups"]["outcomes"])
-        # A named batch waits for a worker, not for groups.
-        if self._ended is None or untrained(status) > 0:
-            self._ended = outcomes
-        ended = outcomes - self._ended
-        lost, produced = lost_since(ended)
-        lost = {reason: count for reason, count in lost.items() if reason in GIVES_UP_ON}
-        limit, size = self._limits.max_filtered_batches, self._limits.batch_groups
-        total = sum(lost.values())
-        if limit is not None and total >= limit * size:
-            what = "; ".join(
-                f"{count} groups {GIVES_UP_ON[reason]} since the last batch "
-                f"({told({name: outcomes[name] for name in LOST[reason]})} in all): {REASONS[reason].remedy}"
-                for reason, count in lost.items()
-            )
+    def _check_losses(self, status: Status, ended: Mapping[str, int]) -> None:
+        losses = Losses.of(ended)
+        lost = {reason: count for reason, count in losses.by_reason.items() if reason in GIVES_UP_ON}
+        limit, batch = self._limits.max_filtered_batches, self._limits.batch_groups
+        if limit is not None and sum(lost.values()) >= limit * batch:
+            what = "; ".join(_loss(reason, count, status) for reason, count in lost.items())
             raise StarvedError(f"{what}; max_filtered_batches is {limit}")
-        kept = produced - total - ended["incomplete"] - ended["expired"] - ended["cancelled"]
-        if (
-            produced >= KEPT_WINDOW * size
-            and kept < self._limits.min_kept_ratio * produced
-            and not self._warned
-        ):
+        kept = (
+            losses.produced
+            - sum(lost.values())
+            - sum(ended.get(outcome, 0) for outcome in LOST["ended_short"])
+        )
+        is_judged = losses.produced >= KEPT_WINDOW * batch and not self._warned
+        if is_judged and kept < self._limits.min_kept_ratio * losses.produced:
             self._warned = True
-            logger.warning("only %d of the last %d groups were kept: %s", kept, produced, told(ended))
-
-    def _check_budget(self, status: Mapping[str, Any]) -> None:
-        """Producers wait for bytes that only a commit frees, or nothing, and the trainer waits for producers."""
-        reason = budget_reason(status, self._needed)
-        if reason is None:
-            return
-        if reason.name == "uncommitted":
-            raise UncommittedBudgetError(str(reason))
-        if (status["quiet_s"] or 0.0) >= QUIET_S:  # groups of another size might still find room
-            raise BatchBudgetError(str(reason))
+            logger.warning(
+                "only %d of the last %d groups were kept: %s",
+                kept,
+                losses.produced,
+                told(ended),
+                extra=log_fields("few_groups_kept", run=status.run, role="trainer"),
+            )
 
 
-def _reasons(status: Mapping[str, Any]) -> list[Reason]:
+def _read_ended(run: Run) -> Counter[str] | None:
+    """How groups of the run have ended; None while the server is away."""
+    with suppress(*RETRYABLE):
+        return Counter(by_reason(read_counters(run), "outcome"))
+    return None
+
+
+def read_for_trainer(run: Run, limits: Limits) -> Status:
+    """The status, as seen by a trainer of these limits."""
+    status = read_status(run)
+    return replace(status, admission=replace(status.admission, batch_groups=limits.needed))
+
+
+def why_no_batch(run: Run, limits: Limits) -> str:
+    """Why there is no batch: for an error of a trainer that gives up."""
+    return listed(_reasons(read_for_trainer(run, limits)))
+
+
+def _reasons(status: Status) -> list[Reason]:
     return reasons_of(status) or [ordinary(status)]
+
+
+def _loss(reason: str, count: int, status: Status) -> str:
+    outcomes = {name: status.groups.outcomes.get(name, 0) for name in LOST[reason]}
+    return (
+        f"{count} groups {GIVES_UP_ON[reason]} since the last batch ({told(outcomes)} in all): "
+        f"{REASONS[reason].remedy}"
+    )
+
+
+def _check_budget(status: Status) -> None:
+    """Raise if producers wait for bytes that only a commit frees, or nothing, while the trainer waits for producers."""
+    reason = budget_reason(status)
+    if reason is None:
+        return
+    if reason.name == "uncommitted":
+        raise UncommittedBudgetError(str(reason))
+    if status.quiet_s is not None and status.is_quiet:  # groups of another size might still find room
+        raise BatchBudgetError(str(reason))

@@ -30,7 +30,7 @@ from ..errors import (
     UndecodableGroupError,
 )
 from ..run.manifest import RunSettings
-from ..status.watchdog import Limits, Watchdog
+from ..status.watchdog import Limits, Watchdog, why_no_batch
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, T, patiently
 from .late_columns import LateColumn, check_late, pushed_columns
@@ -305,7 +305,7 @@ class TrainerQueue(IterableDataset[Batch]):
         """The reader of this session: a new session reads the logs from their start."""
         if self._reader is None or self._reader.session is not session:
             self._stop_reading()
-            self._watchdog = Watchdog(session.run, self._limits) if self._rank.number == 0 else None
+            self._watchdog = Watchdog.begin(session.run, self._limits) if self._rank.number == 0 else None
             self._reader = BatchReader(session, self._rank, self._late)
         return self._reader
 
@@ -352,7 +352,7 @@ class TrainerQueue(IterableDataset[Batch]):
         if patience.is_over:
             raise NoBatchError(
                 f"no new group for {timeout:g} s (run {self._run_name}, batch {self._next}): "
-                f"{Watchdog(session.run, self._limits).reasons()}"
+                f"{why_no_batch(session.run, self._limits)}"
             )
         if self._watchdog is not None:
             self._watchdog.look()

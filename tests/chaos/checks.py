@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from streamadv.run import Run
+from streamadv.status import problems_of, read_shard
 from streamadv.status.audit import deep_problems
-from streamadv.status.ledger import ledger_of, problems_of, read_shard
+from streamadv.status.model import Ledger, to_json
 from streamadv.store.keys import manifest_key
 
 Identity = tuple[str, int]
@@ -35,7 +36,7 @@ def total(run: Run) -> dict[str, Any]:
     counters: Counter[str] = Counter()
     for keys in run.keys.shards:
         counters.update(read_shard(run, keys).counters)
-    return {**ledger_of(counters), "counters": dict(counters)}
+    return {**to_json(Ledger.of(counters)), "counters": dict(counters)}
 
 
 def leftovers(run: Run) -> list[str]:

@@ -27,7 +27,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from streamadv.run import Run, open_run
-from streamadv.status.ledger import read_status
+from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from tests.clusters import Cluster, Node, Sentinels, until
@@ -452,11 +452,11 @@ class Chaos:
             if all(slot.done for slot in self.slots if slot.role in ("producer", "trainer")):
                 run = run or open_run(Connection(self.server.url), self.setup.run)
                 state = read_status(run)
-                ledger = state["ledger"]
-                if not (ledger["queued"] or ledger["in_flight"] or state["garbage"]):
+                unfinished = state.ledger.queued or state.ledger.in_flight
+                if not (unfinished or state.garbage):
                     return True
                 for slot in self.slots:
-                    if slot.role == "trainer" and (ledger["queued"] or ledger["in_flight"]):
+                    if slot.role == "trainer" and unfinished:
                         self.report.problems.append("the trainer saw the end of the run before it was empty")
                         if len(self.report.problems) > MAX_PROBLEMS:
                             return False
@@ -466,7 +466,7 @@ class Chaos:
         run = run or open_run(Connection(self.server.url), self.setup.run)
         waiting = [slot.name for slot in self.slots if not slot.done and slot.role in ("producer", "trainer")]
         self.report.problems.append(
-            f"not drained after {DRAIN_S:g} s: {', '.join(waiting)} not done; {json.dumps(read_status(run))}"
+            f"not drained after {DRAIN_S:g} s: {', '.join(waiting)} not done; {json.dumps(read_status(run).to_json())}"
         )
         return False
 

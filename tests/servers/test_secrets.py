@@ -22,7 +22,7 @@ from streamadv import cli, metrics
 from streamadv.errors import SettingError, StreamadvError
 from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
-from streamadv.status.ledger import read_status
+from streamadv.status import read_status
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.queue import TrainerQueue
@@ -77,7 +77,7 @@ def test_what_people_and_machines_read_shows_no_password(
     with producing(url, run) as producer:
         push_groups(producer, 1)
         joined = join(url, run)
-        metrics.register_ledger(lambda: read_status(joined))
+        metrics.register_ledger(lambda: read_status(joined).to_json())
         port = metrics.serve(0, run=run)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
             exposed = reply.read().decode()

@@ -30,7 +30,8 @@ import redis
 
 from streamadv.processes.children import Child, Message
 from streamadv.run import Run, open_run
-from streamadv.status.ledger import problems_of, read_shard, read_status
+from streamadv.status import problems_of, read_shard, read_status
+from streamadv.status.model import to_json
 from streamadv.store import scripts
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
@@ -209,7 +210,7 @@ class Soak:
 
     def _judge(self, run: Run) -> None:
         report = self.report
-        report.ledger = dict(read_status(run)["ledger"])
+        report.ledger = to_json(read_status(run).ledger)
         for keys in run.keys.shards:
             report.problems += problems_of(read_shard(run, keys))
         allowed = {**ALLOWED, **(ALLOWED_COSTS if self._costs else {})}

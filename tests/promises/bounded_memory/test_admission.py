@@ -18,7 +18,7 @@ from streamadv.grouping.groups_log import read_log
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
-from streamadv.status.ledger import read_status
+from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
@@ -39,11 +39,11 @@ CHAIN = {"estimator": "reinforce"}
 
 
 def reserved(run: Run) -> int:
-    return int(read_status(run)["bytes"]["reserved"])
+    return read_status(run).bytes.reserved
 
 
 def live(run: Run) -> int:
-    return int(read_status(run)["bytes"]["live"])
+    return read_status(run).bytes.live
 
 
 def started(
@@ -313,8 +313,7 @@ def test_tickets_given_before_the_first_trainer_carry_version_0_and_age(fake: Co
         assert batch is not None
         assert [reference.group_id for reference in batch.references] == ["unversioned"]
     assert versions == [(0, 0)] * 4
-    counts = read_status(run)["ledger"]
-    assert counts["dropped"] == {"stale": 4}
+    assert read_status(run).ledger.dropped == {"stale": 4}
 
 
 def test_a_record_pushed_under_a_ticket_has_its_version_unless_it_says_none(fake: Connection) -> None:

@@ -21,8 +21,9 @@ from streamadv.grouping.grouper import run_grouper
 from streamadv.producer import Producer
 from streamadv.run import open_run
 from streamadv.run.manifest import RunSettings
+from streamadv.status import read_status
 from streamadv.status.audit import deep_problems
-from streamadv.status.ledger import read_status
+from streamadv.status.model import Bytes
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.retry import NotNowError
@@ -60,8 +61,8 @@ def test_every_role_restarts_and_the_pipeline_drains(small: EmbeddedServer, run:
             trained = sum(batch.num_trajectories for batch in queue)
         assert trained == 16
         status = read_status(joined)
-        assert status["balanced"]
-        assert status["bytes"] == {"live": 0, "reserved": 0, "dead": 0}
+        assert status.balanced
+        assert status.bytes == Bytes(live=0, reserved=0, dead=0)
         assert deep_problems(joined) == []
 
 
@@ -103,8 +104,8 @@ def test_producers_go_on_when_there_is_room_again(small: EmbeddedServer, run: st
         pushing.join(30)
         assert not pushing.is_alive()
         status = read_status(open_run(Connection(small.url), run))
-        assert status["ledger"]["pushed"] == 2
-        assert status["duplicates"] == 0
+        assert status.ledger.pushed == 2
+        assert status.duplicates == 0
 
 
 def push_until_exec_refuses(

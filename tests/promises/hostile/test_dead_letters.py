@@ -20,8 +20,8 @@ from streamadv.run import Run, dead_letters
 from streamadv.run.consumer import ADVANTAGE
 from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
 from streamadv.run.hangs import Stopped
+from streamadv.status import read_status
 from streamadv.status.causes import reasons_of
-from streamadv.status.ledger import read_status
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
@@ -193,11 +193,11 @@ def test_emptied_letters_are_bounded_in_number_and_bytes(
             assert not letters[-1].emptied
             assert letters[0].reason == "missing_column"
             assert letters[0].trajectories == 8
-            assert read_status(joined)["bytes"]["dead"] <= 4000
+            assert read_status(joined).bytes.dead <= 4000
     assert sizes[-1] < 20 * 1000 + 4 * 4000
     status = read_status(joined)
-    assert status["ledger"]["dead"] == {"missing_column": 4 * 16 * 8}  # what is forgotten stays counted
-    assert status["groups"]["outcomes"]["dead"] == 64
+    assert status.ledger.dead == {"missing_column": 4 * 16 * 8}  # what is forgotten stays counted
+    assert status.groups.outcomes["dead"] == 64
     assert "dead" in [reason.name for reason in reasons_of(status)]
     assert problems(joined) == []
 

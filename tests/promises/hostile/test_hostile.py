@@ -18,7 +18,7 @@ from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
-from streamadv.status.ledger import read_status
+from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from streamadv.store.keys import RUNS, manifest_key
 from streamadv.trainer.queue import TrainerQueue
@@ -130,7 +130,7 @@ def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: i
     counts = ledger(run)
     assert counts["trained"] == 24
     assert (counts["pushed"], counts["dead"], counts["dropped"]) == (24, {}, {})
-    removed = read_status(run)["malformed"]
+    removed = read_status(run).malformed
     assert removed >= sent["rollouts"] + sent["scoring"] + sent["groups"]
     # Forged records that look right are counted as they move between the streams, and not when they are removed.
     assert [p for p in problems(run) if "ledger rollouts" not in p and "ledger scoring" not in p] == []
@@ -283,7 +283,7 @@ def test_copies_of_genuine_entries_change_nothing(redis_url: str, run: str) -> N
 
     copy(keys.rollouts)
     group_all(joined)
-    assert read_status(joined)["malformed"] == 8
+    assert read_status(joined).malformed == 8
     queue = TrainerQueue(connection, run, batch_groups=4, chain={"estimator": "reinforce"})
     with pytest.raises(StreamadvError, match="no new group"):
         queue.next_batch(timeout=0)
@@ -406,7 +406,7 @@ def test_removed_items_are_shown_and_purged_and_cannot_be_requeued(
     assert main(["dead", "requeue", "--all", *where]) == 0
     purge(logged, item.group_id)
     assert list(list_dead(logged)) == []
-    assert read_status(logged)["malformed"] == 1
+    assert read_status(logged).malformed == 1
     assert problems(logged) == []
 
 

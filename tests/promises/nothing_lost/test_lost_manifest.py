@@ -22,7 +22,7 @@ from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer, logic
 from streamadv.run import Run, open_run
 from streamadv.run.manifest import RunSettings
-from streamadv.status.ledger import read_status
+from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.keys import manifest_key
@@ -234,7 +234,7 @@ def test_a_setting_given_later_is_in_force_for_what_is_pushed_then(
         with producing(redis_url, run) as early:
             push_groups(early, 3, reward=reward, prefix="early")
             seen = join(redis_url, run)
-            until(lambda: read_status(seen)["groups"]["outcomes"] == {"complete": 3}, "they are complete")
+            until(lambda: read_status(seen).groups.outcomes == {"complete": 3}, "they are complete")
             with producing(redis_url, run, given) as late:
                 for number in range(40):
                     size = 2
@@ -247,8 +247,8 @@ def test_a_setting_given_later_is_in_force_for_what_is_pushed_then(
                         records = records[1:]
                     late.push(records)
                 expected = {"complete": 3, outcome: 40}
-                until(lambda: sum(read_status(seen)["groups"]["outcomes"].values()) == 43, "all have ended")
-                assert read_status(seen)["groups"]["outcomes"] == expected
+                until(lambda: sum(read_status(seen).groups.outcomes.values()) == 43, "all have ended")
+                assert read_status(seen).groups.outcomes == expected
     finally:
         stop.set()
         grouper.join()

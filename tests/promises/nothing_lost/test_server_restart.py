@@ -15,7 +15,7 @@ from streamadv.errors import Busy, NoBatchError, ServerUnreachableError
 from streamadv.producer import Producer, resend
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
-from streamadv.status.ledger import read_status
+from streamadv.status import read_status
 from streamadv.store import connection as connection_module
 from streamadv.store.calls import run_transaction, run_transaction_async
 from streamadv.store.connection import AsyncConnection, Connection
@@ -228,7 +228,7 @@ def test_a_trainer_that_settled_on_a_server_that_is_not_the_one(
             queue.trained(batch)
         queue.commit(queue.state_dict())
         assert ledger(joined)["trained"] == 8
-        assert read_status(joined)["malformed"] == 0
+        assert read_status(joined).malformed == 0
         assert problems(joined) == []
         queue.close()
 
@@ -255,7 +255,7 @@ def test_results_that_come_too_late_are_deleted(redis_url: str, run: str) -> Non
     queue.commit(queue.state_dict())
     queue.close()
     status = read_status(joined)
-    assert (status["ledger"]["trained"], status["malformed"], status["bytes"]["live"]) == (4, 0, 0)
+    assert (status.ledger.trained, status.malformed, status.bytes.live) == (4, 0, 0)
     assert problems(joined) == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from streamadv.cli import main
 from streamadv.demo import supervisor
 from streamadv.demo.progress import Progress
 from streamadv.demo.settings import DEFAULT_UPDATES, DemoSettings
+from streamadv.status.model import Ledger
+from tests.support import empty_status
 
 
 @pytest.fixture
@@ -28,8 +31,9 @@ def ended(
         def demonstrate(settings: DemoSettings, url: str | None, view: Any, **_: Any) -> Progress:
             progress = Progress(settings)
             progress.hear({"kind": "evaluation", "version": 0, "success_rate": rate}, 1.0)
-            ledger = {"pushed": 1, "trained": 1, "dropped": {}, "dead": {}, "queued": 0, "in_flight": 0}
-            progress.read({"ledger": ledger, "balanced": balanced}, 2.0)
+            ledger = Ledger.of({"pushed": 1, "trained": 1})
+            problems = [] if balanced else ["a counter is wrong"]
+            progress.read(replace(empty_status(), ledger=ledger, problems=problems), 2.0)
             seen.append(progress)
             return progress
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from streamadv.demo.picture import draw
 from streamadv.demo.progress import Kill, Progress
 from streamadv.demo.settings import DemoSettings
 from streamadv.demo.view import line, open_view, screen, sparkline, summary
+from streamadv.status.model import Ledger, Status
+from tests.support import empty_status
 
 
 def update(version: int, staleness: list[int]) -> dict[str, Any]:
@@ -33,16 +36,9 @@ def evaluation(version: int, rate: float) -> dict[str, Any]:
     return {"kind": "evaluation", "version": version, "success_rate": rate}
 
 
-def status(**changes: Any) -> dict[str, Any]:
-    ledger = {
-        "pushed": 10,
-        "trained": 6,
-        "dropped": {"zero_variance": 3},
-        "dead": {},
-        "queued": 1,
-        "in_flight": 0,
-    }
-    return {"ledger": ledger | changes, "balanced": True, "streams": {"rollouts": {"length": 5}}}
+def status(**changes: int) -> Status:
+    counters = {"pushed": 10, "trained": 6, "dropped:zero_variance": 3, "grouped": 1}
+    return replace(empty_status(), ledger=Ledger.of(counters | changes))
 
 
 @pytest.fixture
@@ -77,7 +73,7 @@ def test_result(progress: Progress) -> None:
 def test_a_ledger_that_does_not_add_up_is_not_balanced(progress: Progress) -> None:
     progress.read(status(trained=7), 4.0)
     assert not progress.balanced
-    progress.read({**status(), "balanced": False}, 5.0)
+    progress.read(replace(status(), problems=["a counter is wrong"]), 5.0)
     assert not progress.balanced
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import pytest
 
@@ -16,7 +16,9 @@ from streamadv.demo.progress import Progress
 from streamadv.demo.settings import DemoSettings
 from streamadv.errors import ProcessEndedError
 from streamadv.processes.children import Child, Message
+from streamadv.status.model import Ledger, Status
 from tests.children import child
+from tests.support import empty_status
 
 pytestmark = pytest.mark.processes
 
@@ -47,9 +49,8 @@ class Listener:
         self._react(text)
 
 
-def status() -> dict[str, Any]:
-    ledger = {"pushed": 8, "trained": 8, "dropped": {}, "dead": {}, "queued": 0, "in_flight": 0}
-    return {"ledger": ledger, "balanced": True}
+def status() -> Status:
+    return replace(empty_status(), ledger=Ledger.of({"pushed": 8, "trained": 8}))
 
 
 @pytest.fixture

@@ -19,11 +19,13 @@ from streamadv import cli
 from streamadv.errors import Busy, NoBatchError, TrajectoryError
 from streamadv.grouping import grouper
 from streamadv.grouping.groups_log import LoggedGroup, read_log
+from streamadv.grouping.short_groups import Loss
 from streamadv.producer import Producer
 from streamadv.producer.tickets import Ticket
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
-from streamadv.status.ledger import read_status
+from streamadv.status import read_status
+from streamadv.status.model import Bytes
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
@@ -525,9 +527,9 @@ def test_expiry_goes_on_while_full_pages_end(redis_url: str, run: str) -> None:
             make_overdue(joined, f"g{number}")
         grouper.Housekeeping(joined).round()
     status = read_status(joined)
-    assert status["groups"]["open"] == 0
-    assert status["groups"]["outcomes"] == {"expired": 600}
-    assert status["bytes"] == {"live": 0, "reserved": 0, "dead": 0}
+    assert status.groups.open == 0
+    assert status.groups.outcomes == {"expired": 600}
+    assert status.bytes == Bytes(live=0, reserved=0, dead=0)
     assert problems(joined) == []
 
 
@@ -549,23 +551,23 @@ def test_groups_of_a_lost_producer_do_not_count_in_pacing(
         mine = [other.begin_group(2, timeout=30) for _ in range(4)]
         with pytest.raises(Busy, match="4 groups begun"):
             other.begin_group(2, timeout=0)
-        assert read_status(joined)["groups"]["open"] == 8
+        assert read_status(joined).groups.open == 8
         # What was handed on to a process that is alive counts again, and completes.
         for ticket in lost[0].tickets:
             other.rollout(ticket).push(input_ids=[1], response_mask=[1], reward=1.0)
         until(lambda: joined.connection.scripts.xlen(joined.keys.home.groups) == 1, "it completes")
         mine[0].cancel(2)
         mine[1].cancel(2)
-        until(lambda: read_status(joined)["groups"]["open"] == 5, "two have ended")
+        until(lambda: read_status(joined).groups.open == 5, "two have ended")
         other.begin_group(2, timeout=0)
         with pytest.raises(Busy, match="4 groups begun"):
             other.begin_group(2, timeout=0)
-    assert read_status(joined)["groups"]["abandoned"] == 3
+    assert read_status(joined).groups.abandoned == 3
     assert problems(joined) == []
     for group in lost[1:]:
         make_overdue(joined, group.group_id)
     group_all(joined)
-    assert read_status(joined)["groups"]["abandoned"] == 0
+    assert read_status(joined).groups.abandoned == 0
     assert problems(joined) == []
     killed.close()
     queue.close()
@@ -600,15 +602,12 @@ def test_what_failed_rollouts_cost_is_said(
     with threads(lambda stop: grouper.run_grouper(joined, stop)), producing(redis_url, run) as producer:
         until(lambda: joined.connection.scripts.exists(joined.keys.home.rollouts), "the grouper reads")
         push_some_failed(producer, 30, failing)
-        until(lambda: read_status(joined)["groups"]["open"] == 0, "all have ended")
+        until(lambda: read_status(joined).groups.open == 0, "all have ended")
         if failing == 8:
             until(lambda: "partial_min_usable" in caplog.text, "it is said")
-    assert read_status(joined)["groups"]["short"] == {
-        "groups": failing,
-        "ended": 30,
-        "trajectories": 3 * failing,
-        "usable": 120 - failing,
-    }
+    assert read_status(joined).groups.short == Loss(
+        groups=failing, ended=30, trajectories=3 * failing, usable=120 - failing
+    )
     assert ("8 of 30 groups" in caplog.text or "partial_min_usable" in caplog.text) == (failing == 8)
     assert cli.main(["status", "--redis", redis_url, "--run", run]) == 0
     out = capsys.readouterr().out

@@ -24,7 +24,7 @@ from streamadv import __version__, metrics
 from streamadv.errors import ServerUnreachableError, SettingError
 from streamadv.metrics.exposition import ArrayHistogram
 from streamadv.run import open_run
-from streamadv.status.ledger import read_status
+from streamadv.status import read_status
 from streamadv.store.connection import Connection
 
 Delta = Callable[..., float]
@@ -435,7 +435,7 @@ def test_the_ledger_shows_what_status_says(ledger: None) -> None:
 
 def test_the_status_of_a_real_run_is_understood(fake: Connection, run: str, ledger: None) -> None:
     opened = open_run(fake, run, None)
-    metrics.register_ledger(lambda: read_status(opened))
+    metrics.register_ledger(lambda: read_status(opened).to_json())
     assert value("up") == 1
     assert value("ledger_trajectories", place="pushed") == 0
     assert value("stream_length_entries", stream="rollouts") == 0

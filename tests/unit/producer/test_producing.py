@@ -18,7 +18,7 @@ from streamadv.producer.requests import GroupCall
 from streamadv.producer.tickets import Ticket, new_group_id
 from streamadv.run import Run
 from streamadv.run.budget import byte_budget
-from streamadv.status.ledger import read_status
+from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from streamadv.store.scripts import ScriptCall
 from tests.support import (
@@ -273,7 +273,7 @@ def test_a_reservation_ends_with_its_group(fake: Connection) -> None:
             producer.begin_group(2, group_id=group_id, timeout=0)
             make_overdue(run, group_id)
         group_all(run)
-        assert read_status(run)["bytes"]["reserved"] == 0
+        assert read_status(run).bytes.reserved == 0
         producer.begin_group(4, timeout=0)
     assert problems(run) == []
 
@@ -591,7 +591,7 @@ def test_touch_extends_a_deadline_and_never_shortens_it(fake: Connection) -> Non
 
 def test_producers_say_whether_more_will_come(fake: Connection) -> None:
     def states() -> list[str]:
-        return sorted(producer["state"] for producer in read_status(join(fake, "r"))["producers"])
+        return sorted(producer.state for producer in read_status(join(fake, "r")).producers)
 
     with producing(fake, "r") as one:
         with producing(fake, "r"):

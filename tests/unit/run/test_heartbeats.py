@@ -9,7 +9,7 @@ import pytest
 from streamadv.errors import NoBatchError
 from streamadv.grouping.grouper import Housekeeping
 from streamadv.run import heartbeats
-from streamadv.status.ledger import read_status
+from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import join, producing
@@ -75,7 +75,7 @@ def test_producers_of_the_past_are_forgotten_and_the_run_still_ends(
     fake.scripts.hset(producers_of(fake), mapping=finished | silent)
     with producing(fake, "r") as alive:
         Housekeeping(run).round()
-        names = {producer["name"] for producer in read_status(run)["producers"]}
+        names = {producer.name for producer in read_status(run).producers}
         assert len(names - silent.keys()) == 101
         assert {f"finished{number}" for number in range(1400, 1500)} < names, "the latest are kept"
         queue = TrainerQueue(fake, "r", batch_groups=1)
@@ -84,7 +84,7 @@ def test_producers_of_the_past_are_forgotten_and_the_run_still_ends(
         assert not ends(queue), "the silent ones may be alive, as far as this trainer knows"
         monkeypatch.setattr(heartbeats, "PRODUCER_TIMEOUT_S", -1.0)
         assert ends(queue)
-        assert len(read_status(run)["producers"]) <= 200
+        assert len(read_status(run).producers) <= 200
 
 
 def test_a_finished_producer_that_is_off_the_list_has_finished(
@@ -98,5 +98,5 @@ def test_a_finished_producer_that_is_off_the_list_has_finished(
             assert not ends(queue)
             producer.finish()
     Housekeeping(run).round()
-    assert [producer["state"] for producer in read_status(run)["producers"]] == ["finished"]
+    assert [producer.state for producer in read_status(run).producers] == ["finished"]
     assert ends(queue)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from streamadv.run import Run
+from streamadv.status import read_status
 from streamadv.status.audit import deep_problems, delete_run
-from streamadv.status.ledger import read_status
+from streamadv.status.model import Ledger, Places
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import group_all, join, next_batch, problems, producing, push_groups, trajectory, unscored
@@ -27,17 +30,15 @@ def busy(fake: Connection) -> Run:
 
 
 def test_the_status_says_where_everything_is(busy: Run) -> None:
-    found = read_status(busy)
-    assert found["balanced"]
-    assert found["problems"] == []
-    assert found["ledger"] == {
-        **{"pushed": 14, "trained": 0, "dropped": {}, "dead": {}, "queued": 10, "in_flight": 4}
-    }
-    assert found["places"] == {"scoring": 1, "rollouts": 1, "open": 1, "grouped": 7}
-    assert (found["groups"]["open"], found["groups"]["logged"]) == (3, 6)
-    assert found["streams"]["rollouts"]["length"] == 1
-    assert found["trainer"]["batches"] == 1
-    assert found["staleness"]["max"] == 0
+    status = read_status(busy)
+    assert status.balanced
+    assert status.problems == []
+    assert status.ledger == Ledger(pushed=14, trained=0, dropped={}, dead={}, queued=10, in_flight=4)
+    assert status.places == Places(scoring=1, rollouts=1, open=1, grouped=7)
+    assert (status.groups.open, status.groups.logged) == (3, 6)
+    assert status.streams["rollouts"].length == 1
+    assert status.trainer.batches == 1
+    assert status.staleness.max == 0
     assert deep_problems(busy) == []
 
 
@@ -59,7 +60,7 @@ def test_the_status_says_where_everything_is(busy: Run) -> None:
 def test_a_wrong_counter_is_found_at_once(busy: Run, counter: str, by: int) -> None:
     busy.connection.scripts.hincrby(busy.keys.home.ledger, counter, by)
     assert problems(busy, deep=False) != []
-    assert not read_status(busy)["balanced"]
+    assert not read_status(busy).balanced
 
 
 @pytest.mark.parametrize(("one", "two"), [("open", "grouped"), ("rollouts", "open"), ("grouped", "trained")])
@@ -98,9 +99,9 @@ def test_producers_that_are_silent_are_lost(fake: Connection) -> None:
     with producing(fake, "r"):
         run = join(fake, "r")
         name = next(iter(fake.scripts.hkeys(run.keys.home.producers)))
-        assert [p["state"] for p in read_status(run)["producers"]] == ["open"]
+        assert [p.state for p in read_status(run).producers] == ["open"]
         fake.scripts.hset(run.keys.home.producers, name, "1000 open")
-        assert [p["state"] for p in read_status(run)["producers"]] == ["lost"]
+        assert [p.state for p in read_status(run).producers] == ["lost"]
 
 
 @pytest.mark.parametrize("tokens", [5, 50, 700, 3000])
@@ -112,10 +113,10 @@ def test_status_tells_what_admission_reserves(fake: Connection, tokens: int, cou
         run = join(fake, "r")
         group_all(run)
         open_groups = [producer.begin_group(3) for _ in range(2)]
-        each = read_status(run)["place_bytes"]
+        each = read_status(run).place_bytes
         key = run.keys.home.group(open_groups[-1].group_id)
         assert str(each).encode() == fake.scripts.hget(key, "slot_bytes")
-        assert read_status(run)["bytes"]["reserved"] == 2 * 3 * each
+        assert read_status(run).bytes.reserved == 2 * 3 * each
 
 
 @pytest.mark.parametrize("name", ["live_bytes", "dead_bytes"])
@@ -123,5 +124,44 @@ def test_bytes_that_no_server_holds_are_a_problem(fake: Connection, name: str) -
     """They keep producers waiting for room."""
     run = join(fake, "r")
     fake.scripts.hincrby(run.keys.home.ledger, name, 1 << 60)
-    (problem,) = read_status(run)["problems"]
+    (problem,) = read_status(run).problems
     assert f"{name} is {1 << 60}" in problem
+
+
+def paths(value: object, above: str = "") -> Iterator[str]:
+    """Every key of a JSON object, with those above it."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield f"{above}{name}"
+            yield from paths(item, f"{above}{name}.")
+
+
+def test_the_json_has_the_keys_that_scripts_read(busy: Run) -> None:
+    json = read_status(busy).to_json()
+    stream = ("length", "pending", "lag", "consumers", "oldest_age_s", "alive")
+    assert list(paths(json)) == [
+        *("run", "shards", "ledger", "ledger.pushed", "ledger.trained", "ledger.dropped", "ledger.dead"),
+        *("ledger.queued", "ledger.in_flight", "balanced", "problems"),
+        *("places", "places.scoring", "places.rollouts", "places.open", "places.grouped"),
+        *("duplicates", "malformed", "groups", "groups.open", "groups.logged", "groups.abandoned"),
+        *("groups.remembered", "groups.outcomes", "groups.outcomes.complete", "groups.short"),
+        *(f"groups.short.{name}" for name in ("groups", "ended", "trajectories", "usable")),
+        *("groups.since_batch", "groups.lack"),
+        *(f"groups.lack.{name}" for name in ("groups", "places", "rollouts", "scores")),
+        *("groups.lack.groups_without_rollouts", "groups.lack.groups_without_scores", "groups.lack.oldest_s"),
+        *("bytes", "bytes.live", "bytes.reserved", "bytes.dead", "place_bytes", "garbage", "results"),
+        "streams",
+        *(
+            path
+            for name in ("rollouts", "work", "scoring:s")
+            for path in (f"streams.{name}", *(f"streams.{name}.{field}" for field in stream))
+        ),
+        *("trainer", "trainer.epoch", "trainer.version", "trainer.committed", "trainer.batches"),
+        *("staleness", "staleness.mean", "staleness.max", "producers", "admission", "admission.max_bytes"),
+        *(f"admission.{name}" for name in ("full", "paced", "groups_ahead", "groups_limit", "batch_groups")),
+        *("server", "server.refuses_writes", "quiet_s"),
+    ]
+    assert json["balanced"] is True
+    with producing(busy.connection, "r"):
+        (producer,) = read_status(busy).to_json()["producers"]
+    assert list(producer) == ["name", "state", "silent_s"]

@@ -1,0 +1,130 @@
+"""Who is alive in a run, when something last moved, what its open groups lack, how stale the next batch is.
+
+Plain commands: a user who may only look has no right to run scripts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from ..grouping.groups_log import read_log
+from ..run import Run
+from ..run.heartbeats import PRODUCER_STATE, PRODUCER_TIMEOUT_S
+from ..store.keys import ShardKeys
+from ..store.replies import as_mapping, as_texts, as_whole, or_nothing, replies_of
+from .model import Lack, ProducerState, Staleness
+from .shard import streams_of
+
+#: Seconds after which a consumer that has not asked for work is taken for dead.
+CONSUMER_TIMEOUT_S: Final = 30.0
+#: Open groups that are looked at in all shards together: those that are due first.
+OPEN_LOOKED_AT: Final = 256
+GROUP_FIELDS: Final = ("opened_ms", "size", "slots", "usable", "unscored", "unusable")
+#: Groups at the head of each shard's log whose staleness is read.
+LOG_LOOKED_AT: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What moves in a run."""
+
+    alive: dict[str, int]  # consumers of each stream that asked for work lately
+    quiet_s: float | None  # since something entered a stream; None = never
+    lack: Lack
+
+
+def read_activity(run: Run, now_ms: int) -> Activity:
+    """One pipeline for all shards, and one for their open groups."""
+    pipe: Any = run.connection.scripts.pipeline(transaction=False)
+    looked_at = max(1, OPEN_LOOKED_AT // len(run.keys.salts))
+    for keys in run.keys.shards:
+        pipe.zrange(keys.open, 0, looked_at - 1)
+        pipe.xinfo_stream(keys.groups)
+        pipe.xinfo_stream(keys.results)
+        for stream in streams_of(run, keys).values():
+            pipe.xinfo_stream(stream.key)
+            pipe.xinfo_consumers(stream.key, stream.group)
+    reply = map(or_nothing, pipe.execute(raise_on_error=False))
+    open_groups: list[tuple[ShardKeys, list[bytes]]] = []
+    last_ms = [0]
+    alive = Counter[str]()
+    for keys in run.keys.shards:
+        open_groups.append((keys, next(reply)))
+        last_ms += [_last_entry_ms(next(reply)) for _ in range(2)]
+        for name in streams_of(run, keys):
+            last_ms.append(_last_entry_ms(next(reply)))
+            silent_ms = [as_mapping(consumer)["idle"] for consumer in next(reply)]
+            alive[name] = max(alive[name], sum(ms < CONSUMER_TIMEOUT_S * 1000 for ms in silent_ms))
+    moved_ms = max(last_ms)
+    return Activity(
+        alive=dict(alive),
+        quiet_s=max(0, now_ms - moved_ms) / 1000 if moved_ms else None,
+        lack=_read_lack(run, open_groups, now_ms),
+    )
+
+
+def read_producers(run: Run, now_ms: int) -> list[ProducerState]:
+    """The producers of a run by name. One look cannot see a heartbeat change, so times of the server are compared."""
+    heartbeats = as_texts(run.connection.scripts.hgetall(run.keys.home.producers))
+    producers = []
+    for name, heartbeat in sorted(heartbeats.items()):
+        if not PRODUCER_STATE.fullmatch(heartbeat):
+            continue  # rank 0 removes it
+        seen_ms, said, *_ = heartbeat.split(" ")
+        if said == "gone":
+            continue
+        silent_s = max(0, now_ms - int(seen_ms)) / 1000
+        state: Literal["open", "finished", "lost"] = "finished" if said == "finished" else "open"
+        if state == "open" and silent_s > PRODUCER_TIMEOUT_S:
+            state = "lost"
+        producers.append(ProducerState(name, state, round(silent_s, 1)))
+    return producers
+
+
+def read_staleness(run: Run, version: int) -> Staleness:
+    """Staleness at this version of the groups that are named or waiting at the head of each log."""
+    values = [
+        staleness
+        for shard in range(len(run.keys.salts))
+        for group in read_log(run, shard, "0-0", LOG_LOOKED_AT)
+        for member in group.members
+        if (staleness := member.staleness(version)) is not None
+    ]
+    return Staleness(sum(values) / len(values) if values else None, max(values, default=None))
+
+
+def _last_entry_ms(stream: Any) -> int:
+    return int(as_mapping(stream)["last-generated-id"].partition(b"-")[0]) if stream else 0
+
+
+def _read_lack(run: Run, open_groups: Sequence[tuple[ShardKeys, list[bytes]]], now_ms: int) -> Lack:
+    pipe: Any = run.connection.scripts.pipeline(transaction=False)
+    for keys, group_ids in open_groups:
+        for group_id in group_ids:
+            pipe.hmget(keys.group("").encode() + group_id, GROUP_FIELDS)
+    total = Counter[str]()
+    opened = []
+    for opened_ms, size, slots, usable, unscored, unusable in _numbers(replies_of(pipe)):
+        missing = max(0, min(slots - usable - unscored - unusable, size - usable - unscored))
+        total.update(groups=1, slots=slots, rollouts=missing, scores=unscored)
+        total.update(without_rollouts=int(missing > 0), without_scores=int(unscored > 0))
+        opened.append(opened_ms)
+    return Lack(
+        groups=total["groups"],
+        places=total["slots"],
+        rollouts=total["rollouts"],
+        scores=total["scores"],
+        groups_without_rollouts=total["without_rollouts"],
+        groups_without_scores=total["without_scores"],
+        oldest_s=max(0, now_ms - min(opened)) / 1000 if opened else None,
+    )
+
+
+def _numbers(rows: Sequence[Any]) -> Iterator[list[int]]:
+    for row in rows:
+        numbers = [as_whole(value or b"0") for value in row or ()]
+        if numbers and None not in numbers:  # else foreign data overwrote the group: the grouper ends it
+            yield [number or 0 for number in numbers]

@@ -1,0 +1,248 @@
+"""The status of a run as objects: what `read_status` returns and `streamadv status --json` prints.
+
+Fields have the names of their JSON keys. Times are in seconds, sizes in bytes, ledgers in trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Final, Literal, Self
+
+from ..grouping.short_groups import Loss
+
+#: Counters of the ledger that add up to `queued`.
+QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
+#: A run in which nothing entered a stream for so long stands still.
+QUIET_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """pushed = trained + dropped + dead + queued + in_flight."""
+
+    pushed: int
+    trained: int
+    dropped: dict[str, int]  # by reason
+    dead: dict[str, int]  # by reason
+    queued: int
+    in_flight: int
+
+    @classmethod
+    def of(cls, counters: Mapping[str, int]) -> Self:
+        """From the counters of one shard, or of all shards together."""
+        return cls(
+            pushed=counters.get("pushed", 0),
+            trained=counters.get("trained", 0),
+            dropped=by_reason(counters, "dropped"),
+            dead=by_reason(counters, "dead"),
+            queued=sum(counters.get(name, 0) for name in QUEUED),
+            in_flight=counters.get("in_flight", 0),
+        )
+
+    @property
+    def accounted(self) -> int:
+        """Everything pushed must be in exactly one of these."""
+        return (
+            self.trained + sum(self.dropped.values()) + sum(self.dead.values()) + self.queued + self.in_flight
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where queued trajectories are: with a scorer, in the rollouts stream, in an open group, in the groups log."""
+
+    scoring: int
+    rollouts: int
+    open: int
+    grouped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """What the open groups lack that are due first."""
+
+    groups: int  # that were looked at
+    places: int  # slots of these
+    rollouts: int
+    scores: int
+    groups_without_rollouts: int
+    groups_without_scores: int
+    oldest_s: float | None  # since the first of them was opened
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups by where they are and how they ended."""
+
+    open: int
+    logged: int
+    abandoned: int  # open groups whose producer is lost
+    remembered: int  # ended groups whose copies are recognised
+    outcomes: dict[str, int]
+    short: Loss  # groups dropped because rollouts failed or did not come
+    since_batch: dict[str, int]  # outcomes since the last batch was named
+    lack: Lack
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Payload bytes stored, promised to slots of open groups, and kept for dead letters."""
+
+    live: int
+    reserved: int
+    dead: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One stream of all shards, with the consumer group that reads it."""
+
+    length: int
+    pending: int
+    lag: int  # entries not delivered yet
+    consumers: int
+    oldest_age_s: float | None
+    alive: int  # consumers that asked for work lately
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The trainer session's progress, as the home slot has it."""
+
+    epoch: int
+    version: int | None  # None until a trainer took the run
+    committed: int
+    batches: int  # named and not committed
+
+    @property
+    def uncommitted(self) -> int:
+        """Batches that are trained on and not committed."""
+        return (self.version or 0) - self.committed
+
+    @property
+    def untrained(self) -> int:
+        """Batches that are named and not trained on."""
+        return self.batches - self.uncommitted
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """Staleness that the next batch would see."""
+
+    mean: float | None
+    max: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerState:
+    """One producer of the run. lost = not finished, and silent for too long."""
+
+    name: str
+    state: Literal["open", "finished", "lost"]
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Which shards refuse another group of the usual size, and why."""
+
+    max_bytes: int
+    full: list[int]  # shards without room
+    paced: list[int]  # shards with their share of the groups that may be ahead of the trainer
+    groups_ahead: int
+    groups_limit: int | None
+    batch_groups: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What the server says of itself. Figures that it does not tell are None, and left out of the JSON."""
+
+    refuses_writes: str | None  # its reason
+    used_memory: int | None = None
+    maxmemory: int | None = None
+    total_system_memory: int | None = None
+    min_slaves_good_slaves: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in told.items() if value is not None or name == "refuses_writes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A run at (nearly) one moment."""
+
+    run: str
+    shards: int
+    ledger: Ledger
+    problems: list[str]
+    places: Places
+    duplicates: int
+    malformed: int
+    groups: Groups
+    bytes: Bytes
+    place_bytes: int  # that admission reserves for one more rollout
+    garbage: int
+    results: int
+    streams: dict[str, Stream]
+    trainer: Trainer
+    staleness: Staleness
+    producers: list[ProducerState]
+    admission: Admission
+    server: Server
+    quiet_s: float | None  # since something entered a stream; None = never
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the ledger agrees with itself and with what it counts."""
+        return not self.problems
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing entered a stream for a while."""
+        return self.quiet_s is None or self.quiet_s >= QUIET_S
+
+    @property
+    def groups_waiting(self) -> int:
+        """Groups that are in no batch yet, estimated from their trajectories."""
+        logged = self.places.grouped + self.ledger.in_flight
+        return int(self.groups.logged * self.places.grouped / max(1, logged) + 0.5)
+
+    @property
+    def starves(self) -> bool:
+        """Whether a trainer that asks for a batch now has to wait for groups."""
+        return self.trainer.untrained <= 0 and self.groups_waiting < (self.admission.batch_groups or 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `streamadv status --json` prints; keys in the order of the fields."""
+        json = to_json(self)
+        head = {name: json[name] for name in ("run", "shards", "ledger")}
+        return {**head, "balanced": self.balanced, **json}
+
+
+def by_reason(counters: Mapping[str, int], kind: str) -> dict[str, int]:
+    """Counters '<kind>:<reason>' by reason, without those at 0."""
+    prefix = f"{kind}:"
+    return {
+        name.removeprefix(prefix): count
+        for name, count in sorted(counters.items())
+        if name.startswith(prefix) and count
+    }
+
+
+def to_json(value: Any) -> Any:
+    """A part of the status as JSON."""
+    if isinstance(value, Server):
+        return value.to_json()
+    if isinstance(value, Loss):
+        return value._asdict()
+    if is_dataclass(value):
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {name: to_json(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [to_json(item) for item in value]
+    return value

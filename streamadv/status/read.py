@@ -1,0 +1,105 @@
+"""Reading the status of a run: each shard, what moves in the run, its trainer and its server; added up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..grouping.short_groups import loss_of
+from ..run import Run
+from ..store.replies import as_count, as_texts
+from .activity import Activity, read_activity, read_producers, read_staleness
+from .admission import admission_of, read_server
+from .check import problems_of
+from .model import QUEUED, Bytes, Groups, Ledger, Places, Status, Stream, Trainer, by_reason
+from .shard import ShardState, read_shard
+
+
+def read_status(run: Run) -> Status:
+    """The whole run. Shards are read one after another: each balances by itself."""
+    shards = [read_shard(run, keys) for keys in run.keys.shards]
+    now_ms = run.now_ms()
+    counters = Counter[str]()
+    for shard in shards:
+        counters.update(shard.counters)
+    activity = read_activity(run, now_ms)
+    server = read_server(run)
+    trainer = _read_trainer(run)
+    return Status(
+        run=run.name,
+        shards=len(shards),
+        ledger=Ledger.of(counters),
+        problems=[
+            f"shard {number}: {problem}"
+            for number, shard in enumerate(shards)
+            for problem in problems_of(shard)
+        ],
+        places=Places(**{name: counters[name] for name in QUEUED}),
+        duplicates=counters["duplicates"],
+        malformed=counters["malformed"],
+        groups=_groups(shards, counters, activity),
+        bytes=Bytes(
+            live=counters["live_bytes"],
+            reserved=sum(shard.reservation.total_bytes for shard in shards),
+            dead=counters["dead_bytes"],
+        ),
+        place_bytes=max(shard.reservation.slot_bytes for shard in shards),
+        garbage=sum(shard.garbage for shard in shards),
+        results=sum(shard.results for shard in shards),
+        streams={name: _stream(name, shards, activity) for name in shards[0].streams},
+        trainer=trainer,
+        staleness=read_staleness(run, trainer.version or 0),
+        producers=read_producers(run, now_ms),
+        admission=admission_of(run, shards, server),
+        server=server,
+        quiet_s=activity.quiet_s,
+    )
+
+
+def _groups(shards: Sequence[ShardState], counters: Mapping[str, int], activity: Activity) -> Groups:
+    return Groups(
+        open=sum(shard.groups_open for shard in shards),
+        logged=sum(shard.groups_logged for shard in shards),
+        abandoned=counters["groups_abandoned"],
+        remembered=sum(shard.groups_remembered for shard in shards),
+        outcomes=by_reason(counters, "outcome"),
+        short=loss_of(counters),
+        since_batch=_since_batch(shards),
+        lack=activity.lack,
+    )
+
+
+def _since_batch(shards: Sequence[ShardState]) -> dict[str, int]:
+    """Outcomes of groups since the last batch was named; of a shard, since the last one with groups of it."""
+    ended = Counter[str]()
+    for shard in shards:
+        ended.update(by_reason(shard.counters, "outcome"))
+        for pair in shard.trainer.get("ended_before_batch", "").split():
+            outcome, _, count = pair.partition("=")
+            ended[outcome] -= as_count(count)
+    return dict(+ended)
+
+
+def _stream(name: str, shards: Sequence[ShardState], activity: Activity) -> Stream:
+    streams = [shard.streams[name] for shard in shards]
+    ages_s = [stream.oldest_age_s for stream in streams if stream.oldest_age_s is not None]
+    return Stream(
+        length=sum(stream.length for stream in streams),
+        pending=sum(stream.pending for stream in streams),
+        lag=sum(max(0, stream.lag) for stream in streams),
+        consumers=sum(stream.consumers for stream in streams),
+        oldest_age_s=max(ages_s, default=None),
+        alive=activity.alive[name],
+    )
+
+
+def _read_trainer(run: Run) -> Trainer:
+    home, scripts = run.keys.home, run.connection.scripts
+    lineage: dict[str, Any] = as_texts(scripts.hgetall(home.lineage))
+    return Trainer(
+        epoch=as_count(lineage.get("epoch")),
+        version=as_count(lineage["version"]) if "version" in lineage else None,
+        committed=as_count(lineage.get("committed")),
+        batches=scripts.hlen(home.batches),
+    )

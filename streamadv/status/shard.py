@@ -1,0 +1,157 @@
+"""One shard at one moment: its ledger and the lengths of its structures, read in one transaction.
+
+So `streamadv status --check` holds while workers run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from redis.exceptions import OutOfMemoryError
+
+from ..run import Run
+from ..run.consumer import ADVANTAGE, GROUPER
+from ..store.keys import ShardKeys
+from ..store.replies import as_mapping, as_texts, as_whole, or_nothing
+from . import sizes
+from .check import problems_of
+from .model import QUEUED, Ledger
+
+#: The ledger's counters without a reason.
+COUNTERS: Final = (
+    *("pushed", "trained", *QUEUED, "in_flight", "duplicates", "groups_open", "groups_logged"),
+    *("live_bytes", "dead_bytes", "groups_abandoned", "malformed"),
+)
+#: A group's owner as `apply_batch` writes it: batch id, trajectories of the group.
+OWNER: Final = re.compile(r"[0-9]+-[0-9a-f]{12} ([0-9]{1,5})")
+#: How often a shard is read again whose reading was not atomic, while its figures contradict each other.
+READ_AGAIN: Final = 4
+
+
+class StreamName(NamedTuple):
+    """A stream that has workers: its key and their consumer group."""
+
+    key: str
+    group: str
+
+
+def streams_of(run: Run, keys: ShardKeys) -> dict[str, StreamName]:
+    """The streams of a shard that have workers, by the name that status gives them."""
+    scoring = {f"scoring:{name}": StreamName(keys.scoring(name), name) for name in run.manifest.scorers}
+    return {
+        "rollouts": StreamName(keys.rollouts, GROUPER),
+        "work": StreamName(keys.work, ADVANTAGE),
+        **scoring,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """One stream and its consumer group."""
+
+    length: int
+    pending: int
+    lag: int  # entries not delivered yet; -1 = the server cannot tell
+    consumers: int
+    oldest_age_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """One shard at one moment."""
+
+    counters: dict[str, int]  # the ledger
+    broken: list[str]  # counters of the ledger that are no numbers
+    trainer: dict[str, str]  # the shard's copy of the trainer's settings
+    groups_open: int
+    groups_logged: int
+    results: int
+    in_flight: int  # trajectories of groups that a batch owns
+    groups_remembered: int
+    garbage: int
+    reservation: sizes.Reservation
+    streams: dict[str, StreamState]
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger.of(self.counters)
+
+    def count(self, name: str) -> int:
+        """A counter of the ledger."""
+        return self.counters.get(name, 0)
+
+
+def read_shard(run: Run, keys: ShardKeys) -> ShardState:
+    """Read a shard atomically.
+
+    A server above its maxmemory refuses transactions, and the figures belong to several moments: then the shard is
+    read again while they contradict each other.
+    """
+    streams = streams_of(run, keys)
+    try:
+        return _state(run, streams, _read(run, keys, streams, atomic=True))
+    except OutOfMemoryError:
+        for _ in range(1 + READ_AGAIN):
+            state = _state(run, streams, _read(run, keys, streams, atomic=False))
+            if not problems_of(state):
+                break
+        return state
+
+
+def _read(run: Run, keys: ShardKeys, streams: dict[str, StreamName], *, atomic: bool) -> list[Any]:
+    # Plain commands: a user who may only look has no right to run scripts.
+    pipe: Any = run.connection.scripts.pipeline(transaction=atomic)
+    for key in (keys.ledger, keys.trainer, keys.sizes, keys.owners):
+        pipe.hgetall(key)
+    pipe.zcard(keys.open)
+    for key in (keys.groups, keys.results):
+        pipe.xlen(key)
+    for key in (keys.ended, keys.ended_before):
+        pipe.hlen(key)
+    pipe.llen(keys.garbage)
+    for stream in streams.values():
+        pipe.xlen(stream.key)
+        pipe.xrange(stream.key, count=1)
+        pipe.xinfo_groups(stream.key)  # an error where the stream is yet to be made
+    return [or_nothing(reply) for reply in pipe.execute(raise_on_error=False)]
+
+
+def _state(run: Run, streams: dict[str, StreamName], replies: list[Any]) -> ShardState:
+    now_ms = run.now_ms()
+    reply = iter(replies)
+    counters, trainer, size_fields, owners = (as_texts(next(reply)) for _ in range(4))
+    return ShardState(
+        counters={name: count for name, text in counters.items() if (count := as_whole(text)) is not None},
+        broken=[name for name in COUNTERS if as_whole(counters.get(name, "0")) is None],
+        trainer=trainer,
+        groups_open=next(reply),
+        groups_logged=next(reply),
+        results=next(reply),
+        in_flight=sum(int(match[1]) for match in map(OWNER.fullmatch, owners.values()) if match),
+        groups_remembered=next(reply) + next(reply),
+        garbage=next(reply),
+        reservation=sizes.reservation(size_fields, run.manifest.max_trajectory_bytes),
+        streams={name: _stream_state(stream.group, reply, now_ms) for name, stream in streams.items()},
+    )
+
+
+def _stream_state(group: str, reply: Iterator[Any], now_ms: int) -> StreamState:
+    length, oldest, consumer_groups = next(reply), next(reply), next(reply)
+    fields: dict[str, Any] = next(
+        (fields for fields in map(as_mapping, consumer_groups) if fields["name"] == group.encode()), {}
+    )
+    lag = fields.get("lag") if fields else 0
+    return StreamState(
+        length=length,
+        pending=fields.get("pending", 0),
+        lag=-1 if lag is None else lag,
+        consumers=fields.get("consumers", 0),
+        oldest_age_s=_age_s(oldest[0][0], now_ms) if oldest else None,
+    )
+
+
+def _age_s(entry: bytes, now_ms: int) -> float:
+    return max(0, now_ms - int(entry.partition(b"-")[0])) / 1000

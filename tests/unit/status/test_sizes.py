@@ -1,0 +1,55 @@
+"""What status says admission reserves is what the scripts reserve, whatever a shard's hash `sizes` holds."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any, Final
+
+import fakeredis
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from streamadv.status.sizes import Reservation, reservation
+
+LIBRARY: Final = (resources.files("streamadv") / "lua" / "lib" / "sizes.lua").read_text()
+SCRIPT: Final = f"""
+{LIBRARY}
+local known = read_sizes(KEYS[1])
+local bytes = slot_bytes(known, tonumber(ARGV[1]))
+return {{string.format('%.0f', reserved_bytes(known, bytes)), string.format('%.0f', bytes)}}
+"""
+
+COUNTS: Final = st.integers(0, 5000)
+HISTOGRAMS: Final = st.dictionaries(st.integers(0, 250).map("h{}".format), COUNTS, max_size=12)
+UNFILLED: Final = st.dictionaries(st.integers(1, 1 << 30).map("u{}".format), st.integers(1, 500), max_size=6)
+TOTALS: Final = st.fixed_dictionaries(
+    {},
+    optional={"n": st.integers(0, 5000), "in": st.integers(0, 1 << 40), "out": st.integers(0, 1 << 40)},
+)
+FOREIGN: Final = st.dictionaries(
+    st.sampled_from(["h", "u", "h-1", "hx", "u1.5", "n2", "h" + "9" * 16, "u" + "9" * 16]), COUNTS, max_size=3
+)
+
+
+@pytest.fixture(scope="module")
+def client() -> Any:
+    return fakeredis.FakeRedis()
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(histogram=HISTOGRAMS, unfilled=UNFILLED, totals=TOTALS, foreign=FOREIGN, limit=st.integers(1, 1 << 32))
+def test_python_reserves_what_lua_reserves(
+    client: Any,
+    histogram: dict[str, int],
+    unfilled: dict[str, int],
+    totals: dict[str, int],
+    foreign: dict[str, int],
+    limit: int,
+) -> None:
+    fields = {name: str(count) for name, count in {**foreign, **histogram, **unfilled, **totals}.items()}
+    client.flushall()
+    if fields:
+        client.hset("sizes", mapping=fields)
+    total, slot = map(int, client.eval(SCRIPT, 1, "sizes", limit))
+    assert reservation(fields, limit) == Reservation(total_bytes=total, slot_bytes=slot)
