@@ -9,7 +9,6 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final
 
 from .. import metrics
@@ -113,10 +112,10 @@ class Admission:
     def _begin(self, spec: GroupSpec, call: BeginCall, elsewhere: int | None = None) -> Steps[Reply]:
         keys = self._member.keys_of(spec.group_id)
 
-        def begin(arguments: list[Any]) -> ScriptCall:
+        def make() -> ScriptCall:
+            arguments = self._arguments(spec, self.room(spec.group_id), elsewhere)
             return script_call("begin", keys, [*arguments, call.nonce], group=spec.group_id)
 
-        make = partial(self._make, begin, spec, self.room(spec.group_id), elsewhere)
         try:
             return (yield from self._ask(GroupCall(make)))
         except BaseException:  # also when the steps are closed: no reply has come, and the group may be open
@@ -151,10 +150,14 @@ class Admission:
         call: makes one attempt, given the arguments of the admission. room: the byte budget for a group that may be
         new; None for one that was admitted before. Waits while the server is above its maxmemory.
         """
-        elsewhere: int | None = None
         wait = self.push_wait()
+        elsewhere: int | None = None
+
+        def make() -> ScriptCall | Transaction:
+            return call(self._arguments(spec, room, elsewhere))
+
         while True:
-            reply = yield from self._ask(GroupCall(partial(self._make, call, spec, room, elsewhere)))
+            reply = yield from self._ask(GroupCall(make))
             if reply is OUT_OF_MEMORY:
                 yield from self.wait_for_room(wait, ABOVE_MAXMEMORY)
             elif elsewhere is None and self._member.shards > 1 and is_over_share(reply):
@@ -162,15 +165,6 @@ class Admission:
                 elsewhere = sum(counts) - counts[self._member.shard_of(spec.group_id)]
             else:
                 return reply
-
-    def _make(
-        self,
-        call: Callable[[list[Any]], ScriptCall | Transaction],
-        spec: GroupSpec,
-        room: int | None,
-        elsewhere: int | None,
-    ) -> ScriptCall | Transaction:
-        return call(self._arguments(spec, room, elsewhere))
 
     def push_wait(self) -> Wait:
         """The wait of a push for room."""
@@ -257,11 +251,8 @@ class Admission:
 
     def _tell_if_unpaced(self) -> None:
         manifest = self._member.manifest
-        paced = self._member.version is not None or None not in (
-            manifest.batch_groups,
-            manifest.max_staleness,
-        )
-        if paced or self._told_unpaced:
+        paced = manifest.batch_groups is not None and manifest.max_staleness is not None
+        if paced or self._member.version is not None or self._told_unpaced:
             return
         self._told_unpaced = True
         logger.warning(

@@ -100,9 +100,8 @@ class Pushes:
     ) -> Steps[PushResult]:
         """Send something, and keep `send` for a server that comes back without it. size: bytes of its payloads."""
         shard = self._member.shard_of(group_id)
-        server_id = self._resend.server_of(
-            shard
-        )  # before sending: the reply may come from a server that is gone by then
+        # Read before sending, because another server may take over meanwhile.
+        server_id = self._resend.server_of(shard)
         result = yield from first_send
         self._resend.remember(shard, server_id, size, send)
         return result
@@ -121,24 +120,27 @@ class Pushes:
     ) -> Steps[PushResult]:
         """Send records slice by slice. room: as of `Admission.enter`. Raises Busy."""
         codes: list[str] = []
-        keys = self._member.keys_of(spec.group_id)
         for start, stop in slices([record.size for record in records]):
-            part = records[start:stop]
-
-            def call(arguments: list[Any], part: Sequence[Record] = part) -> ScriptCall | Transaction:
-                return push_call(self._member.manifest, keys, spec.group_id, part, epoch, arguments)
-
-            part_codes = push_codes((yield from self._admission.enter(spec, call, room)), spec)
+            part_codes = yield from self._send_slice(spec, records[start:stop], epoch, room)
             metrics.producer_pushed(part_codes)
             if "range" in part_codes:
-                raise TrajectoryError(
-                    f"record {start + part_codes.index('range')}: group {spec.group_id} has no such slot left"
-                )
+                position = start + part_codes.index("range")
+                raise TrajectoryError(f"record {position}: group {spec.group_id} has no such slot left")
             codes += part_codes
         indices = [
             record.rollout_index for record, code in zip(records, codes, strict=True) if code == "pushed"
         ]
         return PushResult(codes, indices)
+
+    def _send_slice(
+        self, spec: GroupSpec, records: Sequence[Record], epoch: int, room: int | None
+    ) -> Steps[list[str]]:
+        keys = self._member.keys_of(spec.group_id)
+
+        def call(arguments: list[Any]) -> ScriptCall | Transaction:
+            return push_call(self._member.manifest, keys, spec.group_id, records, epoch, arguments)
+
+        return push_codes((yield from self._admission.enter(spec, call, room)), spec)
 
     def _send_cancels(
         self, spec: GroupSpec, calls: Sequence[tuple[str, int]], allowed: str
@@ -146,15 +148,9 @@ class Pushes:
         """Cancel slots, so many by each call, of those for which `allowed` has a '1'. Raises Busy, TrajectoryError."""
         codes: list[str] = []
         indices: list[int] = []
-        keys = self._member.keys_of(spec.group_id)
         for nonce, count in calls:
             below = allowed[: min(indices, default=len(allowed))]
-
-            def call(arguments: list[Any], own: tuple[Any, ...] = (nonce, count, below)) -> ScriptCall:
-                return script_call("cancel", keys, [*arguments, *own], group=spec.group_id)
-
-            reply = yield from self._admission.enter(spec, call)
-            cancelled, after_end = cancelled_slots(reply, spec)
+            cancelled, after_end = yield from self._send_cancel(spec, nonce, count, below)
             indices += cancelled
             if after_end is None and len(cancelled) < count:
                 wanted = sum(count for _, count in calls)
@@ -166,6 +162,16 @@ class Pushes:
             metrics.producer_pushed(part_codes)
             codes += part_codes
         return PushResult(codes, indices)
+
+    def _send_cancel(
+        self, spec: GroupSpec, nonce: str, count: int, allowed: str
+    ) -> Steps[tuple[list[int], str | None]]:
+        keys = self._member.keys_of(spec.group_id)
+
+        def call(arguments: list[Any]) -> ScriptCall:
+            return script_call("cancel", keys, [*arguments, nonce, count, allowed], group=spec.group_id)
+
+        return cancelled_slots((yield from self._admission.enter(spec, call)), spec)
 
     def _check_rewards(self, trajectories: Iterable[Trajectory]) -> Steps[None]:
         """Raise TrajectoryError for a reward that nobody brings: it would keep its group open until the deadline."""

@@ -37,13 +37,11 @@ end
 local function take_late(record)
   local tombstone, key = find_ended(keys, record.group_id)
   if tombstone then
-    local digit = tonumber(record.slot) + 2
-    if string.sub(tombstone, digit, digit) ~= '2' then return refuse(record, 'waits for no record') end
-    redis.call('HSET', key, record.group_id,
-      string.sub(tombstone, 1, digit - 1) .. '1' .. string.sub(tombstone, digit + 1))
+    if slot_digit(tombstone, record.slot) ~= '2' then return refuse(record, 'waits for no record') end
+    end_slot(key, record.group_id, tombstone, record.slot)
   end
   registered = registered + 1
-  local late = tombstone and string.sub(tombstone, 1, 1) == 'c' and 'surplus' or 'late'
+  local late = tombstone and after_end(tombstone) or 'late'
   drop(record, record.kind == 'usable' and late or record.kind)
 end
 
