@@ -75,8 +75,8 @@ local function take_open(records, counts)
         fields[#fields + 1] = member_text(reward, record.bytes, record.payload, record.role, record.reference)
         if reward == '-' then unscored = unscored + 1 else counts.usable = counts.usable + 1 end
       end
-      -- The reward that came with the push stands.
-      if record.reward ~= '' then rewarded[#rewarded + 1] = 'score:' .. record.slot end
+      -- What came with the push stands.
+      if record.kind ~= 'usable' or record.reward ~= '' then rewarded[#rewarded + 1] = 'score:' .. record.slot end
     end
   end
   if #fields == 0 then return nil end
