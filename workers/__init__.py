@@ -1,1 +1,1 @@
-"""Deployable processes: settings, signals, metrics, loop. What they do stands in `streamadv/`."""
+"""Deployable processes: settings, signals, metrics, loop. Their work is done in `streamadv/`."""

@@ -40,7 +40,7 @@ OutputName = Annotated[str, AfterValidator(_known_output)]
 
 
 class GroupCounts(NamedTuple):
-    """How much of a work item's results is a group's: they follow each other in this order."""
+    """How many of a work item's results belong to a group. Groups follow each other in the header's order."""
 
     group_id: str
     trajectories: Count
@@ -49,7 +49,7 @@ class GroupCounts(NamedTuple):
 
 
 class ResultHeader(BaseModel):
-    """What an entry of the results log says of its results. Written by `computing.compute`."""
+    """The header of an entry of the results log. `compute.compute` writes it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -66,14 +66,14 @@ class ResultHeader(BaseModel):
 class Result:
     """One entry of the results log: the results of one work item. Equal to itself only."""
 
-    batch: str
+    batch: str  # id
     header: ResultHeader
-    output: str
-    numbers: dict[str, Array]
+    output: str  # key of the output hash, '' if the chain has no result per token
+    numbers: dict[str, Array]  # one per trajectory, row or step, in the order of the header's groups
 
 
 def parse_result(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Result:
-    """An entry of a shard's results log. Raises WireError when it is none."""
+    """An entry of a shard's results log. Raises WireError if it holds no results."""
     missing = [name for name in _RESULT_FIELDS if name not in fields]
     if missing:
         raise WireError(f"field {missing[0].decode()} is missing")
@@ -86,34 +86,42 @@ def parse_result(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Result:
         raise WireError(f"output_bytes is {brief(fields[b'output_bytes'])}, needs a whole number")
     if not output.startswith(keys.output("")) and (output or header.columns):
         raise WireError(f"output is {brief(output)}, needs the key of an output")
-    counts = {"trajectory": 0, "row": 0, "step": 0, "token": 0}
-    for _, trajectories, rows, steps in header.groups:
-        for kind, count in zip(("trajectory", "row", "step"), (trajectories, rows, steps), strict=True):
-            counts[kind] += count
-    results = {}
-    for name, raw in fields.items():
-        if name in _RESULT_FIELDS:
+    return Result(batch, header, output, _parse_numbers(header, fields))
+
+
+def _parse_numbers(header: ResultHeader, fields: Mapping[bytes, bytes]) -> dict[str, Array]:
+    """Result name -> one number per trajectory, row or step. Raises WireError."""
+    counts = {
+        "trajectory": sum(group.trajectories for group in header.groups),
+        "row": sum(group.rows for group in header.groups),
+        "step": sum(group.steps for group in header.groups),
+        "token": 0,  # those are in the output hash
+    }
+    numbers: dict[str, Array] = {}
+    for field, raw in fields.items():
+        if field in _RESULT_FIELDS:
             continue
-        text = name.decode(errors="replace")
-        if text not in _RESULTS:
-            raise WireError(f"result {one_line(text)} is unknown")
-        dtype, kind = _RESULTS[text], _kind(text, header.level)
-        if len(raw) != counts[kind] * dtype.itemsize:
-            raise WireError(f"result {text} has {len(raw)} bytes, needs {counts[kind] * dtype.itemsize}")
-        results[text] = np.frombuffer(raw, dtype)
-    if header.groups and not {"rewards", "step_rewards"} <= results.keys():
+        name = field.decode(errors="replace")
+        if name not in _RESULTS:
+            raise WireError(f"result {one_line(name)} is unknown")
+        dtype = _RESULTS[name]
+        size = counts[_kind(name, header.level)] * dtype.itemsize
+        if len(raw) != size:
+            raise WireError(f"result {name} has {len(raw)} bytes, needs {size}")
+        numbers[name] = np.frombuffer(raw, dtype)
+    if header.groups and not {"rewards", "step_rewards"} <= numbers.keys():
         raise WireError("rewards or step_rewards are missing")
-    return Result(batch, header, output, results)
+    return numbers
 
 
 def misfit(result: Result, item: WorkItem, groups: Mapping[str, LoggedGroup]) -> str | None:
-    """Why these are not the results of `item`, given the batch's living groups by id; None if it is."""
-    counts = {each.group_id: each[1:] for each in result.header.groups}
+    """Why these are not the results of `item`, given the batch's living groups by id; None if they are."""
+    counts = {group.group_id: group for group in result.header.groups}
     for pointer in item.groups:
         group = groups.get(pointer.group_id)
         if group is None or pointer.shard != item.shard or pointer.group_id in result.header.dead:
             continue
-        if counts.get(pointer.group_id) != counts_of(group)[1:]:
+        if counts.get(pointer.group_id) != counts_of(group):
             return f"group {pointer.group_id} has other counts than in the log"
     return None
 
@@ -129,7 +137,7 @@ def _kind(result: str, level: Level) -> str:
 
 
 class Member(NamedTuple):
-    """A trajectory of the batch, and where its part of a work item's results begins."""
+    """A trajectory of the batch with its place in a work item's results."""
 
     reference: Reference
     result: Result
@@ -143,11 +151,11 @@ class Member(NamedTuple):
 
     @property
     def columns(self) -> list[str]:
-        """Of the output hash."""
+        """Its columns in the output hash."""
         return self.result.header.columns
 
     def span(self, name: str) -> tuple[int, int]:
-        """Where its numbers of this name stand in the result's."""
+        """The span of its numbers in the result of this name."""
         kind = _kind(name, self.result.header.level)
         if kind == "trajectory":
             return self.position, self.position + 1
@@ -157,7 +165,7 @@ class Member(NamedTuple):
 
 
 def numbers_of(members: Sequence[Member], name: str) -> Array:
-    """The numbers of this name of all members, in their order; those that lie side by side are taken at once."""
+    """The numbers of this name of all members, in their order. Those that lie side by side are copied at once."""
     parts: list[Array] = []
     result, start, stop = members[0].result, 0, 0
     for member in members:
@@ -173,9 +181,9 @@ def numbers_of(members: Sequence[Member], name: str) -> Array:
 def assign(
     items: Sequence[WorkItem], results: Mapping[int, Result], groups: Sequence[LoggedGroup]
 ) -> list[Member]:
-    """Every member of `groups`, the living ones of the batch, with its numbers, in batch order.
+    """Find the results of every member of `groups`, the batch's living ones in batch order.
 
-    A group that was computed and has become a dead letter since keeps its place among the results.
+    A group that became a dead letter after it was computed keeps its place in the results: it is skipped.
     """
     by_id = {group.group_id: group for group in groups}
     members: dict[str, list[Member]] = {}
@@ -184,10 +192,10 @@ def assign(
         position, first_row, first_step = 0, 0, 0
         for group_id, trajectories, rows, steps in result.header.groups:
             if group_id in by_id:
-                found = members[group_id] = []
                 row, step = first_row, first_step
+                members[group_id] = []
                 for number, reference in enumerate(by_id[group_id].members):
-                    found.append(Member(reference, result, position + number, row, step))
+                    members[group_id].append(Member(reference, result, position + number, row, step))
                     row += len(reference.row_lengths)
                     step += len(reference.steps)
             position, first_row, first_step = position + trajectories, first_row + rows, first_step + steps

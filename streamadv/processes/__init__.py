@@ -1,1 +1,1 @@
-"""Child processes under a supervisor, as the demo and the benchmarks run them."""
+"""Child processes: how a supervisor (the demo, a benchmark) starts, hears, kills and ends them, and their memory."""

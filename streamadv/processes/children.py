@@ -1,4 +1,4 @@
-"""Child processes: started, heard, killed and started again, and all gone when their supervisor is."""
+"""Child processes of a supervisor: it starts, hears, kills and restarts them, and none outlives it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from . import messages
 STOP_SECONDS: Final = 5.0  # from SIGTERM to SIGKILL
 LOG_TAIL_LINES: Final = 3
 
-# Linux ends a child with the supervisor, however that one died. The request belongs to the calling process and
-# survives exec, so a small launcher makes it and then becomes the child. SIGKILL: with the supervisor its server is
-# gone, and a child that finishes what it has begun would wait for it for ever.
+# Linux ends a child with its supervisor, however that one died. A process asks for this itself, and the request
+# survives exec: a small launcher makes it and then becomes the child. SIGKILL, because the supervisor's server is gone
+# too, and a child that finishes what it has begun would wait for that server for ever.
 _LAUNCHER: Final = (
     "import ctypes, os, sys\n"
     "parent, *command = sys.argv[1:]\n"
@@ -27,13 +27,13 @@ _LAUNCHER: Final = (
     "os.execv(command[0], command)\n"
 )
 
-Message = tuple[str, dict[str, Any]]  # name of the child, what it sent
+Message = tuple[str, dict[str, Any]]  # name of the child, and the message
 
 
 class Child:
-    """One process under supervision. Start it from the main thread only: on Linux it ends with that thread.
+    """One child process. Start it from the main thread only: on Linux it ends with the thread that started it.
 
-    Its messages (JSON lines on stdout) go into `inbox`, everything else it writes into `log`.
+    Its messages (JSON lines on stdout) go into `inbox`, everything else that it writes into `log`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Child:
 
     @property
     def exit_status(self) -> int | None:
-        """Once it has ended and all its messages are in the inbox; negative: the signal that ended it."""
+        """None until it has ended and all its messages are in the inbox. Negative: the signal that ended it."""
         if self._process is None or (self._listener is not None and self._listener.is_alive()):
             return None
         return self._process.poll()
@@ -85,7 +85,7 @@ class Child:
                 stderr=log,
                 text=True,
                 env=self._environment,
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends the others in order
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends its children in order
             )
         self._process = process
         self._told_to_end = False
@@ -94,28 +94,28 @@ class Child:
         self._listener.start()
 
     def ask(self, line: str) -> None:
-        """Write one line to its stdin; nothing happens if it has ended."""
+        """Write one line to its stdin. Does nothing if it has ended."""
         if self._process is not None and self._process.stdin is not None:
             try:
                 self._process.stdin.write(line + "\n")
                 self._process.stdin.flush()
             except BrokenPipeError:
-                pass  # noticed by whoever watches it
+                pass  # the supervisor notices by `exit_status`
 
     def kill(self) -> None:
-        """SIGKILL: it gets no chance to clean up."""
+        """Send SIGKILL: it gets no chance to clean up."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def terminate(self) -> None:
-        """SIGTERM, once: it may finish what it has begun (a second one would cut that short)."""
+        """Send SIGTERM, once: it finishes what it has begun. A second one would cut that short."""
         if self._process is not None and not self._told_to_end:
             self._told_to_end = True
             self._process.terminate()
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL if it has not ended in time."""
+        """Send SIGTERM, then SIGKILL if it has not ended within STOP_SECONDS."""
         self.terminate()
         if self._process is not None:
             try:
@@ -124,7 +124,7 @@ class Child:
                 self.kill()
 
     def log_tail(self) -> str:
-        """The end of what it wrote, on one line."""
+        """The last lines of its log, on one line."""
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
         return " | ".join(line.strip() for line in lines[-LOG_TAIL_LINES:] if line.strip()) or "(empty log)"
 

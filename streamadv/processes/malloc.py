@@ -1,4 +1,4 @@
-"""What a process does with memory that it has freed."""
+"""The C library's allocator: what it does with memory that a process has freed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LARGE: Final = 2**30
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep large freed buffers for the next ones, instead of giving them back page by page.
+    """Let glibc keep large freed buffers for the next ones instead of returning them to the system.
 
-    Columns of a few megabytes come and go with every batch; fetching their pages anew can take longer than computing
-    on them. For processes that do nothing else: the memory stays at its greatest. False where there is no glibc.
+    Columns of a few megabytes come and go with every batch, and fetching their pages anew can take longer than
+    computing on them. Only for processes that do nothing else: their memory never shrinks. Returns False without glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

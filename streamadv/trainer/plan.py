@@ -101,6 +101,7 @@ def plan(trajectories: Sequence[Sized], world_size: int, budget: int | None) -> 
 
 
 def _fill(trajectories: Sequence[Sized], positions: Sequence[int], budget: int | None) -> list[list[RowRef]]:
+    """Micro-batches of one rank, which has the trajectories at these positions."""
     rows = [
         (length, RowRef(position, row))
         for position in positions
@@ -108,17 +109,17 @@ def _fill(trajectories: Sequence[Sized], positions: Sequence[int], budget: int |
     ]
     if budget is None:
         return [[ref for _, ref in rows]] if rows else []
-    bins: list[tuple[int, list[RowRef]]] = []
-    for length, ref in sorted(rows, key=lambda item: (-item[0], item[1])):
+    fill: list[int] = []  # tokens of each micro-batch
+    micro_batches: list[list[RowRef]] = []
+    for length, ref in sorted(rows, key=lambda row: (-row[0], row[1])):
         if length > budget:
             raise ValueError(
                 f"row {ref.row} of trajectory {ref.trajectory} has {length} tokens, budget {budget}"
             )
-        for index, (used, members) in enumerate(bins):
-            if used + length <= budget:
-                members.append(ref)
-                bins[index] = (used + length, members)
-                break
-        else:
-            bins.append((length, [ref]))
-    return [sorted(members) for _, members in bins]
+        first_fit = next((n for n, tokens in enumerate(fill) if tokens + length <= budget), len(fill))
+        if first_fit == len(fill):
+            fill.append(0)
+            micro_batches.append([])
+        fill[first_fit] += length
+        micro_batches[first_fit].append(ref)
+    return [sorted(refs) for refs in micro_batches]

@@ -23,7 +23,7 @@ from .fetch import Prefetched, ReadAhead
 from .late_columns import LateColumn
 from .microbatch import Batch
 from .plan import Rank
-from .report import passed_over
+from .report import selection_metrics
 from .results_log import ResultsLog, Stray
 from .wait import wait_for_news
 
@@ -67,7 +67,7 @@ class BatchReader:
         except UndecodableGroupError as error:
             read_groups(session.run, _pointers(record, error))  # BatchLostError: they are gone, not broken
             raise
-        batch.metrics.update(passed_over(session.passed_over, batch))
+        batch.metrics.update(selection_metrics(session.passed_over, batch))
         session.passed_over.clear()
         self._log.forget(record.id)
         self.stop()

@@ -1,4 +1,4 @@
-"""What is told of a batch when it is delivered: what was passed over for it, and the trainer's metrics."""
+"""Metrics of a delivered batch, and of the groups dropped while it was selected."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from ..batch.passed_over import PassedOver
 from .microbatch import Batch
 
 
-def passed_over(dropped: PassedOver, batch: Batch) -> dict[str, float]:
-    """What was dropped at naming since the batch before, by reason and source, and how its length compares."""
-    found = dropped.figures()
+def selection_metrics(dropped: PassedOver, batch: Batch) -> dict[str, float]:
+    """For `batch.metrics`: groups dropped since the batch before, by reason and source, with their mean length.
+
+    The batch's own mean length stands beside it: filters and staleness may prefer short trajectories.
+    """
+    values = dropped.figures()
     if batch.num_trajectories:
-        found["response_length/mean"] = batch.num_tokens / batch.num_trajectories
-    return found
+        values["response_length/mean"] = batch.num_tokens / batch.num_trajectories
+    return values
 
 
 def observe(batch: Batch, wait_s: float) -> None:
-    """Staleness is split into versions that passed while the rollout ran, and while it was queued."""
+    """Metrics of the process. wait_s: seconds that the training loop waited for the batch.
+
+    Staleness is split into versions that passed while the rollout was played, and while it was queued.
+    """
     in_flight = [None if r.versions is None else r.versions[1] - r.versions[0] for r in batch.references]
     metrics.training_metrics(batch.metrics)
     metrics.batch_delivered(

@@ -53,6 +53,14 @@ def test_positions_count_from_zero_in_every_row() -> None:
     assert micro_batch([2, 3]).num_rows == 2
 
 
+def test_a_micro_batch_prints_its_sizes() -> None:
+    assert repr(micro_batch([2, 3])) == (
+        "MicroBatch(rows=2, tokens=5, device='cpu', columns=['input_ids', 'extra'], extras=[])"
+    )
+    padded = micro_batch([2, 3]).padded()
+    assert repr(padded).startswith("PaddedBatch(shape=(2, 3), columns=['input_ids', 'extra',")
+
+
 def test_an_empty_micro_batch_keeps_ranks_in_step() -> None:
     empty = micro_batch([])
     assert (empty.num_rows, empty.cu_seqlens.tolist(), len(empty.input_ids)) == (0, [0], 0)

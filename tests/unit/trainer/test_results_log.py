@@ -1,0 +1,74 @@
+"""The results log reads each entry once, keeps results by batch, and returns what belongs to none."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamadv.batch.record import read_records
+from streamadv.batch.work import work_items
+from streamadv.errors import NoBatchError
+from streamadv.run import Run
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
+from streamadv.trainer.results_log import ResultsLog
+
+from ...support import compute_all, group_all, join, producing, push_groups
+
+
+@pytest.fixture
+def computed(fake: Connection) -> Run:
+    """A run with one named batch whose results are published."""
+    with producing(fake, "r") as producer:
+        push_groups(producer, 4)
+    run = join(fake, "r")
+    group_all(run)
+    with pytest.raises(NoBatchError):
+        TrainerQueue(fake, "r", batch_groups=4, prefetch=0).next_batch(timeout=0)
+    compute_all(run)
+    return run
+
+
+def test_results_are_read_once_and_kept_until_the_batch_is_delivered(computed: Run) -> None:
+    (record,) = read_records(computed).values()
+    items, log = work_items(record), ResultsLog()
+    assert log.results_of(record.id, items) is None
+    assert log.read(computed, {record.id}) == []
+    results = log.results_of(record.id, items)
+    assert results is not None
+    assert [result.header.unit for result in results] == [item.number for item in items]
+    assert log.read(computed, {record.id}) == []
+    assert log.results_of(record.id, items) == results
+    log.forget(record.id)
+    assert log.results_of(record.id, items) is None
+
+
+def test_the_first_of_several_results_counts_until_it_is_removed(computed: Run) -> None:
+    (record,) = read_records(computed).values()
+    items, log = work_items(record), ResultsLog()
+    scripts, key = computed.connection.scripts, computed.keys.home.results
+    ((_, fields),) = scripts.xrange(key)
+    scripts.xadd(key, fields)
+    log.read(computed, {record.id})
+    (first,) = log.results_of(record.id, items) or []
+    assert log.results_of(record.id, items) == [first]
+    log.remove(first)
+    (second,) = log.results_of(record.id, items) or []
+    assert second is not first
+    log.remove(second)
+    assert log.results_of(record.id, items) is None
+
+
+def test_strays_are_returned_to_the_rank_that_knows_the_batches(computed: Run) -> None:
+    (record,) = read_records(computed).values()
+    scripts, key = computed.connection.scripts, computed.keys.home.results
+    ((_, fields),) = scripts.xrange(key)
+    junk: bytes = scripts.xadd(key, {"junk": "1"})
+    foreign: bytes = scripts.xadd(key, {**fields, b"batch": b"none"})
+    late: bytes = scripts.xadd(key, {**fields, b"batch": b"7-0123456789ab"})
+    strays = {stray.entry: stray for stray in ResultsLog().read(computed, {record.id})}
+    assert strays.keys() == {junk.decode(), foreign.decode(), late.decode()}
+    assert strays[junk.decode()].problem == "field batch is missing"
+    assert strays[foreign.decode()].problem == "batch 'none' is none of this run"
+    assert (strays[late.decode()].problem, strays[late.decode()].batch) == (None, "7-0123456789ab")
+    (stray,) = ResultsLog().read(computed, None)  # a rank that does not know which batches there are
+    assert stray.entry == junk.decode()

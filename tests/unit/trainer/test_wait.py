@@ -1,0 +1,88 @@
+"""Rank 0 looks at the groups logs rarely while much of a batch is missing, and at once when the last group comes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from redis.exceptions import ResponseError
+
+from streamadv.trainer import wait
+from streamadv.trainer.wait import GroupPolls, wait_for_news
+
+
+class Session:
+    """A session of one shard whose server answers as told."""
+
+    def __init__(self, replies: list[Any], missing: float = 1.0, waits_for_groups: bool = True) -> None:
+        self.replies = replies
+        self.asked: list[tuple[set[str], int]] = []
+        self.missing = missing
+        self.waits_for_groups = waits_for_groups
+        self.seen = {0: "0-0"}
+        self.looks = 0
+        keys = SimpleNamespace(results="results", groups="groups")
+        connection = SimpleNamespace(blocking=lambda _: SimpleNamespace(xread=self.xread))
+        self.run = SimpleNamespace(
+            connection=connection, keys=SimpleNamespace(shards=[keys], shard=lambda _: keys)
+        )
+
+    def xread(self, streams: dict[str, str], count: int, block: int) -> Any:
+        self.asked.append((set(streams), block))
+        reply = self.replies.pop(0) if self.replies else None
+        if isinstance(reply, Exception):
+            raise reply
+        if reply is None:
+            time.sleep(block / 1000)
+        return None if reply is None else {reply.encode(): []}
+
+    def share_behind_next(self, _: int | None) -> float:
+        return self.missing
+
+    def could_name(self, _: int | None) -> bool:
+        self.looks += 1
+        return self.missing <= 0
+
+
+def waited(session: Session, block_ms: int = 5000) -> list[tuple[set[str], int]]:
+    wait_for_news(session, {}, block_ms, None, threading.Event())  # type: ignore[arg-type]
+    return session.asked
+
+
+def test_groups_are_left_alone_while_a_whole_batch_is_missing() -> None:
+    asked = waited(Session([None, "results"]))
+    assert [streams for streams, _ in asked] == [{"results"}, {"results", "groups"}]
+    assert asked[0][1] <= wait.REST_S * 1000 < asked[1][1]
+
+
+def test_a_group_that_fills_the_batch_ends_the_wait() -> None:
+    session = Session(["groups"], missing=0.0)
+    assert [streams for streams, _ in waited(session)] == [{"results", "groups"}]
+    assert session.looks == 1
+
+
+def test_after_a_look_that_fills_no_batch_the_groups_rest_again() -> None:
+    session = Session([None, "groups", None, "results"])
+    streams = [streams for streams, _ in waited(session)]
+    assert streams == [{"results"}, {"results", "groups"}, {"results"}, {"results", "groups"}]
+    assert session.looks == 1
+
+
+def test_a_rank_that_names_nothing_waits_for_results_only() -> None:
+    asked = waited(Session([None], waits_for_groups=False), block_ms=20)
+    assert [streams for streams, _ in asked] == [{"results"}]
+
+
+def test_a_demoted_primary_ends_the_wait_and_other_refusals_are_raised() -> None:
+    blocked = ResponseError("UNBLOCKED force unblock from blocking operation")
+    assert len(waited(Session([blocked], waits_for_groups=False), block_ms=10)) == 1
+    with pytest.raises(ResponseError, match="NOPERM"):
+        waited(Session([ResponseError("NOPERM no")]))
+
+
+def test_the_rest_shrinks_as_the_batch_fills() -> None:
+    rests = [GroupPolls(Session([], missing), None).rest_ms for missing in (1.0, 0.5, 0.0, -0.1)]  # type: ignore[arg-type]
+    assert rests[0] > rests[1] > rests[2] == rests[3] == 0
