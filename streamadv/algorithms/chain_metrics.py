@@ -1,4 +1,4 @@
-"""Metrics of a chain: 0-d tensors while it runs, fetched in one transfer, merged across parts of a batch afterwards."""
+"""Metrics of a chain: 0-d tensors while it runs, fetched in one transfer, then merged over the parts of a batch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Pair = tuple[float, float]
 
 
 class Metric(NamedTuple):
-    """A value and what it is a mean over; maxima and minima merge as such."""
+    """A value and the weight behind it. By its name `merge_metrics` knows a maximum or minimum from a mean."""
 
     value: Tensor  # 0-d
     weight: Tensor  # 0-d: number of trajectories, rows or tokens behind it
 
 
 def mean(values: Tensor, weight: Tensor) -> Metric:
-    """The mean of `values` [K], each counted `weight` [K] times (0 = left out, whatever its value)."""
+    """The mean of `values` [K] that count `weight` [K] times (0 = not at all, whatever the value)."""
     if weight.dtype == torch.bool and kernels.on_cpu(values):
         return _summary(values, weight)[0]
     weight = weight.to(torch.float64)
@@ -36,7 +36,7 @@ def mean(values: Tensor, weight: Tensor) -> Metric:
 
 
 def summary(name: str, values: Tensor, weight: Tensor) -> dict[str, Metric]:
-    """`name`/mean, /max and /min of `values` [K], each counted `weight` [K] times (0 = left out)."""
+    """`name`/mean, /max and /min of `values` [K] that count `weight` [K] times (0 = not at all)."""
     if weight.dtype == torch.bool and kernels.on_cpu(values):
         average, greatest, least = _summary(values, weight)
     else:
@@ -53,7 +53,7 @@ def summary(name: str, values: Tensor, weight: Tensor) -> dict[str, Metric]:
 
 
 def fraction(hits: Tensor, weight: Tensor) -> Metric:
-    """The share of `hits` [K] bool among elements counted `weight` [K] times each."""
+    """The share of `hits` [K] bool among elements that count `weight` [K] times."""
     weight = weight.to(torch.float64)
     total = weight.sum()
     return Metric(torch.where(hits, weight, 0.0).sum() / total.clamp(min=1), total)
@@ -63,8 +63,8 @@ def extreme(values: Tensor, where: Tensor, *, largest: bool) -> Metric:
     """The greatest or least of `values` [K] where `where` [K] bool is set."""
     if not len(values):
         return Metric(values.new_zeros(()), where.sum())
-    chosen = torch.where(where, values, -torch.inf if largest else torch.inf)
-    return Metric(chosen.amax() if largest else chosen.amin(), where.sum())
+    candidates = torch.where(where, values, -torch.inf if largest else torch.inf)
+    return Metric(candidates.amax() if largest else candidates.amin(), where.sum())
 
 
 def _summary(values: Tensor, counted: Tensor) -> tuple[Metric, Metric, Metric]:
@@ -76,26 +76,26 @@ def _summary(values: Tensor, counted: Tensor) -> tuple[Metric, Metric, Metric]:
 
 
 def fetch(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str, float]]:
-    """Values and weights as plain numbers; metrics over nothing (weight 0) are left out."""
+    """(values, weights) as plain numbers, by name, without metrics of weight 0."""
     if not metrics:
         return {}, {}
     device = next(iter(metrics.values())).value.device
     flat = [number.to(device, torch.float64) for metric in metrics.values() for number in metric]
     numbers = torch.stack(flat).tolist()
-    kept = [
+    fetched = [
         (name, numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(metrics) if numbers[2 * i + 1] > 0
     ]
-    return {name: value for name, value, _ in kept}, {name: weight for name, _, weight in kept}
+    return {name: value for name, value, _ in fetched}, {name: weight for name, _, weight in fetched}
 
 
 def merge_metrics(
     parts: Iterable[tuple[Mapping[str, float], Mapping[str, float]]],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(metrics, weights) of a whole from those of its parts, as if computed from all at once.
+    """(metrics, weights) of a whole from the (metrics, weights) of its parts, as if computed from all at once.
 
-    Means are weighted, maxima and minima are the extremes. Standard deviations are merged with the means they
-    were taken around (Chan, Golub, LeVeque 1979), and an effective sample size follows from them. Raises
-    ArgumentError for a metric without a weight above 0.
+    Means are weighted, maxima and minima are the extremes. Standard deviations merge with the means they were taken
+    around (Chan, Golub, LeVeque 1979), and an effective sample size follows from both. Raises ArgumentError for a
+    metric without a weight above 0.
     """
     values: dict[str, float] = {}
     weights: dict[str, float] = {}
@@ -105,32 +105,38 @@ def merge_metrics(
                 raise ArgumentError(
                     f"metric {name} has weight {counts.get(name)}, needs one above 0 in each part"
                 )
-        merged = {}
-        for name, value in metrics.items():
-            if name not in values:
-                merged[name] = value
-            elif name.endswith(GREATEST):
-                merged[name] = max(values[name], value)
-            elif name.endswith(LEAST):
-                merged[name] = min(values[name], value)
-            elif name.endswith("_std"):
-                around = _mean_name(name)
-                means = values[around], metrics[around]
-                merged[name] = _merged_std(name, (values[name], value), means, (weights[name], counts[name]))
-            else:
-                total = weights[name] + counts[name]
-                merged[name] = (values[name] * weights[name] + value * counts[name]) / total
-        values |= merged
-        weights |= {name: weights.get(name, 0) + counts[name] for name in merged}
-        for name in (name for name in merged if name.endswith("_eff_sample_size")):
+        values |= {
+            name: value if name not in values else _merged(name, (values, metrics), (weights, counts))
+            for name, value in metrics.items()
+        }
+        weights |= {name: weights.get(name, 0) + counts[name] for name in metrics}
+        for name in (name for name in metrics if name.endswith("_eff_sample_size")):
             stem = name.removesuffix("_eff_sample_size")
             mean_square = values[f"{stem}_clamped_mean"] ** 2
             values[name] = mean_square / (mean_square + values[f"{stem}_std"] ** 2)
     return values, weights
 
 
+def _merged(
+    name: str,
+    metrics: tuple[Mapping[str, float], Mapping[str, float]],
+    weights: tuple[Mapping[str, float], Mapping[str, float]],
+) -> float:
+    """The metric `name` over two parts, by what its name says."""
+    first, second = (part[name] for part in metrics)
+    counts = weights[0][name], weights[1][name]
+    if name.endswith(GREATEST):
+        return max(first, second)
+    if name.endswith(LEAST):
+        return min(first, second)
+    if name.endswith("_std"):
+        around = _mean_name(name)
+        return _merged_std(name, (first, second), (metrics[0][around], metrics[1][around]), counts)
+    return (first * counts[0] + second * counts[1]) / (counts[0] + counts[1])
+
+
 def _mean_name(std_name: str) -> str:
-    """The metric that holds the mean a standard deviation was taken around."""
+    """The metric with the mean that a standard deviation was taken around."""
     stem = std_name.removesuffix("_std")
     return f"{stem}_mean" if stem.endswith("_seq") else f"{stem}_clamped_mean"
 

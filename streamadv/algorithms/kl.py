@@ -1,6 +1,7 @@
-"""KL between policy and reference from the log-probabilities of the sampled tokens.
+"""KL between policy and reference, from the log-probabilities of sampled tokens or from logits.
 
-Estimators k1, k2, k3: http://joschu.net/blog/kl-approx.html.
+Estimators k1, k2, k3: http://joschu.net/blog/kl-approx.html. A new form is a name in `KLPenalty` and a branch in
+`approx_kl`; chain and padded surface read both.
 """
 
 from __future__ import annotations
@@ -25,11 +26,20 @@ K3: Final = ("k3", "low_var_kl")
 
 
 def approx_kl(log_probs: Elements, ref_log_probs: Elements, penalty: KLPenalty = "k1") -> Tensor:
-    """Per-token estimate of KL(policy, reference), same shape and dtype as the inputs.
+    """Per-token estimate of KL(policy, reference).
 
-    With d = log_probs - ref_log_probs: k1 (kl) = d; abs = |d|; k2 (mse) = d^2 / 2;
-    k3 (low_var_kl) = exp(-d) - 1 + d, with d held in -20 .. 20 and the result in -10 .. 10 as in verl.
-    ROLL holds only the result, which gives the same numbers. Raises SettingError for another name.
+    With d = log_probs - ref_log_probs: k1 (kl) = d; abs = |d|; k2 (mse) = d^2 / 2; k3 (low_var_kl) = exp(-d) - 1 + d,
+    with d held in -20 .. 20 and the result in -10 .. 10 as in verl. ROLL bounds the result alone, which gives the same
+    numbers.
+
+    Args:
+      log_probs, ref_log_probs: any one shape; of tokens sampled by the policy.
+      penalty: the estimator.
+
+    Returns:
+      The same shape and dtype. Differentiable.
+
+    Raises SettingError for another penalty.
     """
     difference = log_probs - ref_log_probs
     if penalty in ("k1", "kl"):
@@ -39,13 +49,13 @@ def approx_kl(log_probs: Elements, ref_log_probs: Elements, penalty: KLPenalty =
     if penalty in ("k2", "mse"):
         return 0.5 * difference.square()
     if penalty in K3:
-        back = difference.neg_().clamp_(-20, 20)
-        return (torch.expm1(back) - back).clamp_(-10, 10)
+        x = difference.neg_().clamp_(-20, 20)
+        return (torch.expm1(x) - x).clamp_(-10, 10)
     raise SettingError(f"kl.penalty {penalty!r} is unknown: choose one of {', '.join(KL_PENALTIES)}")
 
 
 def column_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: KLPenalty) -> Tensor:
-    """[N]: `approx_kl` of columns [N]; on a CPU in float32, without gradient, k3 computed in float64."""
+    """[N] float32: `approx_kl` of columns [N], without gradient; on a CPU k3 is computed in float64."""
     if not kernels.on_cpu(log_probs) or penalty not in K3:
         return approx_kl(log_probs.detach(), ref_log_probs.detach(), penalty).to(torch.float32)
     kl = np.empty(len(log_probs), np.float32)
@@ -54,7 +64,7 @@ def column_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: KLPenalty) -> T
 
 
 def full_kl(logits: Logits, ref_logits: Logits) -> Tensor:
-    """sum_v p(v) (log p(v) - log q(v)) over the last axis; logits (or log-probs) [..., V] -> [...]."""
+    """sum_v p(v) (log p(v) - log q(v)) over the last axis: logits or log-probs [..., V] to [...]. Differentiable."""
     log_probs, ref = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     return (log_probs.exp() * (log_probs - ref)).sum(-1)
 
@@ -70,9 +80,15 @@ def adapted_coefficient(
 ) -> float:
     """The adaptive KL coefficient after one batch (Ziegler et al., arXiv:1909.08593, section 2.2).
 
-    coefficient * (1 + clip(current_kl / target - 1, -0.2, 0.2) * n_steps / horizon), kept at 0 or above
-    (ROLL's and verl's turn negative once n_steps exceeds 5 * horizon); a NaN KL leaves it as it is (theirs
-    becomes NaN). Pure, so a batch record can carry the coefficient and redelivery changes nothing. Raises
+    coefficient * (1 + clip(current_kl / target - 1, -0.2, 0.2) * n_steps / horizon), at least 0. A NaN KL leaves the
+    coefficient unchanged. ROLL's and verl's turn negative once n_steps exceeds 5 * horizon, and NaN with the KL.
+
+    Args:
+      current_kl: the batch's mean KL.
+      target: the KL to hold.
+      n_steps, horizon: how many trajectories the batch has, and over how many the coefficient adapts.
+
+    Pure, so that the batch record can carry the coefficient and a redelivered batch changes nothing. Raises
     SettingError unless target and horizon are positive.
     """
     if not target > 0:

@@ -1,4 +1,4 @@
-"""How much a rollout counts by its length, its difficulty and its truncation."""
+"""How a rollout's length, difficulty and truncation change its reward or its weight."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .arguments import Count, Flags, Rows
 
 
 def difficulty_factor(difficulty: Tensor) -> Tensor:
-    """[B]: 0.5 + 1.5 d, d held in 0 .. 1."""
+    """[B]: 0.5 + 1.5 d, with `difficulty` d [B] held in 0 .. 1."""
     return 0.5 + 1.5 * difficulty.clamp(0, 1)
 
 
 def length_factor(lengths: Tensor, counted: Tensor) -> Tensor:
-    """[B]: 1.5 - (len - min) / (max - min) over the rows `counted`; 1.5 for equal lengths."""
+    """[B]: 1.5 - (len - min) / (max - min), min and max over rows where `counted` [B] > 0; 1.5 if all are equal."""
     if not len(lengths):
         return lengths
     least = torch.where(counted > 0, lengths, torch.inf).amin()
@@ -33,9 +33,10 @@ def overlong_penalty(
     factor: float = 1.0,
     capped: bool = True,
 ) -> Tensor:
-    """Rewards [B] minus factor * (excess / buffer), excess = tokens past max_length - buffer (DAPO, eq. 13).
+    """[B]: rewards minus factor * excess / buffer, excess = max(0, length - (max_length - buffer)).
 
-    capped: at most one `factor` (the paper, OpenRLHF); verl and AReaL let it grow.
+    DAPO (arXiv:2503.14476, eq. 13). rewards and lengths [B], lengths in trainable tokens. capped: at most one `factor`
+    (the paper, OpenRLHF); verl and AReaL let it grow.
     """
     excess = (lengths - (max_length - buffer)).clamp(min=0).to(rewards.dtype)
     if capped:
@@ -46,6 +47,6 @@ def overlong_penalty(
 def truncation_penalty(
     rewards: Rows, truncated: Annotated[Tensor, Flags(("B",), counts=False)], coefficient: float
 ) -> Tensor:
-    """Rewards [B] of `truncated` rows times coefficient, or replaced by it when negative (OpenRLHF)."""
+    """[B]: rewards of `truncated` rows times coefficient, or replaced by a negative coefficient (OpenRLHF)."""
     changed = torch.full_like(rewards, coefficient) if coefficient < 0 else rewards * coefficient
     return torch.where(truncated != 0, changed, rewards)

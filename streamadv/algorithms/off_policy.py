@@ -1,9 +1,8 @@
 """Off-policy correction: importance weights and rejection for tokens sampled by another policy.
 
-The data were sampled by the rollout policy (rollout_log_probs); the update starts from the training policy
-(old_log_probs). Everything here is [N], of which trainable tokens count (`trainable`): log_ratio =
-old_log_probs - rollout_log_probs, held in -20 .. 20 before exp. A sequence is a row. Metric names are
-verl's, without its prefix `rollout_corr/`.
+The rollout policy has sampled the data (rollout_log_probs); the update starts from the training policy
+(old_log_probs). All tensors are [N], of which trainable tokens count; log_ratio = old_log_probs - rollout_log_probs,
+held in -20 .. 20 before exp. A sequence is a row. Metric names are verl's, without the prefix `rollout_corr/`.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ RejectionKind = Literal[
 
 
 def at_level(level: RatioLevel, values: Tensor, tokens: Trainable) -> Tensor:
-    """[N] float64: `values` [N] combined at a level and spread over its tokens (of a row: all tokens).
+    """[N] float64: `values` [N] combined at a level and spread over its tokens (for a row: all tokens).
 
-    token: as they are; sequence: their sum over the row; geometric: their mean over the row; segment: their
-    mean over the run of trainable tokens (one turn). Raises OptionError for another level.
+    token: unchanged; sequence: the sum over the row; geometric: the mean over the row; segment: the mean over the turn,
+    a run of trainable tokens. Raises OptionError for another level.
     """
     if level == "token":
         return values.to(torch.float64)
     if level == "segment":
         return turn_mean(values, tokens)
     if level not in ("sequence", "geometric"):
-        known = ", ".join(get_args(RatioLevel))
-        raise OptionError(f"correction.level {level!r} is unknown: choose one of {known}")
+        levels = ", ".join(get_args(RatioLevel))
+        raise OptionError(f"correction.level {level!r} is unknown: choose one of {levels}")
     rows = tokens.row_sum(values) if level == "sequence" else tokens.row_mean(values)
     return spread(rows, tokens.offsets, len(values))
 
@@ -64,13 +63,24 @@ def importance_weights(
     rows: Tensor | None = None,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Weights pi_old / pi_rollout [N] float32, 0 where masked, and the metrics of the raw ones.
+    """Importance weights w = pi_old / pi_rollout, bounded.
 
-    mode truncate: min(w, upper) (TIS), lower has no part in it; clip: held in lower .. upper; mask: 0
-    outside them (IcePop). lower defaults to 1 / upper. batch_normalize divides by the mean bounded weight: over
-    tokens, or for levels above the sum of the rows' means over the number of `rows` (0-d; None = those with
-    trainable tokens, as verl; slime counts all, so every row without a token makes all weights larger). Raises
-    OptionError unless upper > 0, and 0 <= lower <= upper where lower counts.
+    Args:
+      log_ratio: [N].
+      tokens: which tokens count.
+      level: what one ratio is taken over, see `at_level`.
+      mode: truncate: min(w, upper) (TIS), without a lower bound; clip: held in lower .. upper; mask: 0 outside
+        lower .. upper (IcePop).
+      lower: None = 1 / upper.
+      batch_normalize: divide by the mean bounded weight: over tokens, or at levels above token the sum of the rows'
+        means over the number of `rows`.
+      rows: 0-d; None = rows with trainable tokens, as verl. slime counts all rows, so that a row without a token makes
+        all weights larger.
+
+    Returns:
+      The weights [N] float32, 0 where masked, and metrics of the weights before bounding.
+
+    Raises OptionError unless upper > 0, and 0 <= lower <= upper where lower is used.
     """
     if not upper > 0:
         raise OptionError(f"correction.upper is {upper}, needs a number above 0")
@@ -102,11 +112,11 @@ def importance_weights(
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Tokens or rows whose statistic is outside lower .. upper lose their place in the loss.
+    """Masks tokens or rows whose statistic is outside lower .. upper.
 
-    With l = log_ratio: k1 = -l (bounds are given for the ratio pi_rollout / pi_old and logged here), k2 =
-    l^2 / 2, k3 = exp(l) - 1 - l (an upper bound only). token_* judges tokens; seq_sum_*, seq_mean_* and
-    seq_max_* whole rows.
+    With l = log_ratio: k1 = -l (the bounds are ratios pi_rollout / pi_old, compared in logs), k2 = l^2 / 2, k3 =
+    exp(l) - 1 - l (both with an upper bound only). token_* judges tokens; seq_sum_*, seq_mean_* and seq_max_* judge
+    whole rows. Raises OptionError for an unknown kind or bounds that do not fit.
     """
 
     kind: RejectionKind
@@ -115,8 +125,8 @@ class Rejection:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(RejectionKind):
-            known = ", ".join(get_args(RejectionKind))
-            raise OptionError(f"rejection {self.kind!r} is unknown: choose one of {known}")
+            kinds = ", ".join(get_args(RejectionKind))
+            raise OptionError(f"rejection {self.kind!r} is unknown: choose one of {kinds}")
         if not self.upper > 0 or (self.lower is not None and not self.lower > 0):
             raise OptionError(f"rejection {self.kind}: bounds {self.lower}, {self.upper} must be above 0")
         if self.lower is not None and self.lower > self.upper:
@@ -126,7 +136,7 @@ class Rejection:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The statistic's own bounds."""
+        """Lower and upper bound of the statistic."""
         if self.kind.endswith("k1"):
             upper = math.log(self.upper)
             return -upper if self.lower is None else math.log(self.lower), upper
@@ -140,9 +150,9 @@ def reject(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """[N] bool: trainable tokens that none of `rejections` turns down; and metrics per rejection."""
+    """[N] bool: trainable tokens that pass all `rejections`; and metrics per rejection."""
     ratio = log_ratio.detach().to(torch.float64).clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    kept = tokens.mask
+    passing = tokens.mask
     metrics: dict[str, Metric] = {}
     for rejection in dict.fromkeys(rejections):
         level, _, kind = rejection.kind.rpartition("_")
@@ -153,21 +163,21 @@ def reject(
         passes = (statistic >= lower) & (statistic <= upper)
         name = f"rollout_rs_{rejection.kind}"
         metrics |= rejection_metrics(name, statistic, passes, tokens, lower, upper, level == "token")
-        kept = kept & passes
+        passing = passing & passes
     counts = tokens.counts
-    rejected = tokens.row_sum(~kept)
+    rejected = tokens.row_sum(~passing)
     rows = rows_that_count(tokens, all_rows=peer_quirks is not None).sum()
     metrics["rollout_rs_masked_fraction"] = Metric(rejected.sum() / counts.sum().clamp(min=1), counts.sum())
     metrics["rollout_rs_seq_masked_fraction"] = Metric(
         (rejected > 0).sum().double() / rows.clamp(min=1), rows
     )
-    return kept, metrics
+    return passing, metrics
 
 
 def veto(
     log_ratio: Tensor, tokens: Trainable, threshold: float | None = None, upper: float | None = None
 ) -> Tensor:
-    """[N] bool: False for all tokens of a row that holds one with a ratio below `threshold` or above `upper`."""
+    """[N] bool: False for all tokens of a row that has a token with ratio below `threshold` or above `upper`."""
     bad = torch.zeros_like(log_ratio, dtype=torch.bool)
     if threshold is not None:
         if not threshold > 0:
@@ -183,15 +193,15 @@ def veto(
 def m2po_mask(log_ratio: AnyShape, mask: AnyMask, threshold: Positive) -> Tensor:
     """`mask` without the tokens of largest squared log-ratio, so that the mean of the rest is below `threshold`.
 
-    M2PO (arXiv:2510.01161) as in AReaL; statistics over everything passed in. At least one token stays.
+    M2PO (arXiv:2510.01161) as in AReaL; statistics over everything passed in. At least one token stays. Any shape.
     """
-    chosen = (mask != 0).reshape(-1).nonzero().squeeze(1)
-    squares = log_ratio.to(torch.float64).square().reshape(-1)[chosen]
+    counted = (mask != 0).reshape(-1).nonzero().squeeze(1)
+    squares = log_ratio.to(torch.float64).square().reshape(-1)[counted]
     ascending, order = torch.sort(squares, stable=True)
-    mean = torch.cumsum(ascending, 0) / torch.arange(1, len(chosen) + 1, device=mask.device)
-    kept = order[: max(int((mean < threshold).sum()), 1)]
+    mean = torch.cumsum(ascending, 0) / torch.arange(1, len(counted) + 1, device=mask.device)
+    smallest = order[: max(int((mean < threshold).sum()), 1)]
     result = torch.zeros_like(mask).reshape(-1)
-    result[chosen[kept]] = mask.reshape(-1)[chosen[kept]]
+    result[counted[smallest]] = mask.reshape(-1)[counted[smallest]]
     return result.view(mask.shape)
 
 

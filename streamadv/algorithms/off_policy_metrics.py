@@ -1,7 +1,7 @@
 """Diagnostics of the distance between rollout and training policy, under verl's names.
 
-All values are [N], of which trainable tokens count. Statistics over rows leave out rows without trainable
-tokens; `all_rows` counts them as verl does (as 0, or as a perplexity of 1). Without any token all weigh 0.
+All values are [N], of which trainable tokens count. Statistics over rows are over rows with trainable tokens;
+`all_rows` counts the others too, as verl does (as 0, or as a perplexity of 1). Without any token all weights are 0.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def weight_metrics(
     by_row: bool,
     all_rows: bool,
 ) -> dict[str, Metric]:
-    """Distribution of importance weights [N] before bounding, spread over rows if `by_row`.
+    """Distribution of importance weights [N] before bounding; `by_row`: all tokens of a row have one weight.
 
-    Standard deviation and effective sample size are taken of weights held in 1/threshold .. threshold, of mean
-    rollout_is_clamped_mean, which verl does not report: merging the parts of a batch needs it.
+    Standard deviation and effective sample size are those of weights held in 1 / threshold .. threshold. Their mean is
+    rollout_is_clamped_mean, which verl does not report; `merge_metrics` needs it to merge the parts of a batch.
     """
     rows = rows_that_count(tokens, all_rows)
     if by_row:
-        # All tokens of a row have its log-weight; a row without any has 0.
+        # All tokens of a row have its log-weight; a row without tokens has 0.
         log_row = tokens.row_mean(log_weights)
         judged, counted, highest = log_row.exp(), rows, log_row.clamp(max=SAFETY_BOUND).exp()
     else:
@@ -109,7 +109,7 @@ def rejection_metrics(
     upper: float,
     by_token: bool,
 ) -> dict[str, Metric]:
-    """What one rejection saw and did; `statistic` and `passes` [N]."""
+    """Distribution of one rejection's `statistic` [N], and the share that it masks; `passes` [N] bool."""
     rows = tokens.counts > 0
     per_row = tokens.row_mean(statistic)
     judged, counted = (statistic, tokens.mask) if by_token else (per_row, rows)
@@ -152,7 +152,7 @@ def _row_metrics(
 
 
 def rows_that_count(tokens: Trainable, all_rows: bool) -> Tensor:
-    """[R] bool: rows that count; none if there is no token at all."""
+    """[R] bool: rows that count; none if no token counts."""
     has_tokens = tokens.counts > 0
     return has_tokens.any().expand_as(has_tokens) if all_rows else has_tokens
 

@@ -1,4 +1,4 @@
-"""Whose results are wanted where this library differs from its peers on purpose."""
+"""Whose numbers to reproduce where this library differs from its peers on purpose."""
 
 from __future__ import annotations
 

@@ -25,13 +25,18 @@ def normalise(
     weight: Tensor | None = None,
     running: RunningMoments | None = None,
 ) -> Tensor:
-    """(x - mean) / (std + epsilon), each taken over the group, the batch or all batches so far; [K] float64.
+    """(x - mean) / (std + epsilon), [K] float64; std has ddof 1, epsilon stands outside the root.
 
-    values [K] in contiguous groups given by `group_offsets` [G + 1]; std has ddof 1, epsilon stands outside
-    the root. `weight` [K] says how often an element counts in the statistics (0: not at all). Where std is
-    not above `std_floor`, as with one element or equal ones, the result is exactly 0 (ROLL's reward_norm
-    gives NaN, or rounding noise divided by epsilon; std_floor None does that). Scope "running" takes the
-    snapshot `running`, which the caller has updated with this batch. Raises SettingError without one.
+    Args:
+      values: [K], in contiguous groups.
+      group_offsets: [G + 1].
+      mean, std: over what they are taken: the group, the batch, or all batches so far; None = not at all.
+      std_floor: where std is not above it, as with one element or equal ones, the result is exactly 0. None gives NaN,
+        or rounding noise divided by epsilon, as ROLL's reward_norm.
+      weight: [K], how often an element counts in the statistics; None = once.
+      running: for the scope "running", the moments that the caller has updated with this batch.
+
+    Raises SettingError for the scope "running" without `running`.
     """
     values = values.to(torch.float64)
     offsets = {"batch": whole(values), "group": group_offsets}
@@ -48,13 +53,13 @@ def normalise(
         divisor = torch.full_like(values, running.std)
     else:
         stats = moments(values, offsets[std], weight)
-        known = stats.std if std_floor is not None else torch.where(stats.size > 1, stats.std, torch.nan)
-        divisor = spread(known, offsets[std], len(values))
+        group_std = stats.std if std_floor is not None else torch.where(stats.size > 1, stats.std, torch.nan)
+        divisor = spread(group_std, offsets[std], len(values))
     if std_floor is None:
         return result / (divisor + epsilon)
     return torch.where(divisor > std_floor, result / (divisor + epsilon), 0.0)
 
 
 def clip(values: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """`values` [K] held in -limit .. limit, and which of them were outside ([K] bool)."""
+    """(`values` [K] held in -limit .. limit, which of them were outside [K] bool)."""
     return values.clamp(-limit, limit), values.abs() > limit

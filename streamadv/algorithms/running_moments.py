@@ -1,4 +1,4 @@
-"""Moments of everything seen so far, merged batch by batch (Chan, Golub, LeVeque 1979)."""
+"""Moments of all rewards so far, merged batch by batch (Chan, Golub, LeVeque 1979)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .segments import moments, whole
 class RunningMoments:
     """Count, mean and sum of squared deviations. Immutable: a batch record carries a snapshot.
 
-    A pipeline merges each batch once, in order, so redelivery cannot count a batch twice.
+    The trainer merges a batch once, when it names the batch, so a redelivered batch does not count twice. Raises
+    ArgumentError for numbers that are not finite, or a negative count or sum of squares.
     """
 
     count: float = 0.0
@@ -54,12 +55,12 @@ class RunningMoments:
 
     @property
     def var(self) -> float:
-        """Population variance; 1 before anything was seen."""
+        """Population variance; 1 while the count is 0."""
         return self.squares / self.count if self.count else 1.0
 
     @property
     def std(self) -> float:
-        """Sample standard deviation, ddof 1; 1 before anything was seen, infinite (no scale) after one value."""
+        """Sample standard deviation, ddof 1; 1 while the count is 0, infinite (no scale) after one value."""
         if self.count > 1:
             return math.sqrt(self.squares / (self.count - 1))
         return math.inf if self.count else 1.0

@@ -1,4 +1,4 @@
-"""Returns over the steps of a trajectory, and the groups of steps that acted in the same state."""
+"""Returns over the steps of a trajectory, and groups of steps that are compared with each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .scan import scan_segments
 
 
 def discounted_returns(batch: PackedBatch, gamma: float) -> Tensor:
-    """[S] float64: G_k = s_k + gamma * G_{k+1} over each trajectory's steps, in time order."""
+    """[S] float64: G_k = s_k + gamma * G_{k+1} over a trajectory's steps, in time order."""
     steps = batch.steps
     offsets = offsets_of(steps.trajectory, batch.num_trajectories)
     return scan_segments(steps.rewards, gamma, offsets)
@@ -19,9 +19,9 @@ def discounted_returns(batch: PackedBatch, gamma: float) -> Tensor:
 def state_groups(steps: Steps, group: Tensor) -> tuple[Tensor, Tensor]:
     """Steps of one group that acted in the same state: (order [S], offsets [S + 1]).
 
-    group [S]: the group of each step. `order` lists the steps state group by state group, in time order
-    inside; `offsets` are the state groups' ranges in it, empty ones at the end. A step without state_key is
-    alone. (ROLL's state groups ignore the prompt group and pool equal states of different prompts.)
+    `group` [S] is the group of a step. `order` lists the steps state group by state group, inside in time order;
+    `offsets` are the ranges of the state groups in it, the empty ones last. A step without state_key is alone. ROLL's
+    state groups ignore the prompt group, so they pool equal states of different prompts.
     """
     order = torch.argsort(steps.state, stable=True)
     order = order[torch.argsort(group[order], stable=True)]
@@ -34,11 +34,11 @@ def state_groups(steps: Steps, group: Tensor) -> tuple[Tensor, Tensor]:
 def numbered_groups(steps: Steps, group: Tensor) -> tuple[Tensor, Tensor]:
     """Steps of one group with the same number within their trajectories: (order [S], offsets [S + 1]).
 
-    group [S]: the group of each step. As `state_groups`, with the number in place of the state.
+    `group` [S] is the group of a step. As `state_groups`, with the number in place of the state.
     """
     count = len(steps)
-    place = torch.arange(count, device=group.device)
-    number = place - torch.searchsorted(steps.trajectory, steps.trajectory)
+    index = torch.arange(count, device=group.device)
+    number = index - torch.searchsorted(steps.trajectory, steps.trajectory)
     order = torch.argsort(number, stable=True)
     order = order[torch.argsort(group[order], stable=True)]
     number, owner = number[order], group[order]

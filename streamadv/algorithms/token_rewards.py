@@ -1,8 +1,8 @@
-"""Token-level rewards: where a reward that belongs to a trajectory, a step or an observation is placed.
+"""Token-level rewards: on which token the reward of a trajectory, a step or an observation stands.
 
-A reward always ends on a trainable token, the last one at or before its place in its row: what follows an
-action is credited to it. (ROLL puts it on the last attended token and loses it when that is an observation,
-verl loses rewards on masked tokens.) A reward with no trainable token before it reaches nobody.
+A reward always stands on a trainable token: the last one of its row at or before its position, because an action earns
+what follows it. A reward without a trainable token before it is lost. ROLL uses the last attended token and loses the
+reward if that is an observation; verl loses rewards on masked tokens.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from .trainable import Trainable
 
 
 def outcome_rewards(batch: PackedBatch) -> Tensor:
-    """[N] float32: the trajectory's reward on the last trainable token of each of its rows, else 0."""
+    """[N] float32: the trajectory's reward on the last trainable token of all its rows, else 0."""
     rewards = batch.rewards[batch.row_trajectory]
     return _place(batch.trainable_tokens, rewards, batch.cu_seqlens[:-1], batch.cu_seqlens[1:])
 
 
 def step_rewards(batch: PackedBatch) -> Tensor:
-    """[N] float32: each step's reward on the last trainable token up to the end of its span, else 0."""
+    """[N] float32: a step's reward on the last trainable token before the end of its span, else 0."""
     steps = batch.steps
     return _place(batch.trainable_tokens, steps.rewards, batch.cu_seqlens[:-1][steps.row], steps.end)
 
 
 def credited(batch: PackedBatch) -> Tensor:
-    """[N]: the column token_level_rewards, rewards on masked tokens moved to the action before; its dtype."""
+    """[N]: the column token_level_rewards, with rewards on masked tokens moved to the action before; its dtype."""
     return credited_rewards(batch.column("token_level_rewards"), batch.trainable_tokens)
 
 
 def credited_rewards(rewards: Tensor, tokens: Trainable) -> Tensor:
-    """[N]: `rewards` [N], those at tokens that do not count added to the one that counts before; NaN there is none."""
+    """[N]: `rewards` [N], those at tokens that do not count moved to the previous one that does; NaN there is none."""
     if kernels.on_cpu(rewards):
-        given, mask, offsets = map(kernels.as_array, (rewards, tokens.mask, tokens.offsets))
-        if not kernels.has_values_outside(given, mask):
-            return torch.from_numpy(given)
-        found = np.empty_like(given)
-        reward_kernels.credit(given, mask, offsets, found)
-        return torch.from_numpy(found)
-    known = torch.where(tokens.mask | (rewards.abs() > 0), rewards, 0.0).to(torch.float64)
-    everything = tokens._replace(mask=torch.ones_like(tokens.mask))
-    taken_over = (~tokens.mask.roll(-1) & ~ends_row(tokens)).to(torch.float64)
-    return tokens.only(reverse_scan(known, taken_over, everything)).to(rewards.dtype)
+        array, mask, offsets = map(kernels.as_array, (rewards, tokens.mask, tokens.offsets))
+        if not kernels.has_values_outside(array, mask):
+            return torch.from_numpy(array)
+        moved = np.empty_like(array)
+        reward_kernels.credit(array, mask, offsets, moved)
+        return torch.from_numpy(moved)
+    without_nan = torch.where(tokens.mask | (rewards.abs() > 0), rewards, 0.0).to(torch.float64)
+    all_tokens = tokens._replace(mask=torch.ones_like(tokens.mask))
+    next_is_masked = (~tokens.mask.roll(-1) & ~ends_row(tokens)).to(torch.float64)
+    return tokens.only(reverse_scan(without_nan, next_is_masked, all_tokens)).to(rewards.dtype)
 
 
 def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """[B] float64: row sums of padded `rewards` [B, T], of every token; NaN is none where `mask` [B, T] is 0."""
+    """[B] float64: row sums of padded `rewards` [B, T] over all tokens; NaN is none where `mask` [B, T] is 0."""
     if not kernels.on_cpu(rewards):
         return torch.where((mask != 0) | ~rewards.isnan(), rewards, 0.0).sum(1, dtype=torch.float64)
     sums = torch.empty(len(rewards), dtype=torch.float64)
@@ -60,15 +60,15 @@ def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def _place(tokens: Trainable, rewards: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """[N] float32: each of `rewards` [K] added at the last trainable token of start .. end, if it has one."""
+    """[N] float32: `rewards` [K] added at the last trainable token of their spans start .. end, if they have one."""
     size = len(tokens.mask)
     if kernels.on_cpu(rewards):
-        found = np.empty(size, np.float32)
-        reward_kernels.place(*map(kernels.as_array, (rewards, start, end, tokens.mask)), found)
-        return torch.from_numpy(found)
+        column = np.empty(size, np.float32)
+        reward_kernels.place(*map(kernels.as_array, (rewards, start, end, tokens.mask)), column)
+        return torch.from_numpy(column)
     placed = rewards.new_zeros(size)
     position = torch.arange(size, device=placed.device)
     last = torch.cummax(torch.where(tokens.mask, position, -1), 0).values  # at or before each token
     at = torch.cat([last.new_full((1,), -1), last])[end]
-    kept = torch.where(at >= start, rewards, 0.0)
-    return placed.index_put_((at.clamp(min=0),), kept, accumulate=True).to(torch.float32)
+    inside = torch.where(at >= start, rewards, 0.0)
+    return placed.index_put_((at.clamp(min=0),), inside, accumulate=True).to(torch.float32)

@@ -1,4 +1,4 @@
-"""Whitening over everything trainable in the batch: (x - mean) / sqrt(var + 1e-8), var with ddof 1."""
+"""Whitening over the trainable tokens of a batch: (x - mean) / sqrt(var + 1e-8), var with ddof 1."""
 
 from __future__ import annotations
 
@@ -17,28 +17,34 @@ EPSILON: Final = 1e-8
 
 
 def whiten(values: Tensor, tokens: Trainable, shift_mean: bool = True, everywhere: bool = False) -> Tensor:
-    """[N]: `values` [N] at mean 0 and variance 1 over the tokens that count; same dtype, sums in float64.
+    """`values` at mean 0 and variance 1 over the tokens that count.
 
-    The other tokens get 0, or with `everywhere` the same transformation. With fewer than two tokens that
-    count the values come back unchanged (as in ROLL; verl raises); equal values give exactly 0. shift_mean
-    False adds the mean back.
+    Args:
+      values: [N].
+      tokens: which tokens count.
+      shift_mean: False adds the mean back.
+      everywhere: transform the other tokens too; otherwise they are 0.
+
+    Returns:
+      [N], the dtype of `values`, from sums in float64. Equal values give exactly 0. With fewer than two tokens that
+      count the values are unchanged, as in ROLL; verl raises.
     """
     if not kernels.on_cpu(values):
         return _whiten_on_device(values, tokens, shift_mean, everywhere)
-    given, mask, offsets = map(kernels.as_array, (values, tokens.mask, tokens.offsets))
-    count, mean, squares = kernels.whitening(given, mask, offsets)
+    array, mask, offsets = map(kernels.as_array, (values, tokens.mask, tokens.offsets))
+    count, mean, squares = kernels.whitening(array, mask, offsets)
     centre, factor = (mean, 1 / math.sqrt(squares / (count - 1) + EPSILON)) if count > 1 else (0.0, 1.0)
     offset = 0.0 if shift_mean or count < 2 else mean
-    whitened = np.empty_like(given)
+    whitened = np.empty_like(array)
     if everywhere:
-        kernels.rescale(given, centre, factor, offset, whitened)
+        kernels.rescale(array, centre, factor, offset, whitened)
     else:
-        kernels.rescale_masked(given, mask, centre, factor, offset, whitened)
+        kernels.rescale_masked(array, mask, centre, factor, offset, whitened)
     return torch.from_numpy(whitened)
 
 
 def whiten_weighted(values: Tensor, weight: Tensor) -> Tensor:
-    """[K] float64: `whiten` of elements that count `weight` [K] times each; those of weight 0 change alike."""
+    """[K] float64: `whiten` of `values` [K] that count `weight` [K] times; elements of weight 0 are transformed too."""
     values = values.to(torch.float64)
     stats = moments(values, whole(values), weight)
     scaled = stats.centred * torch.rsqrt(stats.std.square() + EPSILON)
@@ -46,23 +52,23 @@ def whiten_weighted(values: Tensor, weight: Tensor) -> Tensor:
 
 
 def _whiten_on_device(values: Tensor, tokens: Trainable, shift_mean: bool, everywhere: bool) -> Tensor:
-    known = values.to(torch.float64)
+    precise = values.to(torch.float64)
     total = _sum(tokens.counts, whole(tokens.counts))
     # Measured from the least value, equal values differ by exactly 0.
-    least = segment_min(torch.where(tokens.mask, known, torch.inf), whole(known))[0]
+    least = segment_min(torch.where(tokens.mask, precise, torch.inf), whole(precise))[0]
     least = torch.where(total > 0, least, 0.0)
-    above = known - least
+    above = precise - least
     mean_above = _sum(tokens.only(above), tokens.offsets) / total.clamp(min=1)
     centred = above - mean_above
     squares = _sum(tokens.only(centred.square()), tokens.offsets)
     scaled = centred * torch.rsqrt(squares / (total - 1).clamp(min=1) + EPSILON)
     if not shift_mean:
         scaled = scaled + (least + mean_above)
-    scaled = torch.where(total > 1, scaled, known)
+    scaled = torch.where(total > 1, scaled, precise)
     return (scaled if everywhere else tokens.only(scaled)).to(values.dtype)
 
 
 def _sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """0-d float64: the sum of all values, segment by segment."""
+    """0-d float64: the sum of all `values`, segment by segment."""
     partial = segment_sum(values, offsets)
     return segment_sum(partial, whole(partial))[0]

@@ -17,9 +17,15 @@ from ..trainable import Trainable
 def gae(batch: PackedBatch, *, gamma: float = 1.0, lam: float = 0.95, mask_aware: bool = True) -> Estimate:
     """delta_t = R_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}; returns A + V.
 
-    The value after a row's last token is 0. mask_aware: t runs over trainable tokens only (verl, AReaL).
-    False lets t run over all tokens, so the last action bootstraps from an observation's or padding token's
-    value (ROLL, SkyRL, slime).
+    Args:
+      batch: with response_mask, values and token_level_rewards [N].
+      gamma: discount.
+      lam: weight of longer returns, 0 .. 1.
+      mask_aware: t runs over trainable tokens only (verl, AReaL). False lets t run over all tokens, so the last action
+        bootstraps from the value of an observation or padding token (ROLL, SkyRL, slime).
+
+    Returns:
+      Advantages and returns [N] float32. The value after a row's last token is 0.
     """
     tokens = batch.trainable_tokens if mask_aware else batch.all_tokens
     rewards, values = batch.column("token_level_rewards"), batch.column("values")
@@ -29,13 +35,13 @@ def gae(batch: PackedBatch, *, gamma: float = 1.0, lam: float = 0.95, mask_aware
 def gae_scan(
     rewards: Tensor, values: Tensor, tokens: Trainable, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) [N] float32: GAE over the tokens that count, 0 elsewhere; rewards and values [N]."""
+    """(advantages, returns) [N] float32: GAE of rewards and values [N] over the tokens that count, 0 elsewhere."""
     if kernels.on_cpu(values):
         advantages, returns = (np.empty(len(values), np.float32) for _ in range(2))
-        given = map(kernels.as_array, (rewards, values, tokens.mask, tokens.offsets))
-        kernels.gae(*given, float(gamma), float(lam), advantages, returns)
+        arrays = map(kernels.as_array, (rewards, values, tokens.mask, tokens.offsets))
+        kernels.gae(*arrays, float(gamma), float(lam), advantages, returns)
         return torch.from_numpy(advantages), torch.from_numpy(returns)
-    known = values.to(torch.float64)
-    delta = rewards + gamma * upcoming(known, tokens) - known
-    found = reverse_scan(delta, gamma * lam, tokens)
-    return found.to(torch.float32), tokens.only(found + known).to(torch.float32)
+    v_t = values.to(torch.float64)
+    delta_t = rewards + gamma * upcoming(v_t, tokens) - v_t
+    a_t = reverse_scan(delta_t, gamma * lam, tokens)
+    return a_t.to(torch.float32), tokens.only(a_t + v_t).to(torch.float32)

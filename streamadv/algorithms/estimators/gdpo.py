@@ -1,4 +1,4 @@
-"""GDPO: named rewards are normalised one by one, then summed and normalised over the batch (TRL)."""
+"""GDPO: normalises named rewards one by one, then their sum over the batch (TRL)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ from ..rewards import normalise
 
 @estimator("gdpo", scope="batch")
 def gdpo(batch: PackedBatch, *, weights: dict[str, float] | None = None, epsilon: float = 1e-4) -> Estimate:
-    """z over the batch of sum_k w_k * z_k, z_k = (r_k - mean(group)) / (std(group) + epsilon).
+    """A_i = z(sum_k w_k * z_k), z_k = (r_k - mean(group)) / (std(group) + epsilon), outer z the same over the batch.
 
-    weights: by name of the trajectories' rewards; None = 1 for each. Unlike GRPO on the sum, a reward with
-    little spread in a group counts as much as the others. Raises TrajectoryError for a name nobody has.
+    Unlike GRPO on the sum, a reward with little spread in a group counts as much as the others. std has ddof 1; a group
+    of equal rewards gives 0.
+
+    Args:
+      batch: with named rewards (`components`).
+      weights: name -> w_k; None = 1 for all.
+
+    Returns:
+      One value per row [R] float64. Raises TrajectoryError for a name that the trajectories lack.
     """
     counted = (~batch.baseline).double()
     total = torch.zeros_like(batch.rewards)
     for name, weight in (weights or dict.fromkeys(batch.components, 1.0)).items():
         if name not in batch.components:
-            known = ", ".join(batch.components) or "none"
-            raise TrajectoryError(f"gdpo weights name {name!r}, the trajectories have {known}")
+            present = ", ".join(batch.components) or "none"
+            raise TrajectoryError(f"gdpo weights name {name!r}, the trajectories have {present}")
         total = total + weight * normalise(
             batch.components[name],
             batch.group_offsets,

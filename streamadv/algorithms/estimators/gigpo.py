@@ -1,4 +1,4 @@
-"""GiGPO: episode advantage plus the advantage of a step among steps from the same state (arXiv:2505.10978)."""
+"""GiGPO: episode advantage plus a step's advantage among steps from the same state (Feng et al., arXiv:2505.10978)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,17 @@ def gigpo(
 ) -> Estimate:
     """A_k = episode_weight * norm(r over the group) + step_weight * norm(G_k over the state group).
 
-    G_k are the step rewards discounted by `gamma` along the trajectory; a state group holds the steps of one
-    group with equal state_key. norm is (x - mean) / (std + epsilon), or x - mean. A trajectory counts once
-    in the episode statistics; statistics "step" counts it once per step, as ROLL does. Alone in its group
-    or state, or among equals, a term is exactly 0.
+    G_k are the step rewards discounted by `gamma` along the trajectory. A state group is the steps of one group with
+    equal state_key. norm(x) = (x - mean) / (std + epsilon), std with ddof 1; exactly 0 for a value alone or among
+    equals.
+
+    Args:
+      batch: with steps.
+      norm_by_std: False: norm(x) = x - mean.
+      statistics: how often a trajectory counts in the episode statistics: once, or "step": once per step (ROLL).
+
+    Returns:
+      One value per step [S] float64. ROLL pools equal states of different groups.
     """
     steps = batch.steps
     std: NormScope | None = "group" if norm_by_std else None

@@ -18,10 +18,16 @@ def gpg(
     counted: Literal["advantages", "rewards"] = "advantages",
     singleton: Singleton = "zero",
 ) -> Estimate:
-    """A_i = alpha * (r_i - mean(r_g)) / f_norm with alpha = B / (number of samples with a signal).
+    """A_i = alpha * (r_i - mean(r_g)) / f_norm, alpha = B / (number of trajectories with a signal).
 
-    A sample has a signal if its centred reward is not 0; verl counts rewards that are not 0 instead
-    (counted "rewards"). B is the number of trajectories in the batch.
+    B is the number of trajectories in the batch, without baseline members.
+
+    Args:
+      counted: what is a signal: a centred reward that is not 0, or "rewards": a reward that is not 0 (verl).
+      singleton: the advantage in a group of one: "zero", or "raw": alpha / f_norm times its reward (verl).
+
+    Returns:
+      One value per row [R] float64.
     """
     trained = ~batch.baseline
     stats = moments(batch.rewards, batch.group_offsets, trained)

@@ -19,12 +19,20 @@ def grpo(
     least_std: float = 0.0,
     singleton: Singleton = "zero",
 ) -> Estimate:
-    """A_i = (r_i - mean(r_g)) / (std(r_g) + epsilon), one number per row.
+    """A_i = (r_i - mean(r_g)) / (std(r_g) + epsilon), std with ddof 1.
 
-    norm_by_std False is Dr.GRPO (arXiv:2503.20783): A_i = r_i - mean(r_g). std has ddof 1 and is taken as
-    `least_std` at least (verl's vectorized form: sqrt(epsilon)). A group of equal rewards gives exactly 0,
-    and so does a group of one; singleton "raw" keeps its reward, as verl does (ROLL: NaN). Baseline members
-    stay outside mean and std.
+    Equal rewards in a group give exactly 0. Baseline members count neither in mean nor in std.
+
+    Args:
+      batch: its rewards [M], as the chain has shaped them.
+      norm_by_std: False is Dr.GRPO (arXiv:2503.20783): A_i = r_i - mean(r_g).
+      epsilon: added to the std, outside the root.
+      least_std: lower bound of the std (verl's vectorized form: sqrt(epsilon)).
+      singleton: the advantage in a group of one: "zero", or "raw": r_i, over 1 + epsilon if
+        norm_by_std, as verl (ROLL: NaN).
+
+    Returns:
+      One value per row [R] float64.
     """
     stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
     advantages = stats.centred

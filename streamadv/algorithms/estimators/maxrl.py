@@ -1,4 +1,4 @@
-"""MaxRL: centred rewards over the mean reward, so rarely solved prompts weigh more (prime-rl, SkyRL)."""
+"""MaxRL: centred rewards over the mean reward, so that rarely solved prompts weigh more (prime-rl, SkyRL)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ def maxrl(
 ) -> Estimate:
     """A_i = (r_i - mean(r_g)) / (mean(r_g) + epsilon); 0 where the mean is not positive (prime-rl).
 
-    negative_means divides by negative means too, which turns the signs round (SkyRL).
+    Args:
+      negative_means: divide by negative means too, which reverses signs (SkyRL).
+      singleton: the advantage in a group of one: "zero", or "raw": its reward.
+
+    Returns:
+      One value per row [R] float64.
     """
     stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
     mean = stats.mean[batch.trajectory_group]

@@ -14,8 +14,8 @@ from .singleton import Singleton, settle_singletons
 def opo(batch: PackedBatch, *, singleton: Singleton = "zero") -> Estimate:
     """A_i = r_i - sum_j(len_j * r_j) / sum_j(len_j) over the group; len = trainable tokens.
 
-    A group of one gives 0 (singleton "raw", as verl: its reward), a group without trainable tokens too
-    (verl: NaN).
+    A group of one gives 0 (singleton "raw", as verl: its reward), and so does a group without trainable tokens (verl:
+    NaN). One value per row [R] float64.
     """
     offsets = batch.group_offsets
     length = segment_sum(batch.row_trainable, batch.row_offsets)

@@ -19,10 +19,10 @@ from .singleton import Singleton, settle_singletons
 def reinforce_plus_plus(
     batch: PackedBatch, *, gamma: float = 1.0, reset_at_observations: bool = False
 ) -> Estimate:
-    """G_t = R_t + gamma * G_{t+1} over trainable tokens, whitened over the batch; returns G.
+    """A = whiten(G) over the batch, G_t = R_t + gamma * G_{t+1} over trainable tokens; returns G.
 
-    reset_at_observations: the return starts anew at every masked token, so only the last turn of an episode
-    hears of its reward (verl).
+    reset_at_observations: G restarts at every masked token, so an episode's reward reaches only its last turn (verl).
+    Reads response_mask and token_level_rewards [N], gives [N].
     """
     tokens = batch.trainable_tokens
     if not reset_at_observations:
@@ -36,7 +36,10 @@ def reinforce_plus_plus(
 
 @estimator("reinforce_plus_plus_baseline", scope="batch")
 def reinforce_plus_plus_baseline(batch: PackedBatch, *, singleton: Singleton = "zero") -> Estimate:
-    """r_i - mean(r_g), whitened over the batch with each row counted once per trainable token."""
+    """A_i = whiten(r_i - mean(r_g)) over the batch, a row counted once per trainable token; [R] float64.
+
+    A group of one has 0 before whitening (singleton "raw", as verl: its reward).
+    """
     stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
     centred = settle_singletons(batch, stats.size, stats.centred, batch.rewards, singleton)
     rows = centred[batch.row_trajectory]

@@ -13,7 +13,7 @@ from ..segments import moments, spread
 def remax(batch: PackedBatch) -> Estimate:
     """A_i = r_i - b_g, b_g = mean reward of the group's baseline members (role "baseline").
 
-    A group without one gives 0: it cannot be told good from bad. The return is the reward.
+    A group without a baseline member gives 0. The return is the reward. One value per row [R] float64.
     """
     offsets = batch.group_offsets
     stats = moments(batch.rewards, offsets, batch.baseline)

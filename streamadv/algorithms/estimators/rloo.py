@@ -1,4 +1,4 @@
-"""RLOO: a reward against the mean of the others (Ahmadian et al., arXiv:2402.14740, eq. 8)."""
+"""RLOO: a reward against the mean of its siblings' (Ahmadian et al., arXiv:2402.14740, eq. 8)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from .singleton import Singleton, settle_singletons
 
 @estimator("rloo", scope="group")
 def rloo(batch: PackedBatch, *, singleton: Singleton = "zero") -> Estimate:
-    """A_i = r_i - mean of the other rewards = (r_i - mean(r_g)) * n / (n - 1), one number per row.
+    """A_i = r_i - mean of the group's other rewards = (r_i - mean(r_g)) * n / (n - 1).
 
-    A group of one gives 0; singleton "raw" keeps its reward, as verl's rloo does (its vectorized form: 0).
+    A group of one gives 0; singleton "raw" keeps its reward, as verl's rloo (verl's vectorized form: 0). One value per
+    row [R] float64.
     """
     stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
     size = stats.size[batch.trajectory_group]

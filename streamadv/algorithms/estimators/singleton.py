@@ -1,4 +1,4 @@
-"""A rollout whose group has no other counted member has nothing to be compared with."""
+"""Groups of one: a rollout without siblings that count has nothing to compare with."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ..packed import PackedBatch
 
-Singleton = Literal["zero", "raw"]  # its advantage: 0 (no signal), or its reward (verl)
+#: The advantage in a group of one: 0 (no signal), or its reward (verl).
+Singleton = Literal["zero", "raw"]
 
 
 def settle_singletons(
     batch: PackedBatch, size: Tensor, advantages: Tensor, raw: Tensor, singleton: Singleton
 ) -> Tensor:
-    """[M]: `advantages`, in groups of fewer than two counted members ([G] `size`) 0 or `raw`."""
+    """[M]: `advantages` [M], replaced by 0 or `raw` [M] in groups with fewer than two counted members (`size` [G])."""
     alone = size[batch.trajectory_group] < 2
     return torch.where(alone, raw if singleton == "raw" else 0.0, advantages)

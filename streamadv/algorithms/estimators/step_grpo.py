@@ -1,4 +1,4 @@
-"""GRPO among steps of the same number: the k-th steps of a prompt's trajectories against each other (PipelineRL)."""
+"""GRPO among steps of the same number: compares the k-th steps of a prompt's trajectories (PipelineRL)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,16 @@ def step_grpo(
 ) -> Estimate:
     """A_k = (G_k - mean of the group's k-th returns) / (their std + epsilon), k counted within the trajectory.
 
-    G_k are the step rewards discounted by `gamma`; gamma 0 compares the rewards alone. baseline "others"
-    leaves the step itself out of the mean (PipelineRL, which divides by std + 1e-4). std has ddof 1. A k-th
-    step without another one, or among equals, has exactly 0. The returns are G_k.
+    G_k are the step rewards discounted by `gamma`; std has ddof 1. A k-th step alone or among equals has exactly 0.
+
+    Args:
+      batch: with steps.
+      gamma: 0 compares the step rewards alone.
+      baseline: "others" leaves the step itself out of the mean (PipelineRL, with epsilon 1e-4).
+      norm_by_std: False does not divide.
+
+    Returns:
+      One value per step [S] float64; the returns are G_k.
     """
     steps = batch.steps
     order, offsets = numbered_groups(steps, batch.trajectory_group[steps.trajectory])
@@ -37,5 +44,5 @@ def step_grpo(
     centred = stats.centred * (size / (size - 1).clamp(min=1) if baseline == "others" else 1)
     if norm_by_std:
         centred = centred / (spread(stats.std, offsets, len(order)) + epsilon)
-    known = torch.where((size > 1) & (stats.centred != 0), centred, 0.0)
-    return Estimate("step", torch.empty_like(returns).scatter(0, order, known), returns)
+    advantages = torch.where((size > 1) & (stats.centred != 0), centred, 0.0)
+    return Estimate("step", torch.empty_like(returns).scatter(0, order, advantages), returns)

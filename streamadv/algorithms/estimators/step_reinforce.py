@@ -19,7 +19,8 @@ def step_reinforce(
 ) -> Estimate:
     """A_k = G_k = s_k + gamma * G_{k+1} over the steps of a trajectory.
 
-    baseline subtracts the mean of all steps of the group, norm_by_std divides by their std + epsilon.
+    baseline subtracts the mean over all steps of the group, norm_by_std divides by their std + epsilon (ddof 1). One
+    value per step [S] float64; the returns are G_k.
     """
     returns = discounted_returns(batch, gamma)
     group = batch.trajectory_group[batch.steps.trajectory]

@@ -28,15 +28,23 @@ def optimal_token_baseline(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> Estimate:
-    """A_t = G_t - b_t, b_t = sum_g(G_t W_t) / (sum_g(W_t) + epsilon), W_t = w_1 + .. + w_t (importance-weighted).
+    """A_t = G_t - b_t, b_t = sum_g(G_t W_t) / (sum_g(W_t) + epsilon), W_t = w_1 + .. + w_t.
 
-    G_t is the undiscounted return from t on. compare "tokens": t counts trainable tokens of a row, so turns
-    of different samples line up whatever observations lie between (verl: the tir variant). "columns": t
-    counts all tokens of the response (verl's optimal_token_baseline); see `response_columns`. The sums run
-    over the rows of the group that have a trainable token at t. With the column rollout_is_weights each w_t
-    is multiplied by its square. A row alone in its group has baseline 0; rows without trainable tokens are no
-    company, but for columns, as in verl, they are. handle_zero_tail: where only the longest row is left, its
-    baseline would be its own return, so it is 0 there; a row's length is its number of trainable tokens.
+    G_t is the undiscounted return from t on. The sums run over the rows of the group with a trainable token at t. If
+    the batch has the column rollout_is_weights, w_t is multiplied by its square. A row alone in its group has
+    baseline 0.
+
+    Args:
+      batch: with response_mask, token_level_rewards, old_log_probs, sum_pi_squared [N].
+      compare: what t counts. "tokens": trainable tokens of a row, so turns of different rows line up whatever
+        observations are between them (verl: the tir variant). "columns": all tokens of the response (verl's
+        optimal_token_baseline), see `response_columns`.
+      handle_zero_tail: baseline 0 where only the longest row has tokens left, because it would be the row's return. A
+        row's length is its number of trainable tokens.
+
+    Returns:
+      Advantages and returns [N] float32. With "tokens" a row without trainable tokens does not keep another row from
+      being alone in its group; with "columns" it does, as in verl.
     """
     tokens = batch.trainable_tokens
     if compare == "columns":
@@ -50,19 +58,19 @@ def optimal_token_baseline(
 
 
 def response_columns(batch: PackedBatch) -> Tensor:
-    """[N] int64: the place of each token in its row's response, 0 in the prompt.
+    """[N] int64: the index of a token in its row's response, 0 in the prompt.
 
-    A response begins at the row's first trainable token as it was pushed: a step of the chain that narrows the
-    mask moves no column. Where a row of the group begins with a trainable token there are no prompts.
+    A response begins at the row's first trainable token in the mask as pushed, so a step of the chain that narrows the
+    mask moves no column. If a row of the group begins with a trainable token, the group has no prompts.
     """
     mask = batch.column("response_mask") if batch.given_mask is None else batch.given_mask
     offsets, size = batch.cu_seqlens, batch.num_tokens
-    place = torch.arange(size, device=batch.device) - spread(offsets[:-1], offsets, size)
-    first = segment_min(torch.where(mask != 0, place, torch.inf), offsets)
+    index = torch.arange(size, device=batch.device) - spread(offsets[:-1], offsets, size)
+    first = segment_min(torch.where(mask != 0, index, torch.inf), offsets)
     group = batch.trajectory_group[batch.row_trajectory]
     least = segment_min(first, offsets_of(group, batch.num_groups))[group]
     start = torch.where((least > 0) & first.isfinite(), first, 0.0).to(torch.int64)
-    return (place - spread(start, offsets, size)).clamp(min=0)
+    return (index - spread(start, offsets, size)).clamp(min=0)
 
 
 def baseline_scan(
@@ -73,9 +81,9 @@ def baseline_scan(
     handle_zero_tail: bool,
     epsilon: float,
 ) -> Estimate:
-    """The estimate with tokens of a group compared at equal `position`, [N] int64 below the row's length.
+    """The estimate with tokens of a group compared at equal `position`.
 
-    compared [R] bool: the rows that keep another one from being alone in its group.
+    position [N] int64, below the row's length; compared [R] bool: rows that keep another from being alone in its group.
     """
     row, size = batch.token_row, batch.num_tokens
     group = batch.trajectory_group[batch.row_trajectory]
@@ -89,7 +97,7 @@ def baseline_scan(
     accumulated = tokens.only(tokens.row_sum(weight)[row] - later + weight)  # from the row's start up to t
 
     row_offsets = offsets_of(group, batch.num_groups)
-    # A group has as many places as its rows have tokens: positions fit, and nobody waits to count them.
+    # A group gets as many keys as its rows have tokens: positions fit, and no device has to count them.
     key = batch.cu_seqlens[row_offsets[:-1]][group[row]] + position
     numerator = keyed_sum(returns * accumulated, key, size)
     denominator = keyed_sum(accumulated, key, size)

@@ -25,12 +25,20 @@ def vtrace(
     pg_rho_clip: float = 1.0,
     alpha: float = 1.0,
 ) -> Estimate:
-    """rho_t = pi_old / pi_rollout; c_t = lam * min(1, rho_t); rho'_t = min(rho_clip, rho_t).
+    """e_t = rho'_t (R_t + gamma V_{t+1} - V_t) + gamma c_t e_{t+1}; returns vs_t = V_t + e_t.
 
-    e_t = rho'_t (R_t + gamma V_{t+1} - V_t) + gamma c_t e_{t+1}; returns vs_t = V_t + e_t;
-    A_t = min(pg_rho_clip, rho_t) (R_t + gamma (lam vs_{t+1} + (1 - lam) V_{t+1}) - V_t). t runs over
-    trainable tokens; the value after the last one is 0. The log-ratio is held in -20 .. 20. alpha below 1
-    is leaky V-trace: every min(x, rho) in e_t becomes (1 - alpha) rho + alpha min(x, rho).
+    A_t = min(pg_rho_clip, rho_t) (R_t + gamma (lam vs_{t+1} + (1 - lam) V_{t+1}) - V_t), with rho_t = pi_old /
+    pi_rollout, rho'_t = min(rho_clip, rho_t), c_t = lam * min(1, rho_t). t runs over trainable tokens; the value after
+    the last one is 0. The log-ratio is held in -20 .. 20.
+
+    Args:
+      batch: with response_mask, values, token_level_rewards, old_log_probs, rollout_log_probs [N].
+      rho_clip: bound of the ratio in the value target.
+      pg_rho_clip: bound of the ratio in the advantage.
+      alpha: below 1 is leaky V-trace: every min(x, rho) in e_t becomes (1 - alpha) rho + alpha min(x, rho).
+
+    Returns:
+      Advantages and returns [N] float32.
     """
     advantages, returns = vtrace_scan(
         batch.column("token_level_rewards"),
@@ -58,21 +66,19 @@ def vtrace_scan(
     pg_rho_clip: float,
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) [N] float32: V-trace over the tokens that count, 0 elsewhere; arguments [N]."""
+    """(advantages, returns) [N] float32: V-trace of columns [N] over the tokens that count, 0 elsewhere."""
     if kernels.on_cpu(values):
-        given = map(kernels.as_array, (rewards, values, log_ratio, tokens.mask, tokens.offsets))
+        arrays = map(kernels.as_array, (rewards, values, log_ratio, tokens.mask, tokens.offsets))
         options = map(float, (gamma, lam, rho_clip, pg_rho_clip, alpha))
-        found, targets = (np.empty(len(values), np.float32) for _ in range(2))
-        kernels.vtrace(*given, *options, found, targets)
-        return torch.from_numpy(found), torch.from_numpy(targets)
-    known, rho = values.to(torch.float64), log_ratio.to(torch.float64).clamp(-20, 20).exp()
-    bootstrap = upcoming(known, tokens)
-    errors = vtrace_errors(
-        rewards, known, bootstrap, rho, gamma, tokens, lam=lam, rho_clip=rho_clip, alpha=alpha
-    )
-    target = bootstrap + lam * upcoming(errors, tokens)
-    advantages = rho.clamp(max=pg_rho_clip) * (rewards + gamma * target - known)
-    return tokens.only(advantages).to(torch.float32), tokens.only(errors + known).to(torch.float32)
+        advantages, targets = (np.empty(len(values), np.float32) for _ in range(2))
+        kernels.vtrace(*arrays, *options, advantages, targets)
+        return torch.from_numpy(advantages), torch.from_numpy(targets)
+    v_t, rho = values.to(torch.float64), log_ratio.to(torch.float64).clamp(-20, 20).exp()
+    bootstrap = upcoming(v_t, tokens)
+    e_t = vtrace_errors(rewards, v_t, bootstrap, rho, gamma, tokens, lam=lam, rho_clip=rho_clip, alpha=alpha)
+    target = bootstrap + lam * upcoming(e_t, tokens)
+    a_t = rho.clamp(max=pg_rho_clip) * (rewards + gamma * target - v_t)
+    return tokens.only(a_t).to(torch.float32), tokens.only(e_t + v_t).to(torch.float32)
 
 
 def vtrace_errors(
@@ -87,7 +93,7 @@ def vtrace_errors(
     rho_clip: float,
     alpha: float = 1.0,
 ) -> Tensor:
-    """e_t = vs_t - V_t [N] float64 in torch; a token that does not count has that of the next one that does."""
+    """e_t = vs_t - V_t [N] float64, in torch; a token that does not count takes the e of the next one that does."""
     clipped, cut = ((1 - alpha) * rho + alpha * rho.clamp(max=limit) for limit in (rho_clip, 1.0))
     delta = clipped * (rewards + discount * next_values - values)
     return scan_blocks(delta, discount * lam * cut, tokens)
