@@ -75,6 +75,7 @@ for i = 0, records - 1 do
     dropped[reason] = (dropped[reason] or 0) + 1
   elseif not append(at) then  -- it has had its last possible id: nothing of this record stays, and none that follow come
     redis.call('HDEL', keys.group, index)
+    unlink_from(i)
     stream_ended = true
     break
   end
