@@ -21,7 +21,7 @@ from streamadv.advantage.prepare import prepare_or_discard
 from streamadv.advantage.publish import publish
 from streamadv.algorithms.device import choose_device
 from streamadv.errors import NoBatchError
-from streamadv.grouping import grouper
+from streamadv.grouping import grouper, housekeeping
 from streamadv.producer import Producer
 from streamadv.producer.tickets import PushResult
 from streamadv.run import Run, open_run
@@ -125,7 +125,7 @@ def group_all(run: Run, consumer: Consumer | None = None, count: int = 128) -> l
     for entries in batches_read(consumer, count):
         outcomes += grouper.take(run, entries)
         consumer.done(entries)
-    grouper.Housekeeping(run).round()
+    housekeeping.Housekeeping(run).round()
     return outcomes
 
 

@@ -16,7 +16,7 @@ from ..grouping.groups_log import ENTRY_ID, LoggedGroup, read_groups
 from ..messages import first_problem, log_fields
 from ..run import Run
 from ..run.consumer import ADVANTAGE, Entry
-from ..run.malformed import reject_entry
+from ..run.malformed import reject
 from ..run.payloads import decode_member, fetch_fields
 from ..trajectory.columns import Array
 
@@ -62,7 +62,8 @@ def prepare_or_discard(run: Run, entry: Entry) -> Prepared | None:
     try:
         return prepare(run, entry)
     except WireError as error:
-        reject_entry(run, entry, run.keys.shard(entry.shard).work, str(error), ADVANTAGE)
+        shard = run.shard(entry.shard)
+        reject(shard, shard.keys.work, entry.id, str(error), entry.fields, stage=ADVANTAGE)
     except BatchLostError as error:
         fields = log_fields("work_discarded", run=run.name, role=ADVANTAGE)
         logger.warning("%s: %s", ADVANTAGE, error, extra=fields)

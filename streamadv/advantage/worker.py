@@ -123,7 +123,7 @@ class Worker:
                 prepared = prepare_or_discard(self._run, entry)
         except RETRYABLE as error:
             self._consumer.done([entry])  # still pending: asked for again with the own entries
-            self._consumer.recover_own()
+            self._consumer.reread_pending()
             outage.pause_after(error)
             return
         except SettingError as error:  # this process does not know the chain, another worker may

@@ -26,8 +26,8 @@ def drop(run: Run, refused: Sequence[tuple[LoggedGroup, str]], epoch: int) -> No
         if reason.startswith("dead:"):
             dead_letter(run, group, reason.removeprefix("dead:"), group.problem or "", "", epoch)
         elif reason == "malformed":
-            keys = run.keys.shard(group.shard)
-            reject(run, keys, keys.groups, group.entry, group.problem or "")
+            shard = run.shard(group.shard)
+            reject(shard, shard.keys.groups, group.entry, group.problem or "")
     refused = [
         (group, reason)
         for group, reason in refused

@@ -74,7 +74,7 @@ def read_records(run: Run, leads: bool = False) -> dict[int, BatchRecord]:
             records[record.k] = record
         except WireError as error:
             if leads:
-                reject(run, run.keys.home, run.keys.home.batches, k, str(error), {"record": text})
+                reject(run.home, run.home.keys.batches, k, str(error), {"record": text})
     return records
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ..messages import log_fields
-from ..run import Run
+from ..run import Run, Shard
 from ..run.consumer import GROUPER
 from ..run.heartbeats import Attendance
-from ..store.keys import ShardKeys
 from ..store.replies import replies_of
 
 logger = logging.getLogger(__name__)
@@ -36,39 +35,42 @@ class LostProducers:
         self._attendance.look()
         lost = self._attendance.lost
         self._done = {(shard, name) for shard, name in self._done if name in lost}
-        for shard, keys in enumerate(self._run.keys.shards):
-            names = {name for name in lost if (shard, name) not in self._done}
+        for shard in self._run.shards:
+            names = {name for name in lost if (shard.index, name) not in self._done}
             # Tickets of a lost producer may open more meanwhile: looked through again until there is none.
-            if names and self._is_paced(keys) and not self._abandon(keys, names):
-                self._done |= {(shard, name) for name in names}
+            if names and self._is_paced(shard) and not self._abandon(shard, names):
+                self._done |= {(shard.index, name) for name in names}
 
-    def _is_paced(self, keys: ShardKeys) -> bool:
-        told = self._run.connection.scripts.hget(keys.trainer, "max_staleness")
-        return self._run.manifest.max_staleness is not None if told is None else told != b""
+    def _is_paced(self, shard: Shard) -> bool:
+        """Whether admission depends on open groups: as the trainer says, or the manifest before there is one."""
+        max_staleness = shard.connection.scripts.hget(shard.keys.trainer, "max_staleness")
+        if max_staleness is None:
+            return self._run.manifest.max_staleness is not None
+        return max_staleness != b""
 
-    def _abandon(self, keys: ShardKeys, names: set[bytes]) -> int:
-        """How many groups count no more. Pacing bounds how many are open, so they are read one by one."""
-        scripts, abandoned = self._run.connection.scripts, 0
-        open_groups: Any = scripts.zrange(keys.open, 0, -1)
+    def _abandon(self, shard: Shard, names: set[bytes]) -> int:
+        """How many groups no longer count. Pacing bounds how many are open, so they are read one by one."""
+        abandoned = 0
+        open_groups: Any = shard.connection.scripts.zrange(shard.keys.open, 0, -1)
         for start in range(0, len(open_groups), PAGE):
-            members: list[bytes] = open_groups[start : start + PAGE]
-            pipe = scripts.pipeline(transaction=False)
-            for member in members:
-                pipe.hget(keys.group("").encode() + member, "producer")
-            theirs: dict[bytes, list[str]] = {}
-            for member, owner in zip(members, replies_of(pipe), strict=True):
-                if owner in names:
-                    theirs.setdefault(owner, []).append(member.decode(errors="replace"))
-            for owner, ids in theirs.items():
-                names_of = [keys.void, keys.ledger, keys.open, *map(keys.group, ids)]
-                count: int = self._run.call("abandon", names_of, [owner, *ids])
-                if not count:
+            for producer, ids in self._groups_by_producer(shard, open_groups[start : start + PAGE]).items():
+                if producer not in names:
                     continue
-                abandoned += count
-                logger.warning(
-                    "producer %s is lost: its %d open groups do not count in pacing, unless others push to them",
-                    owner.decode(errors="backslashreplace"),
-                    count,
-                    extra=log_fields("producer_lost", run=self._run.name, role=GROUPER),
-                )
+                count: int = shard.call("abandon", [producer, *ids], group_hashes=map(shard.keys.group, ids))
+                if count:
+                    abandoned += count
+                    text = "producer %s is lost: its %d open groups do not count in pacing, unless others push to them"
+                    fields = log_fields("producer_lost", run=shard.run, role=GROUPER)
+                    logger.warning(text, producer.decode(errors="backslashreplace"), count, extra=fields)
         return abandoned
+
+    def _groups_by_producer(self, shard: Shard, members: Sequence[bytes]) -> dict[bytes, list[str]]:
+        """Ids of open groups by who was the last to open, push to or touch them."""
+        pipe = shard.connection.scripts.pipeline(transaction=False)
+        for member in members:
+            pipe.hget(shard.keys.group("").encode() + member, "producer")
+        groups: dict[bytes, list[str]] = {}
+        for member, producer in zip(members, replies_of(pipe), strict=True):
+            if producer is not None:
+                groups.setdefault(producer, []).append(member.decode(errors="replace"))
+        return groups

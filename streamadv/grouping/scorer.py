@@ -16,12 +16,11 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-import redis.exceptions
 from pydantic import ValidationError
 
 from .. import metrics
@@ -30,9 +29,10 @@ from ..messages import first_problem, log_fields
 from ..run import open_run
 from ..run.consumer import Consumer, Entry
 from ..run.hangs import Stopped, call_within
-from ..run.malformed import RECORD_FIELDS, record_problem, reject_entry
+from ..run.malformed import reject
 from ..run.manifest import RunSettings
 from ..run.payloads import fetch_payloads
+from ..run.records import RECORD_FIELDS, record_problem
 from ..store.connection import Connection
 from ..store.replies import as_count
 from ..store.retry import RETRYABLE, Outage, patiently
@@ -140,7 +140,7 @@ class Scorer:
         )
         suspects: list[_Suspect] = []
         outage = Outage(self._name, sleep=stop.wait)
-        with self._leases_kept(consumer), suppress(Stopped):
+        with consumer.leases_kept(), suppress(Stopped):
             while not stop.is_set():
                 try:
                     now = time.monotonic()
@@ -153,7 +153,7 @@ class Scorer:
                     elif entries := consumer.read(self._batch_size):
                         suspects += self.work(consumer, entries, score, alone=entries[0].reclaimed)
                 except RETRYABLE as error:
-                    consumer.recover()
+                    consumer.start_over()
                     suspects = []  # come again with all that is pending
                     outage.pause_after(error)
                 else:
@@ -178,7 +178,7 @@ class Scorer:
 
     def _waiting(self, consumer: Consumer, entries: Sequence[Entry]) -> list[_Unscored]:
         """The trajectories to be scored; what needs no score, or can have none, is handed off, junk removed."""
-        keys = self._run.keys.shard(entries[0].shard)
+        shard = self._run.shard(entries[0].shard)
         known: list[tuple[Entry, Reference]] = []
         for entry in entries:
             problem = record_problem(self._run, entry.shard, entry.fields)
@@ -188,11 +188,11 @@ class Scorer:
                     continue
                 except ValidationError as error:
                     problem = f"reference: {first_problem(error)}"
-            reject_entry(self._run, entry, keys.scoring(self._name), problem, self._name)
+            reject(shard, shard.keys.scoring(self._name), entry.id, problem, entry.fields, stage=self._name)
             consumer.done([entry])
         waits = waits_for_score(self._run, [entry for entry, _ in known])
         over = [entry for (entry, _), waiting in zip(known, waits, strict=True) if not waiting]
-        pass_on(self._run, keys, self._name, [unchanged(entry) for entry in over], None)
+        pass_on(shard, self._name, [unchanged(entry) for entry in over], None)
         consumer.done(over)
         known = [each for each, waiting in zip(known, waits, strict=True) if waiting]
         found = self._fetch([reference for _, reference in known])
@@ -287,18 +287,17 @@ class Scorer:
     def _hand_off(self, consumer: Consumer, scored: Sequence[_Scored]) -> None:
         for target in dict.fromkeys(each.target for each in scored):
             group = [each for each in scored if each.target == target]
-            keys = self._run.keys.shard(group[0].entry.shard)
+            shard = self._run.shard(group[0].entry.shard)
             records = [Passed(each.entry.id, each.fields) for each in group]
-            passed = pass_on(self._run, keys, self._name, records, target)
+            passed = pass_on(shard, self._name, records, target)
             metrics.entries(self._name, "acked", passed)
             metrics.entries(self._name, "duplicate", len(group) - passed)
             consumer.done([each.entry for each in group])
 
     def _attempt(self, each: _Unscored, *, count: bool) -> int:
         """Count a try on the server, or forget them. How many there were."""
-        keys = self._run.keys.shard(each.entry.shard)
         args = [self._tries_field(each), "1" if count else "0"]
-        tries: int = self._run.call("attempt", [keys.void, keys.attempts], args)
+        tries: int = self._run.shard(each.entry.shard).call("attempt", args)
         return tries
 
     def _log_fields(self, event: str, reference: Reference | None = None) -> dict[str, object]:
@@ -318,24 +317,6 @@ class Scorer:
         )
         tries = list(map(as_count, found))
         return [waiting[place] for place in sorted(range(len(waiting)), key=tries.__getitem__)]
-
-    @contextmanager
-    def _leases_kept(self, consumer: Consumer) -> Iterator[None]:
-        """What is in hand stays this process's, however long its function takes."""
-        over = threading.Event()
-
-        def keep() -> None:
-            while not over.wait(max(self._lease_s / 3, 0.05)):
-                with suppress(redis.exceptions.RedisError):  # the next time, or what is lost comes again
-                    consumer.renew()
-
-        keeper = threading.Thread(target=keep, name="streamadv-leases", daemon=True)
-        keeper.start()
-        try:
-            yield
-        finally:
-            over.set()
-            keeper.join(1.0)
 
 
 async def _awaited(given: Any) -> Any:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from ..run import Run
-from ..run.consumer import Entry
-from ..run.malformed import RECORD_FIELDS, record_problem
-from ..store.keys import ShardKeys
+from ..run import Run, Shard
+from ..run.consumer import Entry, entries_of
+from ..run.records import RECORD_FIELDS, record_problem
 
 #: Records of ended groups that one look at a scorer's stream finds at most.
 LOOK_COUNT: Final = 64
@@ -21,16 +20,16 @@ class Passed(NamedTuple):
     fields: Sequence[Any]
 
 
-def pass_on(run: Run, keys: ShardKeys, scorer: str, records: Sequence[Passed], target: str | None) -> int:
+def pass_on(shard: Shard, scorer: str, records: Sequence[Passed], target: str | None) -> int:
     """Hand records of a scorer's stream off, to the scorer `target`, or None: to the grouper. How many were there."""
     if not records:
         return 0
-    stream = keys.rollouts if target is None else keys.scoring(target)
-    names = [keys.void, keys.scoring(scorer), stream, keys.ledger]
+    keys = shard.keys
     args: list[Any] = [scorer, "1" if target is None else "0"]
     for record in records:
         args += [record.entry, *record.fields]
-    passed: int = run.call("scored", names, args)
+    next_stream = keys.rollouts if target is None else keys.scoring(target)
+    passed: int = shard.call("scored", args, stream=keys.scoring(scorer), target=next_stream)
     return passed
 
 
@@ -50,25 +49,17 @@ def waits_for_score(run: Run, entries: Sequence[Entry]) -> list[bool]:
     ]
 
 
-def pass_on_ended(run: Run, shard: int) -> int:
+def pass_on_ended(run: Run, shard: Shard) -> int:
     """Send what waits for a scorer although its group has ended to the grouper: no scorer may be there to do so.
 
     A page of each scorer's stream at most. Returns how many were sent.
     """
-    keys = run.keys.shard(shard)
     passed = 0
     for scorer in run.manifest.scorers:
-        found: Any = run.connection.scripts.xrange(keys.scoring(scorer), "-", "+", LOOK_COUNT)
-        entries = [
-            Entry(
-                shard,
-                entry_id.decode(),
-                {name.decode(errors="replace"): value for name, value in fields.items()},
-            )
-            for entry_id, fields in found
-        ]
-        records = [entry for entry in entries if record_problem(run, shard, entry.fields) is None]
+        reply: Any = shard.connection.scripts.xrange(shard.keys.scoring(scorer), "-", "+", LOOK_COUNT)
+        entries = entries_of(shard.index, reply)
+        records = [entry for entry in entries if record_problem(run, shard.index, entry.fields) is None]
         waiting = waits_for_score(run, records)
         ended = [unchanged(entry) for entry, waits in zip(records, waiting, strict=True) if not waits]
-        passed += pass_on(run, keys, scorer, ended, None)
+        passed += pass_on(shard, scorer, ended, None)
     return passed

@@ -1,30 +1,32 @@
-"""The consumer loop every stage shares: read, reclaim what dead consumers left, survive what passes by itself.
+"""The consumer loop every stage shares: read, take over what dead consumers left, wait while the server is away.
 
 An entry is delivered to one consumer of the stage's group and stays pending until a hand-off script acks it.
-After a start or a lost connection a consumer first asks for its own pending entries, since a reply that was
-lost on the wire is already among them. Entries that nobody has touched for a lease, by this process's own clock, are
-taken over from others: the server's may be set.
+After a start or a lost connection a consumer first reads its own pending entries, because a reply that was lost on the
+wire is already among them. It takes over entries whose lease is over (`leases.py`) before it reads new ones.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from enum import Enum
 from typing import Any, Final, NamedTuple
 
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from .. import metrics
 from ..messages import log_fields
 from ..store.keys import ShardKeys
 from ..store.retry import RETRYABLE, Outage
-from .run import Run
+from .leases import NOBODY, Delivery, Leases
+from .run import Run, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -35,45 +37,14 @@ ADVANTAGE: Final = "advantage"
 BLOCK_MS: Final = 1000
 #: Block on one stream while others may have entries, when a process serves several shards.
 SHARED_BLOCK_MS: Final = 50
+#: How often a consumer looks for new settings of the run.
 KEEP_UP_S: Final = 1.0
+#: A consumer without pending entries is forgotten after so long a silence.
 RETIRE_AFTER_MS: Final = 3_600_000
-
-
 #: Pending entries looked at in one call.
 PENDING_PAGE: Final = 1000
-#: Owns entries that were given back: anybody may take them at once.
-NOBODY: Final = "nobody"
-
-
-class Delivery(NamedTuple):
-    """Who has a pending entry, and how often it was delivered: one of both changes whenever somebody takes it."""
-
-    consumer: bytes
-    times: int
-
-
-class Leases:
-    """What is pending on a stream, and since when nobody has touched it, as one process has seen it."""
-
-    def __init__(self, lease_s: float) -> None:
-        self._lease_s = lease_s
-        self._seen: dict[str, tuple[Delivery, float]] = {}
-
-    def look(self, pending: Mapping[str, Delivery], now: float) -> None:
-        """pending: all there is, by entry id."""
-        seen = self._seen
-        self._seen = {
-            entry: seen[entry] if entry in seen and seen[entry][0] == delivery else (delivery, now)
-            for entry, delivery in pending.items()
-        }
-
-    def over(self, now: float) -> list[tuple[str, Delivery]]:
-        """Entries whose lease is over, oldest first."""
-        return [
-            (entry, delivery)
-            for entry, (delivery, since) in self._seen.items()
-            if now - since >= self._lease_s or delivery.consumer == NOBODY.encode()
-        ]
+#: The start of the own pending entries.
+FIRST: Final = "0"
 
 
 class Entry(NamedTuple):
@@ -85,13 +56,67 @@ class Entry(NamedTuple):
     reclaimed: bool = False  # whoever had it before did not finish it within the lease
 
 
+class Action(Enum):
+    """What a consumer does next in a stream."""
+
+    READ_OWN = "read a page of the own pending entries"
+    CHECK_LEASES = "look at everything pending"
+    TAKE_OVER = "take over entries whose lease is over"
+    READ_NEW = "read new entries"
+
+
+class Cursor:
+    """How far one consumer is in the stream of one shard.
+
+    Whatever is pending under the consumer's name is in its hands, or stands at `own_from` or after it.
+    """
+
+    def __init__(self, shard: Shard, stream: str, lease_s: float) -> None:
+        self.shard = shard
+        self.stream = stream
+        self.own_from: str | None = FIRST
+        self.leases = Leases(lease_s)
+        self.check_due = -math.inf
+        self._expired: list[tuple[str, Delivery]] = []
+
+    def next_action(self, now: float) -> Action:
+        if self.own_from is not None:
+            return Action.READ_OWN
+        if now > self.check_due:
+            return Action.CHECK_LEASES
+        return Action.TAKE_OVER if self._expired else Action.READ_NEW
+
+    def reread(self) -> None:
+        """Read the own pending entries again, from the first one."""
+        self.own_from = FIRST
+
+    def check_leases(
+        self, pending: Mapping[str, Delivery], in_hand: set[tuple[int, str]], now: float
+    ) -> None:
+        """Find out whose lease is over. pending: everything there is, by entry id."""
+        self.leases.update(pending, now)
+        self._expired = [
+            (entry_id, delivery)
+            for entry_id, delivery in self.leases.expired(now)
+            if (self.shard.index, entry_id) not in in_hand
+        ]
+
+    def pop_expired(self, count: int) -> list[tuple[str, Delivery]]:
+        """Up to `count` entries to take over."""
+        page, self._expired = self._expired[:count], self._expired[count:]
+        return page
+
+
 def consumer_name() -> str:
     """Unique for this process: a name used again would inherit, and hide, what is pending under it."""
     return f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 class Consumer:
-    """Reads one stage's stream of every shard. Used by one thread; `done` and `give_back` by any."""
+    """Reads one stage's stream of every shard. Used by one thread; `done`, `release` and `give_back` by any.
+
+    An entry is in hand from `read` until `done`, `release` or `give_back`, and is not given twice meanwhile.
+    """
 
     def __init__(
         self,
@@ -107,31 +132,32 @@ class Consumer:
         self.run = run
         self.stage = stage  # also the name of the consumer group
         self.name = name or consumer_name()
-        self.streams = [stream(keys) for keys in run.keys.shards]
         self.lease_s = lease_s
         self.stop = stop
         self._clock = clock
         self._outage = Outage(stage, sleep=stop.wait)
-        self._own: list[str | None] = ["0"] * len(self.streams)  # where to go on in the own pending entries
-        self._leases = [Leases(lease_s) for _ in self.streams]
-        self._free: list[list[tuple[str, Delivery]]] = [[] for _ in self.streams]  # to be taken over
-        self._look_due = [clock()] * len(self.streams)
+        self._cursors = [Cursor(shard, stream(shard.keys), lease_s) for shard in run.shards]
         self._in_hand: dict[tuple[int, str], float] = {}  # shard and entry id -> when it was read
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is in hand
         self._turn = 0
 
+    @property
+    def streams(self) -> list[str]:
+        """The stream of each shard."""
+        return [cursor.stream for cursor in self._cursors]
+
     def read(self, count: int, wait: bool = True) -> list[Entry]:
-        """Up to `count` entries of one shard, or [] after a short wait. Entries in hand are not given twice."""
-        for _ in self.streams:
-            self._turn = (self._turn + 1) % len(self.streams)
-            entries = self._guarded(self._turn, count, block_ms=None)
+        """Up to `count` entries of one shard, or [] after a short wait."""
+        for _ in self._cursors:
+            self._turn = (self._turn + 1) % len(self._cursors)
+            entries = self._read(self._cursors[self._turn], count, block_ms=None)
             if entries or self.stop.is_set():
                 return entries
         if not wait:
             return []
-        block_ms = BLOCK_MS if len(self.streams) == 1 else SHARED_BLOCK_MS
+        block_ms = BLOCK_MS if len(self._cursors) == 1 else SHARED_BLOCK_MS
         started = self._clock()
-        entries = self._guarded(self._turn, count, block_ms)
+        entries = self._read(self._cursors[self._turn], count, block_ms)
         if not entries and self._clock() - started < block_ms / 2000:
             self.stop.wait(SHARED_BLOCK_MS / 1000)  # a server that does not block must not be asked in a loop
         return entries
@@ -152,138 +178,167 @@ class Consumer:
         count = "1 entry" if len(since) == 1 else f"{len(since)} entries"
         return f"{count} in hand, the oldest for {self._clock() - min(since):.1f} s"
 
-    def recover(self) -> None:
-        """A hand-off failed: offer everything pending under this name again."""
+    def start_over(self) -> None:
+        """Give everything pending under this name again, also what is in hand: a hand-off failed."""
         with self._lock:
             self._in_hand.clear()
-        self._own = ["0"] * len(self.streams)
+        self.reread_pending()
 
-    def recover_own(self) -> None:
-        """Ask for the own pending entries again, without those still in hand."""
-        self._own = ["0"] * len(self.streams)
+    def reread_pending(self) -> None:
+        """Give everything pending under this name again, except what is in hand."""
+        for cursor in self._cursors:
+            cursor.reread()
 
     def give_back(self) -> None:
         """On shutdown: let others take what is in hand at once instead of after the lease."""
-        text = "%s: stops, gives back %s"
-        logger.info(
-            text, self.stage, self.in_hand, extra=log_fields("stopped", run=self.run.name, role=self.stage)
-        )
+        fields = log_fields("stopped", run=self.run.name, role=self.stage)
+        logger.info("%s: stops, gives back %s", self.stage, self.in_hand, extra=fields)
         with self._lock:
-            held, self._in_hand = sorted(self._in_hand), {}
-        self._claim(held, NOBODY)
+            in_hand, self._in_hand = set(self._in_hand), {}
+        self._claim(in_hand, NOBODY)
 
     def release(self, entries: Sequence[Entry]) -> None:
         """Let others take these at once: this process can do nothing with them."""
         self.done(entries)
-        self._claim([(entry.shard, entry.id) for entry in entries], NOBODY)
+        self._claim({(entry.shard, entry.id) for entry in entries}, NOBODY)
 
     def renew(self) -> None:
-        """Begin the lease of all that is in hand anew: the work takes longer."""
+        """Begin the lease of all that is in hand anew."""
         with self._lock:
-            held = sorted(self._in_hand)
-        self._claim(held, self.name)
+            in_hand = set(self._in_hand)
+        self._claim(in_hand, self.name)
 
-    def _claim(self, held: Sequence[tuple[int, str]], owner: str) -> None:
-        """Have `owner` take these, one more delivery: others see that. Where the server is away, the lease goes on."""
-        for shard, stream in enumerate(self.streams):
-            ids: list[Any] = [entry for where, entry in held if where == shard]
-            if ids:
-                with suppress(*RETRYABLE):
-                    self.run.connection.scripts.xclaim(stream, self.stage, owner, 0, ids)
+    @contextmanager
+    def leases_kept(self) -> Iterator[None]:
+        """Renew the leases of all that is in hand, in a thread, however long the work takes."""
+        over = threading.Event()
+
+        def keep() -> None:
+            while not over.wait(max(self.lease_s / 3, 0.05)):
+                with suppress(RedisError):  # the next time, or another consumer takes them over
+                    self.renew()
+
+        keeper = threading.Thread(target=keep, name="streamadv-leases", daemon=True)
+        keeper.start()
+        try:
+            yield
+        finally:
+            over.set()
+            keeper.join(1.0)
 
     def retire_others(self) -> None:
         """Forget consumers that are gone and have nothing pending."""
-        for shard, stream in zip(self.run.shards, self.streams, strict=True):
-            shard.call("retire", [self.stage, RETIRE_AFTER_MS, self.name], stream=stream)
+        for cursor in self._cursors:
+            cursor.shard.call("retire", [self.stage, RETIRE_AFTER_MS, self.name], stream=cursor.stream)
 
-    def _guarded(self, shard: int, count: int, block_ms: int | None) -> list[Entry]:
+    def _claim(self, in_hand: set[tuple[int, str]], owner: str) -> None:
+        """Have `owner` take entries: one more delivery, which others see. While the server is away, leases go on."""
+        for cursor in self._cursors:
+            ids: list[Any] = sorted(entry_id for shard, entry_id in in_hand if shard == cursor.shard.index)
+            if ids:
+                with suppress(*RETRYABLE):
+                    self.run.connection.scripts.xclaim(cursor.stream, self.stage, owner, 0, ids)
+
+    def _read(self, cursor: Cursor, count: int, block_ms: int | None) -> list[Entry]:
+        """Up to `count` entries of one stream. Waits while the server is away; makes a stream anew that is gone."""
         try:
             try:
-                entries = self._read(shard, count, block_ms)
+                entries = self._advance(cursor, count, block_ms)
             except ResponseError as error:
                 if isinstance(error, RETRYABLE) or not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                     raise
-                self._make_group(shard)  # the stream or its group is gone
+                self._make_group(cursor)
                 return []
         except RETRYABLE as error:
-            self._own[shard] = "0"
+            cursor.reread()  # a reply may have been lost
             self._outage.pause_after(error)
             return []
         self._outage.over()
         return entries
 
-    def _make_group(self, shard: int) -> None:
+    def _make_group(self, cursor: Cursor) -> None:
         metrics.group_recreated(self.stage)
         self._outage.pause()  # somebody may delete it again and again
         self.run.keep_up()  # lost with the stream
-        self.run.shard(shard).call("ensure_group", [self.stage], stream=self.streams[shard])
+        cursor.shard.call("ensure_group", [self.stage], stream=cursor.stream)
 
-    def _read(self, shard: int, count: int, block_ms: int | None) -> list[Entry]:
-        stream = self.streams[shard]
-        own = self._own[shard]
-        if own is not None:
-            pending = self._group_read(shard, own, count, None)
-            self._own[shard] = pending[-1].id if pending else None
-            if fresh := self._take_in_hand(pending):
-                return fresh
-            if pending:
-                return []
-        if self._clock() >= self._look_due[shard]:
-            self._look_due[shard] = self._clock() + self.lease_s / 3 * random.uniform(0.8, 1.2)
-            self._leases[shard].look(self._pending(stream), self._clock())
-            with self._lock:
-                held = {entry for owner, entry in self._in_hand if owner == shard}
-            self._free[shard] = [
-                each for each in self._leases[shard].over(self._clock()) if each[0] not in held
-            ]
-            self.retire_others()
-            self.run.keep_up(KEEP_UP_S)
-        if self._free[shard]:
-            due, self._free[shard] = self._free[shard][:count], self._free[shard][count:]
-            args = [self.stage, self.name, *(part for entry, delivery in due for part in (entry, *delivery))]
-            reply = self.run.shard(shard).call("reclaim", args, stream=stream)
-            claimed = [(entry, dict(zip(flat[::2], flat[1::2], strict=True))) for entry, flat in reply]
-            if fresh := self._take_in_hand(_entries(shard, claimed, reclaimed=True)):
-                metrics.entries(self.stage, "reclaimed", len(fresh))
-                return fresh
-        fresh = self._take_in_hand(self._group_read(shard, ">", count, block_ms))
-        metrics.entries(self.stage, "delivered", len(fresh))
-        return fresh
+    def _advance(self, cursor: Cursor, count: int, block_ms: int | None) -> list[Entry]:
+        """Do what is next in a stream until an action gives entries, or there is nothing new."""
+        now = self._clock()
+        while True:
+            match cursor.next_action(now):
+                case Action.READ_OWN:
+                    pending = self._group_read(cursor, cursor.own_from or FIRST, count, None)
+                    cursor.own_from = pending[-1].id if pending else None
+                    if pending:
+                        return self._take_in_hand(pending)
+                case Action.CHECK_LEASES:
+                    self._check_leases(cursor)
+                case Action.TAKE_OVER:
+                    if entries := self._take_over(cursor, count):
+                        return entries
+                case Action.READ_NEW:
+                    entries = self._take_in_hand(self._group_read(cursor, ">", count, block_ms))
+                    metrics.entries(self.stage, "delivered", len(entries))
+                    return entries
+
+    def _check_leases(self, cursor: Cursor) -> None:
+        cursor.check_due = self._clock() + self.lease_s / 3 * random.uniform(0.8, 1.2)
+        pending = self._pending(cursor.stream)
+        with self._lock:
+            in_hand = set(self._in_hand)
+        cursor.check_leases(pending, in_hand, self._clock())
+        self.retire_others()
+        self.run.keep_up(KEEP_UP_S)
+
+    def _take_over(self, cursor: Cursor, count: int) -> list[Entry]:
+        """Of entries whose lease was over at the last look, those that nobody has touched since."""
+        args: list[Any] = [self.stage, self.name]
+        for entry_id, delivery in cursor.pop_expired(count):
+            args += [entry_id, *delivery]
+        claimed = [
+            (entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
+            for entry_id, fields in cursor.shard.call("reclaim", args, stream=cursor.stream)
+        ]
+        entries = self._take_in_hand(entries_of(cursor.shard.index, claimed, reclaimed=True))
+        metrics.entries(self.stage, "reclaimed", len(entries))
+        return entries
 
     def _pending(self, stream: str) -> dict[str, Delivery]:
         """Everything pending on a stream, by entry id, in their order."""
-        found: dict[str, Delivery] = {}
+        pending: dict[str, Delivery] = {}
         start = "-"
         while True:
             page: Any = self.run.connection.scripts.xpending_range(
                 stream, self.stage, start, "+", PENDING_PAGE
             )
-            for each in page:
-                entry = each["message_id"].decode()
-                found[entry] = Delivery(each["consumer"], each["times_delivered"])
+            for item in page:
+                delivery = Delivery(item["consumer"], item["times_delivered"])
+                pending[item["message_id"].decode()] = delivery
             if len(page) < PENDING_PAGE:
-                return found
+                return pending
             start = f"({page[-1]['message_id'].decode()}"
 
-    def _group_read(self, shard: int, start: str, count: int, block_ms: int | None) -> list[Entry]:
+    def _group_read(self, cursor: Cursor, start: str, count: int, block_ms: int | None) -> list[Entry]:
         client = self.run.connection.scripts if block_ms is None else self.run.connection.blocking(block_ms)
         if start == ">" and block_ms is None:
             client = self.run.connection.push  # a repeated read would leave the first reply's entries pending
         reply: Any = client.xreadgroup(
-            self.stage, self.name, {self.streams[shard]: start}, count=count, block=block_ms
+            self.stage, self.name, {cursor.stream: start}, count=count, block=block_ms
         )
         pairs = reply.items() if isinstance(reply, dict) else reply or []
-        return [entry for _, entries in pairs for entry in _entries(shard, entries)]
+        return [entry for _, entries in pairs for entry in entries_of(cursor.shard.index, entries)]
 
     def _take_in_hand(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Those of `entries` that are not in hand yet."""
         with self._lock:
             fresh = [entry for entry in entries if (entry.shard, entry.id) not in self._in_hand]
             self._in_hand.update(((entry.shard, entry.id), self._clock()) for entry in fresh)
         return fresh
 
 
-def _entries(shard: int, entries: Sequence[Any], reclaimed: bool = False) -> list[Entry]:
-    """Entries of a reply; one whose content was deleted while pending has no fields and is left out."""
+def entries_of(shard: int, entries: Sequence[Any], reclaimed: bool = False) -> list[Entry]:
+    """Entries of a reply. One whose content was deleted while it was pending has no fields and is left out."""
     return [
         Entry(shard, entry_id.decode(), _named(fields), reclaimed) for entry_id, fields in entries if fields
     ]

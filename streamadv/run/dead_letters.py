@@ -1,9 +1,8 @@
 """Dead letters: groups that could not be computed, kept with the reason until somebody decides about them.
 
 The unit is the group. Payloads are kept within the run's `dead_bytes`; above it the oldest dead group loses its
-payloads and what is known of its members (it stays listed and counted), above DEAD_KEPT groups it is forgotten. What
-was removed because nobody of the run had written it (`malformed.py`) is listed with them, under the place where it
-stood; it cannot be requeued.
+payloads and its members (it stays listed and counted), above DEAD_KEPT groups it is forgotten. Foreign data that was
+removed (`malformed.py`) is listed with the groups, under the place where it stood; it cannot be requeued.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import StreamadvError
-from ..store.keys import ShardKeys
 from ..store.replies import as_count
 from .malformed import Malformed, list_malformed
-from .run import Run
+from .run import Run, Shard
 
-#: Dead groups known of in a shard; beyond it the oldest are forgotten, emptied ones first.
+#: Dead groups listed in a shard; beyond it the oldest are forgotten, emptied ones first.
 DEAD_KEPT: Final = 10_000
 EMPTY_COUNT: Final = 100
-#: The reason of what was removed.
+#: The reason of foreign data that was removed.
 MALFORMED: Final = "malformed"
 
 
@@ -41,35 +39,34 @@ class DeadGroup:
 
 
 def list_dead(run: Run) -> Iterator[DeadGroup]:
-    """All dead groups, oldest first in each shard."""
+    """All dead groups, oldest first in each shard, and then what was removed from it as malformed."""
     now_ms = run.now_ms()
-    for keys in run.keys.shards:
-        entries: Any = run.connection.scripts.zrange(keys.dead, 0, -1, withscores=True)
-        for member, when_ms in sorted(entries, key=lambda entry: abs(entry[1])):
-            found = _read(run, keys, member.decode(errors="replace"), now_ms - abs(when_ms))
-            if found is not None:
-                yield found
-        for item in list_malformed(run, keys):
-            yield _removed(item, now_ms)
+    for shard in run.shards:
+        letters: Any = shard.connection.scripts.zrange(shard.keys.dead, 0, -1, withscores=True)
+        for member, when_ms in sorted(letters, key=lambda letter: abs(letter[1])):
+            dead_group = _read(shard, member.decode(errors="replace"), now_ms - abs(when_ms))
+            if dead_group is not None:
+                yield dead_group
+        for note in list_malformed(shard):
+            yield _as_dead_group(note, now_ms)
 
 
 def show_dead(run: Run, group_id: str) -> DeadGroup:
     """One dead group. Raises StreamadvError when there is none of that id."""
-    keys = _keys(run, group_id)
-    when_ms = run.connection.scripts.zscore(keys.dead, group_id)
-    now_ms = run.now_ms()
-    found = None if when_ms is None else _read(run, keys, group_id, now_ms - abs(float(when_ms)))
-    if found is None:
-        found = next((_removed(item, now_ms) for _, item in _find_malformed(run, group_id)), None)
-    if found is None:
-        raise StreamadvError(
-            f"group {group_id!r} is no dead letter of run {run.name}: see `streamadv dead list`"
-        )
-    return found
+    shard, now_ms = run.shard_of(group_id), run.now_ms()
+    when_ms: Any = shard.connection.scripts.zscore(shard.keys.dead, group_id)
+    if when_ms is not None and (dead_group := _read(shard, group_id, now_ms - abs(when_ms))) is not None:
+        return dead_group
+    for _, note in _notes_of(run, group_id):
+        return _as_dead_group(note, now_ms)
+    raise StreamadvError(f"group {group_id!r} is no dead letter of run {run.name}: see `streamadv dead list`")
 
 
 def requeue(run: Run, group_id: str) -> int:
-    """Put a dead group back into the groups log, whole. Returns its number of trajectories."""
+    """Put a dead group back into the groups log, whole. Returns its number of trajectories.
+
+    Raises StreamadvError when it has no payloads any more, or is no group.
+    """
     count: int = run.shard_of(group_id).call("requeue", [group_id], dead_group=group_id)
     if count == -1:
         raise StreamadvError(f"group {group_id!r} has lost its payloads (dead_bytes): it cannot be requeued")
@@ -79,58 +76,58 @@ def requeue(run: Run, group_id: str) -> int:
 
 
 def purge(run: Run, group_id: str) -> None:
-    """Forget a dead group and delete its payloads; the ledger goes on counting it as dead."""
+    """Forget a dead group and delete its payloads; the ledger goes on counting it as dead.
+
+    Raises StreamadvError when there is none of that id.
+    """
     if show_dead(run, group_id).reason == MALFORMED:
-        for keys, item in _find_malformed(run, group_id):
-            run.connection.scripts.xdel(keys.malformed, item.note)
+        for shard, note in _notes_of(run, group_id):
+            shard.connection.scripts.xdel(shard.keys.malformed, note.note)
         return
-    _empty(run, _keys(run, group_id), "purge", [group_id.encode()])
+    _empty(run.shard_of(group_id), "purge", [group_id.encode()])
 
 
-def trim_dead(run: Run, keys: ShardKeys) -> None:
+def trim_dead(shard: Shard, dead_bytes: int) -> None:
     """Forget the oldest dead groups beyond DEAD_KEPT; of others the oldest lose their payloads beyond `dead_bytes`."""
-    scripts: Any = run.connection.scripts
+    scripts: Any = shard.connection.scripts
+    keys = shard.keys
     while (surplus := scripts.zcard(keys.dead) - DEAD_KEPT) > 0:
         count = min(surplus, EMPTY_COUNT)
         oldest = scripts.zrange(keys.dead, "(0", "-inf", desc=True, byscore=True, offset=0, num=count)
         oldest = oldest or scripts.zrange(keys.dead, 0, count - 1)
-        _empty(run, keys, "purge", oldest)
-    limit = run.manifest.dead_bytes
-    while as_count(scripts.hget(keys.ledger, "dead_bytes")) > limit:
+        _empty(shard, "purge", oldest)
+    while as_count(scripts.hget(keys.ledger, "dead_bytes")) > dead_bytes:
         oldest = scripts.zrange(keys.dead, "0", "+inf", byscore=True, offset=0, num=EMPTY_COUNT)
         if not oldest:
             return
-        _empty(run, keys, "keep", oldest, limit)
+        _empty(shard, "keep", oldest, dead_bytes)
 
 
-def _empty(run: Run, keys: ShardKeys, what: str, members: Sequence[bytes], limit: int = -1) -> None:
-    """Go through dead groups as long as `limit` bytes are exceeded."""
-    ids = [(member, keys.dead_group(member.decode(errors="replace"))) for member in members]
-    while ids:
-        names = [keys.void, keys.ledger, keys.dead, keys.garbage, *[name for _, name in ids]]
-        dealt: int = run.call("empty_dead", names, [what, limit, *[member for member, _ in ids]])
-        if not dealt:
+def _empty(shard: Shard, what: str, members: Sequence[bytes], dead_bytes: int = -1) -> None:
+    """Delete the payloads of dead groups ('keep'), or the groups too ('purge'), while they exceed `dead_bytes`."""
+    while members:
+        letters = [shard.keys.dead_group(member.decode(errors="replace")) for member in members]
+        emptied: int = shard.call("empty_dead", [what, dead_bytes, *members], letters=letters)
+        if not emptied:
             return
-        ids = ids[dealt:]
+        members = members[emptied:]
 
 
-def _find_malformed(run: Run, place: str) -> list[tuple[ShardKeys, Malformed]]:
-    return [
-        (keys, item) for keys in run.keys.shards for item in list_malformed(run, keys) if item.id == place
-    ]
+def _notes_of(run: Run, place: str) -> list[tuple[Shard, Malformed]]:
+    return [(shard, note) for shard in run.shards for note in list_malformed(shard) if note.id == place]
 
 
-def _removed(item: Malformed, now_ms: int) -> DeadGroup:
+def _as_dead_group(note: Malformed, now_ms: int) -> DeadGroup:
     return DeadGroup(
-        group_id=item.id,
+        group_id=note.id,
         reason=MALFORMED,
-        detail=item.detail,
+        detail=note.detail,
         trajectories=0,
         bytes=0,
         emptied=True,
-        age_s=_seconds(now_ms - item.when_ms),
+        age_s=_seconds(now_ms - note.when_ms),
         data_source=None,
-        members=item.text,
+        members=note.text,
     )
 
 
@@ -138,17 +135,12 @@ def _seconds(age_ms: float) -> float:
     return round(max(0.0, age_ms / 1000), 1)
 
 
-def _keys(run: Run, group_id: str) -> ShardKeys:
-    return run.keys.shard(run.keys.shard_of(group_id))
-
-
-def _read(run: Run, keys: ShardKeys, group_id: str, age_ms: float) -> DeadGroup | None:
-    stored: Any = run.connection.scripts.hgetall(keys.dead_group(group_id))
-    if not stored:
-        return None
+def _read(shard: Shard, group_id: str, age_ms: float) -> DeadGroup | None:
+    """The dead letter of a group; None where there is none, or something else."""
+    stored: Any = shard.connection.scripts.hgetall(shard.keys.dead_group(group_id))
     fields = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in stored.items()}
     if not {"reason", "detail", "count", "bytes"} <= fields.keys():
-        return None  # nobody of the run has written it
+        return None
     return DeadGroup(
         group_id=group_id,
         reason=fields["reason"],

@@ -50,12 +50,12 @@ class Attendance:
 
     def look(self) -> None:
         """Read the list; take off it what is no state of a producer, and who is gone."""
-        home, now = self._run.keys.home, self._clock()
-        stored: Any = self._run.connection.scripts.hgetall(home.producers)
+        home, now = self._run.home, self._clock()
+        stored: Any = self._run.connection.scripts.hgetall(home.keys.producers)
         leaving: list[bytes] = []
         for name, value in stored.items():
             if not PRODUCER_STATE.fullmatch(value.decode(errors="replace")):
-                reject(self._run, home, home.producers, name, "no state of a producer", {"state": value})
+                reject(home, home.keys.producers, name, "no state of a producer", {"state": value})
                 continue
             if name not in self._heard or self._heard[name].value != value:
                 self._heard[name] = Heard(value, now)
@@ -67,7 +67,8 @@ class Attendance:
             by_age = sorted(past, key=lambda name: int(self._heard[name].value.partition(b" ")[0]))
             leaving += [part for name in by_age[:-PAST_KEPT] for part in (name, self._heard[name].value)]
         for start in range(0, len(leaving), FORGET_SLICE):
-            self._run.home.call("forget_producers", leaving[start : start + FORGET_SLICE])
+            part = leaving[start : start + FORGET_SLICE]
+            home.call("forget_producers", part)
         self._forget_past(stored)
 
     def _forget_past(self, listed: Container[bytes]) -> None:

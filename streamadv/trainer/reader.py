@@ -161,5 +161,5 @@ def _remove(session: Session, strays: Sequence[Stray]) -> None:
             # Published while the batch was committed or undone, after that had looked for results to delete.
             batch_commit.undo(run, stray.shard, stray.batch, session.epoch)
         else:
-            log = run.keys.shard(stray.shard).results
-            reject(run, run.keys.shard(stray.shard), log, stray.entry, stray.problem)
+            shard = run.shard(stray.shard)
+            reject(shard, shard.keys.results, stray.entry, stray.problem)

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 
 from streamadv.advantage import poison, prepare, publish
 from streamadv.errors import EpochFencedError, GroupEndedError, NoBatchError, TrajectoryError
-from streamadv.grouping import grouper
+from streamadv.grouping import grouper, housekeeping
 from streamadv.producer import Producer
 from streamadv.run.consumer import ADVANTAGE, GROUPER
 from streamadv.store.connection import Connection
@@ -106,7 +106,7 @@ class Lifecycle(RuleBasedStateMachine):
                 self.producer.begin_group(SIZE, group_id=group_id, timeout=0).cancel(1)
         elif kind == "expire":
             make_overdue(self.run, group_id)
-            grouper.Housekeeping(self.run).round()
+            housekeeping.Housekeeping(self.run).round()
         else:
             self.producer.finish()
 
@@ -205,7 +205,7 @@ class Lifecycle(RuleBasedStateMachine):
         assert found["trained"] == len(self.weights)
         assert found["queued"] == found["in_flight"] == 0
         assert found["pushed"] == found["trained"] + sum(found["dropped"].values())
-        grouper.Housekeeping(self.run).round()
+        housekeeping.Housekeeping(self.run).round()
         assert problems(self.run) == []
         left = {
             key.decode().rpartition("}:")[2] for key in self.connection.scripts.scan_iter(f"*{{{self.name}*")

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from streamadv.advantage.results import parse_result
 from streamadv.errors import NoBatchError, WireError
 from streamadv.grouping.groups_log import parse_group
-from streamadv.run.malformed import record_problem
+from streamadv.run.records import record_problem
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import compute_all, group_all, join, ledger, problems, producing, push_groups

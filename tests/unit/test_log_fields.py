@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from streamadv.grouping import grouper
+from streamadv.grouping import housekeeping
 from streamadv.messages import log_fields
 from streamadv.store.connection import Connection
 from streamadv.store.reasons import Reason
@@ -57,7 +57,7 @@ def test_an_expired_group_is_found_by_its_fields(fake: Connection, caplog: pytes
         run = join(fake, "r")
         group_all(run)
         make_overdue(run, "late")
-        grouper.Housekeeping(run).round()
+        housekeeping.Housekeeping(run).round()
     expected = {"event": "groups_expired", "run": "r", "role": "grouper", "group": "late"}
     assert expected in map(fields_of, caplog.records)
 

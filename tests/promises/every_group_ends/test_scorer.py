@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from streamadv.errors import SettingError
-from streamadv.grouping import grouper
+from streamadv.grouping import housekeeping
 from streamadv.grouping.groups_log import read_log
 from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
@@ -310,7 +310,7 @@ def test_records_of_ended_groups_go_straight_on(redis_url: str, run: str) -> Non
         joined = join(redis_url, run)
         producer.push([unscored("late", 0, 1)])
         make_overdue(joined, "late")
-        grouper.expire(joined, joined.keys.home)
+        housekeeping.expire(joined, joined.home)
         producer.push([unscored("g", 0, 1)])
         asked: list[str] = []
 

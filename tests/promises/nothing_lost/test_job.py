@@ -149,8 +149,8 @@ def computing(run: Run) -> Iterator[None]:
                 group_all(run, grouper)
                 compute_all(run, worker)
             except RETRYABLE:
-                grouper.recover()
-                worker.recover()
+                grouper.start_over()
+                worker.start_over()
 
     with threads(work):
         yield

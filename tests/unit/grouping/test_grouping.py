@@ -17,7 +17,7 @@ import streamadv.producer.logic
 import streamadv.run.heartbeats
 from streamadv import cli
 from streamadv.errors import Busy, NoBatchError, TrajectoryError
-from streamadv.grouping import grouper
+from streamadv.grouping import grouper, housekeeping
 from streamadv.grouping.groups_log import LoggedGroup, read_log
 from streamadv.grouping.short_groups import Loss
 from streamadv.producer import Producer
@@ -139,9 +139,9 @@ def test_downtime_of_the_grouper_loses_nothing(fake: Connection) -> None:
         make_overdue(run, "h", now_ms(run))
         consumer = consumer_of(run)
         entries = consumer.read(1)
-        grouper.Housekeeping(run).round()
+        housekeeping.Housekeeping(run).round()
         assert grouper.take(run, entries) == []
-        grouper.Housekeeping(run).round()
+        housekeeping.Housekeeping(run).round()
         assert ledger(run)["dropped"] == {}, "the second record still waits"
         assert group_all(run, consumer) == ["complete"]
     assert ledger(run)["dropped"] == {"expired": 1}
@@ -293,10 +293,10 @@ def test_garbage_is_swept_once(fake: Connection) -> None:
             grouper.take(run, entries)
         for number in range(100):
             make_overdue(run, f"g{number}")
-        while grouper.expire(run, run.keys.home):
+        while housekeeping.expire(run, run.home):
             pass
         assert fake.scripts.llen(run.keys.home.garbage) == 100
-        assert [grouper.sweep(run, run.keys.home) for _ in range(3)] == [64, 36, 0]
+        assert [housekeeping.sweep(run.home) for _ in range(3)] == [64, 36, 0]
     assert not [key for key in fake.scripts.keys("*") if b"payload" in key]
     assert problems(run) == []
 
@@ -378,7 +378,7 @@ class Pipeline:
 
     def score(self, group_id: str, index: int, reward: float | None) -> None:
         code = self.producer.score(group_id, index, reward)
-        grouper.apply_scores(self.run, self.run.keys.home)
+        housekeeping.apply_scores(self.run, self.run.home)
         group = self.groups.get(group_id)
         if group is None:
             assert code == "unknown"
@@ -464,7 +464,7 @@ class Pipeline:
         make_overdue(self.run, group_id, now_ms(self.run) - 1 if watermark else 1)
         if watermark and self.stream:
             make_overdue(self.run, group_id, now_ms(self.run))
-        grouper.expire(self.run, self.run.keys.home)
+        housekeeping.expire(self.run, self.run.home)
         if watermark and self.stream:
             make_overdue(self.run, group_id, now_ms(self.run) + 10**9)
             return
@@ -472,7 +472,7 @@ class Pipeline:
         self._end(group_id, "partial" if self.minimum and usable >= self.minimum else "expired", "e")
 
     def sweep(self) -> None:
-        grouper.sweep(self.run, self.run.keys.home)
+        housekeeping.sweep(self.run.home)
 
     def check(self) -> None:
         found = ledger(self.run)
@@ -525,7 +525,7 @@ def test_expiry_goes_on_while_full_pages_end(redis_url: str, run: str) -> None:
         group_all(joined)
         for number in range(600):
             make_overdue(joined, f"g{number}")
-        grouper.Housekeeping(joined).round()
+        housekeeping.Housekeeping(joined).round()
     status = read_status(joined)
     assert status.groups.open == 0
     assert status.groups.outcomes == {"expired": 600}

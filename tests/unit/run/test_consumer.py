@@ -55,7 +55,7 @@ def test_own_pending_entries_come_first_after_a_restart(pushed: Run) -> None:
 def test_after_a_failed_hand_off_everything_pending_comes_again(pushed: Run) -> None:
     consumer = consumer_of(pushed)
     lost = consumer.read(5)
-    consumer.recover()
+    consumer.start_over()
     assert ids(consumer.read(5)) == ids(lost)
 
 
@@ -63,10 +63,10 @@ def test_entries_in_hand_are_not_given_twice(pushed: Run) -> None:
     """Also when their lease is over and the consumer claims them from itself."""
     consumer = consumer_of(pushed, lease_s=0)
     found = read_all(consumer, 7)
-    consumer.recover_own()
+    consumer.reread_pending()
     assert read_all(consumer, 7) == []
     consumer.done(found[:3])
-    consumer.recover_own()
+    consumer.reread_pending()
     assert ids(read_all(consumer, 7)) == ids(found[:3]), "not handed off after all"
 
 
@@ -186,9 +186,9 @@ def test_a_stream_that_vanishes_is_made_again_without_a_hot_loop(
     calls: list[str] = []
     original = Shard.call
 
-    def count(self: Shard, script: str, *args: Any, **given: Any) -> Any:
+    def count(self: Shard, script: str, args: Any = (), **given: Any) -> Any:
         calls.extend([script] if script != "retire" else [])
-        return original(self, script, *args, **given)
+        return original(self, script, args, **given)
 
     monkeypatch.setattr(Shard, "call", count)
     assert consumer.read(5) == []
@@ -202,7 +202,7 @@ def test_a_stream_that_vanishes_is_made_again_without_a_hot_loop(
     slept: list[float] = []
     consumer._outage._sleep = slept.append
     monkeypatch.setattr(
-        Consumer, "_read", lambda *_: (_ for _ in ()).throw(ResponseError("NOGROUP No such key"))
+        Consumer, "_advance", lambda *_: (_ for _ in ()).throw(ResponseError("NOGROUP No such key"))
     )
     for _ in range(20):
         assert consumer.read(5) == []
@@ -218,11 +218,11 @@ def test_a_failover_is_waited_out(pushed: Run, monkeypatch: pytest.MonkeyPatch, 
     slept: list[float] = []
     consumer._outage._sleep = slept.append
     with monkeypatch.context() as patch:
-        patch.setattr(Consumer, "_read", lambda *_: (_ for _ in ()).throw(error))
+        patch.setattr(Consumer, "_advance", lambda *_: (_ for _ in ()).throw(error))
         assert consumer.read(5) == []
     assert slept
     with monkeypatch.context() as patch:  # also while the consumer group is made again
-        patch.setattr(Consumer, "_read", lambda *_: (_ for _ in ()).throw(ResponseError("NOGROUP")))
+        patch.setattr(Consumer, "_advance", lambda *_: (_ for _ in ()).throw(ResponseError("NOGROUP")))
         patch.setattr(Shard, "call", lambda *_, **__: (_ for _ in ()).throw(error))
         assert consumer.read(5) == []
     assert consumer.read(5)
@@ -230,7 +230,7 @@ def test_a_failover_is_waited_out(pushed: Run, monkeypatch: pytest.MonkeyPatch, 
 
 def test_another_error_of_the_server_is_not_swallowed(pushed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     consumer = consumer_of(pushed)
-    monkeypatch.setattr(Consumer, "_read", lambda *_: (_ for _ in ()).throw(ResponseError("WRONGTYPE")))
+    monkeypatch.setattr(Consumer, "_advance", lambda *_: (_ for _ in ()).throw(ResponseError("WRONGTYPE")))
     with pytest.raises(ResponseError, match="WRONGTYPE"):
         consumer.read(5)
 

@@ -1,0 +1,184 @@
+"""What groupers do beside grouping, once a second: deadlines, scores, lost producers, dead letters, garbage."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from redis.exceptions import OutOfMemoryError
+
+from .. import metrics
+from ..messages import log_fields
+from ..run import Run, Shard
+from ..run.consumer import GROUPER
+from ..run.dead_letters import trim_dead
+from ..run.malformed import reject
+from ..run.manifest import MAX_DEADLINE_S
+from ..run.records import MAX_BYTES, is_payload_key
+from .lost_producers import LostProducers
+from .scoring import pass_on_ended
+from .short_groups import ShortGroups
+
+logger = logging.getLogger(__name__)
+
+#: Records wait no longer than about this for a grouper that has much to expire or to delete.
+HOUSEKEEPING_SLICE_S: Final = 0.5
+EXPIRE_COUNT: Final = 100
+SWEEP_COUNT: Final = 64
+SCORES_COUNT: Final = 64
+
+_SCORED: Final = re.compile(r"[0-9]{1,4} \S{1,200}")
+
+
+class Housekeeping:
+    """What a grouper does beside grouping: settings, deadlines, lost producers, dead letters, garbage."""
+
+    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run = run
+        self._clock = clock
+        self._lost = LostProducers(run, clock)
+        self._short = ShortGroups(run, clock)
+
+    def round(self) -> bool:
+        """Once through everything; False when there was more than fits into HOUSEKEEPING_SLICE_S."""
+        run, until = self._run, self._clock() + HOUSEKEEPING_SLICE_S
+        run.refresh()
+        self._lost.look()
+        self._short.look()
+        done = True
+        for shard in run.shards:
+            mend_streams(run, shard)
+            apply_scores(run, shard)  # before a deadline ends the groups that they complete
+            more_due = self._expire(shard, until)
+            while pass_on_ended(run, shard) and self._clock() < until:
+                pass
+            trim_dead(shard, run.manifest.dead_bytes)
+            while swept := sweep(shard):
+                if self._clock() >= until:
+                    break
+            done = done and not more_due and not swept
+        return done
+
+    def _expire(self, shard: Shard, until: float) -> bool:
+        """End groups past their deadline, page by page; True when there may be more of them."""
+        ended = page = expire(self._run, shard)
+        while len(page) >= EXPIRE_COUNT and self._clock() < until:
+            page = expire(self._run, shard)
+            ended = ended + page
+        if ended:
+            outcomes = Counter(outcome for _, outcome in ended)
+            listed = ", ".join(f"{outcome} {count}" for outcome, count in outcomes.items())
+            text = "%d groups reached their deadline, %s among them: %s"
+            fields = log_fields("groups_expired", run=shard.run, role=GROUPER, group=ended[0][0])
+            logger.warning(text, len(ended), ended[0][0], listed, extra=fields)
+        return len(page) >= EXPIRE_COUNT
+
+
+def mend_streams(run: Run, shard: Shard) -> None:
+    """Make streams anew that take no more entries, because a producer has given them the last possible id."""
+    for stream in (shard.keys.rollouts, *map(shard.keys.scoring, run.manifest.scorers)):
+        place = stream.partition("}:")[2]
+        if shard.call("mend_stream", [place], stream=stream):
+            text = "%s: somebody has set its last id, it was made anew with all its entries"
+            logger.error(text, place, extra=log_fields("stream_mended", run=shard.run, role=GROUPER))
+
+
+def apply_scores(run: Run, shard: Shard) -> None:
+    """Fill in rewards that `producer.score` brought for members taken before, and end the groups that they complete."""
+    while items := _checked_items(shard, shard.keys.scored, SCORES_COUNT, _is_scored, "no slot of a group"):
+        group_hashes = [shard.keys.group(item.partition(b" ")[2].decode()) for item in items]
+        ended = shard.call("apply_scores", [*run.manifest.policy_args, *items], group_hashes=group_hashes)
+        for outcome, source in zip(ended[::2], ended[1::2], strict=True):
+            count_ended(outcome, source)
+
+
+def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
+    """End groups past their deadline, a page at most; their ids and outcomes.
+
+    Several groupers may try, the script decides.
+    """
+    now_ms, open_key = run.now_ms(), shard.keys.open
+    due: Any = shard.connection.scripts.zrangebyscore(open_key, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
+    ids = []
+    for member in [*due, *_shorten_deadlines(run, shard, now_ms)]:
+        try:
+            ids.append(member.decode())
+        except UnicodeDecodeError:
+            reject(shard, open_key, member, "no UTF-8")
+    ended: list[tuple[str, str]] = []
+    while ids:
+        args = [*run.manifest.policy_args, *ids]
+        looked_at, *flat = shard.call("expire", args, group_hashes=map(shard.keys.group, ids))
+        ended += [
+            (group_id.decode(), count_ended(outcome, source))
+            for group_id, outcome, source in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        ]
+        ids = ids[looked_at:]
+    return ended
+
+
+def _shorten_deadlines(run: Run, shard: Shard, now_ms: int) -> list[bytes]:
+    """Give groups whose deadline is farther than any may be the run's own. Returns them: some may be no groups.
+
+    Such deadlines keep a run from ending. They come from a foreign process, or from a server whose clock was ahead.
+    """
+    farthest = now_ms + round(2 * MAX_DEADLINE_S * 1000)
+    scripts = shard.connection.scripts
+    beyond: Any = scripts.zrangebyscore(shard.keys.open, f"({farthest}", "+inf", start=0, num=EXPIRE_COUNT)
+    if beyond:
+        deadline = now_ms + round(run.manifest.group_deadline_s * 1000)
+        with suppress(OutOfMemoryError):  # above maxmemory: later
+            scripts.zadd(shard.keys.open, dict.fromkeys(beyond, deadline), xx=True)
+        text = "%d open groups had deadlines farther than any may be: they get the run's"
+        logger.warning(
+            text, len(beyond), extra=log_fields("deadlines_shortened", run=shard.run, role=GROUPER)
+        )
+    return list(beyond)
+
+
+def sweep(shard: Shard) -> int:
+    """Delete payloads of dropped trajectories, a slice that does not block the server. Returns how many.
+
+    0: nothing is left, or another grouper is at it.
+    """
+    garbage = shard.keys.garbage
+    items = _checked_items(shard, garbage, SWEEP_COUNT, _is_garbage, "no payload and its bytes")
+    if not items:
+        return 0
+    payloads = [item.rpartition(b" ")[0].decode() for item in items]
+    swept: int = shard.call("sweep", items, payloads=payloads)
+    return swept
+
+
+def count_ended(outcome: bytes, data_source: bytes) -> str:
+    """Count a group that a script has ended in the metrics. Returns its outcome."""
+    metrics.group_ended(outcome.decode(), data_source.decode() or None)
+    return outcome.decode()
+
+
+def _checked_items(
+    shard: Shard, key: str, count: int, is_item: Callable[[Shard, bytes], bool], problem: str
+) -> list[bytes]:
+    """The first items of a list, up to `count`. Those that `is_item` refuses are removed as malformed."""
+    while True:
+        items: Any = shard.connection.scripts.lrange(key, 0, count - 1)
+        foreign = [item for item in items if not is_item(shard, item)]
+        if not foreign:
+            return list(items)
+        for item in foreign:
+            reject(shard, key, item, problem)
+
+
+def _is_scored(shard: Shard, item: bytes) -> bool:
+    return _SCORED.fullmatch(item.decode(errors="replace")) is not None
+
+
+def _is_garbage(shard: Shard, item: bytes) -> bool:
+    key, _, size = item.rpartition(b" ")
+    is_size = size.isdigit() and len(size) <= 10 and int(size) <= MAX_BYTES
+    return is_size and is_payload_key(shard.keys, key.decode(errors="replace"))
