@@ -56,7 +56,7 @@ end
 
 -- Fill the slots of an open group in order of arrival. Returns the outcome and the data source if the group has ended.
 local function take_open(records, counts)
-  local slots, waits, fields, rewarded = {}, {}, {}, {}
+  local slots, waits, fields, overruled = {}, {}, {}, {}
   for i, record in ipairs(records) do slots[i] = record.slot end
   for i, text in ipairs(redis.call('HMGET', keys.group, unpack(slots))) do waits[slots[i]] = text == 'p' end
   local usable, unusable, unscored = counts.usable, counts.unusable, 0
@@ -75,15 +75,15 @@ local function take_open(records, counts)
         fields[#fields + 1] = member_text(reward, record.bytes, record.payload, record.role, record.reference)
         if reward == '-' then unscored = unscored + 1 else counts.usable = counts.usable + 1 end
       end
-      -- What came with the push stands.
-      if record.kind ~= 'usable' or record.reward ~= '' then rewarded[#rewarded + 1] = 'score:' .. record.slot end
+      -- What came with the push stands, whatever `producer.score` says.
+      if record.kind ~= 'usable' or record.reward ~= '' then overruled[#overruled + 1] = 'score:' .. record.slot end
     end
   end
   if #fields == 0 then return nil end
   registered = registered + #fields / 2
   usable, unusable = counts.usable - usable, counts.unusable - unusable
   redis.call('HSET', keys.group, unpack(fields))
-  if #rewarded > 0 then redis.call('HDEL', keys.group, unpack(rewarded)) end
+  if #overruled > 0 then redis.call('HDEL', keys.group, unpack(overruled)) end
   if usable > 0 then redis.call('HINCRBY', keys.group, 'usable', usable) end
   if unscored > 0 then redis.call('HINCRBY', keys.group, 'unscored', unscored) end
   if unusable > 0 then redis.call('HINCRBY', keys.group, 'unusable', unusable) end
