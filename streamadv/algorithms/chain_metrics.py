@@ -14,6 +14,8 @@ from . import kernels
 
 GREATEST: Final = ("/max", "_max", "_max_deviation")  # endings of names that merge to the greatest
 LEAST: Final = ("/min", "_min")
+#: The mean KL to the reference policy, by which the KL coefficient adapts.
+MEAN_KL: Final = "critic/kl"
 
 Pair = tuple[float, float]
 

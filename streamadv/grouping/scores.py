@@ -23,7 +23,7 @@ MAX_NAME_CHARS: Final = 200
 
 
 class ScoreError(Exception):
-    """A scoring function failed, or its answer is no score. `kind`: one of `metrics.UNSCORABLE_KINDS`."""
+    """A scoring function failed, or its answer is no score. `kind`: one of `metrics.instruments.UNSCORABLE_KINDS`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(one_line(text))

@@ -1,7 +1,7 @@
 """Metrics of a process: what the stages report here is served at `/metrics` for Prometheus.
 
-docs/observability.md explains each. Labels take values from small fixed sets, never an id. Instruments are
-made once, below; work items and batches are reported whole, as arrays. Any thread may call. torch is not imported.
+In reading order: these functions, which stages call; `instruments` (the declarations); `exposition` (how the numbers
+leave the process). Work items and batches are reported whole, as arrays. Any thread may call. torch is not imported.
 """
 
 from __future__ import annotations
@@ -11,258 +11,71 @@ import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from ..version import __version__
-from .exposition import ArrayHistogram, LedgerCollector, StatusReader, serve_metrics
+from . import instruments
+from .exposition import StatusReader, serve_metrics
+from .instruments import KEPT, REGISTRY, child
+
+__all__ = [
+    "KEPT",
+    "REGISTRY",
+    "backpressure",
+    "batch_delivered",
+    "blocked_when",
+    "entries",
+    "group_ended",
+    "group_recreated",
+    "no_progress",
+    "producer_pushed",
+    "register_ledger",
+    "retried",
+    "serve",
+    "timed",
+    "training_metrics",
+    "unscorable",
+    "work_item_computed",
+]
 
 #: Numbers of a work item or batch: an array, a list or one number. None stands for unknown and is left out.
 Values = NDArray[Any] | Sequence[float | None] | Sequence[int | None] | float | None
 Event = Literal["delivered", "acked", "reclaimed", "duplicate"]
 
-#: How a group can end; any other name is counted as "other".
-OUTCOMES: Final = (
-    "complete", "partial", "incomplete", "expired", "cancelled", "zero_variance", "difficulty",
-    "no_train_members", "missing_column", "stale", "oversize", "rolled_back", "other",
-)  # fmt: skip
-#: Outcomes of groups that go on to a batch.
-KEPT: Final = ("complete", "partial")
-#: What befalls a group later, when a batch is named: it was counted as kept before.
-AT_NAMING: Final = ("missing_column", "stale", "oversize", "rolled_back")
-#: Why a stage has to try again: see `connection.reason_of`.
-RETRY_REASONS: Final = (
-    "connection", "timeout", "loading", "readonly", "masterdown", "clusterdown", "tryagain", "moved", "ask",
-    "noreplicas", "misconf", "busy", "streamend",
-)  # fmt: skip
-#: Why a scorer gave a trajectory up: see `scores.ScoreError`.
-UNSCORABLE_KINDS: Final = ("exception", "value", "hang", "crash")
-PUSH_CODES: Final = ("pushed", "duplicate", "surplus", "late", "other")
-#: Data sources with a label of their own; those that come later are counted as "other".
-MAX_DATA_SOURCES: Final = 32
-
-# Upper bounds of the buckets.
-STEP_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-LONG_SECONDS: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
-MAGNITUDES: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10)
-SYMMETRIC: Final = (*(-bound for bound in reversed(MAGNITUDES)), 0, *MAGNITUDES)
-TOKENS: Final = tuple(2**n for n in range(4, 18))  # 16 to 131072
-TURNS: Final = (1, 2, 3, 5, 8, 12, 20, 30, 50, 100)
-# Between whole versions, so that quantiles interpolate around a version and not below it.
-VERSIONS: Final = (0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 8.5, 10.5, 12.5, 16.5, 24.5, 32.5, 64.5)
-WEIGHTS: Final = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
-
-REGISTRY: Final = CollectorRegistry()
-
-
-def _counter(name: str, documentation: str, *labels: str) -> Counter:
-    """The client adds `_total` to the name."""
-    return Counter(name, documentation, labels, registry=REGISTRY)
-
-
-def _gauge(name: str, documentation: str, *labels: str) -> Gauge:
-    return Gauge(name, documentation, labels, registry=REGISTRY)
-
-
-def _histogram(name: str, documentation: str, bounds: Sequence[float]) -> ArrayHistogram:
-    histogram = ArrayHistogram(name, documentation, bounds)
-    REGISTRY.register(histogram)
-    return histogram
-
-
-# Every stage.
-STAGE_DURATION: Final = Histogram(
-    "streamadv_stage_duration_seconds",
-    "Time of one step of a stage.",
-    ("stage", "step"),
-    buckets=STEP_SECONDS,
-    registry=REGISTRY,
-)
-DELIVERED: Final = _counter("streamadv_delivered", "Stream entries read.", "stage")
-ACKED: Final = _counter("streamadv_acked", "Stream entries finished.", "stage")
-RECLAIMED: Final = _counter(
-    "streamadv_reclaimed", "Stream entries taken over from a silent consumer.", "stage"
-)
-DUPLICATE: Final = _counter(
-    "streamadv_duplicate", "Stream entries that another consumer had finished, result thrown away.", "stage"
-)
-CONNECTION_ERRORS: Final = _counter(
-    "streamadv_connection_errors", "Failures of the server, each tried again.", "stage", "reason"
-)
-NOGROUP: Final = _counter(
-    "streamadv_nogroup_recreations", "Consumer groups found missing and made again.", "stage"
-)
-LAST_SUCCESS: Final = _gauge(
-    "streamadv_last_success_timestamp_seconds", "When the stage last finished something.", "stage"
-)
-BLOCKED: Final = _gauge(
-    "streamadv_blocked", "1 while this process waits for this reason, for more than a second.", "reason"
-)
-BUILD_INFO: Final = _gauge("streamadv_build_info", "Always 1; the version is a label.", "version")
-
-# Producers.
-PUSHED: Final = _counter("streamadv_pushed", "Records pushed, by what became of them.", "outcome")
-BACKPRESSURE: Final = _counter("streamadv_backpressure_seconds", "Time producers waited for admission.")
-
-# Groups.
-GROUPS: Final = _counter("streamadv_groups", "Groups ended, by outcome.", "outcome")
-GROUPS_PRODUCED: Final = _counter("streamadv_groups_produced", "Groups ended.", "data_source")
-GROUPS_KEPT: Final = _counter("streamadv_groups_kept", "Groups that went on to a batch.", "data_source")
-GROUP_COMPLETION: Final = _histogram(
-    "streamadv_group_completion_seconds", "From the opening of a group to its end.", LONG_SECONDS
-)
-GROUP_REWARD_STD: Final = _histogram(
-    "streamadv_group_reward_std", "Standard deviation of the rewards in a group.", (0, *MAGNITUDES)
-)
-
-# Rewards and advantages.
-REWARD: Final = _histogram("streamadv_reward", "Reward of a trajectory.", SYMMETRIC)
-# Two counters give the mean, (positive - negative) / bucket +Inf: a sum of signed numbers is no counter.
-REWARD_POSITIVE: Final = _counter("streamadv_reward_positive", "Sum of the rewards above 0.")
-REWARD_NEGATIVE: Final = _counter("streamadv_reward_negative", "Sum of the rewards below 0, without sign.")
-ADVANTAGE: Final = _histogram(
-    "streamadv_advantage",
-    "Advantage, one value for each row, step or token as the estimator gives it.",
-    SYMMETRIC,
-)
-RESPONSE_TOKENS: Final = _histogram("streamadv_response_tokens", "Trainable tokens of a trajectory.", TOKENS)
-TURNS_TAKEN: Final = _histogram("streamadv_turns", "Turns of a trajectory.", TURNS)
-UNSCORABLE: Final = _counter(
-    "streamadv_unscorable", "Trajectories on which a scoring function failed in all tries.", "stage", "kind"
-)
-TRUNCATED: Final = _counter("streamadv_truncated", "Trajectories cut off at a limit.")
-NONFINITE: Final = _counter("streamadv_nonfinite", "NaN or infinity where a number belongs.", "quantity")
-REWARD_CLIPPED: Final = _gauge(
-    "streamadv_reward_clipped_ratio",
-    "Share of the rewards that was clipped, last work item.",
-    "stage",
-    "level",
-)
-ADVANTAGE_CLIPPED: Final = _gauge(
-    "streamadv_advantage_clipped_ratio",
-    "Share of trainable tokens with a clipped advantage, last work item.",
-    "stage",
-)
-KL_COEFFICIENT: Final = _gauge("streamadv_kl_coefficient", "Coefficient of the KL penalty.", "stage")
-KL_PENALTY: Final = _gauge(
-    "streamadv_kl_penalty",
-    "KL to the reference policy as the chain estimates it, last work item.",
-    "stage",
-)
-
-# Staleness and off-policy correction.
-POLICY_LAG: Final = _histogram(
-    "streamadv_policy_lag_versions", "Staleness of a trajectory when it is trained on.", VERSIONS
-)
-POLICY_LAG_IN_FLIGHT: Final = _histogram(
-    "streamadv_policy_lag_in_flight_versions", "Part of the staleness from while it was played.", VERSIONS
-)
-POLICY_LAG_IN_QUEUE: Final = _histogram(
-    "streamadv_policy_lag_in_queue_versions", "Part of the staleness from waiting for its batch.", VERSIONS
-)
-KL_K1: Final = _gauge(
-    "streamadv_kl_k1", "KL(rollout policy, trained policy), k1 estimate, last batch.", "stage"
-)
-KL_K3: Final = _gauge(
-    "streamadv_kl_k3", "KL(rollout policy, trained policy), k3 estimate, last batch.", "stage"
-)
-IS_WEIGHT: Final = _histogram("streamadv_is_weight", "Importance weights after truncation.", WEIGHTS)
-IS_ESS: Final = _gauge(
-    "streamadv_is_ess_ratio", "mean(w)^2 / mean(w^2) of importance weights, last work item.", "stage"
-)
-IS_CLIPPED: Final = _gauge(
-    "streamadv_is_clipped_ratio", "Share of weights truncated, last work item.", "stage"
-)
-
-# The trainer queue.
-NO_PROGRESS: Final = _gauge(
-    "streamadv_no_progress_seconds", "Seconds that the trainer has waited for the batch it is waiting for."
-)
-BATCH_VERSION: Final = _gauge("streamadv_batch_version", "Version that the last batch delivered trains.")
-DELIVERED_BATCHES: Final = _counter("streamadv_delivered_batches", "Batches delivered to the trainer.")
-DELIVERED_TRAJECTORIES: Final = _counter(
-    "streamadv_delivered_trajectories", "Trajectories delivered to the trainer."
-)
-DELIVERED_TOKENS: Final = _counter("streamadv_delivered_tokens", "Trainable tokens delivered to the trainer.")
-TRAINER_WAIT: Final = _counter("streamadv_trainer_wait_seconds", "Time the trainer waited for batches.")
-E2E: Final = _histogram(
-    "streamadv_e2e_seconds", "From the end of a group to its delivery to the trainer.", LONG_SECONDS
-)
-
-LEDGER: Final = LedgerCollector()
-REGISTRY.register(LEDGER)
-
-
-@cache
-def _child(instrument: Any, *labels: str) -> Any:
-    """`instrument.labels(...)`, looked up once."""
-    return instrument.labels(*labels)
-
-
-EVENTS: Final[Mapping[str, Counter]] = {
-    "delivered": DELIVERED,
-    "acked": ACKED,
-    "reclaimed": RECLAIMED,
-    "duplicate": DUPLICATE,
-}
-#: Where numbers under verl's and ROLL's names go, with labels beside the stage; others have no metric here.
-TRAINING_GAUGES: Final[Mapping[str, tuple[Gauge, tuple[str, ...]]]] = {
-    "critic/kl": (KL_PENALTY, ()),
-    "critic/kl_coef": (KL_COEFFICIENT, ()),
-    "critic/reward_clip_frac": (REWARD_CLIPPED, ("sequence",)),
-    "critic/token_reward_clip_frac": (REWARD_CLIPPED, ("token",)),
-    "critic/advantage_clip_frac": (ADVANTAGE_CLIPPED, ()),
-    "rollout_corr/kl": (KL_K1, ()),
-    "rollout_corr/k3_kl": (KL_K3, ()),
-    "rollout_corr/rollout_is_eff_sample_size": (IS_ESS, ()),
-    "rollout_corr/rollout_is_ratio_fraction_high": (IS_CLIPPED, ()),
-}
-
-_child(BUILD_INFO, __version__).set(1)
-# Series that exist from the start show their first increase.
-for _outcome in OUTCOMES:
-    _child(GROUPS, _outcome)
-for _code in PUSH_CODES:
-    _child(PUSHED, _code)
-for _quantity in ("reward", "advantage", "is_weight"):
-    _child(NONFINITE, _quantity)
-
 
 def timed(stage: str, step: str) -> AbstractContextManager[Any]:
     """Measure a block as `step` of `stage`, also when it raises. Not for reads that block."""
-    timer: AbstractContextManager[Any] = _child(STAGE_DURATION, stage, step).time()
+    timer: AbstractContextManager[Any] = child(instruments.STAGE_DURATION, stage, step).time()
     return timer
 
 
 def entries(stage: str, event: Event, n: int = 1) -> None:
     """`n` stream entries were delivered, acked, reclaimed, or finished by somebody else before (duplicate)."""
-    _child(EVENTS[event], stage).inc(n)
+    child(instruments.EVENTS[event], stage).inc(n)
     if event == "acked" and n:
         _succeeded(stage)
 
 
 def retried(stage: str, reason: str) -> None:
     """The server failed and is tried again; `reason` is one of RETRY_REASONS."""
-    _child(CONNECTION_ERRORS, stage, reason).inc()
+    child(instruments.CONNECTION_ERRORS, stage, reason).inc()
 
 
 def blocked_when(reason: str, is_blocked: Callable[[], bool]) -> None:
     """Show at each scrape whether somebody in this process waits for `reason`, one of `store.reasons.REASONS`."""
-    _child(BLOCKED, reason).set_function(lambda: float(is_blocked()))
+    child(instruments.BLOCKED, reason).set_function(lambda: float(is_blocked()))
 
 
 def unscorable(stage: str, kind: str) -> None:
     """A scorer gave a trajectory up; `kind` is one of UNSCORABLE_KINDS."""
-    _child(UNSCORABLE, stage, kind).inc()
+    child(instruments.UNSCORABLE, stage, kind).inc()
 
 
 def group_recreated(stage: str) -> None:
     """A consumer group was missing (NOGROUP) and has been made again."""
-    _child(NOGROUP, stage).inc()
+    child(instruments.NOGROUP, stage).inc()
 
 
 def group_ended(outcome: str, data_source: str | None = None) -> None:
@@ -270,24 +83,24 @@ def group_ended(outcome: str, data_source: str | None = None) -> None:
 
     An outcome of AT_NAMING befalls a group that was counted before: its source's numbers stay.
     """
-    _child(GROUPS, outcome if outcome in OUTCOMES else "other").inc()
-    if data_source is not None and outcome not in AT_NAMING:
+    child(instruments.GROUPS, outcome if outcome in instruments.OUTCOMES else "other").inc()
+    if data_source is not None and outcome not in instruments.AT_NAMING:
         source = _bounded_source(data_source)
-        _child(GROUPS_PRODUCED, source).inc()
+        child(instruments.GROUPS_PRODUCED, source).inc()
         # By 0 too: a source that keeps nothing must show.
-        _child(GROUPS_KEPT, source).inc(int(outcome in KEPT))
+        child(instruments.GROUPS_KEPT, source).inc(int(outcome in KEPT))
 
 
 def producer_pushed(codes: Iterable[str]) -> None:
     """What became of the records of one push: the codes of a PushResult."""
     for code, n in Tally(codes).items():
-        _child(PUSHED, code if code in PUSH_CODES else "other").inc(n)
+        child(instruments.PUSHED, code if code in instruments.PUSH_CODES else "other").inc(n)
     _succeeded("producer")
 
 
 def backpressure(seconds: float) -> None:
     """A producer waited so long for admission. Call after each pause, so that a long wait shows."""
-    BACKPRESSURE.inc(seconds)
+    instruments.BACKPRESSURE.inc(seconds)
 
 
 def work_item_computed(
@@ -310,29 +123,29 @@ def work_item_computed(
     tokens.
     """
     reward = _finite(rewards, "reward")
-    REWARD.observe(reward)
-    REWARD_POSITIVE.inc(float(reward[reward > 0].sum()))
-    REWARD_NEGATIVE.inc(float(-reward[reward < 0].sum()))
-    ADVANTAGE.observe(_finite(advantages, "advantage"))
-    RESPONSE_TOKENS.observe(_known(response_tokens))
-    TURNS_TAKEN.observe(_known(turns))
-    TRUNCATED.inc(float(_known(truncated).sum()))
-    GROUP_REWARD_STD.observe(_known(group_reward_std))
-    GROUP_COMPLETION.observe(_known(group_completion_s))
+    instruments.REWARD.observe(reward)
+    instruments.REWARD_POSITIVE.inc(float(reward[reward > 0].sum()))
+    instruments.REWARD_NEGATIVE.inc(float(-reward[reward < 0].sum()))
+    instruments.ADVANTAGE.observe(_finite(advantages, "advantage"))
+    instruments.RESPONSE_TOKENS.observe(_known(response_tokens))
+    instruments.TURNS_TAKEN.observe(_known(turns))
+    instruments.TRUNCATED.inc(float(_known(truncated).sum()))
+    instruments.GROUP_REWARD_STD.observe(_known(group_reward_std))
+    instruments.GROUP_COMPLETION.observe(_known(group_completion_s))
     training_metrics(metrics, stage)
     weights = _finite(is_weights, "is_weight")
     if len(weights):
-        IS_WEIGHT.observe(weights)
+        instruments.IS_WEIGHT.observe(weights)
         squares = float((weights * weights).mean())
-        _child(IS_ESS, stage).set(float(weights.mean()) ** 2 / squares if squares else 0.0)
+        child(instruments.IS_ESS, stage).set(float(weights.mean()) ** 2 / squares if squares else 0.0)
 
 
 def training_metrics(metrics: Mapping[str, float], stage: str = "trainer") -> None:
     """Numbers under verl's and ROLL's names, of a chain or a training loop; TRAINING_GAUGES says which show."""
     for name, value in metrics.items():
-        if name in TRAINING_GAUGES:
-            gauge, labels = TRAINING_GAUGES[name]
-            _child(gauge, stage, *labels).set(value)
+        if name in instruments.TRAINING_GAUGES:
+            gauge, labels = instruments.TRAINING_GAUGES[name]
+            child(gauge, stage, *labels).set(value)
 
 
 def batch_delivered(
@@ -350,21 +163,21 @@ def batch_delivered(
     staleness, in_flight_lag, in_queue_lag (versions), e2e_s (seconds from the end of its group): of each
     trajectory, None where it has no version or time. wait_s: seconds that the loop waited for this batch.
     """
-    BATCH_VERSION.set(version)
-    POLICY_LAG.observe(_known(staleness))
-    POLICY_LAG_IN_FLIGHT.observe(_known(in_flight_lag))
-    POLICY_LAG_IN_QUEUE.observe(_known(in_queue_lag))
-    DELIVERED_BATCHES.inc()
-    DELIVERED_TOKENS.inc(num_tokens)
-    DELIVERED_TRAJECTORIES.inc(num_trajectories)
-    TRAINER_WAIT.inc(wait_s)
-    E2E.observe(_known(e2e_s))
+    instruments.BATCH_VERSION.set(version)
+    instruments.POLICY_LAG.observe(_known(staleness))
+    instruments.POLICY_LAG_IN_FLIGHT.observe(_known(in_flight_lag))
+    instruments.POLICY_LAG_IN_QUEUE.observe(_known(in_queue_lag))
+    instruments.DELIVERED_BATCHES.inc()
+    instruments.DELIVERED_TOKENS.inc(num_tokens)
+    instruments.DELIVERED_TRAJECTORIES.inc(num_trajectories)
+    instruments.TRAINER_WAIT.inc(wait_s)
+    instruments.E2E.observe(_known(e2e_s))
     _succeeded("trainer")
 
 
 def no_progress(seconds: float) -> None:
     """The trainer has waited so long for a batch; 0 when one is there."""
-    NO_PROGRESS.set(seconds)
+    instruments.NO_PROGRESS.set(seconds)
 
 
 def register_ledger(read_status: StatusReader | None) -> None:
@@ -372,7 +185,7 @@ def register_ledger(read_status: StatusReader | None) -> None:
 
     In one process of a run only (the grouper): each further one would show the same numbers again.
     """
-    LEDGER.read_status = read_status
+    instruments.LEDGER.read_status = read_status
 
 
 def serve(port: int, run: str | None = None, host: str = "127.0.0.1") -> int:
@@ -394,7 +207,7 @@ def _finite(values: Values, quantity: str) -> NDArray[np.float64]:
     """`_known`, for values that should all be numbers: what is left out counts as non-finite."""
     flat = _flat(values)
     kept = flat[np.isfinite(flat)]
-    _child(NONFINITE, quantity).inc(len(flat) - len(kept))
+    child(instruments.NONFINITE, quantity).inc(len(flat) - len(kept))
     return kept
 
 
@@ -403,7 +216,7 @@ def _flat(values: Values) -> NDArray[np.float64]:
 
 
 def _succeeded(stage: str) -> None:
-    _child(LAST_SUCCESS, stage).set(time.time())
+    child(instruments.LAST_SUCCESS, stage).set(time.time())
 
 
 _sources: set[str] = set()
@@ -413,7 +226,7 @@ _sources_lock = threading.Lock()
 def _bounded_source(data_source: str) -> str:
     with _sources_lock:
         if data_source not in _sources:
-            if len(_sources) >= MAX_DATA_SOURCES:
+            if len(_sources) >= instruments.MAX_DATA_SOURCES:
                 return "other"
             _sources.add(data_source)
     return data_source

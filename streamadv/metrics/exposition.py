@@ -1,6 +1,6 @@
 """How metrics leave a process: array histograms, the ledger read at scrape time, and the `/metrics` server.
 
-What is measured stands in metrics.py.
+`instruments.py` declares what is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..errors import SettingError, StreamadvError
 
 logger = logging.getLogger(__name__)
 
-#: Gives `status.read_status`; raises RedisError, OSError or StreamadvError when it cannot.
+#: Returns the JSON of the status; raises RedisError, OSError or StreamadvError when it cannot.
 StatusReader = Callable[[], Mapping[str, Any]]
 
 

@@ -94,7 +94,7 @@ _WAITS_FOR: Final = {
 
 
 def reason_of(error: Exception) -> str:
-    """Why something is tried again: one of `metrics.RETRY_REASONS`."""
+    """Why something is tried again: one of `metrics.instruments.RETRY_REASONS`."""
     for kinds, reason in _REASONS:
         if isinstance(error, kinds):
             return reason

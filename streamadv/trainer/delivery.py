@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..advantage.results import Member, Result, numbers_of
 from ..algorithms.chain import Chain, cut_chain, run_chain
-from ..algorithms.chain_metrics import merge_metrics
+from ..algorithms.chain_metrics import MEAN_KL, merge_metrics
 from ..algorithms.packed import PackedBatch, expand
 from ..algorithms.packing import pack
 from ..batch.record import BatchRecord
@@ -221,6 +221,7 @@ def _check_scope(chain: Chain, record: BatchRecord, world_size: int) -> None:
 def _cut(computed: ComputedBatch, packed: PackedShare, late_metrics: Metrics | None) -> Batch:
     record, trained = computed.record, packed.share.trained
     metrics: list[Metrics] = [(result.header.metrics, result.header.weights) for result in computed.results]
+    merged, _ = merge_metrics([*metrics, *([late_metrics] if late_metrics else [])])
     logged_s = {group.group_id: group.logged_ms / 1000 for group in computed.groups}
     return Batch(
         version=record.k,
@@ -232,7 +233,8 @@ def _cut(computed: ComputedBatch, packed: PackedShare, late_metrics: Metrics | N
         references=trained,
         staleness=[reference.staleness(record.k) for reference in trained],
         logged_s=[logged_s[reference.group_id] for reference in trained],
-        metrics=merge_metrics([*metrics, *([late_metrics] if late_metrics else [])])[0],
+        kl=merged.get(MEAN_KL),
+        metrics=merged,
         make_delivered=lambda: _delivered(packed, record.k),
     )
 

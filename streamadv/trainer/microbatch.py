@@ -173,6 +173,8 @@ class Batch:
     """For each of `references`, k minus the oldest version that made its tokens; None for one without a version."""
     logged_s: list[float] = field(repr=False)
     """For each of `references`, when its group was complete: seconds since the epoch, by the server's clock."""
+    kl: float | None
+    """Mean KL to the reference policy, by which the KL coefficient adapts; None if the chain has no KL step."""
     metrics: dict[str, float]
     """Means over the batch by name, such as `critic/rewards/mean`, and what was dropped since the batch before."""
     make_delivered: Callable[[], list[Delivered]] = field(repr=False)

@@ -372,7 +372,7 @@ class TrainerQueue(IterableDataset[Batch]):
         record = session.records.get(batch.version)
         if record is None or record.id != batch.id:
             raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
-        session.note_trained(record, batch.metrics.get("critic/kl"))
+        session.note_trained(record, batch.kl)
         return record
 
     def _commit(self, state: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import TrajectoryError
 from .. import kernels
-from ..chain_metrics import Metric, fraction, mean, summary
+from ..chain_metrics import MEAN_KL, Metric, fraction, mean, summary
 from ..kernels import rewards as reward_kernels
 from ..kl import column_kl
 from ..length_penalties import overlong_penalty, truncation_penalty
@@ -133,7 +133,7 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
         rows = counted.sum()
         state = state.with_metrics(
             {
-                "critic/kl": Metric(segment_sum(per_row, whole(per_row))[0] / rows.clamp(min=1), rows),
+                MEAN_KL: Metric(segment_sum(per_row, whole(per_row))[0] / rows.clamp(min=1), rows),
                 "critic/kl_coef": Metric(rewards.new_full((), coefficient), rows),
             }
         )

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from streamadv import __version__, metrics
 from streamadv.errors import ServerUnreachableError, SettingError
+from streamadv.metrics import instruments
 from streamadv.metrics.exposition import ArrayHistogram
 from streamadv.run import open_run
 from streamadv.status import read_status
@@ -125,7 +126,7 @@ def report_everything() -> None:
     compute_unit(
         rewards=[1.0],
         advantages=[0.5],
-        metrics=dict.fromkeys(metrics.TRAINING_GAUGES, 0.1),
+        metrics=dict.fromkeys(instruments.TRAINING_GAUGES, 0.1),
         is_weights=[1.0],
     )
     metrics.batch_delivered(3, [1], [0], [1], 10, 1, 0.5, [2.0])
@@ -202,7 +203,7 @@ def test_a_step_is_timed_also_when_it_raises(delta: Delta) -> None:
 
 @pytest.mark.parametrize("event", ["delivered", "acked", "reclaimed", "duplicate"])
 def test_entries_count_by_event_and_stage(event: metrics.Event, delta: Delta) -> None:
-    names = [f"{name}_total" for name in metrics.EVENTS]
+    names = [f"{name}_total" for name in instruments.EVENTS]
     for name in names:
         delta(name, stage="grouper")
     metrics.entries("grouper", event, 5)
@@ -232,10 +233,10 @@ def test_connection_errors_and_missing_groups_count(delta: Delta) -> None:
 
 
 def test_pushes_count_by_code(delta: Delta) -> None:
-    for outcome in metrics.PUSH_CODES:
+    for outcome in instruments.PUSH_CODES:
         delta("pushed_total", outcome=outcome)
     metrics.producer_pushed(["pushed", "late", "pushed", "what"])
-    assert [delta("pushed_total", outcome=outcome) for outcome in metrics.PUSH_CODES] == [2, 0, 0, 1, 1]
+    assert [delta("pushed_total", outcome=outcome) for outcome in instruments.PUSH_CODES] == [2, 0, 0, 1, 1]
 
 
 def test_backpressure_adds_up(delta: Delta) -> None:
@@ -274,10 +275,10 @@ def test_a_group_dropped_at_naming_was_counted_before(delta: Delta) -> None:
 
 
 def test_the_number_of_data_sources_is_bounded() -> None:
-    for i in range(metrics.MAX_DATA_SOURCES + 5):
+    for i in range(instruments.MAX_DATA_SOURCES + 5):
         metrics.group_ended("complete", f"bounded-{i}")
-    assert value("groups_produced_total", data_source=f"bounded-{metrics.MAX_DATA_SOURCES - 1}") == 1
-    assert value("groups_produced_total", data_source=f"bounded-{metrics.MAX_DATA_SOURCES}") is None
+    assert value("groups_produced_total", data_source=f"bounded-{instruments.MAX_DATA_SOURCES - 1}") == 1
+    assert value("groups_produced_total", data_source=f"bounded-{instruments.MAX_DATA_SOURCES}") is None
     assert (value("groups_produced_total", data_source="other") or 0) >= 5
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamadv.errors import SettingError
-from streamadv.metrics import RETRY_REASONS
+from streamadv.metrics.instruments import RETRY_REASONS
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.retry import RETRYABLE, NotNowError, reason_of
 from streamadv.store.urls import hide_password, parse_url
