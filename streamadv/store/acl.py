@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from .keys import key_patterns
+from .keys import MANY_KINDS, SINGLE_KINDS, key_patterns
 
 #: What every connection needs, on one node or (the second line) on a cluster; none of them reads or writes a key.
 CONNECTION: Final = "ping select info time role multi exec discard"
@@ -64,8 +64,7 @@ PIPELINE: Final = Role(
         "manifest": "hget hgetall hlen hsetnx",
         "manifest_void runs_void": "del",
         "runs": "hsetnx",
-        "void rollouts scoring open group groups payload work results output applied owners ledger sizes trainer "
-        "ended ended_before garbage scored dead dead_group malformed attempts lineage batches producers": _PIPELINE,
+        " ".join((*SINGLE_KINDS, *MANY_KINDS)): _PIPELINE,
     },
 )
 

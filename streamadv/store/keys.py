@@ -72,137 +72,72 @@ def find_salt(run: str, shard: int, shards: int) -> int:
     return salt
 
 
+class _Single:
+    """A key that a shard has once, under the attribute's name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, shard: ShardKeys, owner: type) -> str:
+        return f"{{{shard.tag}}}:{self._name}"
+
+
 @dataclass(frozen=True, slots=True)
 class ShardKeys:
     """Keys of one shard. Attributes are keys, methods take the id of what they name."""
 
     tag: str
 
-    def _key(self, name: str) -> str:
-        return f"{{{self.tag}}}:{name}"
+    # Scripts delete it because that is a write that needs no memory: see `scripts.py`.
+    void = _Single()  # never exists
 
-    @property
-    def void(self) -> str:
-        """Never exists: deleting it is a write that needs no memory (see `lua/`)."""
-        return self._key("void")
+    # A trajectory's way.
+    open = _Single()
+    rollouts = _Single()
+    scored = _Single()
+    groups = _Single()
+    work = _Single()
+    results = _Single()
+    applied = _Single()
+    owners = _Single()
+    attempts = _Single()
 
-    @property
-    def rollouts(self) -> str:
-        return self._key("rollouts")
+    # What became of it.
+    ended = _Single()
+    ended_before = _Single()
+    garbage = _Single()
+    dead = _Single()
+    malformed = _Single()
 
-    @property
-    def open(self) -> str:
-        return self._key("open")
+    # Numbers.
+    ledger = _Single()
+    sizes = _Single()
+    trainer = _Single()
 
-    @property
-    def groups(self) -> str:
-        return self._key("groups")
-
-    @property
-    def work(self) -> str:
-        return self._key("work")
-
-    @property
-    def results(self) -> str:
-        return self._key("results")
-
-    @property
-    def applied(self) -> str:
-        return self._key("applied")
-
-    @property
-    def owners(self) -> str:
-        return self._key("owners")
-
-    @property
-    def ledger(self) -> str:
-        return self._key("ledger")
-
-    @property
-    def sizes(self) -> str:
-        return self._key("sizes")
-
-    @property
-    def trainer(self) -> str:
-        return self._key("trainer")
-
-    @property
-    def ended(self) -> str:
-        return self._key("ended")
-
-    @property
-    def ended_before(self) -> str:
-        return self._key("ended_before")
-
-    @property
-    def garbage(self) -> str:
-        return self._key("garbage")
-
-    @property
-    def dead(self) -> str:
-        return self._key("dead")
-
-    @property
-    def malformed(self) -> str:
-        return self._key("malformed")
-
-    @property
-    def scored(self) -> str:
-        return self._key("scored")
-
-    @property
-    def attempts(self) -> str:
-        return self._key("attempts")
-
-    def dead_group(self, group_id: str) -> str:
-        return self._key(f"dead:{group_id}")
+    # Of the home shard only.
+    lineage = _Single()
+    batches = _Single()
+    producers = _Single()
 
     def group(self, group_id: str) -> str:
-        return self._key(f"group:{group_id}")
-
-    def scoring(self, scorer: str) -> str:
-        return self._key(f"scoring:{scorer}")
+        return f"{{{self.tag}}}:group:{group_id}"
 
     def payload(self, nonce: str) -> str:
-        return self._key(f"payload:{nonce}")
+        return f"{{{self.tag}}}:payload:{nonce}"
+
+    def scoring(self, scorer: str) -> str:
+        return f"{{{self.tag}}}:scoring:{scorer}"
 
     def output(self, nonce: str) -> str:
-        return self._key(f"output:{nonce}")
+        return f"{{{self.tag}}}:output:{nonce}"
 
-    # Of the home shard (shard 0) only:
-
-    @property
-    def lineage(self) -> str:
-        return self._key("lineage")
-
-    @property
-    def batches(self) -> str:
-        return self._key("batches")
-
-    @property
-    def producers(self) -> str:
-        return self._key("producers")
+    def dead_group(self, group_id: str) -> str:
+        return f"{{{self.tag}}}:dead:{group_id}"
 
 
 #: Kinds of keys of a shard that exist once, and those of which there are many.
-SINGLE_KINDS: Final = (
-    *(
-        "void",
-        "rollouts",
-        "open",
-        "groups",
-        "work",
-        "results",
-        "applied",
-        "owners",
-        "ledger",
-        "sizes",
-        "trainer",
-    ),
-    *("ended", "ended_before", "garbage", "scored", "dead", "malformed", "attempts", "lineage", "batches"),
-    "producers",
-)
-MANY_KINDS: Final = ("dead_group", "group", "scoring", "payload", "output")
+SINGLE_KINDS: Final = tuple(name for name, value in vars(ShardKeys).items() if isinstance(value, _Single))
+MANY_KINDS: Final = ("group", "payload", "scoring", "output", "dead_group")
 
 
 def key_patterns(run: str) -> dict[str, str]:

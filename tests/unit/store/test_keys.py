@@ -13,6 +13,8 @@ from redis.crc import key_slot
 from streamadv.errors import SettingError
 from streamadv.store.keys import (
     CLUSTER_SLOTS,
+    MANY_KINDS,
+    SINGLE_KINDS,
     RunKeys,
     ShardKeys,
     check_run_name,
@@ -28,13 +30,9 @@ def keys_of(run: str, shards: int) -> RunKeys:
 
 
 def every_key(keys: ShardKeys) -> list[str]:
-    fixed = [getattr(keys, name) for name in dir(ShardKeys) if isinstance(getattr(ShardKeys, name), property)]
     return [
-        *fixed,
-        keys.group("a}{b"),
-        keys.payload("n"),
-        keys.output("n"),
-        keys.scoring("s"),
+        *(getattr(keys, kind) for kind in SINGLE_KINDS),
+        *(getattr(keys, kind)("a}{b") for kind in MANY_KINDS),
     ]
 
 
