@@ -20,7 +20,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from streamadv.store.embedded import _LAUNCHER, EmbeddedServer, _free_port, find_server_binary
+from streamadv.store.addresses import free_port
+from streamadv.store.binary import find_server_binary
+from streamadv.store.embedded import LAUNCHER, EmbeddedServer
 from streamadv.store.keys import CLUSTER_SLOTS
 from streamadv.store.retry import RETRYABLE
 from streamadv.store.waiting import Blocked, Wait
@@ -283,7 +285,7 @@ class Sentinels:
         self._stack.close()
 
     def _start_sentinel(self, stack: ExitStack, file: Path) -> None:
-        port = _free_port()
+        port = free_port()
         quorum = self._count // 2 + 1
         file.write_text(
             f"port {port}\nbind 127.0.0.1\ndir {file.parent}\n"
@@ -293,7 +295,7 @@ class Sentinels:
         )
         command = [str(find_server_binary()), str(file), "--sentinel"]
         if sys.platform == "linux":
-            command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
+            command = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), *command]
         with file.with_suffix(".log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         stack.callback(process.wait)

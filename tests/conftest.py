@@ -20,8 +20,9 @@ from streamadv import clock
 from streamadv.errors import ServerError
 from streamadv.producer import Producer
 from streamadv.run import Run, consumer, open_run
+from streamadv.store.binary import find_server_binary
 from streamadv.store.connection import Connection
-from streamadv.store.embedded import EmbeddedServer, find_server_binary
+from streamadv.store.embedded import EmbeddedServer
 from tests.clusters import Cluster
 
 #: Markers of all tests in a folder.

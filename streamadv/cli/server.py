@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import ServerError
-from ..store.embedded import APPENDFSYNC, LOOPBACK, EmbeddedServer
+from ..store.addresses import LOOPBACK
+from ..store.embedded import APPENDFSYNC, EmbeddedServer
 from . import add_log_options, settings_from
 
 LOOK_SECONDS: Final = 0.5

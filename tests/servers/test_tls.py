@@ -17,8 +17,9 @@ from streamadv import cli
 from streamadv.errors import ServerError, ServerUnreachableError, SettingError
 from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
+from streamadv.store.addresses import free_port
 from streamadv.store.connection import AsyncConnection, Connection
-from streamadv.store.embedded import EmbeddedServer, _free_port
+from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.queue import TrainerQueue
 from tests.certificates import Authority, Pair
 from tests.support import group_all, join, next_batch, problems, producing, push_groups
@@ -54,7 +55,7 @@ def options(ca: Authority, pair: Pair) -> dict[str, str]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("tls")
     ca, stranger = Authority(folder / "ca"), Authority(folder / "stranger", "another CA")
-    port = _free_port()
+    port = free_port()
     server = EmbeddedServer(extra_options={"tls-port": str(port)} | options(ca, ca.issue("server")))
     try:
         server.start()
