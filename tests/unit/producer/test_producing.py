@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -649,4 +650,52 @@ def test_scripts_refuse_what_they_do_not_know(fake: Connection) -> None:
     )
     assert reply[:2] == [b"busy", b"group_bytes"]
     assert not fake.scripts.exists(keys.payload("n"))
+    assert problems(run) == []
+
+
+def test_a_push_whose_reply_was_lost_is_sent_again_under_new_keys(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the old keys the second attempt, whose records are duplicates, would delete the payloads of the first."""
+    carry_out = Producer._carry_out
+    sent: list[set[str]] = []
+
+    def lose_first_reply(self: Producer, request: Any) -> Any:
+        reply = carry_out(self, request)
+        if hasattr(request, "payloads"):
+            sent.append({key for key, _ in request.payloads})
+            if len(sent) == 1:
+                raise redis.exceptions.ConnectionError("lost")
+        return reply
+
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        producer.begin_group(2, group_id="g")
+        monkeypatch.setattr(Producer, "_carry_out", lose_first_reply)
+        assert producer.push([trajectory("g", index) for index in range(2)]).codes == ["duplicate"] * 2
+        assert len(sent[0]) == len(sent[1]) == 2
+        assert not sent[0] & sent[1]
+        assert {key.decode() for key in payload_keys(run)} == sent[0]
+        assert group_all(run) == ["complete"]
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize("how", ["begin", "push"])
+def test_a_withdrawn_group_is_begun_again_before_the_grouper_removes_it(fake: Connection, how: str) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        keys = run.keys.home
+        producer.begin_group(2, group_id="g")
+        nonce = fake.scripts.hget(keys.group("g"), "holders")
+        assert run.home.call("withdraw", ["g", nonce], group="g") == 1
+        fake.scripts.hset(keys.trainer, "version", "3")
+        if how == "begin":
+            assert producer.begin_group(2, group_id="g").model_version == 3
+        else:
+            assert producer.push([trajectory("g", 0)]).codes == ["pushed"]
+        assert fake.scripts.zscore(keys.open, "g") != 0.0
+        assert group_all(run) == []
+        assert fake.scripts.hget(keys.group("g"), "version") == b"3"
+        assert producer.push([trajectory("g", 0), trajectory("g", 1)]).codes[1] == "pushed"
+        assert group_all(run) == ["complete"]
     assert problems(run) == []
