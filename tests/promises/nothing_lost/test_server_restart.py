@@ -12,7 +12,7 @@ import redis
 
 from streamadv import metrics
 from streamadv.errors import Busy, NoBatchError, ServerUnreachableError
-from streamadv.producer import Producer, resend
+from streamadv.producer import Producer, logic, resend
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
 from streamadv.status import read_status
@@ -146,8 +146,10 @@ def test_what_is_kept_to_be_sent_again_is_bounded_at_every_push(
     assert len(told) == 1, told
 
 
-@pytest.mark.slow
-def test_what_the_server_forgot_goes_before_new_groups(forgetful: EmbeddedServer, run: str) -> None:
+def test_what_the_server_forgot_goes_before_new_groups(
+    forgetful: EmbeddedServer, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logic, "HEARTBEAT_S", 0.2)  # what was lost is sent when there is room, at a heartbeat
     # Room to begin one group of two at a time in each shard.
     settings = RunSettings(shards=2, max_trajectory_bytes=1 << 19, max_bytes=2 * (3 << 19))
     with Producer(forgetful.url, run, settings=settings) as producer:
