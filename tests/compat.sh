@@ -7,9 +7,9 @@ cd "$(dirname "$0")/.."
 python="$1"
 
 tests=(
-  tests/unit/store tests/unit/run tests/servers/test_connection.py tests/servers/test_sentinel.py
-  tests/servers/test_cluster.py tests/servers/test_versions.py tests/promises/nothing_lost/test_pipeline.py
-  tests/promises/nothing_lost/test_producer.py tests/promises/nothing_lost/test_server_restart.py
+  tests/unit/store tests/unit/run tests/servers/test_resp.py tests/servers/test_connection.py
+  tests/servers/test_sentinel.py tests/servers/test_cluster.py tests/servers/test_versions.py
+  tests/promises/nothing_lost/test_{leases,pipeline,producer,server_restart}.py
 )
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT

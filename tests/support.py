@@ -22,10 +22,11 @@ from streamadv.advantage.publish import publish
 from streamadv.algorithms.device import choose_device
 from streamadv.errors import NoBatchError
 from streamadv.grouping import grouper, housekeeping
+from streamadv.grouping.groups_log import LoggedGroup, read_log
 from streamadv.producer import Producer
 from streamadv.producer.tickets import PushResult
 from streamadv.run import Run, open_run
-from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer
+from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer, Entry
 from streamadv.run.manifest import RunSettings
 from streamadv.status import Status, problems_of, read_shard, read_status
 from streamadv.status.audit import deep_problems
@@ -118,6 +119,18 @@ def batches_read(consumer: Consumer, count: int = 128) -> Iterator[Any]:
             yield entries
 
 
+def read_all(consumer: Consumer, count: int) -> list[Entry]:
+    """What the consumer reads, `count` entries a time, until a read gives nothing."""
+    entries: list[Entry] = []
+    while page := consumer.read(count):
+        entries += page
+    return entries
+
+
+def ids(entries: Sequence[Entry]) -> list[str]:
+    return [entry.id for entry in entries]
+
+
 def group_all(run: Run, consumer: Consumer | None = None, count: int = 128) -> list[str]:
     """Do what groupers do until nothing is left to do; outcomes of the groups that ended by their members."""
     consumer = consumer or consumer_of(run)
@@ -178,6 +191,15 @@ def make_overdue(run: Run, group_id: str, deadline_ms: int = 1) -> None:
 def now_ms(run: Run) -> int:
     seconds, microseconds = run.connection.scripts.time()
     return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def logged(run: Run) -> dict[str, LoggedGroup]:
+    """The groups of the groups logs."""
+    return {
+        group.group_id: group
+        for shard in range(len(run.keys.shards))
+        for group in read_log(run, shard, "0-0", 1000)
+    }
 
 
 def identities(items: Sequence[Any]) -> list[tuple[str, int]]:
