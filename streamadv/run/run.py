@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from ..errors import EpochFencedError, SettingError
 from ..store.calls import run_script, server_ids
@@ -111,10 +111,6 @@ class Run:
     def server_ids(self) -> list[str | None]:
         """Which server has each shard, see `calls.server_ids`."""
         return server_ids(self.connection, self.keys.shards)
-
-    def call(self, script: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
-        """`Shard.call` with all keys in the order of the script's KEYS lines. To be deleted: name the shard instead."""
-        return Shard(self.name, 0, cast(ShardKeys, keys), self.connection).call(script, args)
 
 
 def open_run(connection: Connection, name: str, settings: RunSettings | None = None) -> Run:

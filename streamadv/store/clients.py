@@ -1,7 +1,7 @@
 """How redis-py's clients are made: timeouts, retries and limits, for a server, a cluster, or behind Sentinels.
 
-redis-py's own defaults change with its version (redis-py 8 retries every command 10 times and cuts reads off
-after 5 s), so nothing is left to them.
+Every option is set, because redis-py's defaults change with its version (redis-py 8 retries every command 10 times and
+cuts reads off after 5 s).
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from .urls import Target
 Payloads = Sequence[tuple[str, dict[Any, Any]]]
 
 SOCKET_TIMEOUT: Final = 10.0  # seconds without a byte
-# redis-py 5 ignores its retry setting on a lost reply unless the errors are listed. READONLY is not sent again on the
-# same connection, which leads to a former primary: listed errors also close it.
+# redis-py 5 retries after a lost reply only for listed errors. A listed error also closes its connection, which after
+# READONLY leads to a former primary.
 SENT_AGAIN_ON: Final = (
     redis.exceptions.ConnectionError,
     redis.exceptions.TimeoutError,
     redis.exceptions.ReadOnlyError,
 )
-MAX_CONNECTIONS: Final = (
-    32  # per client, further callers wait their turn; `?max_connections=` in the URL changes it
-)
+#: Of one client; more callers wait their turn. `?max_connections=` in the URL changes it.
+MAX_CONNECTIONS: Final = 32
 
 NOT_MASTER: Final = "{}:{} is no longer, or not yet, the master"
 
-# Ask for the nodes after every error, as each comes behind a wait already; one shard being away stops no other.
+# Refresh the node list after every error (callers back off anyway); one missing shard must not block the others.
 CLUSTER_OPTIONS: Final = {"reinitialize_steps": 1, "require_full_coverage": False}
 
 
@@ -53,8 +52,8 @@ def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Re
         options["socket_connect_timeout"] = min(options["socket_connect_timeout"], socket_timeout)
     retry = Retry(FullJitterBackoff(cap=1.0, base=0.05) if retries else NoBackoff(), retries)
     if target.cluster:
-        # Asks the cluster for its nodes at once, which is why clients are made at first use. It has the
-        # commands of Redis, without being a subclass.
+        # This asks the cluster for its nodes at once, so clients are made at first use. The class has the
+        # commands of Redis without being a subclass.
         options |= CLUSTER_OPTIONS
         return cast(redis.Redis, _ClusterClient.from_url(target.url, retry=retry, **options))
     options |= {"retry": retry, "retry_on_error": list(SENT_AGAIN_ON)}
@@ -70,7 +69,7 @@ def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Re
 
 
 class _Classified:
-    """A client whose refusals are `outages.classified`, also those that come out of a pipeline."""
+    """A client that raises errors as `retry.classified` has them, also out of a pipeline."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         with not_now():
@@ -122,13 +121,13 @@ class Client(_Classified, redis.Redis):
 
 
 class _MasterConnection(redis.sentinel.SentinelManagedConnection):
-    """Refuses a server that is no master: Sentinels hear of a failover one after the other, replicas can be read."""
+    """Refuses a server that is no master: a Sentinel may learn late of a failover, and replicas accept reads."""
 
     def connect_to(self, address: Any) -> None:
         super().connect_to(address)  # type: ignore[no-untyped-call]
         self.send_command("ROLE")  # type: ignore[no-untyped-call]
         with suppress(redis.exceptions.NoPermissionError):
-            # Asked again: redis-py 5 tries one address for a while, and a former master starts as a master.
+            # Ask the Sentinels again: redis-py 5 tries one address for a while, and a former master starts as one.
             now = self.connection_pool.get_master_address()
             if not _is_master(self.read_response()) or now != address:
                 self.disconnect()  # type: ignore[no-untyped-call]  # else the next try takes it for connected
@@ -161,9 +160,9 @@ def _is_master(role: Any) -> bool:
 
 
 class _Master:
-    """Where the Sentinels say the master is: what redis-py's connections through Sentinels ask of their pool.
+    """Finds the master for connections through Sentinels, as redis-py's pool for Sentinels does.
 
-    redis-py's own pool for them is not a blocking one.
+    That pool is not a blocking one.
     """
 
     is_master = True
@@ -179,7 +178,7 @@ class _Master:
 
 
 class _AsyncClassified:
-    """As `_Classified`, but for pipelines, whose methods cannot all be replaced: say `not_now` beside `execute`."""
+    """As `_Classified`, without pipelines: callers put `not_now` around `execute`."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         with not_now():
@@ -217,7 +216,7 @@ def make_async_client(target: Target, retries: int) -> redis.asyncio.Redis:
 
 
 def sentinels_of(client: Any) -> list[Any]:
-    """The clients behind `client` that are asked for the master: to be closed with it."""
+    """The clients with which `client` asks the Sentinels: close them with it."""
     pool = getattr(client, "connection_pool", None)  # a cluster's client has none
     master = pool.connection_kwargs.get("connection_pool") if pool is not None else None
     return master.sentinel.sentinels if isinstance(master, _Master) else []

@@ -1,8 +1,8 @@
 """Connections to Redis or Valkey, one client per way of failing.
 
-A lost reply leaves a write in doubt. Scripts and reads may simply be sent again (`scripts`); a push may not,
-since the same payload sent twice would overwrite or delete live columns (`push`); and a blocking read needs a
-socket timeout longer than its block (`blocking`). What passes by itself is waited for: see `outages`.
+A lost reply leaves a write in doubt. Scripts and reads may simply be sent again (`scripts`). A push may not (`push`),
+because the same payload sent twice would overwrite or delete live columns. A blocking read needs a socket timeout
+longer than its block (`blocking`). Loops around the clients wait for what is transient: see `retry.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _PING_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, redis.exceptions
 
 MIN_BLOCK_MS: Final = 512
 BLOCK_MARGIN: Final = 5.0  # seconds on top of a read's block: the server re-arms blocks and may be late
-#: Inside the client; the loops around it go on for ever, and are to hear of a server that hangs within 30 s.
+#: Inside the client, for a connection that the server has closed meanwhile. The loops around it go on for ever and have
+#: to notice within 30 s that a server hangs, so there is one.
 SCRIPT_RETRIES: Final = 1
 
 
@@ -59,7 +60,7 @@ class _Common:
         return f"{type(self).__name__}({self.safe_url!r})"
 
     def _judge(self, error: Exception) -> None:
-        """Raise SettingError if this failed ping will not pass by itself."""
+        """Raise SettingError if this error of a ping is not transient."""
         for cause in tls.causes(error):
             if isinstance(cause, (redis.exceptions.AuthenticationError, redis.exceptions.AuthorizationError)):
                 raise SettingError(
@@ -74,9 +75,9 @@ class _Common:
         return Wait(Blocked(self.safe_url, "waiting for the server", first_s=0.0), timeout=timeout)
 
     def _after_failure(self, error: Exception, wait: Wait, reading: bool) -> bool:
-        """What a failed attempt to reach the server means: True if it will do for a reader, False to try again.
+        """Report a failed attempt to reach the server. Returns whether a reader can go on; everybody else tries again.
 
-        Raises ServerUnreachableError when it is time to give up; says why it waits otherwise.
+        Raises ServerUnreachableError when it is time to give up.
         """
         if reading and isinstance(error, NotNowError) and reason_of(error) == "misconf":
             return True  # only writes, and PING, are refused
@@ -93,7 +94,7 @@ class _Common:
         return False
 
     def _unknown_sentinels(self) -> Reason | None:
-        """Set when no host of the Sentinels can be resolved: redis-py does not say so."""
+        """The reason when no host of the Sentinels can be resolved, which redis-py does not report."""
         hosts = [host for host, _ in self._target.sentinels] if self._target is not None else []
         for host in hosts:
             try:
@@ -115,9 +116,10 @@ class Connection(_Common):
 
     URL schemes: redis, rediss (TLS), unix, redis+cluster, rediss+cluster, and redis+sentinel, rediss+sentinel
     (`//host:port,host:port/name`, `?sentinel_username=`, `?sentinel_password=`); user, password, database and TLS
-    options as redis-py understands them (`?ssl_ca_certs=...`). reply_timeout: of commands that give up: nothing waits
-    longer for a reply or is sent again. Safe to share between threads. Replies are bytes. Raises SettingError on a
-    bad URL.
+    options as redis-py understands them (`?ssl_ca_certs=...`). Safe to share between threads. Replies are bytes.
+
+    reply_timeout: seconds, for one-shot commands: no call waits longer for a reply, and none is sent again.
+    Raises SettingError on a bad URL.
     """
 
     def __init__(self, url: str, *, reply_timeout: float | None = None) -> None:
@@ -149,12 +151,12 @@ class Connection(_Common):
         """For reads that block up to `block_ms`: times out 5 s after the next power of two, never sends again."""
         up_to_ms = max(
             MIN_BLOCK_MS, 1 << (block_ms - 1).bit_length()
-        )  # blocks of any length share few clients
+        )  # so that few clients serve all lengths
         return self._client(f"blocking {up_to_ms}", up_to_ms / 1000 + BLOCK_MARGIN, 0)
 
     def check(self) -> None:
-        """Ask the server once. Raises SettingError if it refuses (password, TLS, database) or is a cluster node and
-        the URL does not say so; what may pass by itself (`RETRYABLE`) as it is.
+        """Ask the server once. Raises one of RETRYABLE if it does not answer now, SettingError if it refuses (password,
+        TLS, database) or is a cluster node without the URL saying so.
         """
         try:
             self.push.ping()
@@ -172,9 +174,9 @@ class Connection(_Common):
     ) -> None:
         """`check` until the server answers, `timeout` seconds at most (None: for ever). Says why it waits.
 
-        `on_wait` is called with the error after each failed attempt. reading: a server that only refuses writes
-        will do. Raises ServerUnreachableError after `timeout`, with one also for an unknown host name at once, and
-        SettingError as `check`.
+        on_wait: called with the error after each failed attempt. reading: a server that refuses only writes will do.
+        Raises SettingError as `check`, and ServerUnreachableError after `timeout`; with a timeout it is also raised at
+        once for an unknown host name.
         """
         wait = self._wait_for_answer(timeout)
         while True:
@@ -200,8 +202,8 @@ class Connection(_Common):
     def note_failed_push(self) -> None:
         """Call after a push that raised one of RETRYABLE.
 
-        A cluster's transaction looks for its slot's new home after some errors only, not after a timeout, so a
-        primary that hangs would be asked for ever.
+        Reads the cluster's layout again: redis-py's transactions look for a slot's new primary after some errors only,
+        not after a timeout, and would ask a primary that hangs for ever.
         """
         client = self._clients.get("push")
         if client is not None and self.is_cluster:

@@ -1,4 +1,4 @@
-"""Replies about what anybody may have written: read without trusting it."""
+"""Reading replies whose content anybody may have written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from redis.exceptions import ResponseError
 
 
 def replies_of(pipe: Any) -> list[Any]:
-    """Replies to reads of hashes, None where the key holds something else. Raises what the server refuses besides."""
+    """Replies to reads of hashes, None where the key is no hash. Raises any other error."""
     replies = pipe.execute(raise_on_error=False)
     for reply in replies:
         if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
@@ -18,7 +18,7 @@ def replies_of(pipe: Any) -> list[Any]:
 
 
 def or_nothing(reply: Any) -> Any:
-    """The reply; [] where a stream or its consumer group is yet to be made. Raises another error that it is."""
+    """The reply; [] when the stream or its consumer group does not exist yet. Raises any other error."""
     if isinstance(reply, ResponseError) and any(text in str(reply) for text in ("no such key", "NOGROUP")):
         return []
     if isinstance(reply, Exception):
@@ -27,7 +27,7 @@ def or_nothing(reply: Any) -> Any:
 
 
 def as_mapping(reply: Any) -> dict[str, Any]:
-    """A map as it comes: a cluster's transactions give it flat."""
+    """A map by its names. A cluster's transactions return it as a flat list."""
     pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
     return {
         name.decode(errors="backslashreplace") if isinstance(name, bytes) else name: value

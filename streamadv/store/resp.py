@@ -1,7 +1,7 @@
 """Commands in Redis' protocol (RESP2), with large values sent from where they lie.
 
-redis-py with hiredis copies every value twice before it sends it; of a trajectory of 32,768 tokens that is most of
-what a producer costs. Redis itself reads large values without a copy.
+redis-py with hiredis copies every value twice before it sends it. For trajectories of 32,768 tokens these copies are
+most of a producer's cost. Redis itself reads large values without a copy.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ try:
 except ImportError:  # the extra `fast` is not installed
     pack_command = None  # type: ignore[assignment]
 
-#: Bytes from which a value is a chunk of its own: below, one more system call costs more than the copy.
+#: Values of this many bytes are chunks of their own. Below it, one more system call costs more than a copy.
 LARGE: Final = 60_000
-#: Bytes of smaller values sent in one piece: what the C library takes from memory that it has already.
+#: Smaller values are gathered up to so many bytes: for a larger piece the C library asks the kernel for memory.
 GATHERED: Final = 2 * LARGE
 #: Instead of a command with its arguments, `Packer` takes this and the chunks of `pack_transaction`.
 TRANSACTION: Final = "MULTI"
 
 
 class Packer:
-    """What redis-py calls a command packer: `pack` makes one command's chunks, to be sent in this order."""
+    """A command packer of redis-py: `pack` makes the chunks of one command."""
 
     def pack(self, *args: Any) -> Iterable[bytes | memoryview]:
-        """Raises redis' DataError for what is no str, bytes, buffer or number."""
+        """The chunks, to be sent in order. Raises redis' DataError unless all are str, bytes, buffers or numbers."""
         if args[0] == TRANSACTION and len(args) > 1:
             return args[1]  # type: ignore[no-any-return]
         name = args[0] if isinstance(args[0], bytes) else args[0].encode()
@@ -55,7 +55,7 @@ def pack_transaction(
 ) -> Iterator[bytes | memoryview]:
     """The chunks of a MULTI that writes hashes (values: bytes or arrays), then makes `call`.
 
-    Made one by one as they are sent, so that each finds the memory of the one before.
+    Generated lazily: each chunk reuses the memory freed by the previous one.
     """
     pieces: list[Any] = [b"*1\r\n$5\r\nMULTI\r\n"]
     gathered = 0

@@ -1,4 +1,4 @@
-"""Outages: what passes by itself, a failover or a moving slot among it, is waited for, done again, and counted."""
+"""Transient errors, such as those of a failover or a moving slot: which they are, and how long to wait for a retry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class NotNowError(redis.exceptions.ResponseError):
-    """The server does not answer or write for now, and says in its first word why: see `classified`."""
+    """The server does not answer or write for now. The first word of its reply says why: see `classified`."""
 
 
 RETRYABLE: Final[tuple[type[Exception], ...]] = (
@@ -35,12 +35,12 @@ RETRYABLE: Final[tuple[type[Exception], ...]] = (
     redis.exceptions.RedisClusterException,  # no node of the cluster answers, or none has the slot
     NotNowError,
 )
-"""What passes by itself: wait (`Outage`) and do the whole thing again; a push under a new nonce."""
+"""Transient errors: wait (`Outage`), then repeat the whole request; a push under a new nonce."""
 
-# Too few replicas (min-replicas-to-write), snapshots that fail, somebody's script that runs long. redis-py may put in
-# front which command it was, and the reply in the brackets of a tuple.
+# Too few replicas (min-replicas-to-write), failing snapshots, somebody's long script. redis-py may put the command in
+# front, and the reply in the brackets of a tuple.
 _NOT_NOW: Final = re.compile(r"""(?:^|: |\(['"])(NOREPLICAS|MISCONF|BUSY|STREAMEND) """)
-# What EXEC refuses, as it checks all conditions once more for the transaction as a whole.
+# EXEC checks all conditions once more, for the transaction as a whole.
 _DISCARDED: Final = re.compile(r"Transaction discarded because of: (\w+) ")
 _CLASSES: Final[dict[str, type[redis.exceptions.RedisError]]] = {
     "OOM": redis.exceptions.OutOfMemoryError,
@@ -75,7 +75,7 @@ class Outage(Wait):
 
 
 def server_reason(error: Exception) -> Reason:
-    """What of the server or the network is waited for."""
+    """The reason for a wait that this error causes."""
     unknown = any(isinstance(cause, socket.gaierror) for cause in causes(error))
     name = "name_resolution" if unknown else _WAITS_FOR.get(reason_of(error), "failover")
     text = str(error).partition(" : <redis.")[0]  # the client of each Sentinel, with all its options
@@ -94,7 +94,7 @@ _WAITS_FOR: Final = {
 
 
 def reason_of(error: Exception) -> str:
-    """Why something is tried again: one of `metrics.instruments.RETRY_REASONS`."""
+    """The label of a transient error: one of `metrics.instruments.RETRY_REASONS`."""
     for kinds, reason in _REASONS:
         if isinstance(error, kinds):
             return reason
@@ -102,7 +102,7 @@ def reason_of(error: Exception) -> str:
     return refused[1].lower() if refused else "connection"
 
 
-# Kinds before what they are kinds of.
+# Subclasses before their bases.
 _REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
     (redis.exceptions.BusyLoadingError, "loading"),
     (redis.exceptions.ReadOnlyError, "readonly"),
@@ -118,9 +118,9 @@ _REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
 
 
 def classified(error: redis.exceptions.ResponseError) -> redis.exceptions.RedisError:
-    """The error by its class where redis-py has none for it: NotNowError for what passes by itself.
+    """A server's error as a class that callers can catch: NotNowError where redis-py has none for a transient one.
 
-    What EXEC refuses is classed as if the command had been refused (OutOfMemoryError, ReadOnlyError ...).
+    An error of EXEC gets the class that the command's own error would have (OutOfMemoryError, ReadOnlyError ...).
     """
     text = str(error)
     discarded = _DISCARDED.search(text)
@@ -131,7 +131,7 @@ def classified(error: redis.exceptions.ResponseError) -> redis.exceptions.RedisE
 
 @contextmanager
 def not_now() -> Iterator[None]:
-    """Raises the server's refusals as `classified`."""
+    """Raises a server's errors as `classified`."""
     try:
         yield
     except redis.exceptions.ResponseError as error:
@@ -140,10 +140,10 @@ def not_now() -> Iterator[None]:
 
 @contextmanager
 def closed_under_way() -> Iterator[None]:
-    """Raises ConnectionError where redis-py's asyncio client stumbles over a connection that was closed meanwhile.
+    """Raises ConnectionError when redis-py's asyncio client fails because its connection was closed meanwhile.
 
-    By the server, or by another task that found the cluster's layout changed; it is left an AttributeError or a
-    TypeError then, of redis-py's or asyncio's code.
+    The server closed it, or another task that found the cluster's layout changed. redis-py or asyncio then raises an
+    AttributeError or a TypeError.
     """
     try:
         yield

@@ -13,8 +13,8 @@ The script finds its keys in the Lua table `keys` (`keys.trainer`), a list among
 - `stream: rollouts | scoring` is a key of one of these kinds that the caller gives in full, `stream=keys.rollouts`.
   The kind `void` stands for "there is none".
 - `payloads: payload ...` is a list of keys, `payloads=[...]`. It comes last.
-- `(outputs: output ...)` is declared for the server only: the script knows the key by its arguments. A list that comes
-  before it, in `keys`, also has these keys at its end.
+- `(outputs: output ...)` is declared for the server only: the script knows these keys by its arguments. A list before
+  them has them at its end too.
 - A `void` at the start, which never exists, is deleted before anything else. Over `maxmemory` a server refuses a script
   whose first write needs memory, so every script does this except those that bring data in (`push`, `begin`).
 - `fenced by trainer`: the first argument is the caller's epoch. When the hash `keys.trainer` has a higher one, the
@@ -167,17 +167,13 @@ def _prologue(keys: Sequence[Key], fence: str | None) -> str:
     return " ".join(parts)
 
 
-def script_call(
-    name: str, keys: ShardKeys | EntryKeys | Sequence[str], args: Sequence[Any] = (), **given: Any
-) -> ScriptCall:
+def script_call(name: str, keys: ShardKeys | EntryKeys, args: Sequence[Any] = (), **given: Any) -> ScriptCall:
     """A call of the script `name` with these arguments, in the order of its ARGV lines.
 
     keys: of the shard. given: what the script's KEYS lines leave to the caller. Raises TypeError when one is missing
-    or not known to the script. The old way still works: `keys` as a list of all keys in the order of the KEYS lines.
+    or not known to the script.
     """
     script = load(name)
-    if not isinstance(keys, (ShardKeys, EntryKeys)):
-        return ScriptCall(script, keys, args)
     names: list[str] = []
     for key in script.keys:
         key_or_method = None if key.is_given else getattr(keys, key.name)

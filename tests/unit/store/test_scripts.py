@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from streamadv.errors import EpochFencedError
+from streamadv.run import Shard
 from streamadv.store import acl, scripts
 from streamadv.store.calls import run_script, run_script_async
 from streamadv.store.connection import Connection
-from streamadv.store.keys import EntryKeys, ShardKeys, key_patterns
+from streamadv.store.keys import MANY_KINDS, EntryKeys, ShardKeys, key_patterns
 from streamadv.store.scripts import parse_keys, script_call
 
 NAMES = list(scripts.files())
@@ -85,6 +87,26 @@ def test_the_first_write_of_a_script_needs_no_memory(name: str) -> None:
     script = scripts.load(name)
     assert script.keys[0].is_void == (name not in WRITERS_OF_NEW_DATA)
     assert script.text.startswith("redis.call('DEL',KEYS[1])") == script.keys[0].is_void
+
+
+FENCED = [name for name in NAMES if scripts.load(name).fence is not None]
+
+
+@pytest.mark.parametrize("name", FENCED)
+def test_a_fenced_script_changes_nothing_for_an_older_epoch(fake: Connection, name: str) -> None:
+    script = scripts.load(name)
+    given = {
+        key.name: [] if key.is_list else getattr(KEYS, key.kinds[0]) if key.is_given else "id"
+        for key in script.keys
+        if key.is_given or key.name in MANY_KINDS
+    }
+    for hash_name in (KEYS.lineage, KEYS.trainer):
+        fake.scripts.hset(hash_name, "epoch", 5)
+    stored = {key: fake.scripts.dump(key) for key in fake.scripts.scan_iter()}
+    with pytest.raises(EpochFencedError, match="run r: a newer trainer has taken over"):
+        Shard("r", 0, KEYS, fake).call(name, [4, *["1"] * 9], **given)
+    assert {key: fake.scripts.dump(key) for key in fake.scripts.scan_iter()} == stored
+    assert not re.search(r"return -1\b", scripts.source(name)), "says that the caller is fenced"
 
 
 @pytest.mark.parametrize("name", NAMES)
