@@ -88,6 +88,11 @@ def producing(
         yield producer
 
 
+def heartbeat(producer: Producer) -> None:
+    """Do now what `producer` does every few seconds."""
+    producer._drive(producer._logic.heartbeat())
+
+
 def push_one(producer: Producer, item: Trajectory) -> str:
     result: PushResult = producer.push([item])
     return result.codes[0]

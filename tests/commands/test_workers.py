@@ -29,19 +29,26 @@ def start(url: str, run: str, *words: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def later() -> Iterator[EmbeddedServer]:
-    """A server that is not started yet."""
+def port() -> int:
+    """A free one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        number: int = free.getsockname()[1]
+    return number
+
+
+@pytest.fixture
+def later(port: int) -> Iterator[EmbeddedServer]:
+    """A server that is not started yet."""
     server = EmbeddedServer(port=port)
     yield server
     server.close()
 
 
 @pytest.mark.slow
-def test_workers_wait_for_the_server_work_and_stop(later: EmbeddedServer, run: str, tmp_path: Path) -> None:
-    port = later._wanted_port
+def test_workers_wait_for_the_server_work_and_stop(
+    later: EmbeddedServer, port: int, run: str, tmp_path: Path
+) -> None:
     url = f"redis://127.0.0.1:{port}/0"
     workers = [
         start(url, run, "grouper", "--redundancy", "1"),

@@ -12,7 +12,7 @@ from streamadv.store.connection import Connection
 from streamadv.store.keys import ShardKeys
 from tests.clusters import Cluster, Node, until
 from tests.flows import Flow
-from tests.support import ledger, problems, push_groups
+from tests.support import heartbeat, ledger, problems, push_groups
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +86,7 @@ def test_a_producer_sends_again_what_one_shard_forgot(cluster: Cluster, run: str
     ):
         joined = open_run(connection, run)
         shards = joined.keys.shards
-        producer._drive(producer._logic.heartbeat())
+        heartbeat(producer)
         primary = cluster.primary_of(shards[1].void)
         replica = cluster.replica_of(primary)
         replica.cut()

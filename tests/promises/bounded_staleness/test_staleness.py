@@ -6,14 +6,14 @@ import pytest
 
 from streamadv.errors import Busy
 from streamadv.producer import Producer
+from streamadv.run import Run
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import group_all, join, ledger, next_batch, problems, push_groups
+from tests.support import group_all, heartbeat, join, ledger, next_batch, problems, push_groups
 
 
-def train_batches(queue: TrainerQueue, producer: Producer, count: int, **fields: int) -> None:
+def train_batches(run: Run, queue: TrainerQueue, producer: Producer, count: int) -> None:
     """Make and train `count` batches of fresh groups."""
-    run = join(queue._connection, queue._run_name)
     for _ in range(count):
         push_groups(producer, 1, prefix=f"fresh{queue.state_dict()['version']}-", model_version=10_000)
         batch = next_batch(queue, run)
@@ -25,7 +25,7 @@ def test_a_group_that_came_too_late_is_dropped_whole_and_reported(redis_url: str
     connection = Connection(redis_url)
     with Producer(connection, run) as producer:
         queue = TrainerQueue(connection, run, batch_groups=1, max_staleness=1, prefetch=0)
-        train_batches(queue, producer, 3)
+        train_batches(join(connection, run), queue, producer, 3)
         push_groups(producer, 1, prefix="old", model_version=0, data_source="slow", tokens=12)
         push_groups(producer, 1, prefix="edge", model_version=[1, 3], tokens=7)
         batch = next_batch(queue, join(connection, run))
@@ -61,11 +61,11 @@ def test_producers_hear_which_rollouts_can_no_longer_make_it(redis_url: str, run
         queue.state_dict()  # takes the run: there is a version from now on
         slow = producer.begin_group(2, timeout=5)
         assert slow.model_version == 0
-        train_batches(queue, producer, 2)
-        producer._drive(producer._logic.heartbeat())
+        train_batches(join(connection, run), queue, producer, 2)
+        heartbeat(producer)
         assert [rollout.cancelled for rollout in slow] == [False, False]
-        train_batches(queue, producer, 1)
-        producer._drive(producer._logic.heartbeat())
+        train_batches(join(connection, run), queue, producer, 1)
+        heartbeat(producer)
         assert [rollout.cancelled for rollout in slow] == [True, True]
 
 

@@ -29,6 +29,7 @@ from tests.flows import Flow
 from tests.support import (
     compute_all,
     group_all,
+    heartbeat,
     join,
     ledger,
     next_batch,
@@ -160,7 +161,7 @@ def test_what_the_server_forgot_goes_before_new_groups(
             ids = [f"new{number}" for number in range(100)]
             new, newer, *_ = (each for each in ids if shard_of(each) == shard_of(lost))
             others = other.begin_group(2, group_id=new)
-            producer._drive(producer._logic.heartbeat())
+            heartbeat(producer)
             with pytest.raises(Busy, match="no room yet for groups that the server has lost"):
                 producer.begin_group(2, group_id=newer, timeout=0.1)
             with pytest.raises(Busy, match="no room yet for groups that the server has lost"):
@@ -184,11 +185,11 @@ def test_a_cancellation_that_the_server_forgot_waits_for_room(forgetful: Embedde
         restart(forgetful)
         with Producer(forgetful.url, run, settings=settings) as other:
             others = other.begin_group(2, group_id="h")
-            producer._drive(producer._logic.heartbeat())
+            heartbeat(producer)
             assert ledger(join(forgetful.url, run))["pushed"] == 0
             others.cancel(2)
             group_all(join(forgetful.url, run))
-            producer._drive(producer._logic.heartbeat())
+            heartbeat(producer)
             group_all(join(forgetful.url, run))
         assert ledger(join(forgetful.url, run))["dropped"] == {"cancelled": 3}
 

@@ -25,6 +25,7 @@ from streamadv.store.scripts import ScriptCall
 from tests.support import (
     ended,
     group_all,
+    heartbeat,
     join,
     ledger,
     make_overdue,
@@ -571,7 +572,7 @@ def test_an_id_in_bytes_is_told_as_text(fake: Connection) -> None:
 def test_a_setting_given_by_a_later_process_is_heard_of(fake: Connection) -> None:
     with producing(fake, "r") as early, producing(fake, "r", {"scorers": ("s",), "redundancy": 1}):
         run = join(fake, "r")
-        early._drive(early._logic.heartbeat())
+        heartbeat(early)
         early.push([unscored("g", 0)])
         assert fake.scripts.xlen(run.keys.home.scoring("s")) == 1
         assert len(early.begin_group(2, group_id="h")) == 3
