@@ -21,7 +21,7 @@ from ..run.malformed import reject
 from ..run.manifest import MAX_DEADLINE_S
 from ..run.records import MAX_BYTES, is_payload_key
 from .lost_producers import LostProducers
-from .scoring import pass_on_ended
+from .scoring_streams import pass_on_ended
 from .short_groups import ShortGroups
 
 logger = logging.getLogger(__name__)

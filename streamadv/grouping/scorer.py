@@ -1,17 +1,14 @@
 """Scorers: user functions that bring rewards after the push, before grouping.
 
-A trajectory pushed without a reward visits the run's scorers in the order the manifest names them, then goes on
-to the grouper. Each is a stage of its own: start any number of processes for it.
+A trajectory pushed without a reward visits the run's scorers in the order the manifest names them, then goes on to the
+grouper (`scoring_streams.py`). Each scorer is a stage of its own: start any number of processes for it.
 
-A function may fail on a trajectory, give what is no score, not return, or end its process. Then each trajectory of the
-micro-batch is tried alone; tries are counted on the server before they are made, so that a death counts as well, and
-after the last one the trajectory is unscorable.
+A function may fail on a trajectory, give what is no score, not return, or end its process (`scores.py`). Then each
+trajectory of the micro-batch is tried alone (`tries.py`); after its last try it is unscorable.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
 import random
 import threading
@@ -21,25 +18,29 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from pydantic import ValidationError
-
 from .. import metrics
-from ..errors import HungError, SettingError, UndecodableGroupError
-from ..messages import first_problem, log_fields
+from ..errors import SettingError, UndecodableGroupError
+from ..messages import log_fields
 from ..run import open_run
 from ..run.consumer import Consumer, Entry
-from ..run.hangs import Stopped, call_within
-from ..run.malformed import reject
+from ..run.hangs import Stopped
 from ..run.manifest import RunSettings
 from ..run.payloads import fetch_payloads
-from ..run.records import RECORD_FIELDS, record_problem
 from ..store.connection import Connection
-from ..store.replies import as_count
 from ..store.retry import RETRYABLE, Outage, patiently
 from ..trajectory.payload import Payload
-from ..trajectory.reference import REFERENCE, Reference
-from .scores import Score, ScoreError, ScoreFunction, rewards_of, scores_of
-from .scoring import Passed, pass_on, unchanged, waits_for_score
+from ..trajectory.reference import Reference
+from .scores import Score, ScoreError, ScoreFunction, ask, check_function, rewards_of
+from .scoring_streams import (
+    Passed,
+    pass_on,
+    references_of,
+    scored,
+    unchanged,
+    unscorable,
+    waits_for_score,
+)
+from .tries import Tries, Unscored
 
 __all__ = ["Score", "ScoreFunction", "Scorer"]
 
@@ -52,28 +53,8 @@ TRIES: Final = 3
 FIRST_DELAY_S: Final = 1.0
 
 
-class _Unscored(NamedTuple):
-    """A trajectory that waits for a score of this scorer."""
-
-    entry: Entry
-    reference: Reference
-    payload: Payload
-
-    @property
-    def name(self) -> str:
-        return f"{self.reference.group_id}/{self.reference.rollout_index}"
-
-
-class _Scored(NamedTuple):
-    """A record as it goes on, to the scorer `target` or, None, to the grouper: unscorable ones without a detour."""
-
-    entry: Entry
-    fields: list[Any]
-    target: str | None = None
-
-
-class _Suspect(NamedTuple):
-    """Failed alone, and is tried again when it is `due` (monotonic seconds)."""
+class Suspect(NamedTuple):
+    """A trajectory that has failed alone, and is tried again when it is `due` (monotonic seconds)."""
 
     due: float
     entry: Entry
@@ -120,215 +101,163 @@ class Scorer:
         self._lease_s = lease_s
         self._batch_size = batch_size
         self._timeout_s = timeout_s
-        self._tries = tries
+        self._max_tries = tries
+        self._tries = Tries(name)
 
     def run(self, score: ScoreFunction, stop: threading.Event) -> None:
         """Score until `stop` is set. `score` may be a coroutine function. What it fails on becomes unscorable.
 
         Raises SettingError for a function that cannot be called with references and payloads.
         """
-        with suppress(ValueError):  # some functions of C have no signature
-            try:
-                inspect.signature(score).bind((), ())
-            except TypeError as error:
-                raise SettingError(
-                    f"scorer {self._name}: {getattr(score, '__name__', score)} cannot be called with two arguments, "
-                    f"needs references and payloads: {error}"
-                ) from None
+        check_function(score, self._name)
         consumer = Consumer(
             self._run, self._name, lambda keys: keys.scoring(self._name), lease_s=self._lease_s, stop=stop
         )
-        suspects: list[_Suspect] = []
+        suspects: list[Suspect] = []
         outage = Outage(self._name, sleep=stop.wait)
         with consumer.leases_kept(), suppress(Stopped):
             while not stop.is_set():
                 try:
-                    now = time.monotonic()
-                    due = [each for each in suspects if each.due <= now]
-                    suspects = [each for each in suspects if each.due > now]
-                    for each in due:
-                        suspects += self.work(consumer, [each.entry], score, alone=True)
-                    if len(suspects) >= self._batch_size:  # a function that fails on all is given them slowly
-                        stop.wait(min(each.due for each in suspects) - now)
-                    elif entries := consumer.read(self._batch_size):
-                        suspects += self.work(consumer, entries, score, alone=entries[0].reclaimed)
+                    suspects = self._turn(consumer, score, suspects)
                 except RETRYABLE as error:
                     consumer.start_over()
-                    suspects = []  # come again with all that is pending
+                    suspects = []  # read again with everything pending
                     outage.pause_after(error)
                 else:
                     outage.over()
         consumer.give_back()
 
+    def _turn(self, consumer: Consumer, score: ScoreFunction, suspects: Sequence[Suspect]) -> list[Suspect]:
+        """Try the suspects that are due, then score new entries. Returns the suspects there are afterwards."""
+        now = time.monotonic()
+        later = [suspect for suspect in suspects if suspect.due > now]
+        for suspect in suspects:
+            if suspect.due <= now:
+                later += self.work(consumer, [suspect.entry], score, alone=True)
+        if len(later) >= self._batch_size:  # a function that fails on everything is given it slowly
+            consumer.stop.wait(min(suspect.due for suspect in later) - now)
+        elif entries := consumer.read(self._batch_size):
+            later += self.work(consumer, entries, score, alone=entries[0].reclaimed)
+        return later
+
     def work(
         self, consumer: Consumer, entries: Sequence[Entry], score: ScoreFunction, *, alone: bool = False
-    ) -> list[_Suspect]:
-        """Score entries of one shard and hand them off. Those that are to be tried again, alone."""
-        waiting = self._waiting(consumer, entries)
+    ) -> list[Suspect]:
+        """Score entries of one shard and hand them off. Returns those that are to be tried again, alone."""
+        items = self._unscored(consumer, entries)
         if alone:
-            waiting = self._by_tries(waiting)
-        elif waiting:
-            waiting = self._together(consumer, waiting, score)
-        suspects: list[_Suspect] = []
-        for each in waiting:
+            items = self._tries.fewest_first(self._run.shard(entries[0].shard), items)
+        elif items:
+            items = self._score_together(consumer, items, score)
+        suspects: list[Suspect] = []
+        for item in items:
             if consumer.stop.is_set():
                 break
-            suspects += self._alone(consumer, each, score)
+            suspects += self._score_alone(consumer, item, score)
         return suspects
 
-    def _waiting(self, consumer: Consumer, entries: Sequence[Entry]) -> list[_Unscored]:
-        """The trajectories to be scored; what needs no score, or can have none, is handed off, junk removed."""
+    def _unscored(self, consumer: Consumer, entries: Sequence[Entry]) -> list[Unscored]:
+        """The trajectories to be scored. All other entries are handed off, or removed as malformed."""
         shard = self._run.shard(entries[0].shard)
-        known: list[tuple[Entry, Reference]] = []
-        for entry in entries:
-            problem = record_problem(self._run, entry.shard, entry.fields)
-            if problem is None:
-                try:
-                    known.append((entry, REFERENCE.validate_json(entry.fields["reference"])))
-                    continue
-                except ValidationError as error:
-                    problem = f"reference: {first_problem(error)}"
-            reject(shard, shard.keys.scoring(self._name), entry.id, problem, entry.fields, stage=self._name)
-            consumer.done([entry])
-        waits = waits_for_score(self._run, [entry for entry, _ in known])
-        over = [entry for (entry, _), waiting in zip(known, waits, strict=True) if not waiting]
-        pass_on(shard, self._name, [unchanged(entry) for entry in over], None)
+        references = references_of(self._run, shard, self._name, entries)
+        consumer.done([entry for entry in entries if entry.id not in references])
+        entries = [entry for entry in entries if entry.id in references]
+        waits = waits_for_score(shard, entries)
+        over = [entry for entry, is_waiting in zip(entries, waits, strict=True) if not is_waiting]
+        pass_on(shard, self._name, [unchanged(entry) for entry in over])
         consumer.done(over)
-        known = [each for each, waiting in zip(known, waits, strict=True) if waiting]
-        found = self._fetch([reference for _, reference in known])
-        unreadable = [entry for (entry, _), payload in zip(known, found, strict=True) if payload is None]
-        self._hand_off(consumer, [_Scored(entry, _fields(entry, None)) for entry in unreadable])
-        return [_Unscored(*each, payload) for each, payload in zip(known, found, strict=True) if payload]
+        entries = [entry for entry, is_waiting in zip(entries, waits, strict=True) if is_waiting]
+        payloads = self._fetch([references[entry.id] for entry in entries])
+        unreadable = [entry for entry, payload in zip(entries, payloads, strict=True) if payload is None]
+        self._hand_off(consumer, [unscorable(entry) for entry in unreadable])
+        return [
+            Unscored(entry, references[entry.id], payload)
+            for entry, payload in zip(entries, payloads, strict=True)
+            if payload
+        ]
 
     def _fetch(self, references: Sequence[Reference]) -> list[Payload | None]:
-        """Payloads; None = unscorable, since it cannot be read, or is gone.
+        """Payloads; None = unscorable, because it cannot be read or is gone.
 
-        It is gone when this process was held up beyond its lease and the group has ended meanwhile: then the entry
-        was handed off by somebody else and what is said of it here is dropped.
+        It is gone when this process was held up beyond its lease and the group has ended meanwhile. Then somebody
+        else has handed the entry off, and the hand-off of this process changes nothing.
         """
         with suppress(UndecodableGroupError):
             return list(fetch_payloads(self._run, references, self._columns))
-        found: list[Payload | None] = []
+        payloads: list[Payload | None] = []
         for reference in references:
             try:
-                found += fetch_payloads(self._run, [reference], self._columns)
+                payloads += fetch_payloads(self._run, [reference], self._columns)
             except UndecodableGroupError as error:
                 fields = self._log_fields("payload_unreadable", reference)
                 logger.warning("scorer %s: unscorable: %s", self._name, error, extra=fields)
-                found.append(None)
-        return found
+                payloads.append(None)
+        return payloads
 
-    def _together(
-        self, consumer: Consumer, waiting: Sequence[_Unscored], score: ScoreFunction
-    ) -> list[_Unscored]:
-        """One call for all. Those without a score afterwards."""
+    def _score_together(
+        self, consumer: Consumer, items: Sequence[Unscored], score: ScoreFunction
+    ) -> list[Unscored]:
+        """One call of the function for all. Returns those that have no score afterwards."""
         try:
-            scores = self._ask(waiting, score, consumer.stop)
+            answers = self._ask(items, score, consumer.stop)
         except ScoreError as error:
             text = "scorer %s failed on %d trajectories: %s"
-            logger.warning(text, self._name, len(waiting), error, extra=self._log_fields("score_failed"))
-            return list(waiting)
-        scored, failed = [], []
-        for each, answer in zip(waiting, scores, strict=True):
+            logger.warning(text, self._name, len(items), error, extra=self._log_fields("score_failed"))
+            return list(items)
+        records, failed = [], []
+        for item, answer in zip(items, answers, strict=True):
             try:
-                scored.append(self._scored(each, answer))
+                records.append(self._rewarded(item, answer))
             except ScoreError:
-                failed.append(each)
-        self._hand_off(consumer, scored)
+                failed.append(item)
+        self._hand_off(consumer, records)
         return failed
 
-    def _alone(self, consumer: Consumer, each: _Unscored, score: ScoreFunction) -> list[_Suspect]:
+    def _score_alone(self, consumer: Consumer, item: Unscored, score: ScoreFunction) -> list[Suspect]:
         """One try at one trajectory; with the last one it is unscorable."""
-        number = self._attempt(each, count=True)
+        shard = self._run.shard(item.entry.shard)
+        tries = self._tries.count(shard, item)
         try:
-            if number > self._tries:
+            if tries > self._max_tries:
                 raise ScoreError("crash", "the process ended each time")
-            (answer,) = self._ask([each], score, consumer.stop)
-            scored = self._scored(each, answer)
+            (answer,) = self._ask([item], score, consumer.stop)
+            record = self._rewarded(item, answer)
         except ScoreError as error:
-            if number < self._tries:
-                delay = FIRST_DELAY_S * 2 ** (number - 1) * random.uniform(0.5, 1)
-                return [_Suspect(time.monotonic() + delay, each.entry)]
+            if tries < self._max_tries:
+                delay = FIRST_DELAY_S * 2 ** (tries - 1) * random.uniform(0.5, 1)
+                return [Suspect(time.monotonic() + delay, item.entry)]
             metrics.unscorable(self._name, error.kind)
             text = "scorer %s: trajectory %s is unscorable after %d tries: %s"
-            fields = self._log_fields("trajectory_unscorable", each.reference)
-            logger.warning(text, self._name, each.name, self._tries, error, extra=fields)
-            scored = _Scored(each.entry, _fields(each.entry, None))
-        self._hand_off(consumer, [scored])
-        self._attempt(each, count=False)
+            fields = self._log_fields("trajectory_unscorable", item.reference)
+            logger.warning(text, self._name, item.name, self._max_tries, error, extra=fields)
+            record = unscorable(item.entry)
+        self._hand_off(consumer, [record])
+        self._tries.forget(shard, item)
         return []
 
-    def _ask(self, waiting: Sequence[_Unscored], score: ScoreFunction, stop: threading.Event) -> list[Any]:
-        """The function's scores. Raises ScoreError, and Stopped when the process is to end."""
+    def _ask(self, items: Sequence[Unscored], score: ScoreFunction, stop: threading.Event) -> list[Any]:
+        references, payloads = [item.reference for item in items], [item.payload for item in items]
+        with metrics.timed(self._name, "score"):
+            return ask(score, references, payloads, f"scorer {self._name}", self._timeout_s, stop)
 
-        def call() -> Any:
-            given = score([each.reference for each in waiting], [each.payload for each in waiting])
-            return asyncio.run(_awaited(given)) if inspect.isawaitable(given) else given
-
-        try:
-            with metrics.timed(self._name, "score"):
-                answer = call_within(call, self._timeout_s, f"scorer {self._name}", stop)
-        except HungError as error:
-            raise ScoreError("hang", str(error)) from error
-        except (Exception, SystemExit) as error:  # whatever the user's function raises
-            raise ScoreError("exception", f"{type(error).__name__}: {error}") from error
-        return scores_of(answer, len(waiting))
-
-    def _scored(self, each: _Unscored, answer: Any) -> _Scored:
-        """The hand-off of a trajectory with its score filled in. Raises ScoreError if that is none."""
-        entry, reference = each.entry, each.reference
-        rewards = rewards_of(answer, self._name, reference)
+    def _rewarded(self, item: Unscored, answer: Any) -> Passed:
+        """The record of a trajectory with its score filled in. Raises ScoreError if `answer` is none."""
+        rewards = rewards_of(answer, self._name, item.reference)
         if rewards is None:
-            return _Scored(entry, _fields(entry, None))
-        reward = sum(rewards.values(), reference.reward or 0.0)
-        filled = replace(reference, reward=reward, rewards={**reference.rewards, **rewards})
-        return _Scored(entry, _fields(entry, filled), self._next)
+            return unscorable(item.entry)
+        reward = sum(rewards.values(), item.reference.reward or 0.0)
+        rewards = {**item.reference.rewards, **rewards}
+        return scored(item.entry, replace(item.reference, reward=reward, rewards=rewards), self._next)
 
-    def _hand_off(self, consumer: Consumer, scored: Sequence[_Scored]) -> None:
-        for target in dict.fromkeys(each.target for each in scored):
-            group = [each for each in scored if each.target == target]
-            shard = self._run.shard(group[0].entry.shard)
-            records = [Passed(each.entry.id, each.fields) for each in group]
-            passed = pass_on(shard, self._name, records, target)
-            metrics.entries(self._name, "acked", passed)
-            metrics.entries(self._name, "duplicate", len(group) - passed)
-            consumer.done([each.entry for each in group])
-
-    def _attempt(self, each: _Unscored, *, count: bool) -> int:
-        """Count a try on the server, or forget them. How many there were."""
-        args = [self._tries_field(each), "1" if count else "0"]
-        tries: int = self._run.shard(each.entry.shard).call("attempt", args)
-        return tries
+    def _hand_off(self, consumer: Consumer, records: Sequence[Passed]) -> None:
+        """Pass records of one shard on."""
+        if not records:
+            return
+        passed = pass_on(self._run.shard(records[0].entry.shard), self._name, records)
+        metrics.entries(self._name, "acked", passed)
+        metrics.entries(self._name, "duplicate", len(records) - passed)
+        consumer.done([record.entry for record in records])
 
     def _log_fields(self, event: str, reference: Reference | None = None) -> dict[str, object]:
         group = None if reference is None else reference.group_id
         return log_fields(event, run=self._run.name, role=self._name, group=group)
-
-    def _tries_field(self, each: _Unscored) -> str:
-        return f"{self._name} {each.reference.group_id} {each.reference.rollout_index}"
-
-    def _by_tries(self, waiting: list[_Unscored]) -> list[_Unscored]:
-        """Those with the fewest tries first: what ends this process again does so when the others are done."""
-        if len(waiting) < 2:
-            return waiting
-        attempts = self._run.keys.shard(waiting[0].entry.shard).attempts
-        found: Any = self._run.connection.scripts.hmget(
-            attempts, [self._tries_field(each) for each in waiting]
-        )
-        tries = list(map(as_count, found))
-        return [waiting[place] for place in sorted(range(len(waiting)), key=tries.__getitem__)]
-
-
-async def _awaited(given: Any) -> Any:
-    return await given
-
-
-def _fields(entry: Entry, reference: Reference | None) -> list[Any]:
-    """The fields of a record with the reward of this reference; None makes it unscorable."""
-    fields: dict[str, Any] = dict(entry.fields)
-    if reference is None:
-        fields |= {"kind": "unscorable", "reward": ""}
-    else:
-        fields["reward"] = repr(reference.reward)
-        fields["reference"] = REFERENCE.dump_json(reference, exclude_defaults=True)
-    return [fields[name] for name in RECORD_FIELDS]

@@ -1,12 +1,18 @@
-"""What a scoring function may answer, checked: one score for each trajectory it was asked for."""
+"""Calling the user's scoring function, and checking its answer: one score for each trajectory it was asked for."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any, Final
 
+from ..errors import HungError, SettingError
 from ..messages import brief, one_line
+from ..run.hangs import call_within
 from ..trajectory.payload import Payload
 from ..trajectory.reference import Reference
 
@@ -30,18 +36,61 @@ class ScoreError(Exception):
         self.kind = kind
 
 
+def check_function(score: ScoreFunction, name: str) -> None:
+    """Raise SettingError for a function that cannot be called with references and payloads."""
+    with suppress(ValueError):  # some functions of C have no signature
+        try:
+            inspect.signature(score).bind((), ())
+        except TypeError as error:
+            raise SettingError(
+                f"scorer {name}: {getattr(score, '__name__', score)} cannot be called with two arguments, "
+                f"needs references and payloads: {error}"
+            ) from None
+
+
+def ask(
+    score: ScoreFunction,
+    references: Sequence[Reference],
+    payloads: Sequence[Payload],
+    who: str,
+    timeout_s: float,
+    stop: threading.Event,
+) -> list[Any]:
+    """Call the function for a micro-batch. Returns a score for each trajectory, which `rewards_of` has yet to check.
+
+    `who` is for messages. Raises ScoreError, also when the function takes longer than `timeout_s` seconds, and Stopped
+    when the process is to end.
+    """
+
+    def call() -> Any:
+        answer = score(references, payloads)
+        return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+
+    try:
+        answer = call_within(call, timeout_s, who, stop)
+    except HungError as error:
+        raise ScoreError("hang", str(error)) from error
+    except (Exception, SystemExit) as error:  # whatever the user's function raises
+        raise ScoreError("exception", f"{type(error).__name__}: {error}") from error
+    return scores_of(answer, len(references))
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer
+
+
 def scores_of(answer: Any, count: int) -> list[Any]:
     """The answer for a micro-batch as a list of `count` scores, each yet to be checked. Raises ScoreError."""
     try:
         if isinstance(answer, str | bytes | Mapping | Set):
             raise TypeError
-        found = len(answer)
+        count_given = len(answer)
         scores = list(answer)
     except TypeError:
         text = f"it returned a {type(answer).__name__}, needs a list of {count} scores"
         raise ScoreError("value", text) from None
-    if found != count:
-        raise ScoreError("value", f"it returned {found} scores for {count} trajectories")
+    if count_given != count:
+        raise ScoreError("value", f"it returned {count_given} scores for {count} trajectories")
     return scores
 
 
@@ -57,10 +106,10 @@ def rewards_of(score: Any, name: str, reference: Reference) -> dict[str, float] 
             )
     if len({*components, *reference.rewards}) > MAX_REWARDS:
         raise ScoreError("value", f"it gave more named rewards than the {MAX_REWARDS} a trajectory may have")
-    found = {component: _number(component, value) for component, value in components.items()}
-    if not math.isfinite(sum(found.values(), reference.reward or 0.0)):
+    rewards = {component: _number(component, value) for component, value in components.items()}
+    if not math.isfinite(sum(rewards.values(), reference.reward or 0.0)):
         raise ScoreError("value", "the sum of its rewards and those before it is not finite")
-    return found
+    return rewards
 
 
 def _number(component: str, value: Any) -> float:

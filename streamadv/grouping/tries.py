@@ -1,0 +1,51 @@
+"""How often a scorer has tried a trajectory alone. The server counts before each try, so that a crash counts too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..run import Shard
+from ..run.consumer import Entry
+from ..store.replies import as_count
+from ..trajectory.payload import Payload
+from ..trajectory.reference import Reference
+
+
+class Unscored(NamedTuple):
+    """A trajectory that waits for a score of this scorer."""
+
+    entry: Entry
+    reference: Reference
+    payload: Payload
+
+    @property
+    def name(self) -> str:
+        return f"{self.reference.group_id}/{self.reference.rollout_index}"
+
+
+class Tries:
+    """The tries of one scorer, kept with those of groups at which advantage workers tried (`attempt.lua`)."""
+
+    def __init__(self, scorer: str) -> None:
+        self._scorer = scorer
+
+    def count(self, shard: Shard, item: Unscored) -> int:
+        """Count one more try. Returns how many there are with it."""
+        tries: int = shard.call("attempt", [self._field(item), "1"])
+        return tries
+
+    def forget(self, shard: Shard, item: Unscored) -> None:
+        shard.call("attempt", [self._field(item), "0"])
+
+    def fewest_first(self, shard: Shard, items: Sequence[Unscored]) -> list[Unscored]:
+        """In the order of their tries: what ends this process again does so when the others are done."""
+        if len(items) < 2:
+            return list(items)
+        fields = [self._field(item) for item in items]
+        reply: Any = shard.connection.scripts.hmget(shard.keys.attempts, fields)
+        tries = dict(zip(fields, map(as_count, reply), strict=True))
+        return sorted(items, key=lambda item: tries[self._field(item)])
+
+    def _field(self, item: Unscored) -> str:
+        return f"{self._scorer} {item.reference.group_id} {item.reference.rollout_index}"
