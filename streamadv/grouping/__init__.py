@@ -2,5 +2,5 @@
 
 To read in this order: `scorer.py` (the worker loop) over `scores.py` (calling the user's function), `tries.py` and
 `scoring_streams.py` (what goes on to whom); `grouper.py` and its `housekeeping.py` with `lost_producers.py` and
-`short_groups.py`; `groups_log.py`, which the stages after this room read. How a group ends is in `lua/lib/complete.lua`.
+`short_groups.py`; `groups_log.py`, which later stages read. How a group ends is in `lua/lib/complete.lua`.
 """
