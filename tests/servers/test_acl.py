@@ -41,6 +41,8 @@ from tests.support import (
     unscored,
 )
 
+pytestmark = pytest.mark.slow
+
 #: Any run may use its own server; this one has every character a name may have and is a prefix of another one.
 RUN = "exp/1.a_b-c"
 OTHER_RUNS = (f"{RUN}2", RUN[:-1], "other", "*")

@@ -81,6 +81,7 @@ def advantages(
 
 
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+@pytest.mark.slow
 def test_the_same_members_give_the_same_bits(redis_url: str, run: str, chain: Any) -> None:
     want = advantages(redis_url, run, chain, order=0, workers=1, shards=1)
     assert len(want) == len(ITEMS)

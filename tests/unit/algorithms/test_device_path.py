@@ -63,6 +63,7 @@ def on_meta(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.slow
 def test_the_host_waits_for_nothing_but_the_metrics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch: PackedBatch = on_meta(batch_of(random_pairs(3, 3)))
     monkeypatch.setattr(chain, "fetch", lambda metrics: ({}, {}))  # the one transfer, at the end
@@ -74,6 +75,7 @@ def test_the_host_waits_for_nothing_but_the_metrics(name: str, monkeypatch: pyte
 @pytest.mark.parametrize("name", CHAINS)
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6))
+@pytest.mark.slow
 def test_chains_give_the_same_numbers_in_torch(name: str, seed: int) -> None:
     batch, chosen = batch_of(random_pairs(seed, 3)), build_chain(CHAINS[name])
     want = run_chain(chosen, batch)
