@@ -88,36 +88,37 @@ class ShardKeys:
 
     tag: str
 
-    # Scripts delete it because that is a write that needs no memory: see `scripts.py`.
-    void = _Single()  # never exists
+    void = _Single()  # never exists: deleting it is a write that needs no memory, see `scripts.py`
 
-    # A trajectory's way.
-    open = _Single()
-    rollouts = _Single()
-    scored = _Single()
-    groups = _Single()
-    work = _Single()
-    results = _Single()
-    applied = _Single()
-    owners = _Single()
-    attempts = _Single()
+    # A trajectory's way
+    open = _Single()  # open groups by deadline
+    rollouts = _Single()  # stream: records for the grouper
+    scored = _Single()  # rewards for records that the grouper has taken
+    groups = _Single()  # log of groups that have ended, until commit
+    work = _Single()  # stream: work items for advantage workers
+    results = _Single()  # log of what they publish
+    attempts = _Single()  # tries with a suspect group or trajectory
 
-    # What became of it.
-    ended = _Single()
-    ended_before = _Single()
-    garbage = _Single()
-    dead = _Single()
-    malformed = _Single()
+    # Batches in the shard
+    applied = _Single()  # batch -> what is excluded from it
+    owners = _Single()  # group in flight -> its batch
 
-    # Numbers.
+    # What is left of groups that have ended
+    ended = _Single()  # tombstones
+    ended_before = _Single()  # older tombstones
+    garbage = _Single()  # payloads to delete
+    dead = _Single()  # dead letters by time
+    malformed = _Single()  # stream: foreign data that was removed
+
+    # Figures
     ledger = _Single()
-    sizes = _Single()
-    trainer = _Single()
+    sizes = _Single()  # what trajectories need, for admission
+    trainer = _Single()  # the shard's copy of epoch, version and pacing
 
-    # Of the home shard only.
-    lineage = _Single()
-    batches = _Single()
-    producers = _Single()
+    # Of the home shard only
+    lineage = _Single()  # the trainer session: epoch, version, committed
+    batches = _Single()  # k -> record of batch k
+    producers = _Single()  # producer -> heartbeat
 
     def group(self, group_id: str) -> str:
         return f"{{{self.tag}}}:group:{group_id}"

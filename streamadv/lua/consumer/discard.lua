@@ -1,4 +1,4 @@
--- Finish an entry without a result: what it asked for no longer exists.
+-- Finish a work item without a result, because its batch no longer exists.
 -- KEYS  void, work
 -- ARGV  consumer group, entry id
 -- Returns  1, or 0 when somebody else has finished it

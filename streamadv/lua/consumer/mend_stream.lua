@@ -1,5 +1,5 @@
--- A stream whose last id somebody has set to one that no clock gives is made anew, as no command takes an id back: its
--- entries come again under new ids, and whoever had one of them finds it finished.
+-- Make a stream anew after somebody has set its last id beyond any clock's: no command sets an id back. Its entries get
+-- new ids, so a consumer that holds one finds it finished.
 -- KEYS  void, stream: rollouts | scoring, ledger, malformed
 -- ARGV  name of the place
 -- Returns  1 when it was mended, else 0

@@ -1,7 +1,7 @@
--- Take over pending entries that nobody has touched since they were looked at.
+-- Take over pending entries that have not been delivered again since the caller looked at them.
 -- KEYS  void, stream: rollouts | scoring | work
 -- ARGV  consumer group, consumer that takes them, then for each entry: entry id, consumer that had it, times delivered
--- Returns  {entry id, fields} of each entry taken over; one that is gone from the stream is no longer pending
+-- Returns  {entry id, fields} of each entry taken over; one that the stream no longer has is acknowledged
 local entries = {}
 for i = 3, #ARGV, 3 do
   local there = redis.call('XPENDING', keys.stream, ARGV[1], ARGV[i], ARGV[i], 1)[1]

@@ -1,5 +1,5 @@
--- Remove consumers that are gone: nothing pending and silent for long. Deleting one with pending entries would
--- lose them, hence the check in the same step.
+-- Remove consumers that have nothing pending and have been silent for long. The check is in the same step, because
+-- deleting a consumer deletes what is pending for it.
 -- KEYS  void, stream: rollouts | scoring | work
 -- ARGV  consumer group, silent for at least (ms), consumer to keep
 -- Returns  number of consumers removed

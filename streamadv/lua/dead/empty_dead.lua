@@ -1,8 +1,8 @@
--- Delete the payloads of dead groups; with 'purge' also what is known of them. They stay counted as dead. One call goes
--- through groups of EMPTY_PAYLOADS payloads, and the one that goes beyond.
+-- Delete the payloads of dead groups; with 'purge' also their letters. The ledger goes on counting them as dead. One call
+-- stops after the group with which it has reached EMPTY_PAYLOADS payloads.
 -- KEYS  void, ledger, dead, garbage, letters: dead_group ...
 -- ARGV  'purge' or 'keep', bytes of dead groups above which to go on, id of each group ...
--- Returns  groups dealt with, from the first on
+-- Returns  number of groups emptied, from the first on
 -- include dead_letter
 local EMPTY_PAYLOADS = 1024
 local dealt, payloads = 0, 0

@@ -1,4 +1,4 @@
--- A dead group goes back into the groups log, whole.
+-- Put a dead group back into the groups log, whole.
 -- KEYS  void, groups, ledger, dead, dead_group
 -- ARGV  group id
 -- Returns  trajectories requeued, 0 when it is not dead (any more), -1 when its payloads were deleted

@@ -1,7 +1,7 @@
--- Take producers off the list, unless they have been heard of meanwhile.
+-- Remove producers from the list, except those that have sent a heartbeat since the caller read it.
 -- KEYS  void, producers
 -- ARGV  producer, its heartbeat as it was read, ...
--- Returns  number of producers taken off
+-- Returns  number of producers removed
 local removed = 0
 for i = 1, #ARGV, 2 do
   if redis.call('HGET', keys.producers, ARGV[i]) == ARGV[i + 1] then

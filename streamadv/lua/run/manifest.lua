@@ -1,4 +1,4 @@
--- Read the run's manifest after writing the values nobody has given yet: the first one given stands.
+-- Write the settings that the run's manifest does not have yet, so that the first value given stands; then read it.
 -- KEYS  manifest_void, manifest
 -- ARGV  field, value, ...
 -- Returns  {1 if there was none before, the manifest as field, value, ...}
