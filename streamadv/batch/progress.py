@@ -1,4 +1,4 @@
-"""What a rank knows of its training job, whatever the servers have forgotten."""
+"""What a rank knows of its training job, whatever the servers have lost."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .record import BatchRecord, Death
+from .named import NamedBatch
+from .record import BatchRecord
 
 #: A server may lose writes this recent.
 DURABILITY_WINDOW_S: Final = 10.0
-#: A lost group comes back when somebody pushes it again: with `resend_window`, or by hand, much later.
+#: A group that a server lost is there again when somebody pushes it again: by `resend_window`, or by hand, much later.
 RETURN_WINDOW_S: Final = 3600.0
 
 
 class Progress:
-    """Where one rank stands. It outlives every hold on the run (`session.py`), and is all that outlives one.
+    """Where one rank stands. It outlives every trainer session (`session.py`), and is all that outlives one.
 
-    Invariant: the weights have the batches below `version`, a saved checkpoint those below `committed`, and the
-    training loop was given those below `delivered`: committed <= version <= delivered <= version + 1. Of every group in
-    the weights that a server may still have, or have again, the id is here: uncommitted, or committed and the same
-    servers not seen `window` seconds later.
+    Invariant: the weights have the batches below `version`, a saved checkpoint has those below `committed`, and the
+    training loop has got those below `delivered`: committed <= version <= delivered <= version + 1.
+
+    `batches`: on rank 0 every named batch from `committed` on, without a gap, and while a commit goes on those below it
+    that are yet to be deleted; on other ranks the one delivered last and the next one, once that is found.
+
+    The id of every group in the weights that a server may still have, or have again, is here: it is uncommitted, or it
+    was committed and the same servers have not been seen `window` seconds later.
     """
 
     def __init__(self, window: float = DURABILITY_WINDOW_S) -> None:
         self._window = window
-        #: The hold on the run: id of the job and of its session, epoch last known, epoch that began the branch.
+        #: Ids of the job and of its session, fencing epoch last known, epoch that began the branch.
         self.job, self.session, self.epoch, self.branch = "", "", 0, 0
         self.loaded, self.loaded_epoch = False, 0  # from a checkpoint, and the epoch it was saved in
         self.claimed = 0  # above rank 0: the branch that belongs to the last load_state_dict
@@ -33,9 +38,7 @@ class Progress:
         self.restored: int | None = None  # version of the checkpoint, None = from none
         self.version = self.committed = self.delivered = 0
         self.ends = 0  # how often iteration has ended before batch `delivered`: a push opens the run again
-        #: Batches that are named and, as far as this rank knows, not committed. Above rank 0 the last ones delivered.
-        self.records: dict[int, BatchRecord] = {}
-        self.deaths: dict[int, dict[str, Death]] = {}  # groups of batch k that became dead letters
+        self.batches: dict[int, NamedBatch] = {}
         self.kl: Mapping[str, float] | None = None  # coefficients after the last batches
         self.running: Mapping[str, float] | None = (
             None  # moments of the rewards of all batches below `version`
@@ -47,7 +50,7 @@ class Progress:
 
     def __contains__(self, group_id: object) -> bool:
         """Whether the group is in the weights."""
-        return any(group_id in known for known in (self._uncommitted, self._committed, self._returning))
+        return any(group_id in ids for ids in (self._uncommitted, self._committed, self._returning))
 
     @property
     def groups(self) -> list[str]:
@@ -56,7 +59,7 @@ class Progress:
 
     @property
     def has_delivered(self) -> bool:
-        """Whether the loop was given a batch since this rank began, or last loaded a checkpoint."""
+        """Whether the training loop has got a batch since this rank began, or last loaded a checkpoint."""
         return self.delivered > (self.began or 0)
 
     # Where it begins
@@ -76,19 +79,32 @@ class Progress:
         """Go on at this version: the batches below it are in the checkpoint that the weights are from."""
         self.began = self.version = self.committed = self.delivered = version
         self.ends = 0
-        self.records, self.deaths = {}, {}
+        self.batches = {}
         self._uncommitted, self._committed = {}, {}
 
     # How it goes on
 
+    def batch(self, record: BatchRecord) -> NamedBatch:
+        """What is known of the batch with this record. Nothing is known of one that replaces a lost one."""
+        batch = self.batches.get(record.k)
+        if batch is None or batch.record.id != record.id:
+            batch = self.batches[record.k] = NamedBatch(record)
+        return batch
+
+    @property
+    def running_named(self) -> Mapping[str, float] | None:
+        """Moments of the rewards of all named batches: the next one goes on from them."""
+        last = max(self.batches, default=-1)
+        return self.batches[last].record.running if last >= self.version else self.running
+
     def deliver(self, record: BatchRecord) -> None:
-        """The training loop is given the batch."""
-        self.records[record.k] = record
+        """The training loop gets the batch."""
+        self.batch(record)
         self.delivered, self.ends = record.k + 1, 0
         self.epoch = max(self.epoch, record.epoch)
 
     def end(self) -> None:
-        """The training loop is told that the run has ended."""
+        """Iteration ends before batch `delivered`."""
         self.ends += 1
 
     def train(self, record: BatchRecord) -> None:
@@ -96,12 +112,11 @@ class Progress:
         if record.k < self.version:
             return
         self.version = record.k + 1
-        dead = self.deaths.get(record.k, ())
-        self._uncommitted.update((p.group_id, record.k) for p in record.groups if p.group_id not in dead)
+        self._uncommitted.update((pointer.group_id, record.k) for pointer in self.batch(record).living)
         self.running, self.knows_running = record.running, True
 
     def commit(self, version: int) -> None:
-        """The batches below `version` are in a saved checkpoint, and a server was told so."""
+        """The batches below `version` are in a saved checkpoint, and the run says so."""
         now = time.monotonic()
         self.committed = max(self.committed, version)
         while self._uncommitted and next(iter(self._uncommitted.values())) < version:
@@ -109,25 +124,23 @@ class Progress:
             del self._uncommitted[group_id]
             self._committed.pop(group_id, None)
             self._committed[group_id] = now
-        self.deaths = {k: dead for k, dead in self.deaths.items() if k >= version}
 
     def follow(self, committed: int) -> None:
-        """As rank 0 has committed: ranks above it keep of the past what is uncommitted, no more."""
+        """Do on a rank above 0 what rank 0 has committed: such a rank keeps only what is uncommitted."""
         self.commit(min(committed, self.version))
         self._committed, self._returning = {}, {}
-        self.records = {k: record for k, record in self.records.items() if k >= self.delivered - 1}
-        self.deaths = {k: dead for k, dead in self.deaths.items() if k in self.records}
+        self.batches = {k: batch for k, batch in self.batches.items() if k >= self.delivered - 1}
 
     # What servers may have lost
 
     def seen(self, asked: float, caught_up: bool) -> None:
-        """At `asked` the servers were those of all commits. caught_up: all that stood in their logs has been read."""
+        """At `asked` (monotonic clock) the servers were those of all commits. caught_up: all their groups were read."""
         _forget_first(self._committed, asked - self._window)
         if caught_up:
             _forget_first(self._returning, asked - RETURN_WINDOW_S)
 
     def lost(self) -> None:
-        """The servers are others: they may lack what was not seen safe, and get it back by a push."""
+        """The servers are others, which may lack recent commits: their groups can be pushed again."""
         now = time.monotonic()
         self._returning.update(dict.fromkeys(self._committed, now))
         self._committed = {}

@@ -1,14 +1,12 @@
 """Batch k: the ordered groups one policy update consumes, recorded once and immutable until commit.
 
-Rank 0 of the trainer queue names a batch by writing its record into the home slot (`name`). What
-follows from it in the shards (`work.apply`) is idempotent by the batch's id and repeated until every shard has it.
-Which groups go in is decided in `selection.py`, how they leave again in `commit.py`.
+Rank 0 of the trainer queue names a batch by writing its record into the home shard (`name_batch`). What follows from it
+in the shards (`work.apply`) is idempotent by the batch's id and repeated until every shard has it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -21,7 +19,7 @@ from ..run.malformed import reject
 
 
 class Death(NamedTuple):
-    """Why a group is left out."""
+    """Why a group becomes a dead letter, or a trajectory is left out."""
 
     reason: str
     detail: str
@@ -51,7 +49,7 @@ class BatchRecord(BaseModel):
         return [pointer for pointer in self.groups if pointer.shard == shard]
 
 
-def name(run: Run, record: BatchRecord, epoch: int) -> bool:
+def name_batch(run: Run, record: BatchRecord, epoch: int) -> bool:
     """Write the record; False when batch k has one already. Raises EpochFencedError.
 
     epoch: of the caller, above that of a record it writes again for a server that lost it.
@@ -98,8 +96,3 @@ def _parse_record(run: Run, k: bytes, text: bytes) -> BatchRecord:
         if not (0 <= pointer.shard < len(run.keys.salts) and ENTRY_ID.fullmatch(pointer.entry)):
             raise WireError(f"record: group {brief(pointer.group_id)} has no place in the run")
     return record
-
-
-def entries_of(pointers: Iterable[Pointer]) -> list[Any]:
-    """Entry id and trajectories of each, as the scripts take them."""
-    return [part for pointer in pointers for part in (pointer.entry, pointer.trajectories)]

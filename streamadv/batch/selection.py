@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,22 +15,6 @@ BATCH_ID: Final = re.compile(r"[0-9]+-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True)
-class NamingSettings:
-    """What the trainer queue decides about batches."""
-
-    batch_groups: int
-    min_groups: int  # enough to name a batch
-    prefetch: int
-    max_staleness: int | None
-    drop_after: int | None
-    keep_rolled_back: bool
-    needs: frozenset[str]  # columns producers must have pushed
-    chain: Mapping[str, Any]
-    late: tuple[str, ...]
-    tokens_per_micro_batch: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class NamingRules:
     """What decides whether a group goes into a batch."""
 
@@ -38,12 +22,11 @@ class NamingRules:
     needs: frozenset[str] = frozenset()  # columns producers must have pushed
     trained: Container[str] = frozenset()  # group ids already in the checkpoint lineage
     rolled_back_above: int | None = None  # version restored by load_state_dict
-    branch: int = (
-        0  # epoch that load_state_dict took; those taken again after a restart of the server do not count
-    )
+    #: Epoch that load_state_dict took. Epochs taken again after a restart of the server do not count.
+    branch: int = 0
 
     def reason_against(self, group: LoggedGroup, k: int) -> str | None:
-        """Why the group is not trained on at version k, or None."""
+        """Why the group is dropped instead of trained on at version k, or None."""
         if group.malformed:
             return "malformed"
         if group.group_id in self.trained:
@@ -58,8 +41,8 @@ class NamingRules:
             and group.version > restored
         ):
             return "rolled_back"
-        age = group.staleness(k)
-        if self.drop_after is not None and age is not None and age > self.drop_after:
+        staleness = group.staleness(k)
+        if self.drop_after is not None and staleness is not None and staleness > self.drop_after:
             return "stale"
         if any(not self.needs <= set(member.columns) for member in group.members):
             return "dead:missing_column"
@@ -69,23 +52,23 @@ class NamingRules:
 def choose(
     candidates: Iterable[LoggedGroup], k: int, batch_groups: int, rules: NamingRules
 ) -> tuple[list[LoggedGroup], list[tuple[LoggedGroup, str]]]:
-    """The first `batch_groups` groups fit for batch k, and those passed over before them with the reason."""
-    chosen: list[LoggedGroup] = []
-    refused: list[tuple[LoggedGroup, str]] = []
+    """The first `batch_groups` groups fit for batch k, and those before them to be dropped, with the reason."""
+    fit: list[LoggedGroup] = []
+    unfit: list[tuple[LoggedGroup, str]] = []
     for group in candidates:
-        if len(chosen) == batch_groups:
+        if len(fit) == batch_groups:
             break
         reason = rules.reason_against(group, k)
         if reason is None:
-            chosen.append(group)
+            fit.append(group)
         else:
-            refused.append((group, reason))
-    return chosen, refused
+            unfit.append((group, reason))
+    return fit, unfit
 
 
-def make_record(k: int, epoch: int, chosen: Sequence[LoggedGroup], **decided: Any) -> BatchRecord:
+def make_record(k: int, epoch: int, groups: Sequence[LoggedGroup], **decided: Any) -> BatchRecord:
     """The record of batch k. Groups are sorted by id, so that nothing depends on the order of arrival."""
-    ordered = sorted(chosen, key=lambda group: group.group_id)
+    ordered = sorted(groups, key=lambda group: group.group_id)
     return BatchRecord(
         k=k,
         id=f"{k}-{secrets.token_hex(6)}",

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from ..algorithms.chain import cut_chain
 from ..grouping.groups_log import Pointer
 from ..run import Run
-from .record import BatchRecord, entries_of
+from .record import BatchRecord
 
 #: Trajectories in one work item, for chains that need no more than a group.
 ITEM_TRAJECTORIES: Final = 128
@@ -80,5 +80,5 @@ def apply(run: Run, record: BatchRecord, epoch: int) -> None:
         pointers = record.in_shard(shard.index)
         if pointers:
             work = [item.model_dump_json() for item in items if item.shard == shard.index]
-            args = [epoch, record.id, len(pointers), *entries_of(pointers), *work]
-            shard.call("apply_batch", args)
+            groups = [part for pointer in pointers for part in (pointer.entry, pointer.trajectories)]
+            shard.call("apply_batch", [epoch, record.id, len(pointers), *groups, *work])

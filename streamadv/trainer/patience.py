@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..batch.session import NotHeldError, Session
+from ..batch.hold import NotHeldError
+from ..batch.session import Session
 from ..store.reasons import Reason
 from ..store.retry import Outage
 from ..store.waiting import Blocked, Wait
@@ -40,7 +41,7 @@ class Patience:
         """Take groups that came since the last look as progress, also those that rank 0 has dropped already."""
         if not self.timeout:
             return
-        counts = [*_lengths(session), len(session.passed_over)]
+        counts = [*_lengths(session), len(session.dropped)]
         if any(now > before for now, before in zip(counts, self._counts, strict=False)):
             self.progress()
         self._counts = counts

@@ -18,10 +18,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ..algorithms.chain import build_chain
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.device import Device, choose_device
+from ..batch.hold import NotHeldError
 from ..batch.progress import DURABILITY_WINDOW_S, Progress
 from ..batch.record import BatchRecord, read_records
-from ..batch.selection import NamingSettings
-from ..batch.session import NotHeldError, Session
+from ..batch.session import Session
+from ..batch.settings import NamingSettings
 from ..errors import (
     BatchLostError,
     NoBatchError,
@@ -183,7 +184,7 @@ class TrainerQueue(IterableDataset[Batch]):
                 session = self._finish_current()
                 reader = self._reader_of(session)
                 ended = session.find(self._next) is None and session.has_ended(self._next)
-                if session.look_ahead(ended, max_groups):
+                if session.name_ahead(ended, max_groups):
                     patience.progress()
                 batch = self._collect(reader)
                 if batch is not None:
@@ -192,7 +193,7 @@ class TrainerQueue(IterableDataset[Batch]):
                     self._report(batch, time.monotonic() - started)
                     return batch
                 if ended and session.scanned and session.find(self._next) is None:
-                    session.tell_end(self._progress.ends + 1)
+                    session.publish_end(self._progress.ends + 1)
                     self._progress.end()
                     return None
                 self._wait_for_news(reader, patience, max_groups)
@@ -293,9 +294,9 @@ class TrainerQueue(IterableDataset[Batch]):
         if batch is not None and batch.version >= self._progress.version:
             self._note_trained(sessions.current(), batch)
         session = sessions.checked()
-        if batch is not None and batch.version in session.records:
-            if session.told <= batch.version:
-                session.tell_trained(session.records[batch.version])
+        if batch is not None and batch.version in session.batches:
+            if session.published <= batch.version:
+                session.publish_version(session.batches[batch.version].record)
             if self._commit_mode == "each_batch":
                 session.commit(session.version)
         self._current = None
@@ -334,7 +335,7 @@ class TrainerQueue(IterableDataset[Batch]):
     def _prepare_next(self, reader: BatchReader, max_groups: int | None) -> None:
         """Name the batch after the one in hand and read it ahead. The next call repeats what fails here."""
         with suppress(*RETRYABLE, NotHeldError):
-            reader.session.look_ahead(False, max_groups)
+            reader.session.name_ahead(False, max_groups)
             reader.read_ahead(reader.session.find(self._next))
 
     def _report(self, batch: Batch, wait_s: float) -> None:
@@ -365,15 +366,15 @@ class TrainerQueue(IterableDataset[Batch]):
 
     def _trained(self, batch: Batch) -> None:
         record = self._note_trained(self._sessions.current(), batch)
-        self._writing_session().tell_trained(record)
+        self._writing_session().publish_version(record)
 
     def _note_trained(self, session: Session, batch: Batch) -> BatchRecord:
         """Note in the progress, before any server is asked, that the batch is in the weights."""
-        record = session.records.get(batch.version)
-        if record is None or record.id != batch.id:
+        named = session.batches.get(batch.version)
+        if named is None or named.record.id != batch.id:
             raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
-        session.note_trained(record, batch.kl)
-        return record
+        session.note_trained(named.record, batch.kl)
+        return named.record
 
     def _commit(self, state: Mapping[str, Any]) -> None:
         session = self._writing_session()

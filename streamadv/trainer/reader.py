@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Final
 
 from ..advantage.results import Result, assign, misfit
-from ..batch import commit as batch_commit
+from ..batch import recovery
 from ..batch.record import BatchRecord, Death
 from ..batch.session import Session
 from ..batch.work import WorkItem, work_items
@@ -67,8 +67,8 @@ class BatchReader:
         except UndecodableGroupError as error:
             read_groups(session.run, _pointers(record, error))  # BatchLostError: they are gone, not broken
             raise
-        batch.metrics.update(selection_metrics(session.passed_over, batch))
-        session.passed_over.clear()
+        batch.metrics.update(selection_metrics(session.dropped, batch))
+        session.dropped.clear()
         self._log.forget(record.id)
         self.stop()
         session.progress.deliver(record)
@@ -90,7 +90,7 @@ class BatchReader:
         deaths: dict[str, Death] = {}
         for (group_id, _), text in error.problems.items():
             deaths.setdefault(group_id, Death("undecodable", text))
-        session.bury(record, deaths)
+        session.dead_letter(record, deaths)
         return True
 
     def read_ahead(self, record: BatchRecord | None) -> None:
@@ -110,7 +110,7 @@ class BatchReader:
     def _read_results(self) -> None:
         """Read the results logs on. Rank 0 removes what belongs to no batch of the run."""
         session = self.session
-        batches = {record.id for record in session.records.values()} if session.leads else None
+        batches = {named.record.id for named in session.batches.values()} if session.leads else None
         strays = self._log.read(session.run, batches)
         # On a server that lost recent writes a stray may belong to a batch: the next session decides.
         if session.leads and strays and session.has_same_servers():
@@ -121,7 +121,7 @@ class BatchReader:
         items = work_items(record)
         while (results := self._log.results_of(record.id, items)) is not None:
             deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
-            dead, left_out = self.session.bury(record, deaths)
+            dead, left_out = self.session.dead_letter(record, deaths)
             groups = self.session.read_groups(record, dead)
             foreign = _first_misfit(items, results, groups)
             if foreign is None:
@@ -159,7 +159,7 @@ def _remove(session: Session, strays: Sequence[Stray]) -> None:
     for stray in strays:
         if stray.problem is None:
             # Published while the batch was committed or undone, after that had looked for results to delete.
-            batch_commit.undo(run, stray.shard, stray.batch, session.epoch)
+            recovery.undo_in_shard(run, run.shard(stray.shard), stray.batch, session.epoch)
         else:
             shard = run.shard(stray.shard)
             reject(shard, shard.keys.results, stray.entry, stray.problem)

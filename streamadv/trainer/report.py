@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 from .. import metrics
-from ..batch.passed_over import PassedOver
+from ..batch.dropped import DroppedGroups
 from .microbatch import Batch
 
 
-def selection_metrics(dropped: PassedOver, batch: Batch) -> dict[str, float]:
+def selection_metrics(dropped: DroppedGroups, batch: Batch) -> dict[str, float]:
     """For `batch.metrics`: groups dropped since the batch before, by reason and source, with their mean length.
 
     The batch's own mean length stands beside it: filters and staleness may prefer short trajectories.

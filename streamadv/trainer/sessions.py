@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Final
 
+from ..batch.follower import Wanted, join
 from ..batch.job import check_job, count_queue, find_job, random_job
-from ..batch.lineage import Lineage
 from ..batch.progress import Progress
-from ..batch.selection import NamingSettings
-from ..batch.session import Follower, Session, Wanted
+from ..batch.recovery import take_over
+from ..batch.session import Session
+from ..batch.settings import NamingSettings
 from ..errors import SettingError
 from ..messages import log_fields
 from ..run import Run, open_run
@@ -85,9 +86,9 @@ class Sessions:
         session: Session
         if self._rank.number == 0:
             self.progress.job = self.progress.job or self._find_job() or random_job()
-            session = Lineage(run, self.naming, self.progress)
+            session = take_over(run, self.naming, self.progress)
         else:
-            session = Follower(run, self.naming, self.progress, self._wanted())
+            session = join(run, self.naming, self.progress, self._wanted())
         self._session, self._is_stale = session, False
         return session
 

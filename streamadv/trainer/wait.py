@@ -29,7 +29,7 @@ class GroupPolls:
 
     def rest(self) -> None:
         """A look has just ended."""
-        self._due = time.monotonic() + REST_S * self._session.share_behind_next(self._max_groups)
+        self._due = time.monotonic() + REST_S * self._session.missing_fraction(self._max_groups)
 
     @property
     def rest_ms(self) -> int:

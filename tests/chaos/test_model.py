@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 )
 
 from streamadv.advantage import poison, prepare, publish
+from streamadv.batch.recovery import set_trainer
 from streamadv.errors import EpochFencedError, GroupEndedError, NoBatchError, TrajectoryError
 from streamadv.grouping import grouper, housekeeping
 from streamadv.producer import Producer
@@ -146,7 +147,7 @@ class Lifecycle(RuleBasedStateMachine):
     def save(self, reaches_the_server: bool) -> None:
         """What was delivered last may be in the weights only if the queue was told so."""
         if self.batch is not None and self.batch.id in {
-            r.id for r in self.queue._sessions.current().records.values()
+            b.record.id for b in self.queue._sessions.current().batches.values()
         }:
             self.queue.trained(self.batch)
         self.checkpoint = (list(self.weights), self.queue.state_dict())
@@ -170,8 +171,9 @@ class Lifecycle(RuleBasedStateMachine):
         if batch is not None and batch.version >= queue._sessions.current().version:
             with pytest.raises(EpochFencedError):
                 queue.trained(batch)
+        joined = queue._sessions.current()
         with pytest.raises(EpochFencedError):
-            queue._sessions.current()._tell_shards()
+            set_trainer(joined.run, joined._settings, joined.progress)
         with suppress(EpochFencedError, NoBatchError):
             queue.next_batch(timeout=0)
 

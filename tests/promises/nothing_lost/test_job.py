@@ -487,7 +487,7 @@ def test_a_rank_trusts_no_server_that_has_gone_back(server_of_job: Server, run: 
     train(ranks, joined)
     server_of_job.go_back()
     with pytest.raises(
-        NoBatchError, match="the server has lost its last moments: waiting for rank 0 to repeat them"
+        NoBatchError, match="the server has lost recent writes: waiting for rank 0 to repeat them"
     ):
         ranks[1].next_batch(timeout=0)
     train(ranks, joined)

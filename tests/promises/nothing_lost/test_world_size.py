@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.batch import commit
+from streamadv.batch.exclusion import leave_out
 from streamadv.batch.record import read_records
 from streamadv.errors import StreamadvError
 from streamadv.run import Run
@@ -216,7 +216,7 @@ def test_saying_it_again_changes_nothing(logged: Run) -> None:
     parts = all_next(ranks, logged)
     record = read_records(logged)[0]
     for _ in range(2):
-        assert commit.leave_out(logged, record.groups[2], 1, "undecodable", "gone", record.id, 1)
+        assert leave_out(logged, record, {(record.groups[2].group_id, 1): "gone"}, 1)
     ranks[0].trained(parts[0])
     ranks[0].commit(ranks[0].state_dict())
     assert (ledger(logged)["trained"], ledger(logged)["dead"]) == (15, {"undecodable": 1})
@@ -229,7 +229,7 @@ def test_nothing_is_counted_for_a_rank_that_comes_after_the_commit(logged: Run) 
     record = read_records(logged)[0]
     ranks[0].trained(part)
     ranks[0].commit(ranks[0].state_dict())
-    assert not commit.leave_out(logged, record.groups[0], 0, "undecodable", "gone", record.id, 1)
+    assert not leave_out(logged, record, {(record.groups[0].group_id, 0): "gone"}, 1)
     assert (ledger(logged)["trained"], ledger(logged)["dead"]) == (16, {})
     assert list(list_dead(logged)) == []
     assert problems(logged) == []

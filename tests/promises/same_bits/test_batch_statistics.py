@@ -10,7 +10,7 @@ import pytest
 from streamadv.algorithms.chain.config import parse_config
 from streamadv.algorithms.kl import adapted_coefficient
 from streamadv.batch.carryover import KLCoefficients
-from streamadv.batch.lineage import Lineage
+from streamadv.batch.leader import Leader
 from streamadv.batch.record import BatchRecord
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
@@ -23,15 +23,15 @@ ADAPTIVE = {"estimator": "reinforce", "kl": {"coefficient": 0.5, "target": 0.1, 
 def records_of(monkeypatch: pytest.MonkeyPatch) -> list[BatchRecord]:
     """Every record that is named from now on."""
     named: list[BatchRecord] = []
-    name = Lineage._name
+    name = Leader._name
 
-    def spy(self: Lineage, k: int, *arguments: Any) -> bool:
+    def spy(self: Leader, k: int, *arguments: Any) -> bool:
         done = name(self, k, *arguments)
         if done:
-            named.append(self.records[k])
+            named.append(self.batches[k].record)
         return done
 
-    monkeypatch.setattr(Lineage, "_name", spy)
+    monkeypatch.setattr(Leader, "_name", spy)
     return named
 
 

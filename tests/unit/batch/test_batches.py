@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from streamadv.algorithms import build_chain
 from streamadv.batch import commit as batch_commit
+from streamadv.batch import exclusion, recovery, selection
 from streamadv.batch import record as batch_record
-from streamadv.batch import selection
-from streamadv.batch.record import BatchRecord
+from streamadv.batch.record import BatchRecord, Death
 from streamadv.batch.selection import NamingRules
 from streamadv.batch.work import ITEM_TRAJECTORIES, apply, work_items
 from streamadv.errors import BatchLostError, EpochFencedError
@@ -134,13 +134,13 @@ def named(fake: Connection) -> tuple[Run, BatchRecord]:
     run.home.call("take_epoch", ["", 0, "job", "", "", "0123456789ab", "", "", "0"])
     logged = [each for shard in range(2) for each in read_log(run, shard, "0-0", 100)]
     record = selection.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
-    assert batch_record.name(run, record, record.epoch)
+    assert batch_record.name_batch(run, record, record.epoch)
     return run, record
 
 
 def test_a_batch_is_named_once(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
-    assert not batch_record.name(run, selection.make_record(0, 1, [], chain=CHAIN), 1)
+    assert not batch_record.name_batch(run, selection.make_record(0, 1, [], chain=CHAIN), 1)
     assert batch_record.read_records(run) == {0: record}
     assert [pointer.group_id for pointer in record.groups] == sorted(p.group_id for p in record.groups)
 
@@ -166,13 +166,13 @@ def test_the_ledger_holds_in_the_middle_of_a_commit(named: tuple[Run, BatchRecor
     run, record = named
     apply(run, record, 1)
     compute_all(run)
-    for shard in range(2):
-        batch_commit._commit_groups(run, shard, record, record.in_shard(shard)[:1], 1, {})
+    for shard in run.shards:
+        batch_commit.commit_groups(run, shard, record, record.in_shard(shard.index)[:1], 1, {})
         assert problems(run) == []
-    for shard in range(2):
-        batch_commit._commit_groups(run, shard, record, record.in_shard(shard), 1, {})
+    for shard in run.shards:
+        batch_commit.commit_groups(run, shard, record, record.in_shard(shard.index), 1, {})
         assert problems(run) == []
-        batch_commit._close(run, shard, record.id, 1, batch_commit.read_results(run))
+        batch_commit.close(shard, record.id, 1, batch_commit.read_results(run))
         assert problems(run) == []
     assert ledger(run)["trained"] == 12
 
@@ -182,7 +182,7 @@ def test_groups_taken_out_of_the_log_are_counted_once(named: tuple[Run, BatchRec
     taken = {pointer.group_id for pointer in record.groups}
     left = [g for shard in range(2) for g in read_log(run, shard, "0-0", 100) if g.group_id not in taken]
     for _ in range(2):
-        batch_commit.drop(run, [(left[0], "stale"), (left[1], "trained")], 1)
+        exclusion.drop(run, [(left[0], "stale"), (left[1], "trained")], 1)
         assert (ledger(run)["dropped"], ledger(run)["trained"]) == ({"stale": 2}, 2)
     assert problems(run) == []
 
@@ -205,7 +205,7 @@ def test_a_group_has_one_owner(named: tuple[Run, BatchRecord], seed: int) -> Non
         applied.add(record.id)
 
     def undo(record: BatchRecord) -> None:
-        batch_commit.undo_unknown(run, [each for each in records if each is not record], 1)
+        recovery.undo_unknown(run, [each for each in records if each is not record], 1)
         applied.discard(record.id)
         for group_id in [group_id for group_id, owner in owners.items() if owner == record.id]:
             del owners[group_id]
@@ -222,13 +222,13 @@ def test_a_group_has_one_owner(named: tuple[Run, BatchRecord], seed: int) -> Non
 
     def drop(_: BatchRecord) -> None:
         group = draw.choice([*logged.values()])
-        batch_commit.drop(run, [(group, "trained")], 1)
+        exclusion.drop(run, [(group, "trained")], 1)
         leave_log([group.group_id])
 
     def dead_letter(record: BatchRecord) -> None:
         group = draw.choice([*logged.values()])
         batch = record.id if group.pointer in record.groups else ""
-        batch_commit.dead_letter(run, group, "crashed", "", batch, 1)
+        exclusion.dead_letter(run, group, Death("crashed", ""), batch, 1)
         if not batch or batch in applied:
             leave_log([group.group_id])
 
@@ -250,10 +250,10 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     before = ledger(run)
     logged = read_log(run, 0, "0-0", 1) or read_log(run, 1, "0-0", 1)
     for attempt in (
-        lambda: batch_record.name(run, selection.make_record(1, 1, [], chain=CHAIN), 1),
+        lambda: batch_record.name_batch(run, selection.make_record(1, 1, [], chain=CHAIN), 1),
         lambda: apply(run, record, 1),
         lambda: batch_commit.commit(run, record, 1),
-        lambda: batch_commit.drop(run, [(logged[0], "stale")], 1),
+        lambda: exclusion.drop(run, [(logged[0], "stale")], 1),
     ):
         with pytest.raises(EpochFencedError, match="a newer trainer has taken over"):
             attempt()

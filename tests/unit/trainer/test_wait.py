@@ -39,7 +39,7 @@ class Session:
             time.sleep(block / 1000)
         return None if reply is None else {reply.encode(): []}
 
-    def share_behind_next(self, _: int | None) -> float:
+    def missing_fraction(self, _: int | None) -> float:
         return self.missing
 
     def could_name(self, _: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""What was dropped at naming since the last batch."""
+"""What rank 0 dropped while it named batches, since the last delivered one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from ..grouping.groups_log import LoggedGroup
 MAX_NAMES: Final = 256
 
 
-class PassedOver:
-    """What was dropped at naming since the last batch, in figures: a trainer may wait long while everything is."""
+class DroppedGroups:
+    """Counts of dropped groups by reason and source.
+
+    The groups themselves are not kept: a trainer may wait long while everything is dropped.
+    """
 
     def __init__(self) -> None:
         self._groups: Counter[str] = Counter()
         self._trajectories: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
 
-    def append(self, dropped: tuple[str, LoggedGroup]) -> None:
-        """Count a group with the reason."""
-        reason, group = dropped
+    def add(self, group: LoggedGroup, reason: str) -> None:
+        """Count a group."""
         name = f"dropped/{reason}/{group.data_source or 'unknown'}"
         name = name if name in self._groups or len(self._groups) < MAX_NAMES else f"dropped/{reason}/other"
         self._groups[name] += 1
@@ -33,12 +35,12 @@ class PassedOver:
         return self._groups.total()
 
     def clear(self) -> None:
-        """It is told."""
+        """Begin anew, after the figures were reported."""
         for counts in (self._groups, self._trajectories, self._tokens):
             counts.clear()
 
     def figures(self) -> dict[str, float]:
-        """Groups, and mean length of their trajectories, by reason and source."""
-        found = {f"{name}/groups": float(count) for name, count in self._groups.items()}
+        """Groups, and mean length of their trajectories in trainable tokens, by reason and source."""
+        groups = {f"{name}/groups": float(count) for name, count in self._groups.items()}
         means = {name: self._tokens[name] / count for name, count in self._trajectories.items() if count}
-        return found | {f"{name}/response_length/mean": mean for name, mean in means.items()}
+        return groups | {f"{name}/response_length/mean": mean for name, mean in means.items()}

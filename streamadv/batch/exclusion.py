@@ -1,0 +1,98 @@
+"""How a group is kept out of training: dropped when a batch is named, or excluded from a named batch.
+
+From a named batch a group is excluded as a dead letter, a single trajectory is left out. Repeating any of this changes
+nothing: only the call that deletes the entry of the groups log counts its group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
+from ..run import Run
+from ..run.malformed import reject
+from .record import BatchRecord, Death
+
+_DEAD = "dead:"  # of reasons that make dead letters
+
+
+def drop(run: Run, unfit: Sequence[tuple[LoggedGroup, str]], epoch: int) -> None:
+    """Take groups in no batch out of the log, each under its reason."""
+    dropped = []
+    for group, reason in unfit:
+        if reason.startswith(_DEAD):
+            dead_letter(run, group, Death(reason.removeprefix(_DEAD), group.problem or ""), "", epoch)
+        elif reason == "malformed":
+            in_shard = run.shard(group.shard)
+            reject(in_shard, in_shard.keys.groups, group.entry, group.problem or "")
+        else:
+            dropped.append((group, reason))
+    for shard in run.shards:
+        args: list[Any] = [epoch]
+        for group, reason in dropped:
+            if group.shard == shard.index:
+                payloads = [f"{key} {size}" for key, size in group.payloads]
+                args += [group.entry, reason, len(payloads), *payloads]
+        if len(args) > 1:
+            shard.call("drop_groups", args)
+
+
+def dead_letter(run: Run, group: LoggedGroup, death: Death, batch_id: str, epoch: int) -> None:
+    """Make a dead letter of a group in a batch, or in none yet ('').
+
+    A shard that does not know the batch does nothing, see "Going back in time" in docs/reliability.md: rank 0 applies
+    the batch again and repeats this.
+    """
+    args = [epoch, group.entry, group.group_id, batch_id, *death, len(group.payloads), group.size_bytes]
+    run.shard(group.shard).call("dead_letter_group", args, dead_group=group.group_id)
+
+
+def dead_letter_groups(run: Run, record: BatchRecord, deaths: Mapping[str, Death], epoch: int) -> None:
+    """Make dead letters of groups of a batch, by id, where they are still in the log."""
+    pointers = [pointer for pointer in record.groups if pointer.group_id in deaths]
+    for group in find_groups(run, pointers):
+        if group is not None:
+            dead_letter(run, group, deaths[group.group_id], record.id, epoch)
+
+
+def leave_out(run: Run, record: BatchRecord, problems: Mapping[tuple[str, int], str], epoch: int) -> bool:
+    """Have commit count members of a batch as dead, by (group_id, rollout_index) and with what is wrong.
+
+    False when the batch, or a group, is not there (any more).
+    """
+    pointers = {pointer.group_id: pointer for pointer in record.groups}
+    return all(
+        _leave_out(run, pointers[group_id], index, Death("undecodable", text), record.id, epoch)
+        for (group_id, index), text in problems.items()
+    )
+
+
+def _leave_out(
+    run: Run, pointer: Pointer, rollout_index: int, death: Death, batch_id: str, epoch: int
+) -> bool:
+    args = [epoch, pointer.entry, pointer.group_id, rollout_index, batch_id, *death]
+    return bool(run.shard(pointer.shard).call("leave_out", args, dead_group=pointer.group_id))
+
+
+class Exclusions(NamedTuple):
+    """What of a batch is not trained on."""
+
+    dead: set[str]  # ids of groups that became dead letters
+    left_out: set[tuple[str, int]]  # (group_id, rollout_index) of members of the others
+
+
+def read_exclusions(run: Run, record: BatchRecord) -> Exclusions:
+    """What has been excluded since the batch was named, as its shards know it."""
+    exclusions = Exclusions(set(), set())
+    for shard in {pointer.shard for pointer in record.groups}:
+        text: Any = run.connection.scripts.hget(run.keys.shard(shard).applied, record.id)
+        by_entry = json.loads(text) if text else {}  # 'dead', or the rollout indices left out
+        for pointer in record.in_shard(shard):
+            excluded = by_entry.get(pointer.entry, ())
+            if excluded == "dead":
+                exclusions.dead.add(pointer.group_id)
+            else:
+                exclusions.left_out.update((pointer.group_id, index) for index in excluded)
+    return exclusions

@@ -1,0 +1,183 @@
+"""The trainer session of a rank above 0: it reads what rank 0 has written.
+
+It writes only what it cannot read of a batch. A server that restarts and has lost nothing needs no rank 0: that one may
+be waiting for this rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import BatchLostError
+from ..run import Run
+from ..store.reasons import Reason
+from .hold import Hold, NotHeldError, fenced, founded, read_hold
+from .progress import Progress
+from .record import BatchRecord, Death, find_record
+from .session import Session
+from .settings import NamingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How a rank above 0 knows its job's session among others."""
+
+    job: str | None
+    epoch: int | None  # one that rank 0 has had
+
+    def __str__(self) -> str:
+        return f"job {self.job}" if self.job is not None else f"the job that took epoch {self.epoch}"
+
+
+def join(run: Run, settings: NamingSettings, progress: Progress, wanted: Wanted) -> Follower:
+    """Join the job's session. Raises NotHeldError while rank 0 has not taken the run (again), EpochFencedError."""
+    server_ids = run.server_ids()
+    hold = read_hold(run)
+    _check_session(run, progress, hold, wanted)
+    _join_branch(run, progress, hold)
+    progress.job, progress.session, progress.epoch = hold.job, hold.session, hold.epoch
+    progress.batches = {k: batch.on_other_servers() for k, batch in progress.batches.items()}
+    progress.follow(hold.committed)
+    if progress.kl is None:
+        kl: Any = run.connection.scripts.hget(run.keys.home.lineage, "kl")
+        progress.kl = None if kl is None else json.loads(kl)
+    return Follower(run, settings, progress, server_ids, hold)
+
+
+def _check_session(run: Run, progress: Progress, hold: Hold, wanted: Wanted) -> None:
+    """Return if this is (still) the job's session."""
+    session = progress.session  # the one this rank is in, '' = none yet
+    if session and hold.session == session:
+        if hold.job != progress.job:  # taken over by an older release, which knows no sessions
+            raise fenced(run)
+        if hold.epoch < progress.epoch:
+            raise NotHeldError("the server has lost recent writes: waiting for rank 0 to repeat them")
+    elif session and hold.founded < founded(session):
+        raise NotHeldError(f"the server has lost what job {progress.job} has written: waiting for its rank 0")
+    elif session and (hold.job != progress.job or progress.has_delivered):
+        raise fenced(run)
+    elif not hold.session:
+        raise NotHeldError(f"no trainer has the run: waiting for rank 0 of {wanted}")
+    elif wanted.epoch is not None and hold.founded > wanted.epoch:
+        raise fenced(run)
+    elif wanted.epoch is not None and hold.epoch < wanted.epoch:
+        raise NotHeldError(f"the run is at epoch {hold.epoch}: waiting for rank 0 of {wanted}")
+    elif wanted.job is not None and hold.job != wanted.job:
+        raise NotHeldError(f"job {hold.job} has the run: waiting for rank 0 of {wanted}")
+    if hold.settled != hold.epoch:
+        raise NotHeldError(f"rank 0 of job {hold.job} is taking the run over: waiting for it")
+
+
+def _join_branch(run: Run, progress: Progress, hold: Hold) -> None:
+    """Go on in the branch that rank 0 is in, or begin with it."""
+    if progress.session == hold.session and progress.branch == hold.branch:
+        if hold.epoch > progress.epoch and progress.has_delivered:
+            _check_last(run, progress, hold)
+        return
+    # load_state_dict was called here, and no branch of rank 0 has been matched with it yet
+    pending = progress.loaded and progress.branch == 0
+    if pending and not (hold.loaded == hold.branch > progress.claimed):
+        raise NotHeldError("rank 0 has not loaded a state: waiting for its load_state_dict")
+    if progress.loaded and hold.began != progress.began:
+        raise NotHeldError(
+            f"rank 0 goes on from version {hold.began}, the state loaded here has {progress.began}: waiting until "
+            "every rank has loaded the same state"
+        )
+    if progress.has_delivered:
+        raise NotHeldError(
+            f"rank 0 has gone back to version {hold.began}: waiting for load_state_dict on this rank"
+        )
+    progress.begin(hold.began)
+    progress.branch = hold.branch
+    if pending:
+        progress.claimed = hold.branch
+
+
+def _check_last(run: Run, progress: Progress, hold: Hold) -> None:
+    """Check that the batch this rank delivered last is among those that rank 0 has written again after data loss."""
+    last = progress.delivered - 1
+    if last < hold.committed:
+        return
+    record, batch = find_record(run, last), progress.batches.get(last)
+    if record is None and last < read_hold(run).committed:
+        return
+    if record is None or batch is None or record.id != batch.record.id:
+        raise BatchLostError(f"batch {last} is lost, or named again: restart the trainer from its checkpoint")
+
+
+class Follower(Session):
+    """Made by `join`."""
+
+    leads = False
+    waits_for_groups = False
+
+    def __init__(
+        self,
+        run: Run,
+        settings: NamingSettings,
+        progress: Progress,
+        server_ids: Sequence[str | None],
+        hold: Hold,
+    ) -> None:
+        """hold: rank 0's, as it was joined."""
+        super().__init__(run, settings, progress, server_ids)
+        self._hold = hold
+
+    def _is_held(self) -> bool:
+        hold, joined = read_hold(self.run), self._hold
+        if (hold.job, hold.session, hold.epoch, hold.settled, hold.branch) != (
+            *(joined.job, joined.session, joined.epoch),
+            *(joined.settled, joined.branch),
+        ):
+            return False
+        self._hold = hold
+        self.progress.follow(hold.committed)
+        return True
+
+    def find(self, k: int) -> BatchRecord | None:
+        record = find_record(self.run, k)
+        if record is None and k < self._hold.committed:
+            text = f"batch {k} is committed and this rank has not had it"
+            if self.progress.has_delivered:
+                raise BatchLostError(f"{text}: restart the trainer from its checkpoint")
+            raise NotHeldError(f"{text}: waiting for another rank 0 of job {self._hold.job}")
+        return record
+
+    def waits_for(self, k: int) -> Reason:
+        if find_record(self.run, k) is None:
+            return Reason("other_rank", f"rank 0 has not named batch {k}")
+        return Reason("computing", f"results of batch {k}")
+
+    def has_ended(self, k: int) -> bool:
+        stored: Any = self.run.connection.scripts.hmget(self.run.keys.home.lineage, ["end", "ends"])
+        end, ends = (None if number is None else int(number) for number in stored)
+        # An older release does not count its ends.
+        return end == k and (ends is None or ends > self.progress.ends)
+
+    def publish_version(self, record: BatchRecord) -> None:
+        batch = self.batches.get(record.k)
+        if batch is not None:
+            batch.groups.clear()
+
+    # Rank 0 does the rest for all.
+
+    def name_ahead(self, ended: bool, max_groups: int | None = None) -> bool:
+        return False
+
+    def could_name(self, max_groups: int | None = None) -> bool:
+        return False
+
+    def missing_fraction(self, max_groups: int | None = None) -> float:
+        return 0.0
+
+    def commit(self, version: int) -> None:
+        pass
+
+    def publish_end(self, ends: int) -> None:
+        pass
+
+    def _write_dead_letters(self, record: BatchRecord, deaths: Mapping[str, Death]) -> None:
+        pass

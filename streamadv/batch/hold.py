@@ -1,0 +1,91 @@
+"""Who has a run: what rank 0 of a training job writes into the lineage when it takes the run, and the others read.
+
+Ranks agree on nothing among themselves: each finds its job's session by the job's id and then keeps to that session.
+Of two sessions the one founded under the later fencing epoch has the run.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..errors import EpochFencedError, StreamadvError
+from ..run import Run
+from ..store.replies import as_count
+from .progress import Progress
+
+_SESSION: Final = re.compile(r"([0-9]+)-[0-9a-f]+")
+_FIELDS: Final = ("job", "session", "epoch", "settled", "branch", "loaded", "began", "committed")
+
+
+class NotHeldError(StreamadvError):
+    """Rank 0 has not taken the run (again): one line that says what this rank waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Who has the run, as the run says. Numbers are 0 where nothing is written."""
+
+    job: str
+    session: str
+    epoch: int
+    settled: int  # epoch whose taking over is complete
+    branch: int  # epoch at which the session began, or last loaded a checkpoint
+    loaded: int  # the same if it loaded a checkpoint
+    began: int  # version the branch began at
+    committed: int
+
+    @property
+    def founded(self) -> int:
+        return founded(self.session)
+
+
+def founded(session: str) -> int:
+    """The epoch in which a session began."""
+    match = _SESSION.fullmatch(session)
+    return int(match[1]) if match else 0
+
+
+def read_hold(run: Run) -> Hold:
+    """What rank 0 has written."""
+    values: Any = run.connection.scripts.hmget(run.keys.home.lineage, list(_FIELDS))
+    job, session, *numbers = ((value or b"").decode(errors="replace") for value in values)
+    return Hold(job, session, *map(as_count, numbers))
+
+
+def take(run: Run, progress: Progress) -> tuple[int, bool]:
+    """Rank 0 takes the run, or takes it again after the server came back. Raises EpochFencedError.
+
+    Returns the version that the run said was committed, and whether this begins a branch: a session, or a checkpoint.
+    """
+    begins = progress.branch == 0
+    args: list[Any] = [
+        "" if progress.began is None else progress.version,
+        progress.epoch,
+        progress.job,
+        progress.session,
+        founded(progress.session) if progress.session else "",
+        secrets.token_hex(6),
+        "" if begins else progress.branch,
+        "" if progress.began is None else progress.began,
+        "1" if progress.loaded else "0",
+    ]
+    reply: Any = run.home.call("take_epoch", args)
+    if reply == -1:
+        raise fenced(run)
+    epoch, version, committed, branch = int(reply[0]), int(reply[2]), int(reply[3]), int(reply[4])
+    progress.epoch, progress.session = epoch, reply[1].decode()
+    if branch == progress.branch > 0:
+        progress.commit(min(committed, progress.version))  # the reply to that commit was lost
+    if progress.began is None:
+        progress.begin(version)
+    if begins:
+        progress.branch = epoch
+    return committed, begins
+
+
+def fenced(run: Run) -> EpochFencedError:
+    """The error of a session that another one has replaced."""
+    return EpochFencedError(f"run {run.name}: a newer trainer has taken over, this one must stop")

@@ -1,0 +1,184 @@
+"""Rank 0's trainer session: it alone names batches, publishes the version and commits.
+
+Batch k is named from version k - prefetch on and kept until it is committed. What the job has trained is in
+`progress.py`; how rank 0 gets its session, in `recovery.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from .. import metrics
+from ..algorithms.chain.config import ChainConfig
+from ..grouping.groups_log import LoggedGroup
+from ..run import Run
+from ..run.heartbeats import Attendance, is_over
+from .candidates import Candidates
+from .carryover import running_with
+from .commit import commit, leaving, read_results
+from .exclusion import dead_letter_groups, drop
+from .named import NamedBatch
+from .progress import Progress
+from .record import BatchRecord, Death, name_batch, read_records
+from .selection import NamingRules, choose, make_record
+from .session import Session
+from .settings import NamingSettings
+from .work import apply
+
+#: Pages of the groups log looked at for one batch: bounds what one naming may drop.
+SCAN_PAGES: Final = 8
+
+logger = logging.getLogger(__name__)
+
+
+class Leader(Session):
+    """Made by `recovery.take_over`."""
+
+    leads = True
+
+    def __init__(
+        self, run: Run, settings: NamingSettings, progress: Progress, server_ids: Sequence[str | None]
+    ) -> None:
+        super().__init__(run, settings, progress, server_ids)
+        self.published = progress.version
+        self._attendance = Attendance(run)
+        self._candidates = Candidates(run)
+        self.seen = self._candidates.seen
+
+    def _is_held(self) -> bool:
+        """In a failover connections may lead to different servers: one was settled, another is read from now."""
+        pipe = self.run.connection.scripts.pipeline(transaction=False)
+        for key in (self.run.keys.home.lineage, *(keys.trainer for keys in self.run.keys.shards)):
+            pipe.hget(key, "epoch")
+        return set(pipe.execute()) == {str(self.epoch).encode()}
+
+    def _has_caught_up(self) -> bool:
+        return self._candidates.has_read_all
+
+    # Naming
+
+    def name_ahead(self, ended: bool, max_groups: int | None = None) -> bool:
+        is_new = False
+        for k in range(self.version, self.version + self._settings.prefetch + 1):
+            if k not in self.batches and not self._name(k, ended, max_groups):
+                break
+            batch = self.batches[k]
+            if not batch.is_applied:
+                apply(self.run, batch.record, self.epoch)
+                batch.is_applied = is_new = True
+        return is_new
+
+    def _name(self, k: int, ended: bool, max_groups: int | None) -> bool:
+        settings = self._settings
+        limit = max_groups or settings.batch_groups
+        needed = 1 if ended else min(settings.min_groups, limit)
+        for _ in range(SCAN_PAGES):  # what is dropped leaves the log, so the next page holds others
+            groups, has_dropped = self._choose(k, limit)
+            if len(groups) >= needed or not has_dropped:
+                break
+        self.scanned = not has_dropped
+        if len(groups) < needed:
+            return False
+        record = self._make_record(k, groups)
+        if not name_batch(self.run, record, self.epoch):
+            # The reply to an earlier try was lost: the record there is ours, since it bears our epoch.
+            record = read_records(self.run)[k]
+        self.batches[k] = NamedBatch(record, groups={group.pointer: group for group in groups})
+        self._candidates.remove(set(record.groups))
+        return True
+
+    def _choose(self, k: int, limit: int) -> tuple[list[LoggedGroup], bool]:
+        """Up to `limit` groups for batch k, and whether others were dropped in front of them."""
+        self._read_on(limit)
+        rules = NamingRules(
+            drop_after=self._settings.drop_after,
+            needs=self._settings.needs,
+            trained=self.progress,
+            rolled_back_above=None if self._settings.keep_rolled_back else self.progress.restored,
+            branch=self.progress.branch,
+        )
+        fit, unfit = choose(self._candidates, k, limit, rules)
+        drop(self.run, unfit, self.epoch)
+        for group, reason in unfit:
+            logger.warning("group %s is not trained on: %s", group.group_id, reason)
+            metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
+            self.dropped.add(group, reason)
+        self._candidates.remove({group.pointer for group, _ in unfit})
+        return fit, bool(unfit)
+
+    def _make_record(self, k: int, groups: Sequence[LoggedGroup]) -> BatchRecord:
+        settings, running = self._settings, self.progress.running_named
+        return make_record(
+            k,
+            self.epoch,
+            groups,
+            chain=dict(settings.chain),
+            late=list(settings.late),
+            tokens_per_micro_batch=settings.tokens_per_micro_batch,
+            kl_coefficient=self._kl.of_batch(k),
+            running=running_with(ChainConfig.model_validate(settings.chain), running, groups),
+            running_before=running,
+        )
+
+    @property
+    def waits_for_groups(self) -> bool:
+        return self.version + self._settings.prefetch not in self.batches
+
+    def could_name(self, max_groups: int | None = None) -> bool:
+        self._read_on(max_groups or self._settings.batch_groups)
+        return self.missing_fraction(max_groups) < 0
+
+    def missing_fraction(self, max_groups: int | None = None) -> float:
+        needed = min(self._settings.min_groups, max_groups or self._settings.batch_groups)
+        return (needed - len(self._candidates) - 1) / needed
+
+    def _read_on(self, limit: int) -> None:
+        named = {(p.shard, p.entry) for batch in self.batches.values() for p in batch.record.groups}
+        self._candidates.read_on(limit, named)
+
+    def find(self, k: int) -> BatchRecord | None:
+        batch = self.batches.get(k)
+        return None if batch is None else batch.record
+
+    def _write_dead_letters(self, record: BatchRecord, deaths: Mapping[str, Death]) -> None:
+        dead_letter_groups(self.run, record, deaths, self.epoch)
+
+    # Trained and committed
+
+    def publish_version(self, record: BatchRecord) -> None:
+        """First in the lineage, then in every shard's copy."""
+        version, home = record.k + 1, self.run.home
+        coefficients = json.dumps(self.progress.kl) if self.progress.kl else ""
+        args = [self.epoch, version, len(record.groups), coefficients]
+        home.call("trained", args, version=home.keys.lineage)
+        batch = self.batches.get(record.k) or NamedBatch(record)
+        for shard in self.run.shards:
+            living = sum(pointer.shard == shard.index for pointer in batch.living)
+            shard.call("trained", [self.epoch, version, living, ""], version=shard.keys.trainer)
+        budget = record.tokens_per_micro_batch
+        batch.leaving |= {pointer: leaving(group, budget) for pointer, group in batch.groups.items()}
+        batch.groups.clear()
+        self.published = version
+
+    def commit(self, version: int) -> None:
+        """First in the lineage, then in every shard."""
+        if version > self.progress.committed:
+            self.run.home.call("commit_lineage", [self.epoch, version])
+            self.progress.commit(version)
+        committed = [k for k in sorted(self.batches) if k < self.progress.committed]
+        results = read_results(self.run) if committed else []
+        for k in committed:
+            batch = self.batches[k]
+            commit(self.run, batch.record, self.epoch, batch.leaving, results)
+            del self.batches[k]
+
+    # The end of a run
+
+    def has_ended(self, k: int) -> bool:
+        return is_over(self.run, self._attendance)
+
+    def publish_end(self, ends: int) -> None:
+        self.run.home.call("end_run", [self.epoch, self.progress.delivered, ends])

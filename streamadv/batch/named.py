@@ -1,0 +1,33 @@
+"""A named batch, and what one rank knows of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..grouping.groups_log import LoggedGroup, Pointer
+from .commit import Leaving
+from .record import BatchRecord, Death
+
+
+@dataclass(slots=True)
+class NamedBatch:
+    """Record and dead letters hold whatever a server loses; the rest is true of the servers of one trainer session."""
+
+    record: BatchRecord
+    #: Groups that became dead letters since the batch was named, by id.
+    dead: dict[str, Death] = field(default_factory=dict)
+    #: Whether all its shards know it, see `work.apply`.
+    is_applied: bool = False
+    #: Groups as they were read from the log, until the batch is trained.
+    groups: dict[Pointer, LoggedGroup] = field(default_factory=dict)
+    #: What commit needs of them, once the batch is trained.
+    leaving: dict[Pointer, Leaving] = field(default_factory=dict)
+
+    @property
+    def living(self) -> list[Pointer]:
+        """Its groups that are not dead letters, in the batch's order."""
+        return [pointer for pointer in self.record.groups if pointer.group_id not in self.dead]
+
+    def on_other_servers(self) -> NamedBatch:
+        """What is still known of it in another session."""
+        return NamedBatch(self.record, self.dead)

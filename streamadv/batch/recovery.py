@@ -1,0 +1,178 @@
+"""Rank 0 takes a run: it finishes or undoes what an older job, or data loss, left half done.
+
+What a server may have lost, and who repeats what, is told in "Going back in time" in docs/reliability.md. Every step
+may be repeated: when rank 0 dies or the server restarts in the middle, rank 0 begins again from the first one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Final
+
+from ..grouping.groups_log import Pointer, find_groups
+from ..run import Run
+from ..run.run import Shard
+from .commit import close, commit, read_results
+from .exclusion import dead_letter_groups, read_exclusions
+from .hold import take
+from .leader import Leader
+from .named import NamedBatch
+from .progress import Progress
+from .record import BatchRecord, name_batch, read_records
+from .settings import NamingSettings
+from .work import apply
+
+#: Groups counted in one call of `set_trainer.lua`.
+HELD_SLICE: Final = 1000
+
+logger = logging.getLogger(__name__)
+
+
+def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
+    """Take the run for the job and make it say what the job knows. Fences older jobs; raises EpochFencedError."""
+    server_ids = run.server_ids()
+    declared, begins = take(run, progress)
+    recorded = read_records(run, leads=True)
+    _restore_statistics(run, progress, recorded)
+    _finish_commits(run, progress, recorded, declared)
+    foreign = [record for record in recorded.values() if not _is_ours(progress, record, begins)]
+    undo_batches(run, foreign, progress.epoch)
+    for record in foreign:
+        del recorded[record.k]
+    run.home.call("commit_lineage", [progress.epoch, progress.committed])
+    _finish_commits(run, progress, recorded, progress.committed)  # commits that the server lost
+    _restore_batches(run, progress, recorded)
+    set_trainer(run, settings, progress)
+    # Only now: until a shard has this epoch, an older job may still apply its batches there.
+    undo_unknown(run, [batch.record for batch in progress.batches.values()], progress.epoch)
+    if progress.ends:  # for ranks that have not read it yet
+        run.home.call("end_run", [progress.epoch, progress.delivered, progress.ends])
+    running = progress.running_named
+    run.home.call("settled", [progress.epoch, json.dumps(running) if running else ""])
+    return Leader(run, settings, progress, server_ids)
+
+
+def _restore_statistics(run: Run, progress: Progress, recorded: Mapping[int, BatchRecord]) -> None:
+    """Take from the run what the job does not know itself: KL coefficients, moments of the rewards."""
+    stored: Any = run.connection.scripts.hmget(run.keys.home.lineage, ["kl", "running"])
+    kl, running = (None if text is None else json.loads(text) for text in stored)
+    if progress.kl is None:
+        progress.kl = kl
+    if not progress.knows_running:
+        following = recorded.get(progress.version)
+        progress.running = running if following is None else following.running_before
+        progress.knows_running = True
+
+
+def _finish_commits(run: Run, progress: Progress, recorded: dict[int, BatchRecord], below: int) -> None:
+    for k in [k for k in sorted(recorded) if k < below]:
+        commit(run, recorded.pop(k), progress.epoch)
+
+
+def _is_ours(progress: Progress, record: BatchRecord, begins: bool) -> bool:
+    """Whether a record of the run is of this job's past, or a batch that it takes over as it is."""
+    batch = progress.batches.get(record.k)
+    if batch is not None:
+        return record.id == batch.record.id
+    if record.k < progress.version:  # of a branch that this checkpoint is not from, if named after it
+        return not begins or record.epoch <= progress.loaded_epoch
+    return begins or record.epoch >= progress.branch
+
+
+def _restore_batches(run: Run, progress: Progress, recorded: Mapping[int, BatchRecord]) -> None:
+    """Make run and job know the same batches: those of either, except what misses groups and is undone."""
+    remembered = {k: b.on_other_servers() for k, b in progress.batches.items() if k >= progress.committed}
+    batches = {k: NamedBatch(record) for k, record in recorded.items()} | remembered
+    batches = {k: batches[k] for k in sorted(batches)}
+    lost = _without_groups(run, progress, batches)
+    for k, batch in batches.items():
+        if k not in recorded:  # the server lost its naming, but another rank may have the batch
+            name_batch(run, batch.record, progress.epoch)
+    undo_batches(run, lost, progress.epoch)
+    progress.batches = batches
+    applied = [applied_ids(run, shard) for shard in run.shards]
+    for batch in batches.values():
+        if any(batch.record.id not in applied[pointer.shard] for pointer in batch.record.groups):
+            apply(run, batch.record, progress.epoch)
+        batch.is_applied = True
+        if batch.dead:
+            dead_letter_groups(run, batch.record, batch.dead, progress.epoch)
+
+
+def _without_groups(run: Run, progress: Progress, batches: dict[int, NamedBatch]) -> list[BatchRecord]:
+    """Take out of `batches` those not delivered yet that miss groups, and all after such a one.
+
+    There is no batch k without a batch k - 1, and there may be no groups left to name that one again.
+    """
+    lost = []
+    following = progress.delivered
+    for k, batch in list(batches.items()):
+        if k < progress.delivered:
+            continue
+        if k > following or missing(run, batch.record):
+            logger.warning("batch %d is named again: the server has lost groups", k)
+            lost.append(batches.pop(k).record)
+        else:
+            following += 1
+    return lost
+
+
+def missing(run: Run, record: BatchRecord) -> list[Pointer]:
+    """Groups of a batch that the server has lost; dead letters are not lost."""
+    dead = read_exclusions(run, record).dead
+    living = [pointer for pointer in record.groups if pointer.group_id not in dead]
+    return [
+        pointer
+        for pointer, group in zip(living, find_groups(run, living), strict=True)
+        if group is None or group.group_id != pointer.group_id
+    ]
+
+
+def set_trainer(run: Run, settings: NamingSettings, progress: Progress) -> None:
+    """Write each shard's copy of epoch, version and pacing."""
+    trained = [b.record for k, b in progress.batches.items() if progress.committed <= k < progress.version]
+    pacing = "" if settings.max_staleness is None else settings.max_staleness
+    drop_after = "" if settings.drop_after is None else settings.drop_after
+    for shard in run.shards:
+        entries = [pointer.entry for record in trained for pointer in record.in_shard(shard.index)]
+        for start in range(0, max(1, len(entries)), HELD_SLICE):
+            args = [progress.epoch, progress.version, pacing, settings.batch_groups, drop_after]
+            args += ["1" if start else "0", *entries[start : start + HELD_SLICE]]
+            shard.call("set_trainer", args)
+
+
+# Undoing
+
+
+def undo_batches(run: Run, records: Iterable[BatchRecord], epoch: int) -> None:
+    """Undo the naming of batches: what is left of them can be named again.
+
+    The last one goes first, so that the records left at any moment are a lineage without a gap.
+    """
+    for record in sorted(records, key=lambda record: -record.k):
+        for shard in {pointer.shard for pointer in record.groups}:
+            undo_in_shard(run, run.shard(shard), record.id, epoch)
+        running = json.dumps(record.running_before) if record.running_before else ""
+        run.home.call("unname_batch", [epoch, record.k, record.model_dump_json(), running])
+
+
+def undo_unknown(run: Run, records: Collection[BatchRecord], epoch: int) -> None:
+    """Undo batches that a shard knows and the home shard does not: it lost their naming."""
+    ids = {record.id for record in records}
+    for shard in run.shards:
+        for batch_id in applied_ids(run, shard) - ids:
+            undo_in_shard(run, shard, batch_id, epoch)
+
+
+def undo_in_shard(run: Run, shard: Shard, batch_id: str, epoch: int) -> None:
+    """Undo a batch in one shard: its groups there are candidates again, its results are deleted."""
+    shard.call("unapply_batch", [epoch, batch_id])
+    close(shard, batch_id, epoch, read_results(run))
+
+
+def applied_ids(run: Run, shard: Shard) -> set[str]:
+    """Ids of the batches that a shard knows."""
+    ids: Any = run.connection.scripts.hkeys(shard.keys.applied)
+    return {batch_id.decode(errors="replace") for batch_id in ids}

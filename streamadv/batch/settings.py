@@ -1,0 +1,23 @@
+"""What the trainer queue decides about batches, for the whole job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class NamingSettings:
+    """Settings that rank 0 names batches by, and writes into the run."""
+
+    batch_groups: int
+    min_groups: int  # enough to name a batch
+    prefetch: int
+    max_staleness: int | None
+    drop_after: int | None
+    keep_rolled_back: bool
+    needs: frozenset[str]  # columns producers must have pushed
+    chain: Mapping[str, Any]
+    late: tuple[str, ...]
+    tokens_per_micro_batch: int | None
