@@ -70,7 +70,7 @@ def problems(
 
     planned: places that producers filled. optional: places they may have filled. weights: what the last
     checkpoint was trained on, in order. usable: planned places with a trajectory. server_lost: the server came back
-    without its last moments, so it may know less than the checkpoint.
+    without its recent writes, so it may know less than the checkpoint.
     """
     planned, weights = set(planned), list(weights)
     found = []

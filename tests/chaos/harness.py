@@ -4,8 +4,8 @@
 
 Faults: SIGKILL at random and at every named point, SIGTERM, SIGSTOP beyond the lease (for a trainer with another
 one taking over meanwhile), connections cut in a request, in a reply, or held up, and SIGKILL of the server, with
-`everysec` also losing the end of its file; in a cluster and behind Sentinels a replica takes over that has not heard of
-the last moments. Then everything is left alone, has to drain, and is checked.
+`everysec` also losing the end of its file; in a cluster and behind Sentinels a replica takes over that lacks recent
+writes. Then everything is left alone, has to drain, and is checked.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Report:
 class ServerGroup:
     """A cluster, or a master behind Sentinels: a primary is killed, or hangs, and its replica takes over.
 
-    The replica has not heard of the last moments, up to two seconds.
+    The replica lacks recent writes, up to two seconds of them.
     """
 
     def __init__(self, kind: str, chance: random.Random) -> None:

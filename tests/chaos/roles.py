@@ -18,7 +18,7 @@ SCORER = "judge"
 
 
 def main(words: Sequence[str], reached: Hook) -> int:
-    """Run one role until it ends or is told to."""
+    """Run one role until it ends or gets a signal."""
     name, setup, number = words[0], Setup.load(Path(words[1])), int(words[2])
     if name == "producer":
         from .producers import run_producer

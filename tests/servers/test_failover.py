@@ -1,4 +1,4 @@
-"""A primary of a cluster goes away in mid-run and its replica, which lacks the last moments, takes over."""
+"""A primary of a cluster goes away in mid-run; its replica, which lacks recent writes, takes over."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_a_batch_whose_groups_are_all_dead_is_empty(
 
     spoil(joined)
     push_groups(producer, 2, prefix="h", ref_log_probs=np.zeros(5))
-    for life in range(2):  # the batch comes again, as nothing is committed
+    for life in range(2):  # nothing is committed, so the batch is delivered again
         trainer = queue()
         first = next_batch(trainer, joined)
         assert empty(first), life

@@ -139,7 +139,7 @@ def filled(connection: Connection, name: str, groups: int, *, finish: bool = Tru
 def computing(run: Run) -> Iterator[None]:
     """Workers at work, whatever happens to the server."""
 
-    # They last, as a lease ends by its reader's own clock: what one has read and lost the answer to comes again.
+    # They last: a lease ends by its reader's clock, so a worker reads again what it lost the answer to.
     grouper = consumer_of(run, lease_s=0.5)
     worker = consumer_of(run, ADVANTAGE, lease_s=0.5)
 

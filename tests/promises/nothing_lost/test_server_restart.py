@@ -1,4 +1,4 @@
-"""A server that comes back without its last moments, or does not write for a while: nothing is lost or done twice."""
+"""A server that lost recent writes, or refuses writes for a while: nothing is lost or done twice."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_without_a_window_nothing_is_sent_again(forgetful: EmbeddedServer, run: 
 def test_a_trainer_goes_on_from_an_earlier_state_of_the_server(
     tmp_path: Path, run: str, forgotten: str, mode: str
 ) -> None:
-    """The server goes back to just before `forgotten`; every group is trained once all the same."""
+    """The server loses `forgotten` and what followed; every group is trained once all the same."""
     data, copy = tmp_path / "data", tmp_path / "copy"
     seen: list[str] = []
 
@@ -322,8 +322,8 @@ async def test_a_push_that_is_refused_for_a_while_is_an_outage(forgetful: Embedd
 def test_a_script_of_somebody_that_runs_long_is_waited_for(
     forgetful: EmbeddedServer, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every role is told BUSY then, whatever it asks; also one that starts."""
-    monkeypatch.setattr(connection_module, "BLOCK_MARGIN", 0.2)  # a read that blocks already is told nothing
+    """The server answers BUSY to every role then, also to one that starts."""
+    monkeypatch.setattr(connection_module, "BLOCK_MARGIN", 0.2)  # a read that blocks already gets no answer
     flow = Flow(forgetful.url, run, shards=1)
     with Connection(forgetful.url) as connection, flow.going():
         flow.progress()

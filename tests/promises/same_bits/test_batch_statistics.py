@@ -48,7 +48,7 @@ def test_moments_grow_batch_by_batch_and_once(
     assert next_batch(queue, joined) is not None
     state = queue.state_dict()
     again = TrainerQueue(connection, run, batch_groups=2, chain=RUNNING, commit="manual", prefetch=0)
-    again.load_state_dict(state)  # batch 0 comes again
+    again.load_state_dict(state)  # batch 0 is delivered again
     while next_batch(again, joined) is not None:
         pass
     seen = np.array([0.0, 1.0, 2.0] * 6)

@@ -1,4 +1,4 @@
-"""Scripts: what their headers say is true, what they may contain, and that a server which forgot them is told again."""
+"""Scripts: what their headers say is true, what they may contain, and that a server which forgot them gets them again."""
 
 from __future__ import annotations
 
