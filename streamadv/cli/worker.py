@@ -65,7 +65,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--group-deadline-s", type=float, metavar="S", help="from opening a group (default 3600)"
     )
-    group.add_argument("--redundancy", type=int, metavar="N", help="places beyond group_size (default 0)")
+    group.add_argument("--redundancy", type=int, metavar="N", help="slots beyond group_size (default 0)")
     group.add_argument(
         "--partial-min-usable",
         type=int,

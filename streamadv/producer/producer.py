@@ -41,7 +41,7 @@ class Producer:
     """Begins groups of one run and pushes their rollouts. Thread-safe.
 
     `with Producer(...)` gives this blocking producer, `async with Producer(...)` an `AsyncProducer` with the same
-    methods. Calls wait while the server is away; a later call of another thread does not wait for them.
+    methods. Calls wait while the server is away.
 
     Args:
         connection: a URL, or a Connection that is left open.

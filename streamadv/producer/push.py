@@ -36,18 +36,18 @@ class Pushes:
 
         Without a ticket the group may be unknown: it is opened, or Busy raised. Raises TrajectoryError.
         """
+        redundancy = self._member.manifest.redundancy
         if not trajectories:
-            self._member.manifest  # noqa: B018  raises if there is none
             return PushResult([])
         check_one_group(trajectories)
         yield from self._check_rewards(trajectories)
         yield from self._member.reopen()
         yield from self._register_extras(trajectories)
-        manifest = self._member.manifest
         first = trajectories[0]
-        slots = ticket.slots if ticket is not None else first.group_size + manifest.redundancy
+        slots = ticket.slots if ticket is not None else first.group_size + redundancy
         spec = GroupSpec(first.group_id, first.group_size, slots, first.data_source)
-        records = [encode_record(trajectory, manifest.max_trajectory_bytes) for trajectory in trajectories]
+        limit = self._member.manifest.max_trajectory_bytes
+        records = [encode_record(trajectory, limit) for trajectory in trajectories]
         send = partial(self._send, spec, records, ticket.epoch if ticket is not None else 0)
         room = self._admission.room(spec.group_id)
         first_send = send(room) if ticket is None else self._until_admitted(send)

@@ -60,7 +60,7 @@ class RunSettings(BaseModel):
 
     shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] | None = None  # fixed at creation; default 1
     group_deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None  # from opening
-    redundancy: Annotated[int, Field(ge=0, le=MAX_GROUP_SIZE)] | None = None  # places beyond group_size
+    redundancy: Annotated[int, Field(ge=0, le=MAX_GROUP_SIZE)] | None = None  # slots beyond group_size
     partial_min_usable: Annotated[int, Field(ge=1)] | None = None  # train a short group from so many on
     zero_variance_filter: bool | None = None  # drop groups whose rewards are all equal
     difficulty_low: FiniteFloat | None = None  # drop groups with mean reward <= this

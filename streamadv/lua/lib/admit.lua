@@ -24,13 +24,13 @@ local function too_far_ahead(keys, spec, max_staleness, batch_groups, held)
   return used >= limit and {'busy', 'max_staleness', used, limit} or nil
 end
 
--- Returns a refusal if the slots of the group, at `each` bytes, do not fit into the budget, else nil.
-local function no_room(keys, spec, known, each, batch_groups)
-  local needed, limit = spec.slots * each, string.format('%.17g', spec.max_bytes)
-  local used = count_of(keys.ledger, 'live_bytes') + reserved_bytes(known, each)
+-- Returns a refusal if the slots of the group, at so many bytes each, do not fit into the budget, else nil.
+local function no_room(keys, spec, sizes, bytes, batch_groups)
+  local needed, limit = spec.slots * bytes, string.format('%.17g', spec.max_bytes)
+  local used = count_of(keys.ledger, 'live_bytes') + reserved_bytes(sizes, bytes)
   if used + needed <= spec.max_bytes then return nil end
   if spec.max_bytes >= 0 and needed > spec.max_bytes then
-    return {'busy', 'group_bytes', string.format('%.17g', each), limit}
+    return {'busy', 'group_bytes', string.format('%.17g', bytes), limit}
   end
   local moving = count_of(keys.ledger, 'rollouts') + count_of(keys.ledger, 'scoring') + count_of(keys.ledger, 'in_flight')
   return {'busy', 'max_bytes', string.format('%.17g', used), limit, redis.call('ZCARD', keys.open),
@@ -49,17 +49,17 @@ local function open_group(keys, spec)
   if tonumber(redis.call('HMGET', keys.ledger, 'shards')[1] or '') ~= spec.shards then return {'layout'} end
   local trainer = redis.call('HMGET', keys.trainer, 'max_staleness', 'batch_groups', 'held', 'epoch', 'version')
   local max_staleness, batch_groups = tonumber(trainer[1] or spec.max_staleness), tonumber(trainer[2] or spec.batch_groups)
-  local known = read_sizes(keys.sizes)
-  local each = slot_bytes(known, spec.max_trajectory_bytes)
+  local sizes = read_sizes(keys.sizes)
+  local bytes = slot_bytes(sizes, spec.max_trajectory_bytes)
   local refused = too_far_ahead(keys, spec, max_staleness, batch_groups, trainer[3])
-    or no_room(keys, spec, known, each, batch_groups)
+    or no_room(keys, spec, sizes, bytes, batch_groups)
   if refused then return refused end
   local now = now_ms()
   redis.call('HSET', keys.group, 'size', spec.size, 'slots', spec.slots, 'data_source', spec.data_source,
-    'opened_ms', string.format('%.17g', now), 'unfilled', spec.slots, 'slot_bytes', string.format('%d', each),
+    'opened_ms', string.format('%.17g', now), 'unfilled', spec.slots, 'slot_bytes', string.format('%d', bytes),
     'producer', spec.producer, 'epoch', trainer[4] or '0', 'version', trainer[5] or '0')
   redis.call('ZADD', keys.open, string.format('%.17g', now + spec.deadline_ms), spec.id)
-  reserve(keys.sizes, string.format('%d', each), spec.slots)
+  reserve(keys.sizes, string.format('%d', bytes), spec.slots)
   redis.pcall('HINCRBY', keys.ledger, 'groups_open', 1)
   return nil
 end

@@ -7,7 +7,6 @@
 local SIZES_KNOWN = 8  -- payloads after which their sizes count; until then a slot needs max_trajectory_bytes
 local SIZES_FORGET = 4096  -- at so many all counts are halved
 local SIZES_RARE = 0.01  -- the share of payloads that may be larger than what a slot needs
-
 local SIZES_MOST = 240  -- buckets above would be of payloads that no server holds
 
 local function size_bound(bucket) return math.ceil(2 ^ (math.min(bucket, SIZES_MOST) / 4)) end
@@ -19,44 +18,44 @@ local function size_bucket(bytes)
 end
 
 local function read_sizes(key)
-  local flat, known = redis.call('HGETALL', key), {payloads = {}, unfilled = {}, n = 0, into = 0, out = 0}
+  local flat, counts = redis.call('HGETALL', key), {payloads = {}, unfilled = {}, n = 0, into = 0, out = 0}
   for i = 1, #flat, 2 do
     local kind, number = string.match(flat[i], '^([hu])(%d+)$')
     local count = tonumber(flat[i + 1]) or 0
     if kind and #number > 15 then kind = nil end
-    if kind == 'h' then known.payloads[tonumber(number)] = count end
-    if kind == 'u' then known.unfilled[tonumber(number)] = count end
-    if flat[i] == 'n' then known.n = count elseif flat[i] == 'in' then known.into = count
-    elseif flat[i] == 'out' then known.out = count end
+    if kind == 'h' then counts.payloads[tonumber(number)] = count end
+    if kind == 'u' then counts.unfilled[tonumber(number)] = count end
+    if flat[i] == 'n' then counts.n = count elseif flat[i] == 'in' then counts.into = count
+    elseif flat[i] == 'out' then counts.out = count end
   end
-  return known
+  return counts
 end
 
 -- Bytes that a slot needs now: those of nearly all payloads, and as many for results as they have had so far.
-local function slot_bytes(known, max_trajectory_bytes)
-  if known.n < SIZES_KNOWN then return max_trajectory_bytes end
+local function slot_bytes(counts, max_trajectory_bytes)
+  if counts.n < SIZES_KNOWN then return max_trajectory_bytes end
   local buckets, larger = {}, 0
-  for bucket in pairs(known.payloads) do buckets[#buckets + 1] = bucket end
+  for bucket in pairs(counts.payloads) do buckets[#buckets + 1] = bucket end
   table.sort(buckets, function(a, b) return a > b end)
   for _, bucket in ipairs(buckets) do
-    larger = larger + known.payloads[bucket]
-    if larger > SIZES_RARE * known.n then
+    larger = larger + counts.payloads[bucket]
+    if larger > SIZES_RARE * counts.n then
       local bytes = size_bound(bucket)
-      if known.into > 0 and known.out > 0 then bytes = size_bound(size_bucket(bytes * (1 + known.out / known.into))) end
+      if counts.into > 0 and counts.out > 0 then bytes = size_bound(size_bucket(bytes * (1 + counts.out / counts.into))) end
       return math.min(max_trajectory_bytes, bytes)
     end
   end
   return max_trajectory_bytes
 end
 
--- All unfilled slots at `each` bytes, those whose groups began with more at that.
-local function reserved_bytes(known, each)
+-- Bytes reserved for all unfilled slots: `bytes_now` each, or what a slot needed when its group was opened if that is more.
+local function reserved_bytes(counts, bytes_now)
   local sum = 0
-  for bytes, count in pairs(known.unfilled) do sum = sum + math.max(bytes, each) * count end
+  for bytes, count in pairs(counts.unfilled) do sum = sum + math.max(bytes, bytes_now) * count end
   return sum
 end
 
--- A count goes up, or anew from there where somebody has driven it out of the range of numbers.
+-- Add to a count; it starts anew if somebody has driven it out of the range of numbers.
 local function add(key, field, count)
   local sum = redis.pcall('HINCRBY', key, field, count)
   if type(sum) == 'number' then return sum end
@@ -64,7 +63,7 @@ local function add(key, field, count)
   return redis.call('HINCRBY', key, field, count)
 end
 
--- `count` slots of a group opened at `bytes` each are unfilled (or, below 0, no longer).
+-- `count` more slots of groups opened at `bytes` a slot are unfilled; below 0: so many fewer.
 local function reserve(key, bytes, count)
   if add(key, 'u' .. bytes, count) <= 0 then redis.call('HDEL', key, 'u' .. bytes) end
 end
