@@ -6,12 +6,20 @@ import shutil
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
 from streamadv import metrics
-from streamadv.errors import Busy, NoBatchError, ServerUnreachableError
+from streamadv.errors import (
+    BatchLostError,
+    Busy,
+    NoBatchError,
+    ServerUnreachableError,
+    StreamadvError,
+    UndecodableGroupError,
+)
 from streamadv.producer import Producer, logic, resend
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
@@ -23,6 +31,7 @@ from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.keys import ShardKeys
 from streamadv.store.retry import NotNowError
 from streamadv.store.scripts import script_call
+from streamadv.trainer import delivery
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.flows import Flow
@@ -285,6 +294,40 @@ def test_batches_behind_one_that_is_lost_are_still_trained(
     assert batch is not None
     assert (batch.version, batch.num_trajectories) == (0, 4)
     assert next_batch(queue, joined) is None
+    queue.close()
+
+
+@pytest.mark.parametrize(
+    "error", [BatchLostError("a group is gone"), UndecodableGroupError({("g0000", 0): "payload is gone"})]
+)
+def test_a_server_replaced_in_the_middle_of_a_delivery_is_no_fault_of_the_data(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch, error: StreamadvError
+) -> None:
+    """What it misses for a moment is neither a dead letter nor a lost batch; without a new server it is both."""
+    server = "first"
+    monkeypatch.setattr(Run, "server_ids", lambda _: [server])
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 2)
+    joined = join(redis_url, run)
+    group_all(joined)
+    queue = TrainerQueue(redis_url, run, batch_groups=2)
+    with pytest.raises(NoBatchError):
+        queue.next_batch(timeout=0)
+    compute_all(joined)
+    fetch, failures = delivery.fetch, iter([error])
+
+    def fails_once(*arguments: Any) -> Any:
+        nonlocal server
+        for failure in failures:
+            server = "second"
+            raise failure
+        return fetch(*arguments)
+
+    monkeypatch.setattr(delivery, "fetch", fails_once)
+    batch = queue.next_batch(timeout=30)
+    assert batch is not None
+    assert batch.num_trajectories == 4
+    assert ledger(joined)["dead"] == {}
     queue.close()
 
 
