@@ -1,8 +1,8 @@
-"""Calls of a user's function that end in bounded time, also when the function does not.
+"""Calls of a user's function that end in bounded time, even if the function does not.
 
-On the main thread the call is interrupted: a timer of the process's own CPU time reaches also code that never lets
-another thread run (a regular expression gone wild), a signal from a watching thread what sleeps. On another thread
-the call runs in a thread of its own, which is left behind.
+On the main thread two signals interrupt the call: a timer of the process's CPU time reaches code that never lets
+another thread run (a regular expression gone wild), and a watching thread signals code that sleeps. On another thread
+the call runs in a thread of its own, which is abandoned when its time is over.
 """
 
 from __future__ import annotations
@@ -22,38 +22,44 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: How long a call may go on when its process is to end.
+#: Seconds that a call may go on after its process was told to end.
 GRACE_S: Final = 5.0
-#: A call that lasts longer is spoken of, so often.
-TELL_S: Final = 30.0
-#: Nobody else's: SIGALRM belongs to the functions themselves, some of which bound their own time with it.
+#: Seconds after which a call that lasts is reported, and between two reports.
+REPORT_S: Final = 30.0
+#: Not SIGALRM, with which some functions bound their own time.
 SIGNAL: Final = signal.SIGVTALRM
-REPEAT_S: Final = 1.0  # a function may catch whatever interrupts it
+#: Seconds between two interruptions: a function may catch the first one.
+REPEAT_S: Final = 1.0
 
 
 def call_within(call: Callable[[], T], timeout_s: float, what: str, stop: threading.Event | None = None) -> T:
-    """`call()`. Raises HungError after `timeout_s`, Stopped GRACE_S after `stop` was set; `what` is for messages."""
+    """Returns `call()`. Raises HungError after `timeout_s` seconds, and Stopped GRACE_S after `stop` was set.
+
+    `what` names the call in messages.
+    """
     limit = _Limit(timeout_s, what, stop)
     on_main = threading.current_thread() is threading.main_thread()
     return _interrupted(call, limit) if on_main else _abandoned(call, limit)
 
 
 class Stopped(BaseException):
-    """The process is to end, and a call was given up for that: no fault of the function's."""
+    """The process ends, and a call was given up for that: the function is not at fault."""
 
 
 class _OverdueError(BaseException):
-    """Raised in the midst of a call that takes too long; `except Exception` of the function lets it pass."""
+    """Raised inside a call that takes too long. The function's own `except Exception` does not catch it."""
 
 
 class _Limit:
+    """When a call is over: after its time, or some time after its process was told to end."""
+
     def __init__(self, timeout_s: float, what: str, stop: threading.Event | None) -> None:
         self._what = what
         self._timeout_s = timeout_s
         self._stop = stop
         self._started = time.monotonic()
         self._stopped: float | None = None
-        self._told = self._started
+        self._reported = self._started
 
     @property
     def timeout_s(self) -> float:
@@ -68,14 +74,14 @@ class _Limit:
         return ended or now - self._started > self._timeout_s
 
     def wait(self, done: threading.Event) -> bool:
-        """Until `done`: True; or until the limit has passed: False."""
+        """Wait until the call is `done`, reporting one that lasts. False when the limit has passed before."""
         while not done.wait(min(0.2, self._timeout_s / 4)):
             if self.passed:
                 return False
             now = time.monotonic()
-            if now - self._told > TELL_S or (self._stopped and self._told < self._stopped):
-                self._told = now
-                ending = " (this process is to end)" if self._stopped else ""
+            if now - self._reported > REPORT_S or (self._stopped and self._reported < self._stopped):
+                self._reported = now
+                ending = " (this process ends)" if self._stopped else ""
                 text = "%s has not returned after %.0f s%s"
                 logger.warning(
                     text,
@@ -89,11 +95,12 @@ class _Limit:
     def error(self) -> HungError | Stopped:
         seconds = time.monotonic() - self._started
         if self._stopped is not None:
-            return Stopped(f"{self._what} was given up after {seconds:.1f} s, as this process is to end")
+            return Stopped(f"{self._what} was given up after {seconds:.1f} s, because this process ends")
         return HungError(f"{self._what} did not return within {seconds:.1f} s: bound what it waits for")
 
 
-_current: _Limit | None = None  # of the call that the main thread is in
+#: Of the call that the main thread is in.
+_current: _Limit | None = None
 
 
 def _on_signal(*_: Any) -> None:
@@ -104,7 +111,7 @@ def _on_signal(*_: Any) -> None:
 def _interrupted(call: Callable[[], T], limit: _Limit) -> T:
     global _current
     if signal.getsignal(SIGNAL) is not _on_signal:
-        signal.signal(SIGNAL, _on_signal)  # for good: a late signal must find it
+        signal.signal(SIGNAL, _on_signal)  # never restored: a late signal must find it
     main, done = threading.get_ident(), threading.Event()
 
     def watch() -> None:
@@ -143,7 +150,7 @@ def _abandoned(call: Callable[[], T], limit: _Limit) -> T:
     thread = threading.Thread(target=body, name="streamadv-call", daemon=True)
     thread.start()
     if not limit.wait(done):
-        # Ends a loop of Python code; what waits in a call of the system stays until that returns.
+        # Ends a loop of Python code. A system call that waits is not interrupted.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_OverdueError)
         )

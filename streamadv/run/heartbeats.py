@@ -1,19 +1,19 @@
-"""Which producers of a run are there, by their heartbeats, and so whether more can come."""
+"""Which producers of a run are alive, by their heartbeats, and whether the run is over."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Set
 from typing import Any, Final, NamedTuple
 
 from .malformed import reject
 from .run import Run
 
 HEARTBEAT_S: Final = 10.0
-#: A producer silent for longer is taken for dead (three missed heartbeats).
+#: A producer silent for longer counts as lost (three missed heartbeats).
 PRODUCER_TIMEOUT_S: Final = 30.0
-#: One silent for longer is taken off the list, unless it has finished.
+#: A producer silent for longer is taken off the list, unless it has finished.
 FORGET_S: Final = 3600.0
 #: So many of each kind stay on the list, the latest: those that have finished, and those that are lost.
 PAST_KEPT: Final = 100
@@ -30,16 +30,21 @@ class Heard(NamedTuple):
     when: float
 
     @property
+    def server_ms(self) -> int:
+        """When, by the server's clock."""
+        return int(self.value.partition(b" ")[0])
+
+    @property
     def state(self) -> bytes:
         return self.value.split(b" ")[1]
 
 
 class Attendance:
-    """The producers that one reader has heard of: alive is whose heartbeat has changed lately, by the reader's clock.
+    """The producers one reader has heard of. A producer is alive while its heartbeat changes, by the reader's clock.
 
-    Times of the server are not compared, since its clock may be set and a failover brings another one. So a producer
-    that died before the first look is taken for alive for PRODUCER_TIMEOUT_S more. Taking somebody off the list
-    ends nothing: who has not said that it is finished, or gone, is waited for.
+    Times of the server are not compared, because its clock may be set and a failover brings another one. So a producer
+    that died before the first look counts as alive for PRODUCER_TIMEOUT_S more. One that vanishes from the list
+    without having said that it has finished or gone counts as alive until then, too.
     """
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,30 +54,36 @@ class Attendance:
         self._some_finished = False  # of those no longer on the list
 
     def look(self) -> None:
-        """Read the list; take off it what is no state of a producer, and who is gone."""
+        """Read the list. Take producers off it that have gone or are long past, and remove foreign fields."""
         home, now = self._run.home, self._clock()
         stored: Any = self._run.connection.scripts.hgetall(home.keys.producers)
-        leaving: list[bytes] = []
         for name, value in stored.items():
             if not PRODUCER_STATE.fullmatch(value.decode(errors="replace")):
                 reject(home, home.keys.producers, name, "no state of a producer", {"state": value})
-                continue
-            if name not in self._heard or self._heard[name].value != value:
+            elif name not in self._heard or self._heard[name].value != value:
                 self._heard[name] = Heard(value, now)
-            heard = self._heard[name]
-            if heard.state == b"gone" or (heard.state == b"open" and now - heard.when > FORGET_S):
-                leaving += [name, value]
-        finished = {name for name in stored if name in self._heard and self._heard[name].state == b"finished"}
-        for past in (finished, self.lost & stored.keys()):
-            by_age = sorted(past, key=lambda name: int(self._heard[name].value.partition(b" ")[0]))
-            leaving += [part for name in by_age[:-PAST_KEPT] for part in (name, self._heard[name].value)]
-        for start in range(0, len(leaving), FORGET_SLICE):
-            part = leaving[start : start + FORGET_SLICE]
-            home.call("forget_producers", part)
+        leaving = self._past(stored.keys() & self._heard.keys(), now)
+        parts = [part for name in leaving for part in (name, self._heard[name].value)]
+        for start in range(0, len(parts), 2 * FORGET_SLICE):
+            home.call("forget_producers", parts[start : start + 2 * FORGET_SLICE])
         self._forget_past(stored)
 
+    def _past(self, listed: Set[bytes], now: float) -> list[bytes]:
+        """Producers to take off the list: gone, silent for long, or beyond the latest PAST_KEPT of their kind."""
+        heard = self._heard
+        leaving = [
+            name
+            for name in listed
+            if heard[name].state == b"gone"
+            or (heard[name].state == b"open" and now - heard[name].when > FORGET_S)
+        ]
+        finished = {name for name in listed if heard[name].state == b"finished"}
+        for past in (finished, self.lost & listed):
+            leaving += sorted(past, key=lambda name: heard[name].server_ms)[:-PAST_KEPT]
+        return leaving
+
     def _forget_past(self, listed: Container[bytes]) -> None:
-        """Of those that are off the list only the silent are waited for, as long as anybody who is silent is."""
+        """Forget producers that are off the list, except those that fell silent lately: the run waits for them."""
         lost = self.lost
         for name in [name for name in self._heard if name not in listed]:
             state = self._heard[name].state

@@ -140,7 +140,7 @@ def manifest_call(
     columns: Mapping[str, str] | None = None,
     known: Manifest | None = None,
 ) -> ScriptCall:
-    """Read the manifest, writing what is known of it or given by `settings` and does not stand there."""
+    """Read the manifest, after writing what this process knows of it or was given and nobody has written yet."""
     check_run_name(run)
     settings = settings or RunSettings()
     if known is None:
@@ -162,47 +162,74 @@ def parse_manifest(
     Raises ManifestMismatchError when a given or known value differs from the written one, SettingError for a run of
     another schema version.
     """
-    pairs = list(zip(reply[1::2], reply[2::2], strict=True))
-    stored = {name.decode(): value for name, value in pairs if _is_text(name)}
-    ignored = [f"manifest field {brief(name)} is no UTF-8" for name, _ in pairs if not _is_text(name)]
+    stored, ignored = _text_fields(reply)
     salts = _layout(run, stored)
-    given = {} if settings is None else settings.given
-    wanted = None if settings is None else settings.shards
     if known is not None and known.keys.salts != salts:
         raise ManifestMismatchError(_another_layout(run, known.keys.salts, salts))
-    if wanted is not None and wanted != len(salts):
-        raise ManifestMismatchError(f"shards is {wanted}, run {run} was created with {len(salts)}")
-    values: dict[str, Any] = dict(DEFAULTS)
+    if settings is not None and settings.shards not in (None, len(salts)):
+        raise ManifestMismatchError(f"shards is {settings.shards}, run {run} was created with {len(salts)}")
+    values = _pop_unreadable(stored, ignored)
+    fields = {name: value.decode(errors="backslashreplace") for name, value in stored.items()}
+    if known is not None:
+        _check_known(run, known.fields, fields)
+    if settings is not None:
+        _check_given(run, settings.given, values)
+    columns = {
+        name.removeprefix(_COLUMN_PREFIX): kind
+        for name, kind in fields.items()
+        if name.startswith(_COLUMN_PREFIX)
+    }
+    return Manifest(
+        keys=RunKeys(run, salts), fields=fields, ignored=tuple(ignored), columns=columns, **values
+    )
+
+
+def _text_fields(reply: list[Any]) -> tuple[dict[str, bytes], list[str]]:
+    """The fields of the manifest by name, and a line for each whose name is no text."""
+    fields, ignored = {}, []
+    for name, value in zip(reply[1::2], reply[2::2], strict=True):
+        try:
+            fields[name.decode()] = value
+        except UnicodeDecodeError:
+            ignored.append(f"manifest field {brief(name)} is no UTF-8")
+    return fields, ignored
+
+
+def _pop_unreadable(stored: dict[str, bytes], ignored: list[str]) -> dict[str, Any]:
+    """The value of every setting. Fields that cannot be read leave `stored`, with a line in `ignored`."""
+    values = dict(DEFAULTS)
     for name in DEFAULTS.keys() & stored.keys():
         value, problem = _setting(name, stored[name])
         if problem is None:
             values[name] = value
         else:
-            ignored.append(f"manifest {name} is {brief(stored[name])}: {problem}; {values[name]!r} holds")
-            del stored[name]
-    columns = {}
+            ignored.append(f"manifest {name} is {brief(stored.pop(name))}: {problem}; {values[name]!r} holds")
     for name in [name for name in stored if name.startswith(_COLUMN_PREFIX)]:
         try:
             _COLUMN.validate_json(stored[name])
-            columns[name.removeprefix(_COLUMN_PREFIX)] = stored[name].decode()
         except ValueError:
             ignored.append(f"manifest {brief(name)} is {brief(stored.pop(name))}: no kind of a column")
-    fields = {name: value.decode(errors="backslashreplace") for name, value in stored.items()}
-    for name, value in ({} if known is None else known.fields).items():
+    return values
+
+
+def _check_known(run: str, known: Mapping[str, str], fields: Mapping[str, str]) -> None:
+    """Raise ManifestMismatchError when a field is not what this process has worked with."""
+    for name, value in known.items():
         if fields.get(name) != value:
             raise ManifestMismatchError(
                 f"{name} is {value} in this process, run {run} has {fields.get(name, 'none')} now: {_ANEW}, give "
                 f"all of them the same value"
             )
+
+
+def _check_given(run: str, given: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raise ManifestMismatchError when a setting is not what this process was given."""
     for name, value in given.items():
         if value != _jsonable(values[name]):
             raise ManifestMismatchError(
                 f"{name} is {value}, run {run} was created with {_jsonable(values[name])}: "
                 f"leave it out, or use another run name"
             )
-    return Manifest(
-        keys=RunKeys(run, salts), fields=fields, ignored=tuple(ignored), columns=columns, **values
-    )
 
 
 _ANEW: Final = (
@@ -247,14 +274,6 @@ def _setting(name: str, text: bytes) -> tuple[Any, str | None]:
 
 def _jsonable(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _is_text(name: bytes) -> bool:
-    try:
-        name.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def register_call(run: str) -> ScriptCall:

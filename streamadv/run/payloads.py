@@ -1,4 +1,4 @@
-"""Fetching payloads: only the columns a stage needs, in slices the server can buffer."""
+"""Fetching payloads: only the columns that a stage needs, in slices that the server can buffer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def fetch_payloads(
     columns: Sequence[str] | None,
     places: Sequence[Mapping[str, Array]] | None = None,
 ) -> list[Payload]:
-    """Payloads of `members` with the named columns (None = all). Raises UndecodableGroupError.
+    """Payloads of `members` with the named columns (None = all).
 
-    places: of each member, see `decode_payload`.
+    places: of each member, see `decode_payload`. Raises UndecodableGroupError, which names every unreadable member.
     """
     payloads = []
     problems: dict[tuple[str, int], str] = {}

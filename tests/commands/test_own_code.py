@@ -232,7 +232,7 @@ def test_a_worker_in_a_computation_that_does_not_end_ends_on_a_signal(
     _, log = worker.communicate(timeout=60)
     assert worker.returncode == 0, log
     assert "the chain (stuck) on batch 0-" in log
-    assert "as this process is to end" in log
+    assert "because this process ends" in log
     assert "advantage: stopping with 1 entry in hand, the oldest for " in log
     assert "advantage: stops, gives back 1 entry in hand, the oldest for " in log
     queue.close()
