@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -167,17 +168,18 @@ class Cluster:
         for number, node in enumerate(self.nodes):
             for other in self.nodes[number + 1 :]:
                 node.ask("CLUSTER", "MEET", "127.0.0.1", other.port)
-        for number, node in enumerate(self.nodes):
-            until(lambda node=node: len(self.known(node)) == len(ids), "nodes know each other")  # type: ignore[misc]
-            if number >= PRIMARIES:
-                until(lambda: node.ask("CLUSTER", "REPLICATE", ids[number - PRIMARIES]), "replicas")  # noqa: B023
+        until(
+            lambda: all(len(self.peers_of(node)) == len(ids) for node in self.nodes), "nodes know each other"
+        )
+        for replica, primary_id in zip(self.nodes[PRIMARIES:], ids[:PRIMARIES], strict=True):
+            until(partial(replica.ask, "CLUSTER", "REPLICATE", primary_id), "replicas")
         self.wait_until_whole()
         for node in self.nodes:
             node.client.config_set("cluster-node-timeout", self._node_timeout_ms)
 
     @staticmethod
-    def known(node: Node) -> dict[str, dict[str, Any]]:
-        """The nodes this one has shaken hands with, by address."""
+    def peers_of(node: Node) -> dict[str, dict[str, Any]]:
+        """The nodes that this one has shaken hands with, itself too, by address."""
         nodes: dict[str, dict[str, Any]] = node.ask("CLUSTER NODES")
         return {address: entry for address, entry in nodes.items() if "handshake" not in entry["flags"]}
 
@@ -187,8 +189,8 @@ class Cluster:
         def whole() -> bool:
             views = set()
             for node in self.nodes:
-                known = self.known(node).values()
-                views.add(frozenset((e["node_id"], e["master_id"], "slave" in e["flags"]) for e in known))
+                peers = self.peers_of(node).values()
+                views.add(frozenset((p["node_id"], p["master_id"], "slave" in p["flags"]) for p in peers))
                 state = node.ask("CLUSTER INFO")
                 if state["cluster_state"] != "ok" or state["cluster_slots_ok"] != str(CLUSTER_SLOTS):
                     return False

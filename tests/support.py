@@ -172,8 +172,8 @@ def next_batch(queue: TrainerQueue, run: Run, **options: Any) -> Batch | None:
 
 def problems(run: Run, deep: bool = True) -> list[str]:
     """Contradictions between the ledger and everything stored; [] is what a test wants."""
-    found = [problem for keys in run.keys.shards for problem in problems_of(read_shard(run, keys))]
-    return found + (deep_problems(run) if deep else [])
+    shallow = [problem for keys in run.keys.shards for problem in problems_of(read_shard(run, keys))]
+    return shallow + (deep_problems(run) if deep else [])
 
 
 def ledger(run: Run) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Scripts: what their headers say is true, what they may contain, and that a server which forgot them gets them again."""
+"""Scripts: what their headers say is true, what they may contain, and that a server gets again what it forgot."""
 
 from __future__ import annotations
 
