@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from streamadv import clock
 from streamadv.errors import ServerError
 from streamadv.producer import Producer
 from streamadv.run import Run, consumer, open_run
+from streamadv.store import waiting
 from streamadv.store.binary import find_server_binary
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
@@ -152,16 +152,12 @@ def fake() -> Connection:
     return Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
 
 
-#: Apart, so that no test meets the waits of another one.
-_ERAS: Iterator[int] = itertools.count(10**9, 10**6)
-
-
 @pytest.fixture
 def forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets the clock of this process forward, and the fake server's."""
-    passed, era = [0.0], next(_ERAS)
-    now, wall = clock.now, time.time
-    monkeypatch.setattr(clock, "now", lambda: era + now() + passed[0])
+    waiting._live.clear()  # waits that an earlier test left
+    passed, now, wall = [0.0], clock.now, time.time
+    monkeypatch.setattr(clock, "now", lambda: now() + passed[0])
     monkeypatch.setattr(time, "time", lambda: wall() + passed[0])
 
     def go_on(seconds: float) -> None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from .. import metrics
+from .. import clock, metrics
 from ..algorithms.device import Device, choose_device
 from ..errors import SettingError
 from ..messages import log_fields
@@ -200,12 +199,12 @@ class Worker:
         self._stop.set()
         text = "%s: stopping with %s"
         logger.info(text, STAGE, self._consumer.in_hand, extra=self._log_fields("stopping"))
-        deadline = time.monotonic() + LEAVE_S
+        deadline = clock.now() + LEAVE_S
         # 1. The reader ends its last read: the server may have delivered entries that are not in hand yet.
         ended = self._join(reader, "the server's reply to its last read", deadline)
         # 2. The publisher hands off what is computed. It may have ended with its queue full.
         with suppress(queue.Full):
-            left_s = max(0.0, deadline - time.monotonic())
+            left_s = max(0.0, deadline - clock.now())
             self._computed.put(None, timeout=left_s if publisher.is_alive() else 0.0)
         ended = self._join(publisher, "the hand-off of its last results", deadline) and ended
         # 3. A thread's failure is the worker's.
@@ -218,11 +217,11 @@ class Worker:
     def _join(self, thread: threading.Thread, what: str, deadline: float) -> bool:
         """Wait for the thread's end until `deadline`, saying what for. False if it goes on."""
         fields = self._log_fields("stopping")
-        thread.join(min(SAY_S, max(0.0, deadline - time.monotonic())))
+        thread.join(min(SAY_S, max(0.0, deadline - clock.now())))
         if thread.is_alive():
             text = "%s: is to end, and waits for %s; has %s"
             logger.warning(text, STAGE, what, self._consumer.in_hand, extra=fields)
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - clock.now()))
         if thread.is_alive():
             text = "%s: ends without %s: another worker takes over what it has: %s"
             logger.warning(text, STAGE, what, self._consumer.in_hand, extra=fields)

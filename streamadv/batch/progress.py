@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+from .. import clock
 from .named import NamedBatch
 from .record import BatchRecord
 
@@ -73,7 +73,7 @@ class Progress:
         self.restored = int(state["version"])
         self.begin(self.restored)
         self.branch = 0
-        self._returning = dict.fromkeys(state["groups"], time.monotonic())
+        self._returning = dict.fromkeys(state["groups"], clock.now())
 
     def begin(self, version: int) -> None:
         """Go on at this version: the batches below it are in the checkpoint that the weights are from."""
@@ -117,7 +117,7 @@ class Progress:
 
     def commit(self, version: int) -> None:
         """The batches below `version` are in a saved checkpoint, and the run says so."""
-        now = time.monotonic()
+        now = clock.now()
         self.committed = max(self.committed, version)
         while self._uncommitted and next(iter(self._uncommitted.values())) < version:
             group_id = next(iter(self._uncommitted))
@@ -141,7 +141,7 @@ class Progress:
 
     def lost(self) -> None:
         """The servers are others, which may lack recent commits: their groups can be pushed again."""
-        now = time.monotonic()
+        now = clock.now()
         self._returning.update(dict.fromkeys(self._committed, now))
         self._committed = {}
 

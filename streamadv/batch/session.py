@@ -6,10 +6,10 @@ rank begins its session again (`recovery.take_over`, `follower.join`) from what 
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 
+from .. import clock
 from ..algorithms.chain.config import ChainConfig
 from ..grouping.groups_log import LoggedGroup, read_groups
 from ..run import Run
@@ -62,7 +62,7 @@ class Session(ABC):
 
     def has_same_servers(self) -> bool:
         """Whether every shard is still on the server it was on, and says there what the session has written."""
-        asked = time.monotonic()
+        asked = clock.now()
         if self.run.server_ids() != self._server_ids or not self._is_held():
             return False
         self.progress.seen(asked, self._has_caught_up())

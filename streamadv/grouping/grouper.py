@@ -7,11 +7,10 @@ deadline (`housekeeping.py`). Groupers keep no state of their own: start any num
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-from .. import metrics
+from .. import clock, metrics
 from ..run import Run
 from ..run.consumer import GROUPER, Consumer, Entry
 from ..run.malformed import reject
@@ -36,13 +35,12 @@ def run_grouper(
     *,
     lease_s: float = LEASE_S,
     name: str | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Group until `stop` is set. Waits while the server is away."""
     consumer = Consumer(run, STAGE, lambda keys: keys.rollouts, lease_s=lease_s, stop=stop, name=name)
     outage = Outage(STAGE, sleep=stop.wait)
-    housekeeping, is_behind = Housekeeping(run, clock), False
-    housekeeping_due = scores_due = clock()
+    housekeeping, is_behind = Housekeeping(run), False
+    housekeeping_due = scores_due = clock.now()
     while not stop.is_set():
         try:
             entries = consumer.read(TAKE_COUNT, wait=not is_behind)
@@ -53,13 +51,13 @@ def run_grouper(
                 consumer.done(entries)
                 if len(entries) < TAKE_COUNT:
                     stop.wait(GATHER_S)
-            if clock() >= housekeeping_due:
+            if clock.now() >= housekeeping_due:
                 is_behind = not housekeeping.round()
-                housekeeping_due = clock() + (0 if is_behind else HOUSEKEEPING_S)
-            elif clock() >= scores_due:
+                housekeeping_due = clock.now() + (0 if is_behind else HOUSEKEEPING_S)
+            elif clock.now() >= scores_due:
                 for shard in run.shards:
                     apply_scores(run, shard)
-                scores_due = clock() + SCORES_S
+                scores_due = clock.now() + SCORES_S
         except RETRYABLE as error:
             consumer.start_over()
             outage.pause_after(error)

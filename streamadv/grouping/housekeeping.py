@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any, Final
 
 from redis.exceptions import OutOfMemoryError
 
-from .. import metrics
+from .. import clock, metrics
 from ..messages import log_fields
 from ..run import Run, Shard
 from ..run.consumer import GROUPER
@@ -38,15 +37,14 @@ _SCORED: Final = re.compile(r"[0-9]{1,4} \S{1,200}")
 class Housekeeping:
     """What a grouper does beside grouping: settings, deadlines, lost producers, dead letters, garbage."""
 
-    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._clock = clock
-        self._lost = LostProducers(run, clock)
-        self._short = ShortGroups(run, clock)
+        self._lost = LostProducers(run)
+        self._short = ShortGroups(run)
 
     def round(self) -> bool:
         """Once through everything; False when there was more than fits into HOUSEKEEPING_SLICE_S."""
-        run, until = self._run, self._clock() + HOUSEKEEPING_SLICE_S
+        run, until = self._run, clock.now() + HOUSEKEEPING_SLICE_S
         run.refresh()
         self._lost.look()
         self._short.look()
@@ -55,11 +53,11 @@ class Housekeeping:
             mend_streams(run, shard)
             apply_scores(run, shard)  # before a deadline ends the groups that they complete
             more_due = self._expire(shard, until)
-            while pass_on_ended(run, shard) and self._clock() < until:
+            while pass_on_ended(run, shard) and clock.now() < until:
                 pass
             trim_dead(shard, run.manifest.dead_bytes)
             while swept := sweep(shard):
-                if self._clock() >= until:
+                if clock.now() >= until:
                     break
             done = done and not more_due and not swept
         return done
@@ -67,7 +65,7 @@ class Housekeeping:
     def _expire(self, shard: Shard, until: float) -> bool:
         """End groups past their deadline, page by page; True when there may be more of them."""
         ended = page = expire(self._run, shard)
-        while len(page) >= EXPIRE_COUNT and self._clock() < until:
+        while len(page) >= EXPIRE_COUNT and clock.now() < until:
             page = expire(self._run, shard)
             ended = ended + page
         if ended:

@@ -7,8 +7,7 @@ does not count in pacing; it stays open, and counts again as soon as somebody pu
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from ..messages import log_fields
@@ -25,9 +24,9 @@ PAGE: Final = 256
 class LostProducers:
     """What one grouper knows of producers that are lost."""
 
-    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._attendance = Attendance(run, clock)
+        self._attendance = Attendance(run)
         self._done: set[tuple[int, bytes]] = set()  # shard, producer
 
     def look(self) -> None:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from .. import metrics
+from .. import clock, metrics
 from ..errors import SettingError, UndecodableGroupError
 from ..messages import log_fields
 from ..run import open_run
@@ -54,7 +53,7 @@ FIRST_DELAY_S: Final = 1.0
 
 
 class Suspect(NamedTuple):
-    """A trajectory that has failed alone, and is tried again when it is `due` (monotonic seconds)."""
+    """A trajectory that has failed alone, and is tried again when it is `due` by `clock.now`."""
 
     due: float
     entry: Entry
@@ -129,7 +128,7 @@ class Scorer:
 
     def _turn(self, consumer: Consumer, score: ScoreFunction, suspects: Sequence[Suspect]) -> list[Suspect]:
         """Try the suspects that are due, then score new entries. Returns the suspects there are afterwards."""
-        now = time.monotonic()
+        now = clock.now()
         later = [suspect for suspect in suspects if suspect.due > now]
         for suspect in suspects:
             if suspect.due <= now:
@@ -225,7 +224,7 @@ class Scorer:
         except ScoreError as error:
             if tries < self._max_tries:
                 delay = FIRST_DELAY_S * 2 ** (tries - 1) * random.uniform(0.5, 1)
-                return [Suspect(time.monotonic() + delay, item.entry)]
+                return [Suspect(clock.now() + delay, item.entry)]
             metrics.unscorable(self._name, error.kind)
             text = "scorer %s: trajectory %s is unscorable after %d tries: %s"
             fields = self._log_fields("trajectory_unscorable", item.reference)

@@ -7,10 +7,10 @@ trained on whole by default, since its mean and deviation over those that happen
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from .. import clock
 from ..messages import log_fields
 from ..run import Run
 from ..run.consumer import GROUPER
@@ -77,15 +77,14 @@ def loss_of(counters: Mapping[str, int]) -> Loss:
 class ShortGroups:
     """Warns of what has been lost lately."""
 
-    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._clock = clock
-        self._since = clock()
+        self._since = clock.now()
         self._before: Loss | None = None  # at the first look
 
     def look(self) -> None:
         """Called every second or so."""
-        now, current = self._clock(), self._read()
+        now, current = clock.now(), self._read()
         self._before = self._before or current
         lately = current.since(self._before)
         long_ago = now - self._since >= SAY_S

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from .. import clock
 from ..errors import StreamadvError
 from ..messages import one_line
 
@@ -47,8 +47,7 @@ class Outcome:
 class Failures:
     """The failed rollouts of one producer. Threads may share it."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._untold: Counter[str] = Counter()  # reasons
         self._told = -TELL_S
@@ -64,9 +63,9 @@ class Failures:
     def tell(self, now: bool = False) -> None:
         """Log the failures since the last line, if that is TELL_S ago or `now`."""
         with self._lock:
-            if not self._untold or not (now or self._clock() - self._told >= TELL_S):
+            if not self._untold or not (now or clock.now() - self._told >= TELL_S):
                 return
-            self._told = self._clock()
+            self._told = clock.now()
             counts, self._untold = self._untold, Counter()
         listed = [f"{count} x {reason}" for reason, count in counts.most_common(SHOWN)]
         more = f", and {len(counts) - SHOWN} other reasons" if len(counts) > SHOWN else ""

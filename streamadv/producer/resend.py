@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from .. import clock
 from ..errors import Busy, StreamadvError
 from ..store.keys import ShardKeys
 from .requests import ServerIds, Steps
@@ -41,9 +41,8 @@ class Sent:
 class ResendWindow:
     """The last things sent, oldest first. Threads may check and remember at once: what is sent twice is a duplicate."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._clock = clock
         self._sent: deque[Sent] = deque()
         self._bytes = 0
         self._servers: Sequence[str | None] = ()
@@ -66,12 +65,12 @@ class ResendWindow:
         if self._seconds <= 0:
             return
         with self._lock:
-            self._sent.append(Sent(shard, server_id, self._clock(), size, send))
+            self._sent.append(Sent(shard, server_id, clock.now(), size, send))
             self._bytes += size
             youngest_forgotten = -math.inf
             while self._bytes > MAX_RESEND_BYTES:
                 youngest_forgotten = self._forget_oldest().when
-            is_short = youngest_forgotten > self._clock() - self._seconds and not self._warned_short
+            is_short = youngest_forgotten > clock.now() - self._seconds and not self._warned_short
             self._warned_short |= is_short
         if is_short:
             logger.warning(
@@ -101,7 +100,7 @@ class ResendWindow:
             except StreamadvError as error:
                 logger.warning("not sent again: %s", error)
             # Kept as if sent now: this server may be replaced as well.
-            sent.server_id, sent.when = servers[sent.shard], self._clock()
+            sent.server_id, sent.when = servers[sent.shard], clock.now()
         if unsure:
             logger.log(
                 logging.WARNING if lost or not self.behind else logging.DEBUG,
@@ -115,7 +114,7 @@ class ResendWindow:
         return not refused
 
     def _trim(self, servers: Sequence[str | None]) -> None:
-        oldest_kept = self._clock() - self._seconds
+        oldest_kept = clock.now() - self._seconds
         with self._lock:
             while self._sent and self._sent[0].when < oldest_kept:
                 if self._sent[0].server_id != servers[self._sent[0].shard]:

@@ -13,7 +13,6 @@ import os
 import random
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -21,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from redis.exceptions import RedisError, ResponseError
 
-from .. import metrics
+from .. import clock, metrics
 from ..messages import log_fields
 from ..store.keys import ShardKeys
 from ..store.retry import RETRYABLE, Outage
@@ -127,14 +126,12 @@ class Consumer:
         lease_s: float,
         stop: threading.Event,
         name: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run = run
         self.stage = stage  # also the name of the consumer group
         self.name = name or consumer_name()
         self.lease_s = lease_s
         self.stop = stop
-        self._clock = clock
         self._outage = Outage(stage, sleep=stop.wait)
         self._cursors = [Cursor(shard, stream(shard.keys), lease_s) for shard in run.shards]
         self._in_hand: dict[tuple[int, str], float] = {}  # shard and entry id -> when it was read
@@ -156,9 +153,9 @@ class Consumer:
         if not wait:
             return []
         block_ms = BLOCK_MS if len(self._cursors) == 1 else SHARED_BLOCK_MS
-        started = self._clock()
+        started = clock.now()
         entries = self._read(self._cursors[self._turn], count, block_ms)
-        if not entries and self._clock() - started < block_ms / 2000:
+        if not entries and clock.now() - started < block_ms / 2000:
             self.stop.wait(SHARED_BLOCK_MS / 1000)  # a server that does not block must not be asked in a loop
         return entries
 
@@ -176,7 +173,7 @@ class Consumer:
         if not since:
             return "no entries"
         count = "1 entry" if len(since) == 1 else f"{len(since)} entries"
-        return f"{count} in hand, the oldest for {self._clock() - min(since):.1f} s"
+        return f"{count} in hand, the oldest for {clock.now() - min(since):.1f} s"
 
     def start_over(self) -> None:
         """Give everything pending under this name again, also what is in hand: a hand-off failed."""
@@ -264,7 +261,7 @@ class Consumer:
 
     def _advance(self, cursor: Cursor, count: int, block_ms: int | None) -> list[Entry]:
         """Do what is next in a stream until an action gives entries, or there is nothing new."""
-        now = self._clock()
+        now = clock.now()
         while True:
             match cursor.next_action(now):
                 case Action.READ_OWN:
@@ -283,11 +280,11 @@ class Consumer:
                     return entries
 
     def _check_leases(self, cursor: Cursor) -> None:
-        cursor.check_due = self._clock() + self.lease_s / 3 * random.uniform(0.8, 1.2)
+        cursor.check_due = clock.now() + self.lease_s / 3 * random.uniform(0.8, 1.2)
         pending = self._pending(cursor.stream)
         with self._lock:
             in_hand = set(self._in_hand)
-        cursor.check_leases(pending, in_hand, self._clock())
+        cursor.check_leases(pending, in_hand, clock.now())
         self.retire_others()
         self.run.keep_up(KEEP_UP_S)
 
@@ -333,7 +330,7 @@ class Consumer:
         """Those of `entries` that are not in hand yet."""
         with self._lock:
             fresh = [entry for entry in entries if (entry.shard, entry.id) not in self._in_hand]
-            self._in_hand.update(((entry.shard, entry.id), self._clock()) for entry in fresh)
+            self._in_hand.update(((entry.shard, entry.id), clock.now()) for entry in fresh)
         return fresh
 
 

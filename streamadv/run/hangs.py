@@ -11,10 +11,10 @@ import ctypes
 import logging
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+from .. import clock
 from ..errors import HungError
 from ..messages import log_fields
 
@@ -57,7 +57,7 @@ class _Limit:
         self._what = what
         self._timeout_s = timeout_s
         self._stop = stop
-        self._started = time.monotonic()
+        self._started = clock.now()
         self._stopped: float | None = None
         self._reported = self._started
 
@@ -67,7 +67,7 @@ class _Limit:
 
     @property
     def passed(self) -> bool:
-        now = time.monotonic()
+        now = clock.now()
         if self._stopped is None and self._stop is not None and self._stop.is_set():
             self._stopped = now
         ended = self._stopped is not None and now - self._stopped > GRACE_S
@@ -78,7 +78,7 @@ class _Limit:
         while not done.wait(min(0.2, self._timeout_s / 4)):
             if self.passed:
                 return False
-            now = time.monotonic()
+            now = clock.now()
             if now - self._reported > REPORT_S or (self._stopped and self._reported < self._stopped):
                 self._reported = now
                 ending = " (this process ends)" if self._stopped else ""
@@ -93,7 +93,7 @@ class _Limit:
         return True
 
     def error(self) -> HungError | Stopped:
-        seconds = time.monotonic() - self._started
+        seconds = clock.now() - self._started
         if self._stopped is not None:
             return Stopped(f"{self._what} was given up after {seconds:.1f} s, because this process ends")
         return HungError(f"{self._what} did not return within {seconds:.1f} s: bound what it waits for")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Container, Set
+from collections.abc import Container, Set
 from typing import Any, Final, NamedTuple
 
+from .. import clock
 from .malformed import reject
 from .run import Run
 
@@ -47,15 +47,14 @@ class Attendance:
     without having said that it has finished or gone counts as alive until then, too.
     """
 
-    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._clock = clock
         self._heard: dict[bytes, Heard] = {}
         self._some_finished = False  # of those no longer on the list
 
     def look(self) -> None:
         """Read the list. Take producers off it that have gone or are long past, and remove foreign fields."""
-        home, now = self._run.home, self._clock()
+        home, now = self._run.home, clock.now()
         stored: Any = self._run.connection.scripts.hgetall(home.keys.producers)
         for name, value in stored.items():
             if not PRODUCER_STATE.fullmatch(value.decode(errors="replace")):
@@ -94,7 +93,7 @@ class Attendance:
     @property
     def lost(self) -> set[bytes]:
         """Producers that have not finished and are no longer heard of, as of the last look."""
-        limit = self._clock() - PRODUCER_TIMEOUT_S
+        limit = clock.now() - PRODUCER_TIMEOUT_S
         return {name for name, heard in self._heard.items() if heard.state == b"open" and heard.when <= limit}
 
     @property

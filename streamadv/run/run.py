@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import clock
 from ..errors import EpochFencedError, SettingError
 from ..store.calls import run_script, server_ids
 from ..store.connection import Connection
@@ -43,7 +43,7 @@ class Run:
         self.name = name
         self.connection = connection
         self._settings = settings
-        self._looked = time.monotonic()
+        self._looked = clock.now()
         self.manifest: Manifest = self._read(None)
 
     def refresh(self) -> None:
@@ -56,9 +56,9 @@ class Run:
 
     def keep_up(self, every_s: float = 0.0) -> None:
         """`refresh`, if there is anything new: one small round trip, unless the last look was within `every_s`."""
-        if time.monotonic() - self._looked < every_s:
+        if clock.now() - self._looked < every_s:
             return
-        self._looked = time.monotonic()
+        self._looked = clock.now()
         key = manifest_key(self.name)
         pipe = self.connection.scripts.pipeline(transaction=False)
         pipe.hget(key, "salts")

@@ -8,13 +8,13 @@ then `commit` it.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from .. import clock
 from ..algorithms.chain import build_chain
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.device import Device, choose_device
@@ -177,7 +177,7 @@ class TrainerQueue(IterableDataset[Batch]):
         waiting cannot end StarvedError, UncommittedBudgetError or BatchBudgetError. After an error the next call gives
         the same batch.
         """
-        started = time.monotonic()
+        started = clock.now()
         patience = Patience(timeout, self._pause)
         while True:
             try:
@@ -190,7 +190,7 @@ class TrainerQueue(IterableDataset[Batch]):
                 if batch is not None:
                     self._current = batch
                     self._prepare_next(reader, max_groups)
-                    self._report(batch, time.monotonic() - started)
+                    self._report(batch, clock.now() - started)
                     return batch
                 if ended and session.scanned and session.find(self._next) is None:
                     session.publish_end(self._progress.ends + 1)

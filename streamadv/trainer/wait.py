@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any, Final
 
 from redis.exceptions import ResponseError
 
+from .. import clock
 from ..batch.session import Session
 
 #: How long rank 0 leaves the groups logs alone while a whole batch is missing, in seconds.
@@ -29,7 +29,7 @@ class GroupPolls:
 
     def rest(self) -> None:
         """A look has just ended."""
-        self._due = time.monotonic() + REST_S * self._session.missing_fraction(self._max_groups)
+        self._due = clock.now() + REST_S * self._session.missing_fraction(self._max_groups)
 
     @property
     def rest_ms(self) -> int:
@@ -54,17 +54,17 @@ def wait_for_news(
     shards = range(len(session.run.keys.shards))
     part_ms = max(1, block_ms // len(shards))
     polls = GroupPolls(session, max_groups)
-    started = time.monotonic()
+    started = clock.now()
     for shard in shards:
         if _wait_in_shard(session, shard, cursors.get(shard, "0-0"), part_ms, polls):
             return
-    if time.monotonic() - started < block_ms / 2000:
+    if clock.now() - started < block_ms / 2000:
         stop.wait(part_ms / 1000)  # a server that does not block must not be asked in a loop
 
 
 def _wait_in_shard(session: Session, shard: int, cursor: str, part_ms: int, polls: GroupPolls) -> bool:
     """Wait for one shard's results and, between two rests, for its groups. True if there is news."""
-    keys, until = session.run.keys.shard(shard), time.monotonic() + part_ms / 1000
+    keys, until = session.run.keys.shard(shard), clock.now() + part_ms / 1000
     while (left_ms := _ms_until(until)) > 0:
         streams: dict[Any, Any] = {keys.results: cursor}
         rest_ms = polls.rest_ms
@@ -90,4 +90,4 @@ def _read_streams(session: Session, streams: dict[Any, Any], part_ms: int, block
 
 
 def _ms_until(moment: float) -> int:
-    return round((moment - time.monotonic()) * 1000)
+    return round((moment - clock.now()) * 1000)

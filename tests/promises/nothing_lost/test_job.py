@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,6 +34,7 @@ from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trainer.reader import BatchReader
 from tests.support import (
+    Forward,
     compute_all,
     consumer_of,
     group_all,
@@ -662,18 +662,10 @@ def test_what_another_branch_has_trained_is_not_counted_for_this_one(server_of_j
     assert problems(joined) == []
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that have passed beside those of the test."""
-    passed, monotonic = [0.0], time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + passed[0])
-    return passed
-
-
 @pytest.mark.parametrize("first", ["trained", "commit", "state_dict", "next_batch"])
 @pytest.mark.parametrize("mode", ["manual", "each_batch"])
 def test_a_commit_is_repeated_whatever_the_job_does_first(
-    server_of_job: Server, run: str, clock: list[float], first: str, mode: str
+    server_of_job: Server, run: str, forward: Forward, first: str, mode: str
 ) -> None:
     """A step is longer than a server takes to have its writes safe, but is restarted before it has."""
     joined = filled(server_of_job.connection, run, 10)
@@ -683,7 +675,7 @@ def test_a_commit_is_repeated_whatever_the_job_does_first(
     weights = groups_of(train([queue], joined))
     save(queue)
     batch = given(queue, joined)
-    clock[0] += 100
+    forward(100)
     server_of_job.go_back()
     state = queue.state_dict()
     assert set(weights) <= set(state["groups"])
@@ -693,7 +685,7 @@ def test_a_commit_is_repeated_whatever_the_job_does_first(
             weights += groups_of(batch)
         for _ in range(2):
             save(queue)
-            clock[0] += 100
+            forward(100)
     if first == "state_dict":
         (queue,) = ranks_of(joined, 1, prefetch=0, commit=mode)
         queue.load_state_dict(state)

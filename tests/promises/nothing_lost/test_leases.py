@@ -12,26 +12,18 @@ from redis.exceptions import ResponseError
 from streamadv.producer import Producer
 from streamadv.run import Run, Shard
 from streamadv.run.consumer import GROUPER, Consumer
-from tests.support import consumer_of, ids, join, producing, push_groups, read_all
+from tests.support import Forward, consumer_of, ids, join, producing, push_groups, read_all
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def heir_of(run: Run, clock: Clock, name: str = "heir") -> Consumer:
+def heir_of(run: Run, name: str = "heir") -> Consumer:
     stop = threading.Event()
     stop.set()
-    return Consumer(run, GROUPER, lambda keys: keys.rollouts, lease_s=10.0, stop=stop, name=name, clock=clock)
+    return Consumer(run, GROUPER, lambda keys: keys.rollouts, lease_s=10.0, stop=stop, name=name)
 
 
 @pytest.mark.parametrize("hours", [-1, 0, 1])
 def test_leases_end_by_the_readers_clock_whatever_the_servers_says(
-    redis_url: str, run: str, hours: int
+    redis_url: str, run: str, forward: Forward, hours: int
 ) -> None:
     """The server's clock went back or ahead after these were delivered, or a failover brought another one."""
     with producing(redis_url, run) as producer:
@@ -42,46 +34,45 @@ def test_leases_end_by_the_readers_clock_whatever_the_servers_says(
     scripts = joined.connection.scripts
     delivered_ms = scripts.time()[0] * 1000 - hours * 3_600_000
     scripts.xclaim(joined.keys.home.rollouts, GROUPER, "dead", 0, list(dead), time=delivered_ms, justid=True)
-    clock = Clock()
-    heir = heir_of(joined, clock)
+    heir = heir_of(joined)
     assert heir.read(100) == []
-    clock.now += 9.0
+    forward(9.0)
     assert heir.read(100) == [], "its lease goes on"
-    clock.now += 5.0
+    forward(5.0)
     assert sorted(ids(read_all(heir, 7))) == sorted(dead)
 
 
-def test_whoever_takes_or_renews_an_entry_begins_its_lease_anew(redis_url: str, run: str) -> None:
+def test_whoever_takes_or_renews_an_entry_begins_its_lease_anew(
+    redis_url: str, run: str, forward: Forward
+) -> None:
     with producing(redis_url, run) as producer:
         push_groups(producer, 2)
     joined = join(redis_url, run)
     first, second = consumer_of(joined, name="first"), consumer_of(joined, name="second", lease_s=0)
     held = ids(first.read(2))
-    clock = Clock()
-    heir = heir_of(joined, clock)
+    heir = heir_of(joined)
     rest = ids(read_all(heir, 2))
     assert len(held) == len(rest) == 2
     for _ in range(5):
-        clock.now += 8.0
+        forward(8.0)
         first.renew()
         assert heir.read(2) == []
     taken = ids(read_all(second, 2))
     assert set(held) <= set(taken)
-    clock.now += 8.0
+    forward(8.0)
     assert heir.read(2) == []
-    clock.now += 20.0
+    forward(20.0)
     assert set(held) <= set(ids(read_all(heir, 4)))
 
 
-def test_two_heirs_take_an_entry_once(redis_url: str, run: str) -> None:
+def test_two_heirs_take_an_entry_once(redis_url: str, run: str, forward: Forward) -> None:
     with producing(redis_url, run) as producer:
         push_groups(producer, 30)
     joined = join(redis_url, run)
     assert len(read_all(consumer_of(joined, name="dead"), 100)) == 60
-    clock = Clock()
-    one, other = heir_of(joined, clock), heir_of(joined, clock, name="other")
+    one, other = heir_of(joined), heir_of(joined, name="other")
     assert one.read(20) == other.read(20) == []
-    clock.now += 20.0
+    forward(20.0)
     found = []
     for _ in range(9):  # the first read of each finds all 60 free
         found += ids(one.read(20)) + ids(other.read(20))
