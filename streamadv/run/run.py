@@ -24,12 +24,12 @@ class Shard:
     keys: ShardKeys
     connection: Connection
 
-    def call(self, script: str, args: Sequence[Any] = (), **given: Any) -> Any:
-        """Run a script, which may run twice when its reply is lost. `given`: see `scripts.script_call`.
+    def call(self, script: str, args: Sequence[Any] = (), **caller_keys: Any) -> Any:
+        """Run a script, which may run twice when its reply is lost. `caller_keys`: see `scripts.script_call`.
 
         Raises EpochFencedError when a newer trainer has taken over: nothing was changed.
         """
-        call = script_call(script, self.keys, args, **given)
+        call = script_call(script, self.keys, args, **caller_keys)
         reply = run_script(self.connection.scripts, call)
         if call.script.fence is not None and reply == FENCED:
             raise EpochFencedError(f"run {self.run}: a newer trainer has taken over, this one must stop")

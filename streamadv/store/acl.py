@@ -1,8 +1,8 @@
 """What each role may do on the server: access rules for Redis' and Valkey's ACL.
 
-A rule names the commands that the role sends, or that its scripts call, on each kind of key. Scripts run with
-their caller's rights, so a role that may run scripts can do by any script of its own what its rules allow, no more.
-SECURITY.md says what that means.
+A rule names the commands that the role sends, or that its scripts call, on each kind of key. Scripts run with their
+caller's rights, so a role can do with a script of its own what its rules allow, and no more. SECURITY.md says what that
+means.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def _selectors(role: Role, run: str) -> Iterator[str]:
     by_commands: dict[str, list[str]] = defaultdict(list)
     for kinds, commands in role.rules.items():
         by_commands[commands] += [f"~{patterns[kind]}" for kind in kinds.split()]
-    # Who runs a script needs all rights on the keys named with it; what it then does is judged command by command.
+    # A caller needs all rights on the keys that it names for a script; each command of the script is judged by itself.
     if role.scripts:
         yield _selector("eval evalsha", dict.fromkeys(itertools.chain(*by_commands.values())))
-    for commands, found in by_commands.items():
-        yield _selector(commands, found)
+    for commands, kinds_of_keys in by_commands.items():
+        yield _selector(commands, kinds_of_keys)
 
 
 def _selector(commands: str, patterns: Iterable[str]) -> str:

@@ -68,7 +68,7 @@ class _Common:
                 ) from None
         if isinstance(error, redis.exceptions.ResponseError) and not isinstance(error, RETRYABLE):
             raise SettingError(f"redis URL {self.safe_url!r}: the server answers {error}") from None
-        if self._target is not None and (reason := tls.refusal(error, self._target.given)):
+        if self._target is not None and (reason := tls.refusal(error, self._target.options)):
             raise SettingError(f"redis URL {self.safe_url!r}: TLS fails with {reason}") from None
 
     def _wait_for_answer(self, timeout: float | None) -> Wait:
@@ -215,8 +215,8 @@ class Connection(_Common):
         with self._lock:
             if self._target is not None:
                 for client in self._clients.values():
-                    for each in (client, *sentinels_of(client)):
-                        each.close()
+                    for one in (client, *sentinels_of(client)):
+                        one.close()
                 self._clients.clear()
 
     def __enter__(self) -> Self:
@@ -303,8 +303,8 @@ class AsyncConnection(_Common):
         """As `Connection.memory`."""
         try:
             with closed_under_way():
-                found: dict[str, Any] = await self.scripts.info("memory")
-                return found
+                figures: dict[str, Any] = await self.scripts.info("memory")
+                return figures
         except redis.exceptions.ResponseError as error:
             if isinstance(error, RETRYABLE):
                 raise
@@ -320,8 +320,8 @@ class AsyncConnection(_Common):
     async def close(self) -> None:
         if self._target is not None:
             for client in self._clients.values():
-                for each in (client, *sentinels_of(client)):
-                    await each.aclose()
+                for one in (client, *sentinels_of(client)):
+                    await one.aclose()
             self._clients.clear()
 
     async def __aenter__(self) -> Self:

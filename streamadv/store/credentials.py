@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote, urlencode
 
 from ..errors import SettingError
@@ -41,10 +41,10 @@ def secret_from(name: str, environment: Mapping[str, str]) -> str | None:
 
 
 def complete_url(url: str, password: str | None, files: Mapping[str, Path | None]) -> str:
-    """`url` with what it leaves open: the password, and the TLS `files` by the options' names of `tls.FILES`.
+    """`url` with the password and the TLS `files` (by the options' names of `tls.FILES`) that it does not have.
 
-    What stands in the URL wins, so a complete URL stays as it is. Raises SettingError for TLS files with a URL
-    that does without TLS.
+    The URL's own values win, so a complete URL stays as it is. Raises SettingError for TLS files with a URL without
+    TLS.
     """
     scheme, separator, rest = url.partition("://")
     end = min((rest.find(mark) for mark in "/?#" if mark in rest), default=len(rest))
@@ -69,7 +69,7 @@ def complete_url(url: str, password: str | None, files: Mapping[str, Path | None
 
 
 def environment_with(url: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child process that is to use the complete `url`: nothing is added to that one there."""
+    """The environment of a child process that uses this complete `url`, without settings that complete one."""
     hidden = {f"{PREFIX}REDIS_PASSWORD", f"{PREFIX}REDIS_PASSWORD_FILE", *tls.FILES.values()}
-    kept: dict[str, Any] = {name: value for name, value in environment.items() if name.upper() not in hidden}
-    return kept | {f"{PREFIX}REDIS_URL": url}
+    visible = {name: value for name, value in environment.items() if name.upper() not in hidden}
+    return visible | {f"{PREFIX}REDIS_URL": url}

@@ -63,7 +63,7 @@ class Key(NamedTuple):
     name: str
     kinds: tuple[str, ...]
     """Attributes of ShardKeys or EntryKeys, one of which it is."""
-    is_given: bool
+    from_caller: bool
     """Whether the caller gives it in full, under this name."""
     is_list: bool
     is_declared: bool
@@ -144,7 +144,7 @@ def parse_keys(text: str) -> tuple[Key, ...]:
         Key(
             match[2],
             tuple(match[3].split(" | ")) if match[3] else (match[2],),
-            is_given=match[3] is not None,
+            from_caller=match[3] is not None,
             is_list=match[4] is not None,
             is_declared=match[1] is not None,
         )
@@ -167,26 +167,28 @@ def _prologue(keys: Sequence[Key], fence: str | None) -> str:
     return " ".join(parts)
 
 
-def script_call(name: str, keys: ShardKeys | EntryKeys, args: Sequence[Any] = (), **given: Any) -> ScriptCall:
+def script_call(
+    name: str, keys: ShardKeys | EntryKeys, args: Sequence[Any] = (), **caller_keys: Any
+) -> ScriptCall:
     """A call of the script `name` with these arguments, in the order of its ARGV lines.
 
-    keys: of the shard. given: what the script's KEYS lines leave to the caller. Raises TypeError when one is missing
-    or not known to the script.
+    keys: of the shard. caller_keys: what the script's KEYS lines leave to the caller. Raises TypeError when one is
+    missing or the script has none of that name.
     """
     script = load(name)
     names: list[str] = []
     for key in script.keys:
-        key_or_method = None if key.is_given else getattr(keys, key.name)
+        key_or_method = None if key.from_caller else getattr(keys, key.name)
         if isinstance(key_or_method, str):
             names.append(key_or_method)
-        elif key.name not in given:
+        elif key.name not in caller_keys:
             raise TypeError(f"script {name}: {key.name}= is missing")
         elif key_or_method is not None:
-            names.append(key_or_method(given.pop(key.name)))
+            names.append(key_or_method(caller_keys.pop(key.name)))
         elif key.is_list:
-            names += given.pop(key.name)
+            names += caller_keys.pop(key.name)
         else:
-            names.append(given.pop(key.name))
-    if given:
-        raise TypeError(f"script {name} takes no {', '.join(given)}")
+            names.append(caller_keys.pop(key.name))
+    if caller_keys:
+        raise TypeError(f"script {name} takes no {', '.join(caller_keys)}")
     return ScriptCall(script, names, args)

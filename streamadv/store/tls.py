@@ -44,7 +44,7 @@ def check_files(options: Mapping[str, Any]) -> None:
             context.load_verify_locations(options[name])
         if options.get("ssl_certfile"):
             name = "ssl_certfile"
-            # A password that is never asked for: OpenSSL would read it from the terminal.
+            # With a password OpenSSL does not ask for one at the terminal.
             password = options.get("ssl_password") or ""
             context.load_cert_chain(options[name], options.get("ssl_keyfile"), password)
     except OSError as error:
@@ -61,26 +61,27 @@ def check_files(options: Mapping[str, Any]) -> None:
 
 
 def refusal(error: BaseException, options: Mapping[str, Any]) -> str | None:
-    """Why TLS failed, with the remedy, if trying again cannot help; None for everything else.
+    """Why TLS failed, with the remedy, if trying again cannot help; None for any other error.
 
-    A client that writes first may not see the server's reason, only a closed connection: then it is asked again.
+    A client that writes first may see a closed connection instead of the server's reason. A client that only listens
+    then asks for it.
     """
-    found = next((link for link in causes(error) if isinstance(link, ssl.SSLError)), None)
-    if found is None:
+    tls_error = next((cause for cause in causes(error) if isinstance(cause, ssl.SSLError)), None)
+    if tls_error is None:
         return None
-    if isinstance(found, (ssl.SSLEOFError, ssl.SSLZeroReturnError)) or not found.reason:
-        found = _ask(options)
-        if found is None or not found.reason:
+    if isinstance(tls_error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)) or not tls_error.reason:
+        tls_error = _ask(options)
+        if tls_error is None or not tls_error.reason:
             return None
-    text = str(found).lower()
+    text = str(tls_error).lower()
     remedy = next((remedy for mark, remedy in _REMEDIES if mark in text), None)
-    return None if remedy is None else f"{found.reason.lower().replace('_', ' ')}: {remedy}"
+    return None if remedy is None else f"{tls_error.reason.lower().replace('_', ' ')}: {remedy}"
 
 
 def _ask(options: Mapping[str, Any]) -> ssl.SSLError | None:
-    """The error a server answers a client with that connects and says nothing; None when it goes on listening."""
+    """The error that a server sends to a client that connects and writes nothing; None if it sends none."""
     context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"))
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is told to whoever answers
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # this client sends no secret
     if options.get("ssl_certfile"):
         password = options.get("ssl_password") or ""
         context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"), password)
@@ -99,7 +100,7 @@ def _ask(options: Mapping[str, Any]) -> ssl.SSLError | None:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what it comes from, nearest first: a cluster's client wraps what its nodes say."""
+    """The error and its causes, nearest first: a cluster's client wraps the errors of its nodes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

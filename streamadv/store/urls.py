@@ -20,7 +20,7 @@ from . import tls
 CONNECT_TIMEOUT: Final = 5.0
 SENTINEL_PORT: Final = 26379
 
-#: Scheme -> the one redis-py knows, and what answers there.
+#: Scheme -> the scheme of redis-py, and the kind of server.
 SCHEMES: Final = {
     "redis": ("redis", "server"),
     "rediss": ("rediss", "server"),
@@ -30,7 +30,7 @@ SCHEMES: Final = {
     "redis+sentinel": ("redis", "sentinel"),
     "rediss+sentinel": ("rediss", "sentinel"),
 }
-# What each client must set for itself: an option in the URL would win over it.
+# Each client sets these itself, and an option in the URL would win.
 RESERVED_OPTIONS: Final = (
     "decode_responses",
     "legacy_responses",
@@ -51,40 +51,40 @@ def hide_password(url: str) -> str:
 class Target:
     """What a URL names."""
 
-    url: str  # as redis-py takes it; behind Sentinels host and port are those of the first of them
+    url: str  # as redis-py takes it; behind Sentinels with the first host of theirs
     cluster: bool = False
     sentinels: tuple[tuple[str, int], ...] = ()
     sentinel_login: Mapping[str, str] = field(default_factory=dict)  # username, password
-    master: str = ""  # its name, as the Sentinels know it
+    master: str = ""  # what the Sentinels call it
 
     @property
     def shared_options(self) -> dict[str, Any]:
-        """What every client is made with."""
-        # RESP2 on every client version: one shape of replies. A unix socket takes no TCP options.
+        """Options of every client."""
+        # RESP2 with every version of redis-py, so that replies have one shape. A unix socket takes no TCP options.
         options: dict[str, Any] = {"protocol": 2}
         if not self.url.startswith("unix:"):
             options |= {"socket_connect_timeout": CONNECT_TIMEOUT, "socket_keepalive": True}
-        if self.tls and "ssl_cert_reqs" not in self.given:
-            options["ssl_check_hostname"] = True  # redis-py 5 would take any name for the right one
+        if self.tls and "ssl_cert_reqs" not in self.options:
+            options["ssl_check_hostname"] = True  # redis-py 5 would accept any name
         return options
 
     @property
-    def given(self) -> Mapping[str, Any]:
-        """What the URL says, as redis-py names it."""
+    def options(self) -> Mapping[str, Any]:
+        """Everything in the URL, under redis-py's names."""
         return _options_of(self.url)
 
     @property
     def url_options(self) -> dict[str, Any]:
-        """What the URL says but where the server is: user, password, database, TLS, limits."""
-        where = ("host", "port", "connection_class")
-        return {name: value for name, value in self.given.items() if name not in where}
+        """What the URL holds besides the address: user, password, database, TLS, limits."""
+        address = ("host", "port", "connection_class")
+        return {name: value for name, value in self.options.items() if name not in address}
 
     @property
     def sentinel_options(self) -> dict[str, Any]:
         """Options for the Sentinels: their own user and password, the TLS of the URL."""
-        tls = {name: value for name, value in self.given.items() if name.startswith("ssl_")}
-        given = {**tls, **self.sentinel_login, **self.shared_options}
-        return given | {"ssl": self.tls, "socket_timeout": CONNECT_TIMEOUT}
+        tls = {name: value for name, value in self.options.items() if name.startswith("ssl_")}
+        timeouts = {"socket_timeout": CONNECT_TIMEOUT}
+        return {**tls, **self.sentinel_login, **self.shared_options, "ssl": self.tls, **timeouts}
 
     @property
     def tls(self) -> bool:
@@ -147,23 +147,23 @@ def _behind_sentinels(url: str) -> Target:
     scheme, _, rest = url.partition("://")
     authority = re.split("[/?#]", rest, maxsplit=1)[0]
     login, at, hosts = authority.rpartition("@")
-    # With one host: urlsplit may refuse brackets among several.
+    # Parse it with one host, because urlsplit may refuse brackets among several.
     parts = urlsplit(f"{scheme}://{login}{at}{hosts.split(',')[0]}{rest.removeprefix(authority)}")
     master, _, database = parts.path.strip("/").partition("/")
     if not master:
         raise ValueError("name the master behind the hosts, //host:26379,host:26379/mymaster")
     sentinels = []
     for host in hosts.split(","):
-        each = urlsplit(f"//{host}")
-        if not each.hostname:
+        address = urlsplit(f"//{host}")
+        if not address.hostname:
             raise ValueError("a host of the Sentinels is empty")
-        sentinels.append((each.hostname, each.port or SENTINEL_PORT))
+        sentinels.append((address.hostname, address.port or SENTINEL_PORT))
     options = parts.query.split("&")
-    their_own = [option for option in options if option.startswith("sentinel_")]
+    sentinel_options = [option for option in options if option.startswith("sentinel_")]
     first = parts._replace(
-        path=f"/{database}", query="&".join(option for option in options if option not in their_own)
+        path=f"/{database}", query="&".join(option for option in options if option not in sentinel_options)
     )
-    logins = dict(parse_qsl("&".join(option.removeprefix("sentinel_") for option in their_own)))
+    logins = dict(parse_qsl("&".join(option.removeprefix("sentinel_") for option in sentinel_options)))
     if unknown := logins.keys() - {"username", "password"}:
         raise ValueError(
             f"sentinel_{min(unknown)} is unknown, there are sentinel_username and sentinel_password"

@@ -44,7 +44,7 @@ def test_every_key_is_one_of_the_run(name: str) -> None:
     assert len(names) == len({*names})
     for key in script.keys:
         assert {*key.kinds} <= key_patterns("r").keys()
-        assert not key.is_given or key.name in key.kinds or key.name not in key_patterns("r")
+        assert not key.from_caller or key.name in key.kinds or key.name not in key_patterns("r")
     lists = [key.is_list for key in script.keys]
     assert lists == sorted(lists)
     assert sum(key.is_list and not key.is_declared for key in script.keys) <= 1
@@ -96,9 +96,9 @@ FENCED = [name for name in NAMES if scripts.load(name).fence is not None]
 def test_a_fenced_script_changes_nothing_for_an_older_epoch(fake: Connection, name: str) -> None:
     script = scripts.load(name)
     given = {
-        key.name: [] if key.is_list else getattr(KEYS, key.kinds[0]) if key.is_given else "id"
+        key.name: [] if key.is_list else getattr(KEYS, key.kinds[0]) if key.from_caller else "id"
         for key in script.keys
-        if key.is_given or key.name in MANY_KINDS
+        if key.from_caller or key.name in MANY_KINDS
     }
     for hash_name in (KEYS.lineage, KEYS.trainer):
         fake.scripts.hset(hash_name, "epoch", 5)
