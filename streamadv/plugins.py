@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from .errors import SettingError
-from .messages import brief, one_line
+from .messages import brief, log_fields, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -68,4 +68,5 @@ def load_estimators() -> None:
         except (Exception, SystemExit) as error:
             package = point.dist.name if point.dist is not None else "unknown"
             text = f"entry point {point.name} = {point.value} of package {package} cannot be loaded"
-            logger.warning("%s: %s: %s", text, type(error).__name__, error)
+            fields = log_fields("entry_point_failed")
+            logger.warning("%s: %s: %s", text, type(error).__name__, error, extra=fields)

@@ -14,6 +14,7 @@ from typing import Final
 from .. import metrics
 from ..algorithms.chain.config import ChainConfig
 from ..grouping.groups_log import LoggedGroup
+from ..messages import log_fields
 from ..run import Run
 from ..run.heartbeats import Attendance, is_over
 from .candidates import Candidates
@@ -103,7 +104,10 @@ class Leader(Session):
         fit, unfit = choose(self._candidates, k, limit, rules)
         drop(self.run, unfit, self.epoch)
         for group, reason in unfit:
-            logger.warning("group %s is not trained on: %s", group.group_id, reason)
+            fields = log_fields(
+                "group_dropped", run=self.run.name, role="trainer", batch=k, group=group.group_id
+            )
+            logger.warning("group %s is not trained on: %s", group.group_id, reason, extra=fields)
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.dropped.add(group, reason)
         self._candidates.remove({group.pointer for group, _ in unfit})

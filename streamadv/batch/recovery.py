@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from ..grouping.groups_log import Pointer, find_groups
+from ..messages import log_fields
 from ..run import Run
 from ..run.run import Shard
 from .commit import close, commit, read_results
@@ -112,7 +113,8 @@ def _without_groups(run: Run, progress: Progress, batches: dict[int, NamedBatch]
         if k < progress.delivered:
             continue
         if k > following or missing(run, batch.record):
-            logger.warning("batch %d is named again: the server has lost groups", k)
+            fields = log_fields("batch_named_again", run=run.name, role="trainer", batch=k)
+            logger.warning("batch %d is named again: the server has lost groups", k, extra=fields)
             lost.append(batches.pop(k).record)
         else:
             following += 1

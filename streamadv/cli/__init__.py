@@ -18,7 +18,7 @@ import redis.exceptions
 
 from .. import __version__
 from ..errors import SettingError, StreamadvError
-from ..messages import printable
+from ..messages import log_fields, printable
 from ..plugins import import_module
 from ..settings import Settings, likely_typos, load_settings
 from ..store.connection import Connection
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = make_parser(words).parse_args(words)
         set_up_logging(settings_from(arguments).log_level)
         for message in likely_typos():
-            logger.warning(message)
+            logger.warning(message, extra=log_fields("setting_unknown"))
         for module in vars(arguments).get("modules") or ():
             import_module(module)
         status: int = arguments.run(arguments)

@@ -23,6 +23,7 @@ from prometheus_client.utils import floatToGoString
 from redis.exceptions import RedisError
 
 from ..errors import SettingError, StreamadvError
+from ..messages import log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ class LedgerCollector(Collector):
         except (RedisError, OSError, StreamadvError) as error:
             # Once for each outage: scrapes go on through it.
             level = logging.DEBUG if self._failing else logging.WARNING
-            logger.log(level, "metrics: the run's status cannot be read: %s", error)
+            text = "metrics: the run's status cannot be read: %s"
+            logger.log(level, text, error, extra=log_fields("status_unreadable"))
             self._failing = True
             up.add_metric([], 0)
             yield up
@@ -166,7 +168,7 @@ def serve_metrics(registry: Registry, port: int, run: str | None, host: str) -> 
     server.view = _View(registry, {"run": run} if run else {})
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     bound: int = server.server_address[1]
-    logger.info("metrics on port %d, path /metrics", bound, extra={"event": "metrics_served"})
+    logger.info("metrics on port %d, path /metrics", bound, extra=log_fields("metrics_served"))
     return bound
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from .. import metrics
 from ..errors import GroupEndedError
+from ..messages import log_fields
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Blocked, Wait
@@ -260,4 +261,5 @@ class Admission:
             "all at version 0; `streamadv runs create --batch-groups N --max-staleness N` paces them until then",
             self._member.run,
             self._member.max_bytes * self._member.shards,
+            extra=log_fields("unpaced", run=self._member.run, role="producer"),
         )

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from .. import clock
 from ..errors import StreamadvError
-from ..messages import one_line
+from ..messages import log_fields, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,9 @@ class Failures:
         listed = [f"{count} x {reason}" for reason, count in counts.most_common(SHOWN)]
         more = f", and {len(counts) - SHOWN} other reasons" if len(counts) > SHOWN else ""
         total = counts.total()
-        logger.warning("%d rollout%s failed: %s%s", total, "s" * (total > 1), ", ".join(listed), more)
+        text = "%d rollout%s failed: %s%s"
+        fields = log_fields("rollouts_failed", role="producer")
+        logger.warning(text, total, "s" * (total > 1), ", ".join(listed), more, extra=fields)
 
     def judge(self, outcomes: Sequence[Outcome]) -> BaseException | None:
         """The exception to raise after a group was played, if any.

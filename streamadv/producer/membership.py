@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ManifestMismatchError, ProducerClosedError, SettingError, TrajectoryError
-from ..messages import brief
+from ..messages import brief, log_fields
 from ..run.budget import byte_budget
 from ..run.manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
 from ..store.keys import ShardKeys
@@ -119,7 +119,8 @@ class Membership:
         try:
             self._set_budget((yield Memory()))
         except SettingError as error:  # written by a process that does not look at the server's memory
-            logger.warning("%s; until then %d bytes a shard", error, self.max_bytes)
+            fields = log_fields("byte_budget_kept", run=self.run, role="producer")
+            logger.warning("%s; until then %d bytes a shard", error, self.max_bytes, extra=fields)
 
     def _set_budget(self, memory: Mapping[str, Any]) -> None:
         self.max_bytes = byte_budget(self.manifest.max_bytes, memory) // self.shards
@@ -150,7 +151,8 @@ class Membership:
             self._instance = int(instance)
         elif int(instance) != self._instance and not self._lost_name:
             self._lost_name = True
-            logger.warning("another producer has taken the name %s on the list of producers", self.name)
+            text = "another producer has taken the name %s on the list of producers"
+            logger.warning(text, self.name, extra=log_fields("name_taken", run=self.run, role="producer"))
 
     def would_be_stale(self, ticket: Ticket) -> bool:
         """Whether a rollout begun under this ticket can only be dropped as stale, as of the last heartbeat."""

@@ -15,6 +15,7 @@ from typing import Final
 
 from .. import clock
 from ..errors import Busy, StreamadvError
+from ..messages import log_fields
 from ..store.keys import ShardKeys
 from .requests import ServerIds, Steps
 from .tickets import PushResult
@@ -77,6 +78,7 @@ class ResendWindow:
                 "resend_window is %g s, of which pushes fill %d MiB in less: what a server loses may not be sent again",
                 self._seconds,
                 MAX_RESEND_BYTES >> 20,
+                extra=log_fields("resend_window_short", role="producer"),
             )
 
     def check(self, shards: Sequence[ShardKeys]) -> Steps[bool]:
@@ -98,7 +100,9 @@ class ResendWindow:
                 refused.append(sent.shard)
                 continue
             except StreamadvError as error:
-                logger.warning("not sent again: %s", error)
+                logger.warning(
+                    "not sent again: %s", error, extra=log_fields("resend_failed", role="producer")
+                )
             # Kept as if sent now: this server may be replaced as well.
             sent.server_id, sent.when = servers[sent.shard], clock.now()
         if unsure:
@@ -108,6 +112,7 @@ class ResendWindow:
                 len(unsure),
                 lost,
                 len(refused),
+                extra=log_fields("sent_again", role="producer"),
             )
         self.behind = frozenset(refused)
         self._trim(servers)

@@ -23,6 +23,7 @@ from ..algorithms.packing import empty_column
 from ..batch.record import BatchRecord
 from ..errors import StreamadvError, UndecodableGroupError, WireError
 from ..grouping.groups_log import LoggedGroup
+from ..messages import log_fields
 from ..run import Run
 from ..run.payloads import fetch_payloads
 from ..store.replies import replies_of
@@ -137,7 +138,8 @@ class ReadAhead:
             sizes = accumulate(reference.size for reference in references)
             self._fetch_into_columns(references[: sum(size <= MAX_BYTES for size in sizes)])
         except (StreamadvError, RedisError) as error:
-            logger.debug("not read ahead: %s", error)
+            fields = log_fields("not_read_ahead", role="trainer", batch=record.k)
+            logger.debug("not read ahead: %s", error, extra=fields)
         except BaseException as error:  # raised where the batch is asked for
             self._error = error
 
