@@ -1,4 +1,4 @@
--- Rank 0 tells the other ranks that iteration ends before batch k, and how often it has: a push opens the run again.
+-- Rank 0 writes for the other ranks that iteration ends before batch k, and how often it has: a push opens the run again.
 -- KEYS  void, lineage
 -- fenced by lineage
 -- ARGV  epoch, k, how often

@@ -1,4 +1,4 @@
--- Drop the record of a committed batch: the last step of a commit.
+-- The last step of a commit in the home shard: the record of the batch is removed.
 -- KEYS  void, lineage, batches
 -- fenced by lineage
 -- ARGV  epoch, k, record JSON

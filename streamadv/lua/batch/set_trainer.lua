@@ -1,8 +1,8 @@
--- A shard's copy of what the trainer says of itself, for admission and the producers.
+-- Write a shard's copy of what the trainer says of itself, for admission and the producers.
 -- KEYS  void, trainer, groups
 -- fenced by trainer
 -- ARGV  epoch, version, max_staleness ('' = no pacing), batch_groups, drop_after ('' = never), '1' when more of this
---       follows the last call, then entries of groups that are trained and not committed: those the log has are held
+--       follows the last call, then entries of groups that are trained and not committed: those that the log has count as held
 -- Returns  1
 local held = 0
 for i = 7, #ARGV do held = held + #redis.call('XRANGE', keys.groups, ARGV[i], ARGV[i]) end

@@ -1,4 +1,4 @@
--- The last step of taking over a run: other ranks of the job may go on from what stands there.
+-- The last step of taking a run: the other ranks of the job may join from now on.
 -- KEYS  void, lineage
 -- fenced by lineage
 -- ARGV  epoch, running moments JSON to go on from ('' = none)

@@ -1,7 +1,7 @@
--- A training job takes over the run: whatever an older one still sends is refused from now on.
+-- A training job takes the run: from now on the fence refuses what an older job still sends.
 -- KEYS  void, lineage
 -- ARGV  version to go on from ('' = the one after the last commit), epoch known to the job (its own, or of its
---       checkpoint: a server that lost its last moments may have gone back behind it), the job, its session and the epoch
+--       checkpoint: after data loss the server's epoch may be lower), the job, its session and the epoch
 --       that founded it ('' = a new session: it takes the run from anybody), a nonce for a new session, epoch of its branch
 --       ('' = it begins one), version at which that began ('' = that one to go on from), '1' if from a checkpoint
 -- Returns  {epoch, session, version, committed, branch before}, or -1: a session founded later has the run
