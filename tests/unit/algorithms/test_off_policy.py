@@ -143,6 +143,15 @@ def test_the_chain_corrects_after_or_before_the_estimator() -> None:
     assert early.columns["token_level_rewards"].tolist() == [0, 0, 0, 0, 1, 0]
 
 
+def test_a_token_stays_if_it_passes_rejections_and_veto() -> None:
+    outlier = {"rollout_log_probs": [0.0] * 3, "old_log_probs": [9.0, 0.0, -9.0]}
+    near = {"rollout_log_probs": [0.0] * 3, "old_log_probs": [-9.0, 0.0, np.log(3.0)]}
+    batch = batch_of([member("a", 0, 0.0, **outlier), member("a", 1, 1.0, **near)])
+    config = {"level": None, "rejections": [{"kind": "token_k1", "upper": 2.5}], "veto": 0.1}
+    mask = run_chain(build_chain({"correction": config}), batch).columns["response_mask"].tolist()
+    assert mask == [0, 0, 0, 0, 1, 0]  # the first row has an outlier; observations stay masked
+
+
 def test_clean_data_have_neutral_diagnostics() -> None:
     log_probs = torch.randn(3, 5)
     mask = torch.tensor([[0, 1, 1, 1, 0]] * 2 + [[0] * 5])

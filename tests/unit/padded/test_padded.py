@@ -116,3 +116,27 @@ def test_rejection_takes_log_probs_that_carry_gradients(kind: str) -> None:
     plain, _ = padded.compute_rollout_rejection_mask(log_ratio, mask, kind, 1.5)
     carrying, _ = padded.compute_rollout_rejection_mask(log_ratio.requires_grad_(), mask, kind, 1.5)
     assert torch.equal(carrying, plain)
+
+
+def test_ratios_are_bounded_unless_rolls_are_wanted() -> None:
+    old, rollout, mask = torch.tensor([[30.0, 1.0]]), torch.zeros(1, 2), torch.tensor([[1, 0]])
+    options = {"weight_level": "token", "upper_bound": None}
+    weights, _, _ = padded.compute_train_infer_correction(old, rollout, mask, **options)
+    assert weights.tolist() == [[pytest.approx(torch.tensor(20.0).exp().item()), 0.0]]
+    theirs, _, _ = padded.compute_train_infer_correction(old, rollout, mask, **options, peer_quirks="roll")
+    assert theirs.tolist() == [[pytest.approx(torch.tensor(30.0).exp().item()), pytest.approx(2.7182817)]]
+
+
+def test_a_reward_stands_on_the_last_trainable_token_or_on_rolls_last_attended_one() -> None:
+    batch = {
+        "response_level_rewards": torch.tensor([2.0]),
+        "response_mask": torch.tensor([[0, 1, 0, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0]]),
+        "position_ids": torch.arange(4)[None],
+        "old_log_probs": torch.zeros(1, 3),
+        "ref_log_probs": torch.zeros(1, 3),
+    }
+    here, _ = padded.compute_token_reward(batch)
+    assert here["token_level_rewards"].tolist() == [[2, 0, 0]]
+    theirs, _ = padded.compute_token_reward(batch, peer_quirks="roll")
+    assert theirs["token_level_rewards"].tolist() == [[0, 2, 0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -257,3 +258,25 @@ def test_outputs_of_an_earlier_run_are_not_pushed() -> None:
     item = trajectory(advantages=np.ones(5), returns=np.ones(5))
     assert not {b"advantages", b"returns"} & received(item).keys()
     assert b"advantages" not in encode_reference(item, encode_payload(item), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"rollout_index": 1}, "header is of g/0"),
+        ({"row_lengths": (2, 1)}, "other row lengths"),
+        ({"steps": ()}, "other steps"),
+        ({"columns": ("input_ids", "response_mask")}, "other columns"),
+        ({"row_trainable": (1,)}, "has 2 ones in a row, the reference 1"),
+    ],
+)
+def test_a_payload_that_contradicts_its_reference_is_a_wire_error(
+    change: dict[str, Any], problem: str
+) -> None:
+    item = trajectory("g", 0, tokens=4, steps=[{"start": 1, "end": 3}])
+    fields = encode_payload(item)
+    text = sent_reference(encode_reference(item, fields, payload_bytes(fields)), "payload", 1)
+    reference = REFERENCE.validate_json(text)
+    decode_payload(received(item), None, reference)
+    with pytest.raises(WireError, match=problem):
+        decode_payload(received(item), None, replace(reference, **change))
