@@ -131,7 +131,8 @@ def default_of(declared: Any) -> str:
     if callable(getattr(declared, "default_factory", None)):
         return f" = {declared.default_factory.__name__}()"
     none = (inspect.Parameter.empty, dataclasses.MISSING, PydanticUndefined)
-    return "" if declared.default in none else f" = {declared.default!r}"
+    shown = "..." if declared.default is ... else repr(declared.default)
+    return "" if declared.default in none else f" = {shown}"
 
 
 def classes_of(module: ModuleType) -> list[type]:
