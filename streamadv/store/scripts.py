@@ -29,7 +29,7 @@ Producers make the call and leave it to their generator's driver to send it:
 
     yield script_call("touch", keys, [group_id, deadline_ms, producer], group=group_id)
 
-`-- include name` is replaced by `lua/lib/name.lua`.
+`-- include name` is replaced by `lua/lib/name.lua`, whose KEYS line names what the script has to have.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def load(name: str) -> Script:
 
 
 def parse_keys(text: str) -> tuple[Key, ...]:
-    """What the KEYS lines of a script name. Raises ValueError when they are not of the form above."""
+    """What the first KEYS lines of a script name. Raises ValueError when they are not of the form above."""
     header = _KEYS.search(text)
     if header is None:
         raise ValueError(f"no KEYS line: {text[:100]!r}")

@@ -20,7 +20,7 @@ redis.call('HSET', keys.applied, batch, cjson.encode(exclusions))
 if #left_out > 1 then
   redis.call('HINCRBY', keys.dead_group, 'count', 1)
 else
-  write_dead_letter(keys, ARGV[3], logged[1][2], ARGV[6], ARGV[7], 1, 0)
-  empty_letter(keys, ARGV[3])
+  write_dead_letter(ARGV[3], logged[1][2], ARGV[6], ARGV[7], 1, 0)
+  empty_letter(ARGV[3])
 end
 return 1

@@ -14,5 +14,5 @@ for _, flat in ipairs(groups) do
     if flat[i] == 'name' then redis.call('XGROUP', 'CREATE', keys.stream, flat[i + 1], '0', 'MKSTREAM') end
   end
 end
-note_malformed(keys, ARGV[1], 'last id', 'an id that no clock gives', '')
+note_malformed(ARGV[1], 'last id', 'an id that no clock gives', '')
 return 1

@@ -13,7 +13,7 @@ local logged = redis.call('XRANGE', keys.groups, entry, entry)
 local exclusions = batch ~= '' and redis.call('HGET', keys.applied, batch)
 if #logged == 0 or (batch ~= '' and not exclusions) then return 0 end
 redis.call('XDEL', keys.groups, entry)
-write_dead_letter(keys, ARGV[3], logged[1][2], ARGV[5], ARGV[6], ARGV[7], ARGV[8])
+write_dead_letter(ARGV[3], logged[1][2], ARGV[5], ARGV[6], ARGV[7], ARGV[8])
 if exclusions then
   exclusions = cjson.decode(exclusions)
   exclusions[entry] = 'dead'

@@ -24,7 +24,7 @@ for i, dead_group in ipairs(keys.letters) do
     redis.call('DEL', keys.dead_group)
     redis.call('ZREM', keys.dead, id)
   else
-    empty_letter(keys, id)
+    empty_letter(id)
   end
 end
 return dealt

@@ -10,5 +10,5 @@ if ARGV[2] ~= '' then redis.call('XACK', key, ARGV[2], item) end
 local removed
 if removal == 'LREM' then removed = redis.call('LREM', key, 1, item) else removed = redis.call(removal, key, item) end
 if removed == 0 then return 0 end
-note_malformed(keys, ARGV[4], item, ARGV[5], ARGV[6])
+note_malformed(ARGV[4], item, ARGV[5], ARGV[6])
 return 1

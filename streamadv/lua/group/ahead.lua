@@ -2,4 +2,4 @@
 -- KEYS  open, groups, ledger, trainer
 -- Returns  that number
 -- include pacing
-return groups_ahead(keys, redis.call('HMGET', keys.trainer, 'held')[1])
+return groups_ahead(redis.call('HMGET', keys.trainer, 'held')[1])

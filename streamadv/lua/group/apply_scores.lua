@@ -33,11 +33,11 @@ for i = 6, #ARGV do
   if redis.call('LREM', keys.scored, 1, ARGV[i]) == 1 then
     local index, id = string.match(ARGV[i], '^(%d+) (.+)$')
     keys.group = keys.group_hashes[i - 5]
-    if group_state(keys) == 'open' then
+    if group_state() == 'open' then
       fill_in(index)
-      local _, counts = group_state(keys)
+      local _, counts = group_state()
       if counts and is_complete(counts) then
-        local outcome, data_source = complete(keys, id, counts, policy)
+        local outcome, data_source = complete(id, counts, policy)
         ended[#ended + 1] = outcome
         ended[#ended + 1] = data_source
       end

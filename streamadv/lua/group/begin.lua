@@ -17,9 +17,9 @@
 -- include enter
 local spec, nonce = admission_of(ARGV), ARGV[ADMISSION_ARGS + 1]
 
-local tombstone = find_ended(keys, spec.id)
+local tombstone = find_ended(spec.id)
 if tombstone then return {'ended', string.sub(tombstone, 1, 1)} end
-local _, opened, refused = enter(keys, spec, nonce)
+local _, opened, refused = enter(spec, nonce)
 if refused then return refused end
 local group = redis.call('HMGET', keys.group, 'epoch', 'version', 'slots', 'holders')
 local holders = group[4]

@@ -18,9 +18,9 @@
 local spec = admission_of(ARGV)
 local field, wanted, allowed = 'cancel:' .. ARGV[ADMISSION_ARGS + 1], tonumber(ARGV[ADMISSION_ARGS + 2]), ARGV[ADMISSION_ARGS + 3]
 
-local tombstone = find_ended(keys, spec.id)
+local tombstone = find_ended(spec.id)
 if tombstone then return {'ended', after_end(tombstone)} end
-local slots, _, refused = enter(keys, spec, '-')
+local slots, _, refused = enter(spec, '-')
 if refused then return refused end
 
 local cancelled, before = {}, 0
@@ -39,7 +39,7 @@ while #cancelled < wanted and index > 0 and not stream_ended do
 end
 if #cancelled > before then
   redis.call('HSET', keys.group, field, table.concat(cancelled, ' '))
-  arrive(keys, {rollouts = #cancelled - before, scoring = 0, bytes = 0, sizes = {}}, spec.producer)
+  arrive({rollouts = #cancelled - before, scoring = 0, bytes = 0, sizes = {}}, spec.producer)
 end
 if stream_ended then return redis.error_reply('STREAMEND no more entries fit into its stream') end
 return {'ok', unpack(cancelled)}

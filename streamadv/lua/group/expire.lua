@@ -29,26 +29,26 @@ local function remove_withdrawn(id)
   local group = redis.call('HMGET', keys.group, 'unfilled', 'slot_bytes', 'abandoned')
   remove(id)
   redis.pcall('HINCRBY', keys.ledger, 'groups_open', -1)
-  give_back(keys, {unfilled = group[1], slot_bytes = group[2], abandoned = group[3]})
+  give_back({unfilled = group[1], slot_bytes = group[2], abandoned = group[3]})
 end
 
 -- Returns how many slots the group had, its outcome and data source; 0 when it is not (or no longer) due.
 local function expire(id)
   local deadline = tonumber(redis.call('ZSCORE', keys.open, id) or '')
   if not deadline then return 0 end
-  local state, counts = group_state(keys)
+  local state, counts = group_state()
   if state == 'none' then  -- each group is opened and ended in one step, so none of the run has left this
     remove(id)
-    note_malformed(keys, 'open', id, 'there is no such group', '')
+    note_malformed('open', id, 'there is no such group', '')
     return 1
   end
-  if state == 'broken' then return BROKEN_SLOTS, end_broken(keys, id, policy) end
+  if state == 'broken' then return BROKEN_SLOTS, end_broken(id, policy) end
   if is_withdrawn(keys.group) then
     remove_withdrawn(id)
     return 1
   end
   if deadline > now or waiting_since <= deadline then return 0 end
-  return counts.slots, end_group(keys, id, short_outcome(counts.usable, policy, 'expired'), 'e', policy)
+  return counts.slots, end_group(id, short_outcome(counts.usable, policy, 'expired'), 'e', policy)
 end
 
 local reply, slots = {0}, 0

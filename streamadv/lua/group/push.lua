@@ -28,9 +28,9 @@ local function unlink_from(first)
   for i = first, records - 1 do redis.call('UNLINK', keys.payloads[i + 1]) end
 end
 
-local tombstone, tombstones = find_ended(keys, spec.id)
+local tombstone, tombstones = find_ended(spec.id)
 local slots, _, refused = tombstone and #tombstone - 1 or nil
-if not tombstone then slots, _, refused = enter(keys, spec, '-') end
+if not tombstone then slots, _, refused = enter(spec, '-') end
 if refused then
   unlink_from(0)
   return refused
@@ -83,7 +83,7 @@ for i = 0, records - 1 do
   codes[#codes + 1] = code
 end
 
-arrive(keys, arrived, spec.producer)
+arrive(arrived, spec.producer)
 if duplicates > 0 then redis.pcall('HINCRBY', keys.ledger, 'duplicates', duplicates) end
 for reason, count in pairs(dropped) do
   redis.pcall('HINCRBY', keys.ledger, 'pushed', count)

@@ -8,7 +8,7 @@ local group = redis.pcall('HMGET', keys.group, 'slots', index)
 if group.err then return 'unknown' end
 local slots, member = tonumber(group[1] or ''), group[2]
 if not slots then
-  local ended = not group[1] and find_ended(keys, id)
+  local ended = not group[1] and find_ended(id)
   return ended and 'ended' or 'unknown'
 end
 if tonumber(index) < 0 or tonumber(index) >= slots then return 'unknown' end

@@ -25,7 +25,7 @@ end
 
 local function refuse(record, problem)
   local detail = 'slot ' .. record.slot .. ' of group ' .. record.group_id .. ' ' .. problem
-  note_malformed(keys, 'rollouts', record.entry, detail, record.reference)
+  note_malformed('rollouts', record.entry, detail, record.reference)
 end
 
 local function drop(record, reason)
@@ -35,7 +35,7 @@ end
 
 -- A record whose group is not open.
 local function take_late(record)
-  local tombstone, key = find_ended(keys, record.group_id)
+  local tombstone, key = find_ended(record.group_id)
   if tombstone then
     if slot_digit(tombstone, record.slot) ~= '2' then return refuse(record, 'waits for no record') end
     end_slot(key, record.group_id, tombstone, record.slot)
@@ -88,7 +88,7 @@ local function take_open(records, counts)
   if unscored > 0 then redis.call('HINCRBY', keys.group, 'unscored', unscored) end
   if unusable > 0 then redis.call('HINCRBY', keys.group, 'unusable', unusable) end
   if usable + unscored > 0 then redis.pcall('HINCRBY', keys.ledger, 'open', usable + unscored) end
-  if is_complete(counts) then return complete(keys, records[1].group_id, counts, policy) end
+  if is_complete(counts) then return complete(records[1].group_id, counts, policy) end
 end
 
 local acked, records, payloads = {}, {}, {}
@@ -119,12 +119,12 @@ end
 local reply = {#acked}
 for _, group_records in ipairs(groups) do
   keys.group = group_records[1].group_hash
-  local state, counts = group_state(keys)
+  local state, counts = group_state()
   local outcome, data_source
   if state == 'open' then
     outcome, data_source = take_open(group_records, counts)
   else
-    if state == 'broken' then outcome, data_source = end_broken(keys, group_records[1].group_id, policy) end
+    if state == 'broken' then outcome, data_source = end_broken(group_records[1].group_id, policy) end
     for _, record in ipairs(group_records) do take_late(record) end
   end
   if outcome then

@@ -9,5 +9,5 @@ if not deadline then return 0 end
 deadline = math.max(deadline, now_ms() + tonumber(ARGV[2]))
 redis.call('ZADD', keys.open, string.format('%.17g', deadline), ARGV[1])
 local group = redis.pcall('HMGET', keys.group, 'size')
-if not group.err and group[1] then play(keys, ARGV[3]) end
+if not group.err and group[1] then play(ARGV[3]) end
 return 1

@@ -1,5 +1,5 @@
 -- Admission: whether a group may be opened now, and opening it.
---   keys  group, open, groups, ledger, trainer, sizes
+-- KEYS  group, open, groups, ledger, trainer, sizes
 local ADMISSION_ARGS = 12
 
 -- The first arguments of a script that may open a group:
@@ -14,10 +14,10 @@ local function admission_of(args)
 end
 
 -- Returns a refusal if the producers are too far ahead of the trainer, else nil.
-local function too_far_ahead(keys, spec, max_staleness, batch_groups, held)
+local function too_far_ahead(spec, max_staleness, batch_groups, held)
   if not (max_staleness and batch_groups) then return nil end
   local limit = (max_staleness + 1) * batch_groups
-  local used = groups_ahead(keys, held) + (spec.elsewhere or 0)
+  local used = groups_ahead(held) + (spec.elsewhere or 0)
   -- A shard admits its own share by itself. A client that wants more says how many groups the other shards have, because
   -- neither ids nor groups need spread evenly.
   if spec.shards > 1 and not spec.elsewhere then limit = math.floor(limit / spec.shards) end
@@ -25,7 +25,7 @@ local function too_far_ahead(keys, spec, max_staleness, batch_groups, held)
 end
 
 -- Returns a refusal if the slots of the group, at so many bytes each, do not fit into the budget, else nil.
-local function no_room(keys, spec, sizes, bytes, batch_groups)
+local function no_room(spec, sizes, bytes, batch_groups)
   local needed, limit = spec.slots * bytes, string.format('%.17g', spec.max_bytes)
   local used = count_of(keys.ledger, 'live_bytes') + reserved_bytes(sizes, bytes)
   if used + needed <= spec.max_bytes then return nil end
@@ -45,14 +45,14 @@ end
 --   {'layout'}  nobody has confirmed that the run has so many shards: the server may have lost its manifest, and nobody
 --               may read what is pushed here
 -- What is reserved is a function of the open groups' unfilled slots, so no credit can leak.
-local function open_group(keys, spec)
+local function open_group(spec)
   if tonumber(redis.call('HMGET', keys.ledger, 'shards')[1] or '') ~= spec.shards then return {'layout'} end
   local trainer = redis.call('HMGET', keys.trainer, 'max_staleness', 'batch_groups', 'held', 'epoch', 'version')
   local max_staleness, batch_groups = tonumber(trainer[1] or spec.max_staleness), tonumber(trainer[2] or spec.batch_groups)
   local sizes = read_sizes(keys.sizes)
   local bytes = slot_bytes(sizes, spec.max_trajectory_bytes)
-  local refused = too_far_ahead(keys, spec, max_staleness, batch_groups, trainer[3])
-    or no_room(keys, spec, sizes, bytes, batch_groups)
+  local refused = too_far_ahead(spec, max_staleness, batch_groups, trainer[3])
+    or no_room(spec, sizes, bytes, batch_groups)
   if refused then return refused end
   local now = now_ms()
   redis.call('HSET', keys.group, 'size', spec.size, 'slots', spec.slots, 'data_source', spec.data_source,

@@ -1,7 +1,7 @@
 -- Count records that were appended to streams, and free what their slots had reserved.
---   keys     group, ledger, sizes
+-- KEYS  group, ledger, sizes
 --   arrived  rollouts and scoring: records appended to each stream; bytes: of all payloads; sizes: of each payload
-local function arrive(keys, arrived, producer)
+local function arrive(arrived, producer)
   local count = arrived.rollouts + arrived.scoring
   if count == 0 then return end
   redis.pcall('HINCRBY', keys.ledger, 'pushed', count)
@@ -13,5 +13,5 @@ local function arrive(keys, arrived, producer)
   end
   redis.call('HINCRBY', keys.group, 'unfilled', -count)
   reserve(keys.sizes, redis.call('HGET', keys.group, 'slot_bytes'), -count)
-  play(keys, producer)
+  play(producer)
 end

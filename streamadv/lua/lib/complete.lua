@@ -3,7 +3,7 @@
 --   'x'   ended without a usable trajectory (failed, cancelled, unscorable ...); already counted as dropped
 --   'u ...' usable: 'u <reward or -> <bytes> <payload key> <role> <reference JSON>'
 -- The hash counts them as usable (with a reward), unscored (usable, no reward yet) and unusable ('x').
---   keys    group, open, groups, ended, ended_before, ledger, garbage, sizes
+-- KEYS  group, open, groups, ended, ended_before, ledger, garbage, sizes
 --   policy  partial_min_usable ('' = drop), zero_variance ('1' = filter), difficulty_low, difficulty_high
 --           ('' = off), dedupe_groups
 local MAX_SLOTS = 8192
@@ -22,7 +22,7 @@ local function whole(text)
 end
 
 -- 'none', 'open' or 'broken' (what stands there is not what the scripts wrote), and the counts of an open group.
-local function group_state(keys)
+local function group_state()
   local n = redis.pcall('HMGET', keys.group, 'size', 'slots', 'unfilled', 'slot_bytes', 'opened_ms', 'usable', 'unscored',
     'unusable')
   if n.err then return 'broken' end
@@ -62,7 +62,7 @@ end
 
 -- The hash of a group: its fields, its usable members with (scored) and without a reward (unscored) in order of their
 -- slots, the rewards of members to be trained on, and the bitmap of its tombstone.
-local function read_members(keys)
+local function read_members()
   local flat, group = redis.pcall('HGETALL', keys.group), {fields = {}, scored = {}, unscored = {}, rewards = {}}
   local slots = 0
   for i = 1, flat.err and 0 or #flat, 2 do
@@ -86,7 +86,7 @@ local function read_members(keys)
 end
 
 -- Append the group to the groups log with its scored members.
-local function log_group(keys, id, group, outcome)
+local function log_group(id, group, outcome)
   local references, scores, payloads = {}, {}, {}
   for _, member in ipairs(group.scored) do
     references[#references + 1] = member.reference
@@ -104,50 +104,50 @@ local function log_group(keys, id, group, outcome)
 end
 
 -- Count members under a reason, and have their payloads deleted.
-local function drop_members(keys, members, reason)
+local function drop_members(members, reason)
   if #members > 0 then redis.pcall('HINCRBY', keys.ledger, reason, #members) end
   for _, member in ipairs(members) do redis.call('RPUSH', keys.garbage, member.key .. ' ' .. member.bytes) end
 end
 
 -- What an open group holds beside its members, when it ends.
-local function give_back(keys, fields)
+local function give_back(fields)
   local unfilled = whole(fields.unfilled) or 0
   if unfilled > 0 and whole(fields.slot_bytes) then reserve(keys.sizes, fields.slot_bytes, -unfilled) end
   if fields.abandoned == '1' then redis.pcall('HINCRBY', keys.ledger, 'groups_abandoned', -1) end
 end
 
 -- Put a tombstone in the place of the open group.
-local function close_group(keys, id, group, letter, policy)
+local function close_group(id, group, letter, policy)
   redis.call('ZREM', keys.open, id)
   redis.call('DEL', keys.group)
   redis.pcall('HINCRBY', keys.ledger, 'groups_open', -1)
-  give_back(keys, group.fields)
+  give_back(group.fields)
   local members = #group.scored + #group.unscored
   if members > 0 then redis.pcall('HINCRBY', keys.ledger, 'open', -members) end
-  remember_ended(keys, id, letter, group.bitmap, policy.dedupe_groups)
+  remember_ended(id, letter, group.bitmap, policy.dedupe_groups)
 end
 
 -- End the group for `outcome`: 'complete' and 'partial' go on to the groups log unless filtered, anything else
 -- is dropped under that name. `letter` is what the tombstone says of it. Returns the outcome
 -- counted and the group's data source.
-local function end_group(keys, id, outcome, letter, policy)
-  local group = read_members(keys)
+local function end_group(id, outcome, letter, policy)
+  local group = read_members()
   if outcome == 'complete' or outcome == 'partial' then outcome = filter_reason(group.rewards, policy) or outcome end
   if outcome == 'complete' or outcome == 'partial' then
-    log_group(keys, id, group, outcome)
-    drop_members(keys, group.unscored, 'dropped:surplus')
+    log_group(id, group, outcome)
+    drop_members(group.unscored, 'dropped:surplus')
   else
     local reason = (outcome == 'malformed' and 'dead:' or 'dropped:') .. outcome
-    drop_members(keys, group.scored, reason)
-    drop_members(keys, group.unscored, reason)
+    drop_members(group.scored, reason)
+    drop_members(group.unscored, reason)
   end
-  close_group(keys, id, group, letter, policy)
+  close_group(id, group, letter, policy)
   redis.pcall('HINCRBY', keys.ledger, 'outcome:' .. outcome, 1)
   return outcome, group.fields.data_source or ''
 end
 
 -- End a group that is complete. Returns what end_group returns.
-local function complete(keys, id, counts, policy)
+local function complete(id, counts, policy)
   local outcome = counts.usable >= counts.size and 'complete' or short_outcome(counts.usable, policy, 'incomplete')
-  return end_group(keys, id, outcome, 'c', policy)
+  return end_group(id, outcome, 'c', policy)
 end

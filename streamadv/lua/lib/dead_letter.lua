@@ -1,10 +1,10 @@
 -- Dead letters, listed by the time of death (ms); of one that is emptied the score is negative, so that those with
 -- payloads stand together, the oldest first, behind the emptied ones, the latest first.
---   keys  dead, hash of the dead group
+-- KEYS  dead, dead_group
 local DEAD_DETAIL = 2000  -- characters
 local DEAD_BULK = {'log:members', 'log:scores', 'log:payloads'}  -- what only a group that can be requeued needs
 
-local function empty_letter(keys, group_id)
+local function empty_letter(group_id)
   redis.call('HDEL', keys.dead_group, unpack(DEAD_BULK))
   redis.call('HSET', keys.dead_group, 'emptied', 1)
   local when = tonumber(redis.call('ZSCORE', keys.dead, group_id) or '') or 0
@@ -12,7 +12,7 @@ local function empty_letter(keys, group_id)
 end
 
 -- With the reason and the group's entry of the log.
-local function write_dead_letter(keys, group_id, fields, reason, detail, count, bytes)
+local function write_dead_letter(group_id, fields, reason, detail, count, bytes)
   redis.call('DEL', keys.dead_group)
   redis.call('HSET', keys.dead_group, 'reason', reason, 'detail', string.sub(detail, 1, DEAD_DETAIL), 'count', count,
     'bytes', bytes)

@@ -1,10 +1,10 @@
 -- Tombstones of ended groups: group id -> letter and one digit per slot. The letter: 'c' = completed, 'e' = expired. A
 -- digit: '0' = nobody has pushed it, '1' = it has ended, '2' = its record is still on its way to the group. Two
 -- generations: when the young one is full it replaces the old one, so at least the last dedupe_groups groups are remembered.
---   keys  ended, ended_before
+-- KEYS  ended, ended_before
 
 -- Returns a group's tombstone and the hash that has it, or nil.
-local function find_ended(keys, id)
+local function find_ended(id)
   local tombstone = redis.call('HGET', keys.ended, id)
   if tombstone then return tombstone, keys.ended end
   tombstone = redis.call('HGET', keys.ended_before, id)
@@ -28,7 +28,7 @@ local function after_end(tombstone)
   return string.sub(tombstone, 1, 1) == 'c' and 'surplus' or 'late'
 end
 
-local function remember_ended(keys, id, letter, digits, dedupe_groups)
+local function remember_ended(id, letter, digits, dedupe_groups)
   if redis.call('HLEN', keys.ended) >= dedupe_groups then
     redis.call('UNLINK', keys.ended_before)  -- RENAME would free a million fields before it returns
     redis.call('RENAME', keys.ended, keys.ended_before)

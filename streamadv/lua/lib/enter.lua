@@ -1,15 +1,15 @@
--- enter(keys, spec, holder): make sure that a group without a tombstone is open, and opened with this size. It is opened
+-- enter(spec, holder): make sure that a group without a tombstone is open, and opened with this size. It is opened
 -- if need be; if its first caller had withdrawn it, `holder` takes it over.
---   keys  group, open, groups, ledger, trainer, sizes
+-- KEYS  group, open, groups, ledger, trainer, sizes
 -- Returns its number of slots, and whether this call opened it or took it over; or nil, false and a refusal: see
 -- `open_group`, {'mismatch', size}, or {'broken'} if its hash is not what the scripts wrote.
-local function enter(keys, spec, holder)
+local function enter(spec, holder)
   local group = redis.pcall('HMGET', keys.group, 'size', 'slots', 'unfilled', 'slot_bytes', 'epoch')
   for i = 1, 5 do
     if group.err or (group[1] and not string.match(group[i] or '', '^%-?%d+$')) then return nil, false, {'broken'} end
   end
   if not group[1] then
-    local refused = open_group(keys, spec)
+    local refused = open_group(spec)
     if refused then return nil, false, refused end
     return spec.slots, true
   end
@@ -18,6 +18,6 @@ local function enter(keys, spec, holder)
   local trainer = redis.call('HMGET', keys.trainer, 'epoch', 'version')
   redis.call('HSET', keys.group, 'holders', holder, 'epoch', trainer[1] or '0', 'version', trainer[2] or '0')
   redis.call('ZADD', keys.open, string.format('%.17g', now_ms() + spec.deadline_ms), spec.id)
-  play(keys, spec.producer)
+  play(spec.producer)
   return tonumber(group[2]), true
 end

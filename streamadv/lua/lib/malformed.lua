@@ -1,8 +1,8 @@
 -- Count something removed that no process of this run wrote, and list it with the reason; MALFORMED_KEPT are listed.
---   keys  ledger, malformed
+-- KEYS  ledger, malformed
 local MALFORMED_KEPT = 1000
 
-local function note_malformed(keys, place, item, detail, text)
+local function note_malformed(place, item, detail, text)
   redis.pcall('HINCRBY', keys.ledger, 'malformed', 1)
   redis.call('XADD', keys.malformed, 'MAXLEN', MALFORMED_KEPT, '*', 'place', place, 'item', item, 'detail', detail,
     'text', text)

@@ -1,5 +1,5 @@
 -- Pacing: how many groups of a shard count against max_staleness.
---   keys  open, groups, ledger
+-- KEYS  open, groups, ledger
 -- HMGET, because store/acl.py allows producers no HGET of the ledger.
 local function count_of(key, field)
   return tonumber(redis.call('HMGET', key, field)[1] or '') or 0
@@ -7,7 +7,7 @@ end
 
 -- Groups begun and neither terminal nor trained on; `held` are trained and not committed. Groups of lost producers do not
 -- count until somebody pushes to them or touches them.
-local function groups_ahead(keys, held)
+local function groups_ahead(held)
   local abandoned = math.max(0, count_of(keys.ledger, 'groups_abandoned'))
   return math.max(0, redis.call('ZCARD', keys.open) - abandoned) + redis.call('XLEN', keys.groups) - (tonumber(held or '') or 0)
 end

@@ -74,6 +74,15 @@ def test_scripts_use_the_keys_they_name_and_no_others(name: str) -> None:
     assert used - named - set_by_script == set()
 
 
+def test_what_scripts_include_says_which_keys_it_uses() -> None:
+    folder = Path(str(resources.files("streamadv"))) / "lua" / "lib"
+    for file in folder.glob("*.lua"):
+        text = file.read_text()
+        used = {*re.findall(r"\bkeys\.(\w+)", re.sub("--.*", "", text))}
+        named = {key.name for key in parse_keys(text)} if "-- KEYS  " in text else set()
+        assert used <= named, file.name
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_scripts_use_only_what_every_server_has(name: str) -> None:
     text = scripts.load(name).text
