@@ -1,4 +1,7 @@
-"""Everything streamadv raises on purpose. Each message is one line: setting or field, value, remedy."""
+"""Everything streamadv raises on purpose. Each message is one line: setting or field, value, remedy.
+
+Each docstring says who raises the error, and what its reader does about it.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,34 @@ class StreamadvError(Exception):
 
 
 class SettingError(StreamadvError):
-    """A setting is missing, unknown, out of range or contradicts another one."""
+    """Raised at start where a setting is missing, unknown, out of range or contradicts another one: correct it."""
 
 
 class ManifestMismatchError(SettingError):
-    """A process was given a value that differs from the one the run was created with."""
+    """A process was given another value than the run was created with: give that one, or none, or use another run."""
 
 
 class TrajectoryError(StreamadvError):
-    """A trajectory breaks the data model: wrong field, dtype, length, size or a non-finite number."""
+    """The producer refuses a trajectory with a wrong field, dtype, length, size or number: correct what pushes it."""
 
 
 class ArgumentError(TrajectoryError, ValueError):
-    """A tensor, array or list of labels given to a function has the wrong shape, dtype, device or values."""
+    """A function of `algorithms` or `padded` got a tensor, array or list of wrong shape, dtype, device or values."""
 
 
 class OptionError(SettingError, ValueError):
-    """An option given to a function is of the wrong type, unknown, out of range or contradicts another one."""
+    """A function of `algorithms` or `padded` got an option of wrong type or range, or one that contradicts another."""
 
 
 class WireError(StreamadvError):
-    """Bytes read from Redis are not a payload of a schema version this release understands."""
+    """A reader got bytes that are no payload of a schema version this release understands: use one release in a run."""
 
 
 class UndecodableGroupError(WireError):
-    """Payloads or results of groups cannot be read. `problems`: (group_id, rollout_index) -> what is wrong."""
+    """Workers and the trainer cannot read payloads or results of groups, which become dead letters.
+
+    problems: (group_id, rollout_index) -> what is wrong.
+    """
 
     def __init__(self, problems: Mapping[tuple[str, int], str]) -> None:
         super().__init__("; ".join(f"group {name}: {text}" for (name, _), text in problems.items())[:1000])
@@ -42,43 +48,43 @@ class UndecodableGroupError(WireError):
 
 
 class ChainError(StreamadvError):
-    """The advantage chain fails on several groups alike, or in its own code: the fault is not in the data."""
+    """An advantage worker's chain fails on several groups alike, so the fault is not in the data: correct the chain."""
 
 
 class EstimatorError(StreamadvError):
-    """An estimator raised an exception, or returned what its registration or the chain does not allow."""
+    """An estimator raised an exception, or returned what its registration or the chain does not allow: correct it."""
 
 
 class LateColumnError(SettingError):
-    """A function given in `late=` failed, or what it returned is no column of its micro-batch."""
+    """A function given to the trainer queue in `late=` failed, or returned no column of its micro-batch: correct it."""
 
 
 class HungError(StreamadvError):
-    """A function of the user's did not return within its time."""
+    """A scoring function or an estimator did not return within its time: bound what it waits for."""
 
 
 class MissingDependencyError(StreamadvError):
-    """An optional package is needed; the message names the extra that brings it."""
+    """A command or a function needs an optional package: install the extra that the message names."""
 
 
 class ServerError(StreamadvError):
-    """The embedded server could not be found or started."""
+    """The embedded server was not found or did not start: the message says how to install one, or what its log says."""
 
 
 class ServerUnreachableError(StreamadvError):
-    """The server at the given URL did not answer in time."""
+    """The server at the given URL did not answer in time: start it, or correct the URL."""
 
 
 class ProcessEndedError(StreamadvError):
-    """A child process (of the demo, of a benchmark) keeps ending, or has stopped moving."""
+    """A child process of the demo or of a benchmark keeps ending, or does not move any more: see its log."""
 
 
 class ProducerClosedError(StreamadvError):
-    """The producer was closed, by another thread or task or before this call."""
+    """A call on a producer that was closed, before or meanwhile, by whatever thread or task: make another producer."""
 
 
 class Busy(StreamadvError):
-    """Admission refused a group: the run is at its byte budget or as far ahead as max_staleness allows.
+    """The producer could not begin a group in time, for lack of bytes or by pacing: try again later.
 
     reason: one of `store.reasons.REASONS`, with its figures of this moment.
     """
@@ -89,28 +95,28 @@ class Busy(StreamadvError):
 
 
 class GroupEndedError(StreamadvError):
-    """The group has ended (complete, expired or dropped); it takes no more rollouts."""
+    """The producer cannot begin or extend a group that ended (complete, expired or dropped): begin another one."""
 
 
 class NoBatchError(StreamadvError):
-    """No batch could be formed within the time the caller gave."""
+    """The trainer queue got no batch within the time that its caller gave: the message says what is missing."""
 
 
 class StarvedError(StreamadvError):
-    """Everything that is produced is filtered away, stale, rolled back or dead: no batch will come."""
+    """The trainer queue gives up: every group is filtered away, stale, rolled back or dead; the message says which."""
 
 
 class EpochFencedError(StreamadvError):
-    """Another trainer has taken over this run; this one may no longer name, train or commit."""
+    """Another training job has taken the run, so this one may no longer name, train or commit: stop it."""
 
 
 class BatchLostError(StreamadvError):
-    """A named batch misses groups (the server lost them): restart the trainer from its checkpoint."""
+    """The server lost groups of a named batch: restart the trainer from its checkpoint."""
 
 
 class UncommittedBudgetError(StreamadvError):
-    """Trained but uncommitted batches fill the byte budget, so nothing new can arrive."""
+    """The trainer queue gives up: batches trained and not committed fill max_bytes. Commit more often, or raise it."""
 
 
 class BatchBudgetError(StreamadvError):
-    """max_bytes holds fewer groups than a batch needs, so none can ever be formed."""
+    """The trainer queue gives up: max_bytes holds fewer groups than a batch needs. Raise it, or lower batch_groups."""

@@ -1,6 +1,6 @@
-"""The user's code that a process brings along: modules, functions, and estimators of installed packages.
+"""Loading the user's code: modules, functions, and estimators of installed packages.
 
-Modules are looked for where Python's packages are, and in the current directory.
+A module is searched among Python's packages and in the current directory.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from .errors import SettingError
 from .messages import brief, log_fields, one_line
 
 logger = logging.getLogger(__name__)
 
-#: Entry points of this group are loaded when an estimator is asked for that nobody has registered yet.
+#: Entry points of this group are loaded when somebody asks for an estimator that is not registered yet.
 ESTIMATORS: Final = "streamadv.estimators"
 #: How to bring an estimator, for messages.
 REMEDY: Final = f"bring it with --import MODULE, or by an entry point of the group {ESTIMATORS}"
 
 
 def import_module(name: str, option: str = "--import") -> ModuleType:
-    """The module. Raises SettingError naming `option` for whatever its import raises."""
+    """Import a module. Raises SettingError, which names `option`, for whatever the import raises."""
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -44,20 +44,19 @@ def function_of(target: str) -> Callable[..., Any]:
     module, _, path = target.partition(":")
     if not module or not path:
         raise SettingError(f"{brief(target)} is no function: write MODULE:FUNCTION")
-    found: Any = import_module(module, "module")
+    function: Any = import_module(module, "module")
     for name in path.split("."):
-        found = getattr(found, name, None)
-    if not callable(found):
+        function = getattr(function, name, None)
+    if not callable(function):
         raise SettingError(f"{target}: module {module} has no function {path}")
-    function: Callable[..., Any] = found
-    return function
+    return cast(Callable[..., Any], function)
 
 
 _loaded = False
 
 
 def load_estimators() -> None:
-    """Import what entry points name, once; one that cannot be imported is a warning, the others count."""
+    """Import what entry points name, once. One that fails is logged as a warning and does not stop the others."""
     global _loaded
     if _loaded:
         return

@@ -1,6 +1,6 @@
 """Settings of a process: a flag, else its STREAMADV_ environment variable, else the default.
 
-What the processes of a run must agree on is not here but in the run's manifest (`manifest.py`).
+What the processes of a run must agree on stands in the run's manifest (`run/manifest.py`).
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Settings(BaseSettings):
     @property
     def password(self) -> str | None:
         """The server's password, given directly or in a file. Raises SettingError when the file cannot be read."""
-        given = {
+        variables = {
             f"{PREFIX}REDIS_PASSWORD": self.redis_password or "",
             f"{PREFIX}REDIS_PASSWORD_FILE": str(self.redis_password_file or ""),
         }
-        return secret_from("REDIS_PASSWORD", given)
+        return secret_from("REDIS_PASSWORD", variables)
 
 
 class ShownSetting(NamedTuple):
@@ -76,16 +76,16 @@ class ShownSetting(NamedTuple):
 
 
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from `flags` (None values count as not given) and the environment; SettingError if one is wrong.
+    """Settings from `flags` (None = not given) and the environment. Raises SettingError if one is wrong.
 
-    The URL is complete: with the password and the TLS files that are settings of their own.
+    The URL gets the password and the TLS files, which are settings of their own.
     """
-    given = _given(flags)
+    flags_given = _given(flags)
     try:
-        settings = Settings(**given)
+        settings = Settings(**flags_given)
     except ValidationError as error:
         where = str(error.errors()[0]["loc"][0])
-        name = f"--{where.replace('_', '-')}" if where in given else f"{PREFIX}{where.upper()}"
+        name = f"--{where.replace('_', '-')}" if where in flags_given else f"{PREFIX}{where.upper()}"
         raise SettingError(f"{name}: {first_problem(error).removeprefix(f'{where}: ')}") from None
     if settings.redis_url is None:
         return settings
@@ -113,7 +113,7 @@ def shown_settings(
     flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ
 ) -> dict[str, ShownSetting]:
     """Every setting with its source, passwords hidden."""
-    given = _given(flags)
+    flags_given = _given(flags)
     values = load_settings(flags).model_dump()
     if values["redis_url"] is not None:
         values["redis_url"] = hide_password(values["redis_url"])
@@ -123,21 +123,21 @@ def shown_settings(
 
     def source(name: str) -> str:
         variable = f"{PREFIX}{name.upper()}"
-        return "flag" if name in given else variable if variable in upper else "default"
+        return "flag" if name in flags_given else variable if variable in upper else "default"
 
     return {name: ShownSetting(value, source(name)) for name, value in values.items()}
 
 
 def likely_typos(environment: Mapping[str, str] = os.environ) -> list[str]:
     """One message for each STREAMADV_ variable that is unknown but close to a known one."""
-    known = [name.upper() for name in Settings.model_fields] + [*NOT_SETTINGS, *SECRETS]
-    known += [f"{name}_FILE" for name in SECRETS]
+    names = [name.upper() for name in Settings.model_fields] + [*NOT_SETTINGS, *SECRETS]
+    names += [f"{name}_FILE" for name in SECRETS]
     messages = []
     for variable in sorted(environment):
         name = variable.removeprefix(PREFIX)
-        if name == variable or name in known:
+        if name == variable or name in names:
             continue
-        close = difflib.get_close_matches(name, known, n=1)
+        close = difflib.get_close_matches(name, names, n=1)
         if close:
             messages.append(f"{variable} is not a setting and is ignored; did you mean {PREFIX}{close[0]}?")
     return messages

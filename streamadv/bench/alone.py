@@ -158,19 +158,19 @@ class Alone:
             thread.start()
             while self.connection.scripts.xlen(stream) and thread.is_alive():
                 stop.wait(POLL_S)
-        found = cost()
+        first = cost()
         stop.set()
         thread.join()
         if failures:
             raise failures[0]
-        return found
+        return first
 
     @contextmanager
     def _cost(self, groups: int) -> Iterator[Callable[[], Cost]]:
-        found: list[Cost] = []
+        costs: list[Cost] = []
         before = self._clocks()
-        yield lambda: found[0] if found else self._difference(before, groups)
-        found.append(self._difference(before, groups))
+        yield lambda: costs[0] if costs else self._difference(before, groups)
+        costs.append(self._difference(before, groups))
 
     def _difference(self, before: tuple[float, ...], groups: int) -> Cost:
         count = groups * GROUP_SIZE

@@ -41,10 +41,10 @@ def measure_backlog(
     line = Line("grpo", TOKENS)
     with Alone(url, line, batches=BATCHES, max_trajectory_bytes=RESERVED) as alone:
         first: Cost | None = None
-        there = 0
+        opened = 0
         for count in open_groups:
-            open_more(alone, count - there)
-            there = count
+            open_more(alone, count - opened)
+            opened = count
             cost = whole_rounds(alone, repeat)
             first = first or cost
             yield _record(f"{count} open groups", "open_groups", count, cost, first)

@@ -216,8 +216,8 @@ def _gae_whitened(workload: Workload) -> Results:
 
 
 def _estimate(workload: Workload, name: str, **options: float) -> Results:
-    found = get_estimator(name).function(workload.batch, **options)
-    return (found.advantages,) if found.returns is None else (found.advantages, found.returns)
+    estimate = get_estimator(name).function(workload.batch, **options)
+    return (estimate.advantages,) if estimate.returns is None else (estimate.advantages, estimate.returns)
 
 
 def _verl_gae_whitened(workload: Workload) -> Results:
@@ -228,10 +228,10 @@ def _verl_gae_whitened(workload: Workload) -> Results:
 
 def _classic(estimator: AdvEstimator, peer_quirks: PeerQuirks | None = None) -> Way:
     def run(workload: Workload) -> Results:
-        found, _ = padded.compute_advantage(
+        outputs, _ = padded.compute_advantage(
             workload.padded, adv_estimator=estimator, gamma=GAMMA, lambd=LAM, peer_quirks=peer_quirks
         )
-        return found["advantages"], found["returns"]
+        return outputs["advantages"], outputs["returns"]
 
     return run
 
@@ -247,8 +247,8 @@ def _padded_reinforce_plus_plus(workload: Workload) -> Results:
 
 
 def _roll_gae(workload: Workload) -> Results:
-    found: Results = roll.gae(*_padded(workload, "token_level_rewards", "values"), gamma=GAMMA, lam=LAM)
-    return found
+    result: Results = roll.gae(*_padded(workload, "token_level_rewards", "values"), gamma=GAMMA, lam=LAM)
+    return result
 
 
 def _reinforce(workload: Workload) -> Results:
@@ -283,10 +283,10 @@ TOKEN_CHAIN: Final = {
 
 def _token_chain(workload: Workload) -> Results:
     """The pipeline's own chain, placement of rewards and metrics included."""
-    found = run_chain(build_chain(TOKEN_CHAIN), workload.batch)
-    assert found.advantages is not None
-    assert found.returns is not None
-    return found.advantages, found.returns
+    result = run_chain(build_chain(TOKEN_CHAIN), workload.batch)
+    assert result.advantages is not None
+    assert result.returns is not None
+    return result.advantages, result.returns
 
 
 def _peer_chain(chain: Callable[[], Callable[..., Results]]) -> Way:
@@ -315,8 +315,8 @@ def _padded_outcome(name: str) -> Way:
 
 
 def _gigpo(workload: Workload) -> Results:
-    found = get_estimator("gigpo").function(workload.batch, gamma=STEP_GAMMA, statistics="step")
-    return (found.advantages.float(),)
+    estimate = get_estimator("gigpo").function(workload.batch, gamma=STEP_GAMMA, statistics="step")
+    return (estimate.advantages.float(),)
 
 
 def _padded_gigpo(workload: Workload) -> Results:
@@ -324,7 +324,7 @@ def _padded_gigpo(workload: Workload) -> Results:
     returns = padded.compute_discounted_returns(
         steps.scores, steps.trajectory, torch.from_numpy(steps.number), STEP_GAMMA
     )
-    found, _ = padded.compute_response_level_rewards(
+    outputs, _ = padded.compute_response_level_rewards(
         {"episode_scores": steps.episode_scores, "step_rewards": returns},
         adv_estimator="gigpo",
         traj_group_id=steps.group,
@@ -334,7 +334,7 @@ def _padded_gigpo(workload: Workload) -> Results:
         step_norm_mean_type="group",
         step_norm_std_type="group",
     )
-    return (found["response_level_rewards"],)
+    return (outputs["response_level_rewards"],)
 
 
 def _roll_gigpo(workload: Workload) -> Results:

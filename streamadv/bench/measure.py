@@ -105,24 +105,24 @@ def check_all(sequences: int, tokens: int, device: str = "cpu") -> None:
 
 def check(case: Case, name: Peer, way: Way, workload: Workload) -> None:
     """Raises DisagreementError unless `way` gives what `case.run` gives."""
-    for number, (mine, theirs) in enumerate(zip(case.run(workload), way(workload), strict=False)):
-        expected, found = _alike(case, workload, mine, theirs)
-        close = torch.isclose(expected, found, rtol=RELATIVE, atol=ABSOLUTE)
+    for number, (ours, theirs) in enumerate(zip(case.run(workload), way(workload), strict=False)):
+        expected, actual = _alike(case, workload, ours, theirs)
+        close = torch.isclose(expected, actual, rtol=RELATIVE, atol=ABSOLUTE)
         if not bool(close.all()):
-            worst = (expected - found).abs().max().item()
+            worst = (expected - actual).abs().max().item()
             raise DisagreementError(
                 f"{case.name}: result {number} of {name} differs by {worst:g} at worst in "
                 f"{int((~close).sum())} of {len(close)} places"
             )
 
 
-def _alike(case: Case, workload: Workload, mine: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+def _alike(case: Case, workload: Workload, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """Both results where they count, in one order."""
     if case.level == "step":
-        return mine[workload.step_order].cpu(), theirs.cpu()
-    chosen = workload.padded["response_mask"][workload.row_order] != 0
+        return ours[workload.step_order].cpu(), theirs.cpu()
+    in_response = workload.padded["response_mask"][workload.row_order] != 0
     trained = workload.batch.column("response_mask") != 0
-    return mine[trained], theirs[workload.row_order][chosen]
+    return ours[trained], theirs[workload.row_order][in_response]
 
 
 def measure(case: Case, workload: Workload, repeat: int) -> Measurement:
@@ -192,7 +192,7 @@ def _synchronisations(way: Way, workload: Workload) -> int:
 
 def describe_machine(device: str) -> dict[str, Any]:
     """Processor, cores, threads in use, versions, and how busy the machine is."""
-    known: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -201,4 +201,4 @@ def describe_machine(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    return known
+    return facts

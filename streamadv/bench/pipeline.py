@@ -33,10 +33,10 @@ COLUMNS: Final = {
 }
 
 
-def record(line: Line, pipeline: Window, others: Mapping[str, Window]) -> dict[str, Any]:
+def record(line: Line, pipeline: Window, compared: Mapping[str, Window]) -> dict[str, Any]:
     """One record of the JSON; ratios are those of trajectories per second."""
     rate = pipeline.per_second
-    found = {
+    rates = {
         "name": line.name,
         "chain": line.kind,
         "tokens": line.tokens,
@@ -45,12 +45,12 @@ def record(line: Line, pipeline: Window, others: Mapping[str, Window]) -> dict[s
         "cpu_microseconds_of_all": 1e6 * sum(pipeline.cpu.values()),
         "cpu_microseconds": {name: 1e6 * spent for name, spent in pipeline.cpu.items()},
     }
-    for name, window in others.items():
-        found[f"{name}_per_second"] = window.per_second
-        found[f"ratio_to_{name}"] = rate / window.per_second
-        found[f"{name}_cpu_microseconds_of_all"] = 1e6 * sum(window.cpu.values())
-        found[f"{name}_cpu_microseconds"] = {who: 1e6 * spent for who, spent in window.cpu.items()}
-    return found
+    for name, window in compared.items():
+        rates[f"{name}_per_second"] = window.per_second
+        rates[f"ratio_to_{name}"] = rate / window.per_second
+        rates[f"{name}_cpu_microseconds_of_all"] = 1e6 * sum(window.cpu.values())
+        rates[f"{name}_cpu_microseconds"] = {who: 1e6 * spent for who, spent in window.cpu.items()}
+    return rates
 
 
 def stages(line: Line) -> dict[str, list[str]]:
@@ -109,7 +109,7 @@ def measure_line(url: str, line: Line, seconds: float, repeat: int) -> dict[str,
         for _ in range(repeat):
             for name, crew in crews.items():
                 windows[name].append(crew.measure(seconds, seconds / 2))
-    return {name: middle(found) for name, found in windows.items()}
+    return {name: middle(measured) for name, measured in windows.items()}
 
 
 def measure_transferqueue(

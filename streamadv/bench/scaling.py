@@ -106,15 +106,17 @@ class Costs:
 
 def measure_scaling(seconds: float, repeat: int, binary: str | None) -> Iterator[dict[str, Any]]:
     """The measured lines, each with what was predicted for it, as soon as the model is there; then the plans."""
-    found: dict[str, dict[str, Any]] = {}
+    records: dict[str, dict[str, Any]] = {}
     for name, line, primaries in _lines():
         with cluster(primaries, binary) as (url, servers), _crew(line, url, servers) as crew:
-            found[name] = _record(name, line, primaries, _windows(crew, seconds, repeat))
+            records[name] = _record(name, line, primaries, _windows(crew, seconds, repeat))
             if primaries == max(PRIMARIES):
-                found |= _with_company(crew, url, line, primaries, seconds, repeat)
-    costs = _costs(found["1 primary, short"], found["1 primary, long"], found[f"1 primary, {RANKS} ranks"])
+                records |= _with_company(crew, url, line, primaries, seconds, repeat)
+    costs = _costs(
+        records["1 primary, short"], records["1 primary, long"], records[f"1 primary, {RANKS} ranks"]
+    )
     cores = os.cpu_count() or 1
-    for record in found.values():
+    for record in records.values():
         if record["ranks"] == 1:
             record["predicted_per_second"] = costs.rate(record["tokens"], cores)
             record["predicted_all"] = sum(cost(record["tokens"]) for cost in costs.microseconds.values())
@@ -163,11 +165,11 @@ def _with_company(
         crew.add(name, command)
     _wait_for_consumers(url, line.run, 2 * primaries)
     joined = f"{primaries} primaries, 2 workers each"
-    found = {joined: _record(joined, line, primaries, _windows(crew, seconds, repeat))}
+    records = {joined: _record(joined, line, primaries, _windows(crew, seconds, repeat))}
     for name in second:
         crew.kill(name)
     left = f"{primaries} primaries, 1 killed each"
-    return found | {left: _record(left, line, primaries, _windows(crew, seconds, repeat))}
+    return records | {left: _record(left, line, primaries, _windows(crew, seconds, repeat))}
 
 
 def _wait_for_consumers(url: str, run: str, count: int) -> None:

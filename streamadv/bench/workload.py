@@ -164,13 +164,13 @@ def _padded(
 def _step_rows(members: Sequence[Member], order: Array, labels: Array, turns: int) -> tuple[StepRows, Array]:
     count = len(members)
     number, member = np.divmod(np.arange(turns * count), count)
-    chosen = [members[m].steps[k] for m, k in zip(member, number, strict=True)]
+    picked = [members[m].steps[k] for m, k in zip(member, number, strict=True)]
     steps = StepRows(
         trajectory=np.array([f"trajectory-{order[m]}" for m in member], dtype=object),
         group=labels[order[member]],
-        state=np.array([step.state_key for step in chosen], dtype=object),
+        state=np.array([step.state_key for step in picked], dtype=object),
         number=number,
-        scores=torch.tensor([step.reward for step in chosen]),
+        scores=torch.tensor([step.reward for step in picked]),
         episode_scores=torch.tensor([members[m].reward for m in member]),
     )
     return steps, member * turns + number

@@ -1,6 +1,7 @@
 """The command line: `streamadv COMMAND`. Each command is a module here with `add_parser(subparsers)`.
 
-`add_parser` sets the default `run`, a function that takes the parsed arguments and returns the exit status.
+`add_parser` sets the default `run`, a function that takes the parsed arguments and returns the exit status. A command
+reads its arguments, calls one function of another room and prints; it keeps nothing.
 """
 
 from __future__ import annotations

@@ -85,16 +85,20 @@ def run_algorithms(arguments: argparse.Namespace) -> int:
             print(NO_PEERS)
         print(f"{'':26}" + "".join(f"{name:>9}" for name in FIGURES), flush=True)
         records = []
-        for found in measure_all(arguments.sequences, arguments.tokens, arguments.repeat, arguments.device):
-            print(_line(found), flush=True)
-            records.append(found.record())
+        for measurement in measure_all(
+            arguments.sequences, arguments.tokens, arguments.repeat, arguments.device
+        ):
+            print(_line(measurement), flush=True)
+            records.append(measurement.record())
         large = []
         if arguments.device == "cuda":
             print(f"{LARGE_TOKENS} tokens: ms, share of the copy bandwidth, synchronisations with the host")
-            for found in measure_large(LARGE_TOKENS, 4096, arguments.repeat, arguments.device):
-                share, waits = found.bandwidth_share, found.synchronisations
-                print(f"{found.name:26}{found.milliseconds:9.3g}{share:9.2f}{waits:9}", flush=True)
-                large.append(found.record())
+            for measurement in measure_large(LARGE_TOKENS, 4096, arguments.repeat, arguments.device):
+                share, waits = measurement.bandwidth_share, measurement.synchronisations
+                print(
+                    f"{measurement.name:26}{measurement.milliseconds:9.3g}{share:9.2f}{waits:9}", flush=True
+                )
+                large.append(measurement.record())
     finally:
         torch.set_num_threads(before)
     if arguments.json is not None:
@@ -104,10 +108,10 @@ def run_algorithms(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _line(found: Measurement) -> str:
-    record = found.record()
+def _line(measurement: Measurement) -> str:
+    record = measurement.record()
     figures = [record[name] for name in FIGURES.values()]
-    return f"{found.name:26}" + "".join(map(_cell, figures))
+    return f"{measurement.name:26}" + "".join(map(_cell, figures))
 
 
 def _cell(value: float | None) -> str:

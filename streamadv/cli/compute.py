@@ -61,16 +61,16 @@ def run(file: Path, output: Path, preset: str = "grpo", config: Path | None = No
         raise SettingError(f"--output {output}: there is no folder {output.absolute().parent}")
     chain = build_chain(chain_from(preset, config))
     lines = list(_read(file))
-    chosen = sorted(
+    usable = sorted(
         (line for line in lines if line.counts), key=lambda line: (line.group_id, line.rollout_index)
     )
-    if not chosen:
+    if not usable:
         raise TrajectoryError(f"{file}: holds no trajectory with a reward")
-    batch = _pack(chosen, chain)
+    batch = _pack(usable, chain)
     result = run_chain(chain, batch)
-    finished = dict(_finished(chosen, batch, result))
+    finished = dict(_finished(usable, batch, result))
     _write(output, (finished.get(line.where, line.trajectory) for line in lines))
-    print(f"{len(chosen)} of {len(lines)} trajectories in {batch.num_groups} groups: {output}")
+    print(f"{len(usable)} of {len(lines)} trajectories in {batch.num_groups} groups: {output}")
     return 0
 
 

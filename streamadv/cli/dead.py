@@ -41,10 +41,10 @@ def add_parser(subparsers: Any) -> None:
 def list_all(arguments: argparse.Namespace) -> int:
     """Print a line for each dead group."""
     with connect_once(arguments, reading=True) as connection:
-        found = list(list_dead(find_run(connection, settings_from(arguments).run)))
-        if not found and not arguments.json:
+        dead_groups = list(list_dead(find_run(connection, settings_from(arguments).run)))
+        if not dead_groups and not arguments.json:
             print("no dead letters")
-        for dead in found:
+        for dead in dead_groups:
             if arguments.json:
                 print(json.dumps(dataclasses.asdict(dead)))
                 continue
@@ -91,8 +91,8 @@ def purge_some(arguments: argparse.Namespace) -> int:
 
 def _named(run: Run, arguments: argparse.Namespace, requeueable: bool = False) -> list[str]:
     if arguments.all:
-        found = [d.group_id for d in list_dead(run) if not (requeueable and d.reason == MALFORMED)]
-        return list(dict.fromkeys(found))
+        dead = [group for group in list_dead(run) if not (requeueable and group.reason == MALFORMED)]
+        return list(dict.fromkeys(group.group_id for group in dead))
     if not arguments.groups:
         raise SettingError("no group is named: give their ids, or --all")
     groups: list[str] = arguments.groups

@@ -40,19 +40,19 @@ def add_parser(subparsers: Any) -> None:
         "--deep", action="store_true", help="with --check: walk over everything stored (for a quiet run)"
     )
     parser.add_argument("--watch", action="store_true", help="again every second until Ctrl-C")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=show_status)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def show_status(arguments: argparse.Namespace) -> int:
     """Print the status; 1 when a check was asked for and failed."""
     if arguments.deep and not arguments.check:
         arguments.check = True
     outage = Outage("status")
     with connect_once(arguments, reading=True) as connection:
-        found = find_run(connection, settings_from(arguments).run)
+        run = find_run(connection, settings_from(arguments).run)
         while True:
             try:
-                good = show(found, arguments)
+                is_balanced = show(run, arguments)
             except RETRYABLE as error:
                 if not arguments.watch:
                     raise
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
                 continue
             outage.over()
             if not arguments.watch:
-                return FAILED if arguments.check and not good else 0
+                return FAILED if arguments.check and not is_balanced else 0
             time.sleep(WATCH_SECONDS)
 
 

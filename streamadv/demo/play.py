@@ -25,11 +25,11 @@ def play(policy: Policy, lakes: Lakes, maps: Sequence[Map], generator: torch.Gen
         seen += tokens.shape[1]
         log_probs = F.log_softmax(policy(tokens, cache)[:, -1], dim=-1)
         actions = torch.multinomial(log_probs.exp(), 1, generator=generator)
-        chosen = zip(
+        decisions = zip(
             actions.squeeze(1).tolist(), log_probs.gather(1, actions).squeeze(1).tolist(), strict=True
         )
         going_on: list[int] = []
-        for row, (index, (action, log_prob)) in enumerate(zip(running, chosen, strict=True)):
+        for row, (index, (action, log_prob)) in enumerate(zip(running, decisions, strict=True)):
             episode = episodes[index]
             episode.act(action, log_prob)
             position, reward, terminated, episode.truncated = lakes.step(index, action)
