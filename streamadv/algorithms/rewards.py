@@ -1,4 +1,4 @@
-"""Response-level rewards: normalisation with mean and std chosen separately, then clipping."""
+"""Response-level rewards: normalisation with separate scopes of mean and std, and clipping."""
 
 from __future__ import annotations
 

@@ -170,10 +170,10 @@ def _check_finite(name: str, tensor: Tensor, kind: Values, call: Call) -> None:
     mask = next((mask for _, mask in call.masks if mask.shape == tensor.shape), None)
     if mask is not None:
         bad &= (mask | ~tensor.isnan()) if kind.spills else mask
-    places = bad.nonzero()
-    if len(places):
-        place = places[0].tolist()
+    indices = bad.nonzero()
+    if len(indices):
+        index = indices[0].tolist()
         where = "" if mask is None else " where the mask is set"
         raise ArgumentError(
-            f"{name}{place} is {tensor[tuple(place)].item()}, needs a finite float32 number{where}"
+            f"{name}{index} is {tensor[tuple(index)].item()}, needs a finite float32 number{where}"
         )

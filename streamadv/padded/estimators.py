@@ -43,10 +43,10 @@ def compute_gae_advantage_return(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
-    """GAE over trainable tokens, advantages whitened over the batch; see `estimators.gae`.
+    """GAE over trainable tokens, advantages whitened over the batch; see `algorithms.estimators.gae`.
 
-    Rewards on masked tokens are credited to the action before and both results are 0 there. verl loses
-    such rewards and leaves carried-over values outside the mask.
+    Rewards on masked tokens move to the action before, and both results are 0 there. verl loses such rewards and leaves
+    carried-over values outside the mask.
     """
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks, values=values)
     tokens, value = batch.trainable_tokens, batch.column("values")
@@ -69,9 +69,9 @@ def compute_grpo_outcome_advantage(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
-    """(r - mean(group)) / (std(group) + epsilon) on trainable tokens, r = sum of a row's rewards.
+    """(r - mean(group)) / (std(group) + epsilon) on trainable tokens, r = sum of a row's rewards, std with ddof 1.
 
-    A group of one gives 0 (verl: its reward). norm_adv_by_std_in_grpo False is Dr.GRPO.
+    A group of one gives 0 (verl: its reward). norm_adv_by_std_in_grpo False is Dr.GRPO: r - mean(group).
     """
     return _outcome(
         "grpo",
@@ -94,9 +94,9 @@ def compute_grpo_vectorized_outcome_advantage(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
-    """As `compute_grpo_outcome_advantage`, with the std taken as sqrt(epsilon) at least.
+    """As `compute_grpo_outcome_advantage`, with a std of at least sqrt(epsilon).
 
-    verl's mean and std are those of `group_mean_std` with its quirks.
+    verl's mean and std are those of `group_mean_std` with peer_quirks.
     """
     if peer_quirks:
         scores = finite_rewards(token_level_rewards, response_mask).sum(1)
@@ -123,7 +123,7 @@ def compute_grpo_passk_outcome_advantage(
     epsilon: NotNegative = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> Pair:
-    """The best of each group gets its lead over the second best; a group of one gives 0 (verl raises)."""
+    """(r_best - r_second) / (std(group) + epsilon) for a group's best row; 0 for others and alone (verl raises)."""
     return _outcome(
         "grpo_passk",
         token_level_rewards,
@@ -142,7 +142,7 @@ def compute_rloo_outcome_advantage(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
-    """r minus the mean of the group's others; alone 0 (verl's rloo: the reward, its vectorized form: 0)."""
+    """r minus the mean of the group's other rows; a group of one gives 0 (verl's rloo: its reward, vectorized: 0)."""
     return _outcome("rloo", token_level_rewards, response_mask, index, singleton=_singleton(peer_quirks))
 
 
@@ -154,9 +154,9 @@ def compute_opo_outcome_advantage(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
-    """r minus the group's length-weighted mean reward; alone 0 (verl: the reward).
+    """r minus the group's length-weighted mean reward.
 
-    A group without trainable tokens gives 0 (verl: NaN).
+    A group of one gives 0 (verl: its reward), and so does a group without trainable tokens (verl: NaN).
     """
     advantages, returns = _outcome(
         "opo", token_level_rewards, response_mask, index, singleton=_singleton(peer_quirks)
@@ -177,7 +177,7 @@ def compute_gpg_outcome_advantage(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
-    """alpha (r - mean) / f_norm, alpha = B / samples with a signal (verl: with a reward other than 0)."""
+    """alpha (r - mean(group)) / f_norm, alpha = B / rows with r != mean(group) (verl: rows with r != 0)."""
     return _outcome(
         "gpg",
         token_level_rewards,
@@ -199,7 +199,7 @@ def compute_maxrl_outcome_advantage(
     negative_means: bool = False,
     singleton: Singleton = "zero",
 ) -> Pair:
-    """(r - mean) / (mean + epsilon), 0 where the mean is not positive; SkyRL divides by any mean."""
+    """(r - mean(group)) / (mean(group) + epsilon), 0 where the mean is not positive; negative_means divides (SkyRL)."""
     return _outcome(
         "maxrl",
         token_level_rewards,
@@ -219,7 +219,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
-    """r - mean(group) on trainable tokens, whitened over them; alone 0 before whitening (verl: r)."""
+    """r - mean(group) on trainable tokens, whitened over them; a group of one has 0 before whitening (verl: r)."""
     return _outcome(
         "reinforce_plus_plus_baseline",
         token_level_rewards,
@@ -239,7 +239,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> Pair:
     """Discounted returns over trainable tokens, whitened; returns unwhitened.
 
-    verl sets the return to 0 at every masked token, so only a row's last turn hears of the reward.
+    verl sets the return to 0 at every masked token, so the reward reaches only a row's last turn.
     """
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks)
     estimate = get_estimator("reinforce_plus_plus").function(
@@ -257,7 +257,7 @@ def compute_remax_outcome_advantage(
     *,
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
-    """Return from each token on, minus the row's `reward_baselines` [B]; 0 outside the mask (verl: not)."""
+    """The return from a token on, minus the row's `reward_baselines` [B]; 0 outside the mask (verl: not masked)."""
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks)
     tokens, shape = batch.trainable_tokens, response_mask.shape
     rewards = tokens.only(batch.column("token_level_rewards"))
@@ -280,7 +280,7 @@ def compute_optimal_token_baseline_advantage(
     handle_zero_tail: bool = False,
     epsilon: Positive = 1e-8,
 ) -> Pair:
-    """The optimal token baseline with samples compared column by column; see `estimators.token_baseline`."""
+    """The optimal token baseline, rows compared column by column; see `algorithms.estimators.token_baseline`."""
     batch, order = _baseline_batch(
         token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
     )
@@ -301,7 +301,7 @@ def compute_tir_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: Positive = 1e-8,
 ) -> Pair:
-    """The optimal token baseline with samples compared at equal numbers of trainable tokens."""
+    """The optimal token baseline, rows compared at equal numbers of trainable tokens."""
     batch, order = _baseline_batch(
         token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
     )

@@ -84,8 +84,8 @@ def compute_rollout_rejection_mask(
     """
     rejections = parse_rejections(rollout_rs, rollout_rs_threshold)
     tokens = padded_tokens(response_mask)
-    kept, metrics = reject(log_ratio.reshape(-1), tokens, rejections, peer_quirks=peer_quirks)
-    return kept.view(response_mask.shape) * response_mask, fetch(metrics)[0]
+    passing, metrics = reject(log_ratio.reshape(-1), tokens, rejections, peer_quirks=peer_quirks)
+    return passing.view(response_mask.shape) * response_mask, fetch(metrics)[0]
 
 
 @checked

@@ -87,8 +87,8 @@ def sample_level_mask(
 def sample_weights(response_mask: Mask, difficulty: Rows | None = None, *, by_length: bool = False) -> Tensor:
     """[B] float32 weights that sum to B: harder prompts and shorter responses count more.
 
-    difficulty [B] in 0 .. 1: factor 0.5 + 1.5 d. by_length: factor 1.5 - (len - min) / (max - min), 1.5 for
-    equal lengths. (ROLL's difficulty factor never takes effect through its own container.)
+    difficulty [B] in 0 .. 1: factor 0.5 + 1.5 d. by_length: factor 1.5 - (len - min) / (max - min), 1.5 for equal
+    lengths. ROLL computes a difficulty factor that never takes effect.
     """
     lengths = (response_mask != 0).sum(1).to(torch.float64)
     weights = torch.ones_like(lengths)
