@@ -1,4 +1,4 @@
-"""Groups of producers that are lost must not keep others out until their deadline.
+"""Groups of lost producers must not keep other producers waiting until their deadline.
 
 A group belongs to the producer that was the last to open it, push to it or touch it. Once that one is lost the group
 does not count in pacing; it stays open, and counts again as soon as somebody pushes to it or touches it.

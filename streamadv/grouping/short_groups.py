@@ -1,7 +1,7 @@
 """What groups that end short of usable rollouts cost.
 
-A failed rollout takes its whole group with it unless `partial_min_usable` or `redundancy` allows for it: a group is
-trained on whole by default, since its mean and deviation over those that happened not to fail are biased towards them.
+A failed rollout takes its whole group with it unless `partial_min_usable` or `redundancy` allows for it. Groups are
+trained on whole by default: mean and deviation over the rollouts that happened not to fail are biased towards them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 SHORT: Final = ("incomplete", "expired")
 #: How a group can end in the grouper.
 ENDINGS: Final = (*SHORT, "complete", "partial", "zero_variance", "difficulty", "no_train_members")
-#: Places that end without a usable trajectory.
+#: How a slot can end without a usable trajectory.
 UNUSABLE: Final = ("failed", "aborted", "cancelled", "unscorable")
-#: From this share of groups, or of usable trajectories, on it is said.
+#: From this share of groups, or of usable trajectories, on groupers warn.
 WARN_RATIO: Final = 0.2
-#: Groups after which the shares are judged, or some of them after SAY_S.
+#: Groups after which the shares are judged; after SAY_S seconds FEW are enough.
 WINDOW: Final = 20
 FEW: Final = 5
 SAY_S: Final = 30.0
@@ -33,7 +33,7 @@ REMEDY: Final = "set partial_min_usable to train on short groups, or redundancy 
 
 
 class Loss(NamedTuple):
-    """Of the groups that have ended and the usable trajectories pushed, those dropped with short groups."""
+    """Groups that ended short, of all that `ended`, and the usable trajectories dropped with them, of all pushed."""
 
     groups: int
     ended: int

@@ -5,11 +5,11 @@
 -- Returns  number of groups emptied, from the first on
 -- include dead_letter
 local EMPTY_PAYLOADS = 1024
-local dealt, payloads = 0, 0
+local emptied, payloads = 0, 0
 for i, dead_group in ipairs(keys.letters) do
   if payloads >= EMPTY_PAYLOADS then break end
   if (tonumber(redis.call('HGET', keys.ledger, 'dead_bytes') or '') or 0) <= tonumber(ARGV[2]) then break end
-  dealt, keys.dead_group = i, dead_group
+  emptied, keys.dead_group = i, dead_group
   local id = ARGV[i + 2]
   local group = redis.call('HMGET', keys.dead_group, 'emptied', 'bytes', 'log:payloads')
   if not group[1] and string.match(group[2] or '', '^%d+$') then
@@ -27,4 +27,4 @@ for i, dead_group in ipairs(keys.letters) do
     empty_letter(id)
   end
 end
-return dealt
+return emptied

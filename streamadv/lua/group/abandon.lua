@@ -1,7 +1,7 @@
--- A producer is lost: its open groups do not count in pacing until somebody pushes to them or touches them.
+-- Open groups of a lost producer stop counting in pacing, until a process pushes to them or touches them.
 -- KEYS  void, ledger, open, group_hashes: group ...
 -- ARGV  producer, id of each group ...
--- Returns  number of groups that it was the last to open, push to or touch, and that count no more
+-- Returns  number of groups that stop counting: those that this producer was the last to open, push to or touch
 local abandoned = 0
 for i, group_hash in ipairs(keys.group_hashes) do
   local group = redis.pcall('HMGET', group_hash, 'producer', 'abandoned')

@@ -10,10 +10,10 @@
 local policy = {partial_min_usable = ARGV[1], zero_variance = ARGV[2], difficulty_low = ARGV[3],
   difficulty_high = ARGV[4], dedupe_groups = tonumber(ARGV[5])}
 
+-- Give the member its reward, or end its slot as unscorable.
 local function fill_in(index)
-  local found = redis.call('HMGET', keys.group, index, 'score_value:' .. index)
-  local reward, bytes, key, role, reference = member_fields(found[1] or '')
-  local value = found[2]
+  local text, value = unpack(redis.call('HMGET', keys.group, index, 'score_value:' .. index))
+  local reward, bytes, key, role, reference = member_fields(text or '')
   if reward ~= '-' or not value then return end
   redis.call('HINCRBY', keys.group, 'unscored', -1)
   if value == 'x' then

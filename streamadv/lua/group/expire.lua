@@ -1,6 +1,6 @@
 -- End groups whose deadline has passed, unless records pushed before the deadline still wait in the rollouts stream:
--- the grouper's own downtime must not lose anything. One call ends groups of EXPIRE_SLOTS slots, and the one that
--- goes beyond.
+-- the grouper's own downtime must not lose anything. One call stops after the group with which it has reached
+-- EXPIRE_SLOTS slots.
 -- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, group_hashes: group ...
 -- ARGV  partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups, id of each group ...
 -- Returns  {groups looked at, id, outcome, data source of each that has ended ...}

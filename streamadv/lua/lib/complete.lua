@@ -21,7 +21,7 @@ local function whole(text)
   return text and #text <= 15 and string.match(text, '^%-?%d+$') and tonumber(text)
 end
 
--- 'none', 'open' or 'broken' (what stands there is not what the scripts wrote), and the counts of an open group.
+-- 'none', 'open' or 'broken' (somebody has overwritten the hash), and the counts of an open group.
 local function group_state()
   local n = redis.pcall('HMGET', keys.group, 'size', 'slots', 'unfilled', 'slot_bytes', 'opened_ms', 'usable', 'unscored',
     'unusable')
@@ -109,7 +109,7 @@ local function drop_members(members, reason)
   for _, member in ipairs(members) do redis.call('RPUSH', keys.garbage, member.key .. ' ' .. member.bytes) end
 end
 
--- What an open group holds beside its members, when it ends.
+-- Give back what an open group holds beside its members.
 local function give_back(fields)
   local unfilled = whole(fields.unfilled) or 0
   if unfilled > 0 and whole(fields.slot_bytes) then reserve(keys.sizes, fields.slot_bytes, -unfilled) end
@@ -127,9 +127,9 @@ local function close_group(id, group, letter, policy)
   remember_ended(id, letter, group.bitmap, policy.dedupe_groups)
 end
 
--- End the group for `outcome`: 'complete' and 'partial' go on to the groups log unless filtered, anything else
--- is dropped under that name. `letter` is what the tombstone says of it. Returns the outcome
--- counted and the group's data source.
+-- End the group for `outcome`. 'complete' and 'partial' go to the groups log unless a filter drops them; any other outcome
+-- drops the members under its name. `letter` is the first one of the tombstone. Returns the outcome counted and the
+-- group's data source.
 local function end_group(id, outcome, letter, policy)
   local group = read_members()
   if outcome == 'complete' or outcome == 'partial' then outcome = filter_reason(group.rewards, policy) or outcome end

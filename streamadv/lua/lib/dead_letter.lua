@@ -1,8 +1,8 @@
--- Dead letters, listed by the time of death (ms); of one that is emptied the score is negative, so that those with
--- payloads stand together, the oldest first, behind the emptied ones, the latest first.
+-- Dead letters in the sorted set `dead`. The score is the time of death (ms), negative once a letter is emptied: so the
+-- letters with payloads follow the emptied ones, the oldest first.
 -- KEYS  dead, dead_group
 local DEAD_DETAIL = 2000  -- characters
-local DEAD_BULK = {'log:members', 'log:scores', 'log:payloads'}  -- what only a group that can be requeued needs
+local DEAD_BULK = {'log:members', 'log:scores', 'log:payloads'}  -- only a group that can be requeued needs this
 
 local function empty_letter(group_id)
   redis.call('HDEL', keys.dead_group, unpack(DEAD_BULK))
@@ -11,7 +11,7 @@ local function empty_letter(group_id)
   redis.call('ZADD', keys.dead, string.format('%.17g', -math.abs(when)), group_id)
 end
 
--- With the reason and the group's entry of the log.
+-- Keep the group's log entry, with the reason.
 local function write_dead_letter(group_id, fields, reason, detail, count, bytes)
   redis.call('DEL', keys.dead_group)
   redis.call('HSET', keys.dead_group, 'reason', reason, 'detail', string.sub(detail, 1, DEAD_DETAIL), 'count', count,

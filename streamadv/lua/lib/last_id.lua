@@ -1,4 +1,4 @@
--- An id above this (the year 287396) was given by somebody: behind the last possible one a stream takes no more entries.
+-- No clock gives an id above this (the year 287396). After the last possible id a stream takes no more entries.
 local FARTHEST_MS = 2 ^ 53
 
 -- Whether the last id of a stream is beyond what any clock gives.
