@@ -186,7 +186,7 @@ class Admission:
         return NO_ROOM if self._member.shard_of(group_id) in self._resend.behind else self._member.max_bytes
 
     def _ask(self, request: GroupCall) -> Steps[Reply]:
-        """The reply to a request, sent again after the shard was told the run's layout if it does not know it."""
+        """The reply to a request. A shard that does not know the run's layout learns it first."""
         reply: Reply = yield request
         while reply[0] == b"layout":
             yield from self._member.confirm_layout()

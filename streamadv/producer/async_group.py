@@ -26,7 +26,7 @@ class AsyncRollout(BaseRollout):
     """One rollout of a group. It ends once: pushed, failed or cancelled.
 
     `async with rollout:` takes the newest model version for it and turns an exception inside into `fail`, the
-    cancellation of its task into a cancelled rollout; the exception goes on.
+    cancellation of its task into a cancelled rollout; the exception is not swallowed.
     """
 
     def __init__(self, producer: AsyncProducer, slots: Slots, ticket: Ticket) -> None:
@@ -102,7 +102,7 @@ class AsyncRollout(BaseRollout):
 class AsyncGroup(BaseGroup[AsyncRollout]):
     """An admitted group: an iterable of its rollouts, and what can be done with it as a whole.
 
-    Leaving `async with producer.group(...) as group:` fails the rollouts that are not pushed, but for those whose
+    Leaving `async with producer.group(...) as group:` fails the rollouts that are not pushed, except those whose
     tickets were handed out. Left by an exception, it waits for rollouts that other tasks play inside `async with
     rollout`, so that the error of one does not cost its siblings.
     """
@@ -117,9 +117,11 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
 
         Returns what the calls returned, None for those that failed. An exception that `play` raises fails its rollout
         alone, and so does returning without push or fail (`not_pushed`); a call that somebody else cancels is a
-        cancelled rollout. `failures` has the reasons. Raised, after all have ended, is what is no mishap of one
-        rollout: errors of streamadv, and an exception that all rollouts of a group, or three groups of one rollout in
-        a row, raise at the same line. Cancellation cancels the calls and what has not ended.
+        cancelled rollout. `failures` has the reasons.
+
+        Raises, after all rollouts have ended, an error of streamadv, or an exception that all rollouts of the group (or
+        three groups of one rollout in a row) raised at the same line. Cancellation cancels the calls and what has not
+        ended.
         """
         played = self._to_play()
         calls = [

@@ -33,7 +33,7 @@ class Rollout(BaseRollout):
     """One rollout of a group. It ends once: pushed, failed or cancelled.
 
     `with rollout:` takes the newest model version for it and turns an exception inside into `fail`; the exception
-    goes on.
+    is not swallowed.
     """
 
     def __init__(self, producer: Producer, slots: Slots, ticket: Ticket) -> None:
@@ -110,8 +110,8 @@ class Rollout(BaseRollout):
 class Group(BaseGroup[Rollout]):
     """An admitted group: an iterable of its rollouts, and what can be done with it as a whole.
 
-    Leaving `with producer.group(...) as group:` fails the rollouts that are not pushed, but for those whose tickets
-    were handed out.
+    Leaving `with producer.group(...) as group:` fails the rollouts that are not pushed, except those whose
+    tickets were handed out.
     """
 
     def __init__(self, producer: Producer, tickets: Sequence[Ticket]) -> None:
@@ -126,10 +126,11 @@ class Group(BaseGroup[Rollout]):
 
         threads: how many at a time (at most 64 by default; 1 = one after the other in this thread). Returns what the
         calls returned, None for those that failed. An exception that `play` raises fails its rollout alone, and so
-        does returning without push or fail (`not_pushed`); `failures` has the reasons. Raised, after all have ended,
-        is what is no mishap of one rollout: errors of streamadv, and an exception that all rollouts of a group, or
-        three groups of one rollout in a row, raise at the same line. An interrupt cancels what has not ended; threads
-        that play see `rollout.cancelled`.
+        does returning without push or fail (`not_pushed`); `failures` has the reasons.
+
+        Raises, after all rollouts have ended, an error of streamadv, or an exception that all rollouts of the group (or
+        three groups of one rollout in a row) raised at the same line. An interrupt cancels what has not ended; threads
+        that still play see `rollout.cancelled`.
         """
         if inspect.iscoroutinefunction(play):
             raise SettingError("play is a coroutine function: run it with `async with Producer(...)`")
@@ -139,10 +140,12 @@ class Group(BaseGroup[Rollout]):
         waiting, stopped = deque(played), threading.Event()
 
         def work() -> None:
-            while waiting and not stopped.is_set():
-                with suppress(IndexError):  # another thread was first
+            while not stopped.is_set():
+                try:
                     rollout, outcome = waiting.popleft()
-                    self._play(rollout, outcome, partial(play, rollout, *args, **kwargs))
+                except IndexError:
+                    return
+                self._play(rollout, outcome, partial(play, rollout, *args, **kwargs))
 
         try:
             count = min(len(played), threads or MAX_THREADS)

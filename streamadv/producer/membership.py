@@ -36,9 +36,8 @@ class Membership:
         self._mismatch: ManifestMismatchError | None = None  # the run is another one now
         self._drop_after: int | None = None
         self._process = os.getpid()
-        self._instance: int | None = (
-            None  # of several producers of one name, the latest instance has the name
-        )
+        # Of several producers of one name, the latest instance has the name.
+        self._instance: int | None = None
         self._lost_name = False
 
     @property

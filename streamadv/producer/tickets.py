@@ -76,7 +76,7 @@ def _ticket_type() -> TypeAdapter[Ticket]:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """A group as the scripts that may open it are told of it."""
+    """What the scripts that may open a group need to know of it."""
 
     group_id: str
     size: int
