@@ -93,6 +93,11 @@ def heartbeat(producer: Producer) -> None:
     producer._drive(producer._logic.heartbeat())
 
 
+def payload_keys(run: Run) -> list[bytes]:
+    """Payloads that are there, of all runs of the server."""
+    return [key for key in run.connection.scripts.keys("*") if b":payload:" in key]
+
+
 def push_one(producer: Producer, item: Trajectory) -> str:
     result: PushResult = producer.push([item])
     return result.codes[0]

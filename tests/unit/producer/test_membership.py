@@ -1,0 +1,40 @@
+"""A producer as a member of its run: settings that come later, and whether more will come."""
+
+from __future__ import annotations
+
+from streamadv.status import read_status
+from streamadv.store.connection import Connection
+from tests.support import (
+    heartbeat,
+    join,
+    problems,
+    producing,
+    trajectory,
+    unscored,
+)
+
+
+def test_a_setting_given_by_a_later_process_is_heard_of(fake: Connection) -> None:
+    with producing(fake, "r") as early, producing(fake, "r", {"scorers": ("s",), "redundancy": 1}):
+        run = join(fake, "r")
+        heartbeat(early)
+        early.push([unscored("g", 0)])
+        assert fake.scripts.xlen(run.keys.home.scoring("s")) == 1
+        assert len(early.begin_group(2, group_id="h")) == 3
+    assert problems(run) == []
+
+
+def test_producers_say_whether_more_will_come(fake: Connection) -> None:
+    def states() -> list[str]:
+        return sorted(producer.state for producer in read_status(join(fake, "r")).producers)
+
+    with producing(fake, "r") as one:
+        with producing(fake, "r"):
+            assert states() == ["open", "open"]
+        assert states() == ["open"]
+        one.finish()
+        assert states() == ["finished"]
+        one.push([trajectory()])
+        assert states() == ["open"]
+        one.finish()
+    assert states() == ["finished"]

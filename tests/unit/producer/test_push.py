@@ -1,0 +1,265 @@
+"""Pushing: the only place of dedupe, no payload without a reference, what a push without a reward needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamadv.errors import GroupEndedError, TrajectoryError
+from streamadv.producer import Producer
+from streamadv.producer.encode import MAX_SLICE_BYTES
+from streamadv.store.connection import Connection
+from tests.support import (
+    ended,
+    group_all,
+    join,
+    ledger,
+    make_overdue,
+    payload_keys,
+    problems,
+    producing,
+    push_one,
+    trajectory,
+)
+
+MB = 1 << 20
+
+
+def test_a_trajectory_is_pushed_once(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        assert push_one(producer, trajectory("g", 0)) == "pushed"
+        assert push_one(producer, trajectory("g", 0, reward=9.0)) == "duplicate"
+        assert producer.push([trajectory("g", 0), trajectory("g", 1)]).codes == ["duplicate", "pushed"]
+        assert len(payload_keys(run)) == 2
+        assert group_all(run) == ["complete"]
+        assert push_one(producer, trajectory("g", 1)) == "duplicate"
+    assert ledger(run) == {"pushed": 2, "trained": 0, "dropped": {}, "dead": {}, "queued": 2, "in_flight": 0}
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize(
+    ("item", "reason"),
+    [
+        (trajectory("g", 2, 2), "surplus"),
+        (ended("g", 2, 2, "failed"), "failed"),
+        (trajectory("g", 2, 2, reward=None), "unscorable"),
+    ],
+)
+def test_what_comes_after_completion_is_counted_and_not_kept(
+    fake: Connection, item: Any, reason: str
+) -> None:
+    with producing(fake, "r", {"redundancy": 2}) as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", index) for index in range(2)])
+        group_all(run)
+        kept = payload_keys(run)
+        assert push_one(producer, item) == "surplus"
+        assert push_one(producer, item) == "duplicate"
+        assert payload_keys(run) == kept
+        assert ledger(run)["dropped"] == {reason: 1}
+        with pytest.raises(TrajectoryError, match="no such slot"):
+            push_one(producer, trajectory("g", 4))
+    assert problems(run) == []
+
+
+def test_what_is_overtaken_by_the_completion_of_its_group_is_surplus(fake: Connection) -> None:
+    with producing(fake, "r", {"redundancy": 1}) as producer:
+        run = join(fake, "r")
+        assert producer.push([trajectory("g", index) for index in range(3)]).codes == ["pushed"] * 3
+        assert group_all(run) == ["complete"]
+    assert ledger(run)["dropped"] == {"surplus": 1}
+    assert len(payload_keys(run)) == 2
+    assert problems(run) == []
+
+
+def test_what_comes_after_expiry_is_late(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        push_one(producer, trajectory("g", 0))
+        group_all(run)
+        make_overdue(run, "g")
+        group_all(run)
+        assert push_one(producer, trajectory("g", 1)) == "late"
+        assert push_one(producer, trajectory("g", 1)) == "duplicate"
+        assert push_one(producer, trajectory("g", 0)) == "duplicate"
+        with pytest.raises(GroupEndedError, match="g has ended"):
+            producer.begin_group(2, group_id="g")
+    assert ledger(run)["dropped"] == {"expired": 1, "late": 1}
+    assert payload_keys(run) == []
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize("item", [trajectory("g", 5, 2), trajectory("g", 0, 3)], ids=["range", "size"])
+def test_what_does_not_fit_its_group_is_refused_without_a_trace(fake: Connection, item: Any) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        push_one(producer, trajectory("g", 0))
+        with pytest.raises(TrajectoryError, match=r"no such slot|group_size is 3, group g is open"):
+            push_one(producer, item)
+        with pytest.raises(TrajectoryError, match="group_size is 3"):
+            producer.begin_group(3, group_id="g")
+    assert ledger(run)["pushed"] == 1
+    assert len(payload_keys(run)) == 1
+    assert problems(run) == []
+
+
+def test_one_push_is_for_one_group(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        for other in (trajectory("h", 1), trajectory("g", 1, 3)):
+            with pytest.raises(TrajectoryError, match="one group at a time"):
+                producer.push([trajectory("g", 0), other])
+        assert producer.push([]).codes == []
+    assert ledger(join(fake, "r"))["pushed"] == 0
+
+
+def test_a_push_without_reward_that_nobody_brings_is_an_error(fake: Connection) -> None:
+    columns = {"input_ids": [1], "response_mask": [1]}
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        first, second, third = producer.begin_group(3, group_id="g")
+        for forgotten in (columns, {**columns, "rewards": {"format": 1.0}}):
+            with pytest.raises(TrajectoryError, match=r"reward: .* g/0 .*no scorers.*reward_later"):
+                first.push(**forgotten)
+        with pytest.raises(TrajectoryError, match=r"reward: .* h/1 "):
+            producer.push([trajectory("h", 0), trajectory("h", 1, reward=...)])
+        assert ledger(run)["pushed"] == 0
+        assert first.push(**columns, reward=None) == "pushed"
+        assert second.push(**columns, reward=0.0) == "pushed"
+        assert third.push(**columns, reward_later=True) == "pushed"
+        group_all(run)
+        assert producer.score("g", 2, 1.0) == "scored"
+        with pytest.raises(TrajectoryError, match="reward_later"):
+            third.push(**columns, reward=1.0, reward_later=True)
+        assert producer.push([ended("i", 0, 1, "failed")]).codes == ["pushed"]
+
+
+def test_scorers_named_by_a_later_process_bring_the_reward(fake: Connection) -> None:
+    with producing(fake, "r") as early, producing(fake, "r", {"scorers": ("s",)}):
+        assert early.push([trajectory("g", 0, reward=...)]).codes == ["pushed"]
+        assert fake.scripts.xlen(join(fake, "r").keys.home.scoring("s")) == 1
+
+
+def test_a_trajectory_above_the_limit_is_an_error_naming_it(fake: Connection) -> None:
+    with producing(fake, "r", {"max_trajectory_bytes": 1024}) as producer:
+        with pytest.raises(TrajectoryError, match="max_trajectory_bytes is 1024"):
+            producer.push([trajectory("g", 0, tokens=400)])
+        assert push_one(producer, trajectory("g", 0, tokens=20)) == "pushed"
+
+
+def test_extra_columns_are_fixed_by_their_first_push(fake: Connection) -> None:
+    with producing(fake, "r") as one, producing(fake, "r") as other:
+        one.push([trajectory("g", 0, x=np.zeros((5, 2), np.int16))])
+        for wrong in (np.zeros((5, 2), np.int8), np.zeros((5, 3), np.int16), np.zeros((4, 2), np.int16)):
+            with pytest.raises(TrajectoryError, match="extra column x is"):
+                other.push([trajectory("g", 1, x=wrong)])
+        mixed = [trajectory("h", 0, y=np.zeros(5, np.int8)), trajectory("h", 1, y=np.zeros(5, np.int16))]
+        with pytest.raises(TrajectoryError, match="extra column y is"):
+            other.push(mixed)
+    assert problems(join(fake, "r")) == []
+
+
+def test_a_large_group_is_pushed_in_slices(fake: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    carry_out = Producer._carry_out
+
+    def count(self: Producer, request: Any) -> Any:
+        if hasattr(request, "payloads"):
+            sent.append(sum(len(value) for _, fields in request.payloads for value in fields.values()))
+        return carry_out(self, request)
+
+    monkeypatch.setattr(Producer, "_carry_out", count)
+    with producing(fake, "r", {"max_trajectory_bytes": MB}) as producer:
+        big = [trajectory("g", index, 6, tokens=100_000) for index in range(6)]
+        assert producer.push(big).codes == ["pushed"] * 6
+        many = [trajectory("h", index, 300) for index in range(300)]
+        assert producer.push(many).count("pushed") == 300
+    assert len(sent) >= 4
+    assert max(sent) <= MAX_SLICE_BYTES
+    assert group_all(join(fake, "r")) == ["complete", "complete"]
+    assert problems(join(fake, "r")) == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(dedupe=st.integers(1, 4), total=st.integers(1, 12))
+def test_the_last_groups_are_remembered(dedupe: int, total: int) -> None:
+    import fakeredis
+
+    fake = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+    with producing(fake, "r", {"dedupe_groups": dedupe}) as producer:
+        run = join(fake, "r")
+        for number in range(total):
+            push_one(producer, trajectory(f"g{number}", 0, 1))
+            group_all(run)
+        remembered = fake.scripts.hlen(run.keys.home.ended) + fake.scripts.hlen(run.keys.home.ended_before)
+        assert remembered <= 2 * dedupe
+        for number in range(max(0, total - dedupe), total):
+            assert push_one(producer, trajectory(f"g{number}", 0, 1)) == "duplicate"
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize("record", [5, "text", None, ["a"]])
+def test_what_is_no_record_is_refused_by_its_position(fake: Connection, record: Any) -> None:
+    with producing(fake, "r") as producer:
+        group = producer.begin_group(2)
+        with pytest.raises(TrajectoryError, match="record 0: is "):
+            group.push([record])
+        with pytest.raises(TrajectoryError, match="record 0 is "):
+            producer.push([record])
+
+
+@pytest.mark.parametrize("metadata", [["a"], "text", 5, None])
+def test_metadata_of_a_push_is_an_object(fake: Connection, metadata: Any) -> None:
+    with producing(fake, "r") as producer:
+        rollout = next(iter(producer.begin_group(1)))
+        with pytest.raises(TrajectoryError, match=r"metadata: .*dictionary"):
+            rollout.push(input_ids=[1], response_mask=[1], reward=1.0, metadata=metadata)
+
+
+def test_scripts_refuse_what_they_do_not_know(fake: Connection) -> None:
+    """A push of a record that is not admitted leaves neither payload nor counter."""
+    run = join(fake, "r")
+    keys = run.keys.home
+    run.home.call("lay_out", [1])
+    fake.scripts.hset(keys.payload("n"), "header", "x")
+    max_trajectory_bytes, max_bytes, shards = 50, 10, 1
+    admission = ["g", 1, 1, "", 1000, max_trajectory_bytes, max_bytes, shards, "", "", "", "p"]
+    record = [0, "usable", "1.0", 10, keys.payload("n"), "train", "{}"]
+    reply: Any = run.home.call(
+        "push", [*admission, "0", *record], group="g", scorer=keys.void, payloads=[keys.payload("n")]
+    )
+    assert reply[:2] == [b"busy", b"group_bytes"]
+    assert not fake.scripts.exists(keys.payload("n"))
+    assert problems(run) == []
+
+
+def test_a_push_whose_reply_was_lost_is_sent_again_under_new_keys(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the old keys the second attempt, whose records are duplicates, would delete the payloads of the first."""
+    carry_out = Producer._carry_out
+    sent: list[set[str]] = []
+
+    def lose_first_reply(self: Producer, request: Any) -> Any:
+        reply = carry_out(self, request)
+        if hasattr(request, "payloads"):
+            sent.append({key for key, _ in request.payloads})
+            if len(sent) == 1:
+                raise redis.exceptions.ConnectionError("lost")
+        return reply
+
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        producer.begin_group(2, group_id="g")
+        monkeypatch.setattr(Producer, "_carry_out", lose_first_reply)
+        assert producer.push([trajectory("g", index) for index in range(2)]).codes == ["duplicate"] * 2
+        assert len(sent[0]) == len(sent[1]) == 2
+        assert not sent[0] & sent[1]
+        assert {key.decode() for key in payload_keys(run)} == sent[0]
+        assert group_all(run) == ["complete"]
+    assert problems(run) == []

@@ -1,0 +1,64 @@
+"""Tickets: pushed from anywhere, checked against what is pushed under them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamadv.errors import TrajectoryError
+from streamadv.producer.checks import check_records
+from streamadv.producer.tickets import Ticket, new_group_id
+from streamadv.store.connection import Connection
+from tests.support import (
+    join,
+    payload_keys,
+    producing,
+    trajectory,
+)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"group_id": "g"}', '{"group_id": 1}'])
+def test_what_is_no_ticket_is_said_to_be_none(text: str) -> None:
+    with pytest.raises(TrajectoryError, match="ticket: "):
+        Ticket.from_json(text)
+
+
+def test_a_ticket_can_be_pushed_from_anywhere(fake: Connection) -> None:
+    with producing(fake, "r") as one, producing(fake, "r") as other:
+        group = one.begin_group(1, group_id="g", data_source="math", metadata={"prompt": 7})
+        ticket = Ticket.from_json(group.tickets[0].to_json())
+        assert ticket == group.tickets[0]
+        rollout = other.rollout(ticket)
+        assert rollout.push(input_ids=[1], response_mask=[1], reward=1.0, metadata={"x": 1}) == "pushed"
+    run = join(fake, "r")
+    header = fake.scripts.hget(payload_keys(run)[0].decode(), "header")
+    assert header is not None
+    assert b'"metadata":{"prompt":7,"x":1}' in header
+    assert b'"data_source":"math"' in header
+
+
+@pytest.mark.parametrize("ticket", ["text", None, {"group_id": "g"}])
+def test_a_rollout_needs_a_ticket(fake: Connection, ticket: Any) -> None:
+    with producing(fake, "r") as producer, pytest.raises(TrajectoryError, match="from_json"):
+        producer.rollout(ticket)
+
+
+def test_records_are_checked_against_their_ticket() -> None:
+    ticket = Ticket("g", 1, 2, 3, 0, 7, "math", {"a": 1})
+    (item,) = check_records([{"input_ids": [1], "response_mask": [1]}], ticket)
+    assert (item.group_id, item.rollout_index, item.model_version) == ("g", 1, 7)
+    assert (item.data_source, item.metadata) == ("math", {"a": 1})
+    with pytest.raises(TrajectoryError, match="belongs to group h"):
+        check_records([trajectory("h", 0)], ticket)
+    with pytest.raises(TrajectoryError, match="has 3 slots"):
+        check_records([trajectory("g", 3)], ticket)
+    with pytest.raises(TrajectoryError, match="records 0 and 1 of group g both have rollout_index 1"):
+        check_records([{"input_ids": [1], "response_mask": [1]}] * 2, ticket)
+
+
+def test_new_group_ids_are_ordered_and_unique() -> None:
+    ids = [new_group_id() for _ in range(100)]
+    assert len(set(ids)) == 100
+    assert all(text[14] == "7" and text[19] in "89ab" for text in ids)
+    assert [text[:8] for text in ids] == sorted(text[:8] for text in ids)
