@@ -138,40 +138,40 @@ def manifest_call(
     run: str,
     settings: RunSettings | None,
     columns: Mapping[str, str] | None = None,
-    known: Manifest | None = None,
+    before: Manifest | None = None,
 ) -> ScriptCall:
     """Read the manifest, after writing what this process knows of it or was given and nobody has written yet."""
     check_run_name(run)
     settings = settings or RunSettings()
-    if known is None:
+    if before is None:
         shards = settings.shards or 1
         salts = [find_salt(run, shard, shards) for shard in range(shards)]
         fields = {"schema_version": json.dumps(SCHEMA_VERSION), "salts": json.dumps(salts)}
     else:
-        fields = dict(known.fields)
+        fields = dict(before.fields)
     fields |= {name: json.dumps(value) for name, value in settings.given.items()}
     fields |= {f"{_COLUMN_PREFIX}{name}": kind for name, kind in (columns or {}).items()}
     return script_call("manifest", EntryKeys(run), [part for pair in fields.items() for part in pair])
 
 
 def parse_manifest(
-    run: str, settings: RunSettings | None, reply: list[Any], known: Manifest | None = None
+    run: str, settings: RunSettings | None, reply: list[Any], before: Manifest | None = None
 ) -> Manifest:
-    """The manifest from the reply of `manifest_call`. known: what this process has worked with so far.
+    """The manifest from the reply of `manifest_call`. before: what this process has worked with so far.
 
     Raises ManifestMismatchError when a given or known value differs from the written one, SettingError for a run of
     another schema version.
     """
     stored, ignored = _text_fields(reply)
     salts = _layout(run, stored)
-    if known is not None and known.keys.salts != salts:
-        raise ManifestMismatchError(_another_layout(run, known.keys.salts, salts))
+    if before is not None and before.keys.salts != salts:
+        raise ManifestMismatchError(_another_layout(run, before.keys.salts, salts))
     if settings is not None and settings.shards not in (None, len(salts)):
         raise ManifestMismatchError(f"shards is {settings.shards}, run {run} was created with {len(salts)}")
     values = _pop_unreadable(stored, ignored)
     fields = {name: value.decode(errors="backslashreplace") for name, value in stored.items()}
-    if known is not None:
-        _check_known(run, known.fields, fields)
+    if before is not None:
+        _check_before(run, before.fields, fields)
     if settings is not None:
         _check_given(run, settings.given, values)
     columns = {
@@ -212,9 +212,9 @@ def _pop_unreadable(stored: dict[str, bytes], ignored: list[str]) -> dict[str, A
     return values
 
 
-def _check_known(run: str, known: Mapping[str, str], fields: Mapping[str, str]) -> None:
+def _check_before(run: str, before: Mapping[str, str], fields: Mapping[str, str]) -> None:
     """Raise ManifestMismatchError when a field is not what this process has worked with."""
-    for name, value in known.items():
+    for name, value in before.items():
         if fields.get(name) != value:
             raise ManifestMismatchError(
                 f"{name} is {value} in this process, run {run} has {fields.get(name, 'none')} now: {_ANEW}, give "
@@ -238,11 +238,11 @@ _ANEW: Final = (
 )
 
 
-def _another_layout(run: str, known: tuple[int, ...], salts: tuple[int, ...]) -> str:
-    here, there = (f"{len(salts)} (salts {', '.join(map(str, salts[:8]))})" for salts in (known, salts))
+def _another_layout(run: str, before: tuple[int, ...], salts: tuple[int, ...]) -> str:
+    mine, stored = (f"{len(salts)} (salts {', '.join(map(str, salts[:8]))})" for salts in (before, salts))
     return (
-        f"shards is {here} in this process, run {run} has {there} now: {_ANEW}, delete the run and create it again "
-        f"with `streamadv runs create --shards {len(known)}`"
+        f"shards is {mine} in this process, run {run} has {stored} now: {_ANEW}, delete the run and create it again "
+        f"with `streamadv runs create --shards {len(before)}`"
     )
 
 

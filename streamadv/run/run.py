@@ -66,7 +66,7 @@ class Run:
         if not self.manifest.is_current(*pipe.execute()):
             self.refresh()
 
-    def _read(self, known: Manifest | None) -> Manifest:
+    def _read(self, before: Manifest | None) -> Manifest:
         scripts = self.connection.scripts
         reply: Any
         if self._settings is None:
@@ -77,9 +77,9 @@ class Run:
                 )
             reply = [0, *(part for pair in stored.items() for part in pair)]
         else:
-            reply = run_script(scripts, manifest_call(self.name, self._settings, known=known))
-        manifest = parse_manifest(self.name, self._settings, reply, known)
-        if reply[0] or (known is None and self._settings is not None):
+            reply = run_script(scripts, manifest_call(self.name, self._settings, before=before))
+        manifest = parse_manifest(self.name, self._settings, reply, before)
+        if reply[0] or (before is None and self._settings is not None):
             run_script(scripts, register_call(self.name))
         return manifest
 
