@@ -23,19 +23,23 @@ def main(
     """Score with `function` until SIGTERM or SIGINT. name, options: of the `Scorer`."""
     stop = stop_on_signals()
     run = join_run(settings, wanted, stop)
-    chosen = name or name_of(function, run.manifest.scorers, run.name)
-    Scorer(run.connection, run.name, chosen, **options).run(function, stop)
+    name = name or name_of(function, run.manifest.scorers, run.name)
+    Scorer(run.connection, run.name, name, **options).run(function, stop)
     leave()
 
 
 def name_of(function: Callable[..., Any], scorers: Sequence[str], run: str) -> str:
     """Which of the run's scorers a function is: the one called so, or the only one. Raises SettingError."""
-    own = getattr(function, "__name__", "")
-    if own in scorers:
-        return own
+    function_name = getattr(function, "__name__", "")
+    if function_name in scorers:
+        return function_name
     if len(scorers) == 1:
         return scorers[0]
     remedy = (
-        "say which by --name" if scorers else f"name them when the run is created, or here by --scorers {own}"
+        "say which by --name"
+        if scorers
+        else f"name them when the run is created, or here by --scorers {function_name}"
     )
-    raise SettingError(f"run {run} has the scorers {', '.join(scorers) or 'none'}, not {own!r}: {remedy}")
+    raise SettingError(
+        f"run {run} has the scorers {', '.join(scorers) or 'none'}, not {function_name!r}: {remedy}"
+    )

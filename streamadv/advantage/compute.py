@@ -121,8 +121,8 @@ def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, b
         for name, values in tokens.items():
             array = values.cpu().numpy()
             number = 0
-            for position, chosen in enumerate(selection.trajectories.tolist()):
-                if chosen:
+            for position, is_published in enumerate(selection.trajectories.tolist()):
+                if is_published:
                     outputs[f"{number}:{name}"] = array[bounds[position] : bounds[position + 1]].tobytes()
                     number += 1
     return results, outputs

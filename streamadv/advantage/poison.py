@@ -116,7 +116,7 @@ def _try_alone(
         compute_alone(group)
     except SettingError:
         raise
-    except Exception as error:  # whatever its data provoke: that is what is being found out
+    except Exception as error:  # any: the group's data may provoke whatever the chain's libraries raise
         cause = error.__cause__ if isinstance(error, EstimatorError) else error
         if isinstance(cause, CODE_ERRORS):
             bugs.append(error)

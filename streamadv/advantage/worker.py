@@ -121,7 +121,7 @@ class Worker:
             with metrics.timed(STAGE, "read"):
                 prepared = prepare_or_discard(self._run, entry)
         except RETRYABLE as error:
-            self._consumer.done([entry])  # still pending: asked for again with the own entries
+            self._consumer.done([entry])  # still pending: read again with this consumer's pending entries
             self._consumer.reread_pending()
             outage.pause_after(error)
             return
@@ -149,7 +149,7 @@ class Worker:
             try:
                 with metrics.timed(STAGE, "compute"):
                     computed = compute_safely(self._run, prepared, self._device, self._stop)
-            except Stopped as error:  # still in hand, so given back
+            except Stopped as error:  # still in hand: the shutdown gives it back
                 logger.warning("%s", error, extra=self._log_fields("computation_stopped"))
                 return
             except RETRYABLE as error:  # tries at a suspect group are counted on the server

@@ -174,9 +174,9 @@ def _empty_columns(
     columns = {}
     for name in sorted(set.intersection(*names)):
         dtype, shape, per_token = json.loads(run.manifest.columns.get(name, "[null, [], true]"))
-        known = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS.get(name) or (dtype and np.dtype(dtype))
-        if known is not None and per_token:
-            columns[name] = torch.tensor(np.zeros((0, *shape), known), device=device)
+        column_dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS.get(name) or (dtype and np.dtype(dtype))
+        if column_dtype is not None and per_token:
+            columns[name] = torch.tensor(np.zeros((0, *shape), column_dtype), device=device)
     if "advantages" in columns:
         columns.setdefault("returns", columns["advantages"])
     return columns
@@ -190,7 +190,7 @@ def _run_late_part(
 ) -> tuple[PackedShare, Metrics | None]:
     """Make the late columns and run the steps of the chain after them; the batch gets advantages and returns."""
     batch, results, metrics = packed.batch, dict(packed.results), None
-    if packed.share.trained:  # else all groups are dead: there is no micro-batch, and nothing to be late for
+    if packed.share.trained:  # else all groups are dead: no rank has a micro-batch
         batch = batch.with_columns(**make_late_columns(late, batch, packed.share, packed.payloads))
         chain = cut_chain(record.chain, record.late)[1]
         if chain.steps:
@@ -210,7 +210,7 @@ def _check_scope(chain: Chain, record: BatchRecord, world_size: int) -> None:
     """Raise SettingError if one rank cannot run these steps on its share alone."""
     if world_size > 1 and chain.scope != "row":
         raise SettingError(
-            f"chain has {chain.scope}-scoped steps behind late columns {', '.join(record.late)}: "
+            f"chain has {chain.scope}-scoped steps after late columns {', '.join(record.late)}: "
             f"they need world_size 1, not {world_size}"
         )
 

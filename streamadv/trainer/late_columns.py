@@ -58,8 +58,8 @@ def make_late_columns(
 def late_values(name: str, supplier: LateColumn, micro_batch: MicroBatch) -> Tensor:
     """[N] float32 on the micro-batch's device, without a gradient: what the supplier returns for it, checked.
 
-    The supplier gets a copy, so nothing that it writes there stays. It may return anything for tokens that are not
-    trained on; non-finite values there become 0. Raises LateColumnError.
+    The supplier gets a copy, so nothing that it writes into the micro-batch stays. It may return anything for tokens
+    that are not trained on: non-finite values of those become 0. Raises LateColumnError.
     """
     values, by = _supplied(name, supplier, micro_batch), f"function {_name_of(supplier)}"
     mask = micro_batch.response_mask.bool()

@@ -22,8 +22,8 @@ from .plan import Share
 class Columns:
     """Columns as attributes: `mb.input_ids`, `mb.advantages`, and any other by its name.
 
-    `columns` holds them by name, `name in mb` says whether there is one. An attribute that is no column raises
-    AttributeError, which lists those there are.
+    `columns` holds them by name, `name in mb` says whether `mb` has one. An attribute that is no column raises
+    AttributeError, which lists the columns.
     """
 
     def __init__(self, columns: Mapping[str, Tensor]) -> None:
@@ -116,7 +116,7 @@ class MicroBatch(Columns):
         width = max(self.row_lengths, default=0)
         place = torch.arange(width, device=self.cu_seqlens.device)
         mask = place < torch.diff(self.cu_seqlens)[:, None]
-        # Read, with a zero behind the last token: torch cannot write unsigned integers by index.
+        # Gathered from the tokens and a 0 after the last one: torch cannot write unsigned integers by index.
         index = torch.where(mask, self.cu_seqlens[:-1, None] + place, self.num_tokens)
         padded = {}
         for name, values in {**self.columns, "position_ids": self.position_ids}.items():
@@ -248,7 +248,7 @@ def _tokens(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
 def _extras(payloads: Sequence[Payload]) -> tuple[dict[str, list[Array]], dict[str, list[list[Array]]]]:
     """Extra columns that every payload has.
 
-    First those with one value per token, name -> one array per trajectory; then the others, name -> for each
+    First columns with one value per token, name -> one array per trajectory; then further ones, name -> for each
     trajectory one array per row.
     """
     names = set.intersection(*(set(p.columns) - set(KNOWN_COLUMNS) for p in payloads)) if payloads else set()

@@ -34,6 +34,7 @@ from ..run.manifest import RunSettings
 from ..status.watchdog import Limits, Watchdog, why_no_batch
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, T, patiently
+from .arguments import check_arguments
 from .late_columns import LateColumn, check_late, pushed_columns
 from .microbatch import Batch
 from .patience import Patience
@@ -107,23 +108,19 @@ class TrainerQueue(IterableDataset[Batch]):
         max_filtered_batches: int | None = 10,
         settings: RunSettings | None = None,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise SettingError(f"rank is {rank}, needs 0 <= rank < world_size ({world_size})")
-        for name, value, least in (
-            ("batch_groups", batch_groups, 1),
-            ("min_groups", min_groups, 1),
-            ("tokens_per_micro_batch", tokens_per_micro_batch, 1),
-            ("max_staleness", max_staleness, 0),
-            ("drop_after", drop_after, 0),
-            ("prefetch", prefetch, 0),
-            ("max_filtered_batches", max_filtered_batches, 1),
-        ):
-            if value is not None and value < least:
-                raise SettingError(f"{name} is {value}, needs {least} or more")
-        if commit not in ("each_batch", "manual"):
-            raise SettingError(f"commit is {commit!r}, needs 'each_batch' or 'manual'")
-        if not durability_window >= 0:
-            raise SettingError(f"durability_window is {durability_window}, needs 0 or more seconds")
+        check_arguments(
+            rank,
+            world_size,
+            commit,
+            durability_window,
+            batch_groups=(batch_groups, 1),
+            min_groups=(min_groups, 1),
+            tokens_per_micro_batch=(tokens_per_micro_batch, 1),
+            max_staleness=(max_staleness, 0),
+            drop_after=(drop_after, 0),
+            prefetch=(prefetch, 0),
+            max_filtered_batches=(max_filtered_batches, 1),
+        )
         late = dict(late or {})
         check_late(late)
         built = build_chain(chain)
@@ -385,7 +382,7 @@ class TrainerQueue(IterableDataset[Batch]):
         session.commit(state["version"])
 
     def _writing_session(self) -> Session:
-        """Rank 0 writes to the servers as they are now; the others write nothing."""
+        """The session to write with. Only rank 0 writes, to the servers as they are now."""
         return self._sessions.checked() if self._rank.number == 0 else self._sessions.current()
 
     def _patiently(self, call: Callable[[], T]) -> T:

@@ -77,8 +77,8 @@ class BatchReader:
     def exclude(self, error: UndecodableGroupError) -> bool:
         """Exclude what `collect` could not read from the next batch: its groups become dead letters.
 
-        A rank among several leaves out its trajectories only: the others do not know, and keep to the plan. False if
-        the batch was lost or committed meanwhile.
+        A rank among several only leaves out its trajectories, because the other ranks keep to their plan. False if the
+        batch was lost or committed meanwhile.
         """
         session = self.session
         record = session.find(session.progress.delivered)

@@ -29,8 +29,8 @@ class ResultsLog:
     def __init__(self) -> None:
         #: Last entry read of each shard.
         self.cursors: dict[int, str] = {}
-        # By batch, in the order of the logs. `publish.lua` lets one result pass for each work item: whatever else
-        # stands there was written by a foreign process.
+        # By batch, in the order of the logs. `publish.lua` publishes one result of each work item: foreign processes
+        # have written any others.
         self._results: dict[str, list[Result]] = defaultdict(list)
 
     def read(self, run: Run, batches: Container[str] | None) -> list[Stray]:

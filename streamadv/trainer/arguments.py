@@ -1,0 +1,20 @@
+"""Arguments of the trainer queue, checked."""
+
+from __future__ import annotations
+
+from ..errors import SettingError
+
+
+def check_arguments(
+    rank: int, world_size: int, commit: str, durability_window: float, **counts: tuple[int | None, int]
+) -> None:
+    """Raise SettingError for an argument out of range. counts: the others, with the least value of each."""
+    if not 0 <= rank < world_size:
+        raise SettingError(f"rank is {rank}, needs 0 <= rank < world_size ({world_size})")
+    for name, (value, least) in counts.items():
+        if value is not None and value < least:
+            raise SettingError(f"{name} is {value}, needs {least} or more")
+    if commit not in ("each_batch", "manual"):
+        raise SettingError(f"commit is {commit!r}, needs 'each_batch' or 'manual'")
+    if not durability_window >= 0:
+        raise SettingError(f"durability_window is {durability_window}, needs 0 or more seconds")
