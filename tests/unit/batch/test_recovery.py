@@ -1,0 +1,129 @@
+"""Rank 0 takes a run on servers that lost recent writes: run and job agree again on every batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamadv.algorithms import build_chain
+from streamadv.batch.exclusion import read_exclusions
+from streamadv.batch.leader import Leader
+from streamadv.batch.progress import Progress
+from streamadv.batch.record import BatchRecord, Death, read_records
+from streamadv.batch.recovery import applied_ids, missing, take_over
+from streamadv.batch.settings import NamingSettings
+from streamadv.errors import EpochFencedError
+from streamadv.run import Run
+from streamadv.store.connection import Connection
+from tests.support import group_all, join, ledger, problems, producing, push_groups
+
+SETTINGS = NamingSettings(
+    batch_groups=4,
+    min_groups=4,
+    prefetch=1,
+    max_staleness=None,
+    drop_after=None,
+    keep_rolled_back=False,
+    needs=frozenset(),
+    chain=build_chain("grpo").config.model_dump(mode="json"),
+    late=(),
+    tokens_per_micro_batch=None,
+)
+
+
+@pytest.fixture
+def run(fake: Connection) -> Run:
+    """Eight groups of two in two shards, in no batch yet."""
+    with producing(fake, "r", {"shards": 2}) as producer:
+        push_groups(producer, 8)
+    run = join(fake, "r")
+    group_all(run)
+    return run
+
+
+def begin(run: Run, progress: Progress) -> Leader:
+    """A session with batches 0 and 1 named."""
+    leader = take_over(run, SETTINGS, progress)
+    assert leader.name_ahead(False)
+    assert sorted(leader.batches) == [0, 1]
+    return leader
+
+
+def lose_application(run: Run, record: BatchRecord) -> None:
+    """As on a shard that goes back to a time before it knew the batch."""
+    for shard in run.shards:
+        shard.call("unapply_batch", [99, record.id])
+
+
+def test_a_batch_that_shards_have_lost_is_applied_again(run: Run) -> None:
+    progress = Progress()
+    leader = begin(run, progress)
+    record = leader.batches[0].record
+    lose_application(run, record)
+    assert ledger(run)["in_flight"] == 8
+    take_over(run, SETTINGS, progress)
+    assert all(record.id in applied_ids(run, run.shard(pointer.shard)) for pointer in record.groups)
+    assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (16, 0)
+    assert problems(run) == []
+
+
+def test_a_dead_letter_for_a_lost_batch_is_written_when_the_batch_is_applied_again(run: Run) -> None:
+    """In between nothing may be changed: the shard would forget that the batch does not miss the group."""
+    progress = Progress()
+    leader = begin(run, progress)
+    record = leader.batches[0].record
+    group_id = record.groups[1].group_id
+    lose_application(run, record)
+    assert leader.dead_letter(record, {group_id: Death("crashed", "")}).dead == {group_id}
+    assert ledger(run)["dead"] == {}
+    take_over(run, SETTINGS, progress)
+    assert ledger(run)["dead"] == {"crashed": 2}
+    assert read_exclusions(run, record).dead == {group_id}
+    assert missing(run, record) == []
+    assert problems(run) == []
+
+
+def test_a_batch_that_misses_a_group_is_named_again_and_all_after_it(run: Run) -> None:
+    progress = Progress()
+    leader = begin(run, progress)
+    before = {k: batch.record for k, batch in leader.batches.items()}
+    lost = before[0].groups[0]
+    shard = run.shard(lost.shard)
+    run.connection.scripts.xdel(shard.keys.groups, lost.entry)
+    again = take_over(run, SETTINGS, progress)
+    assert again.batches == {}
+    assert read_records(run) == {}
+    assert again.name_ahead(False)
+    assert list(again.batches) == [0]
+    named = [pointer for batch in again.batches.values() for pointer in batch.record.groups]
+    assert lost not in named
+    assert len(named) == 4
+
+
+def test_a_naming_that_the_home_shard_lost_is_written_again(run: Run) -> None:
+    progress = Progress()
+    leader = begin(run, progress)
+    records = {k: batch.record for k, batch in leader.batches.items()}
+    run.connection.scripts.delete(run.home.keys.batches)
+    take_over(run, SETTINGS, progress)
+    assert read_records(run) == records
+    assert problems(run) == []
+
+
+def test_batches_that_nobody_knows_are_undone(run: Run) -> None:
+    """The job before died, and the home shard lost its namings while the other shards have them."""
+    begin(run, Progress())
+    run.connection.scripts.delete(run.home.keys.batches)
+    leader = take_over(run, SETTINGS, Progress())
+    assert leader.batches == {}
+    assert [applied_ids(run, shard) for shard in run.shards] == [set(), set()]
+    assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (0, 16)
+    assert problems(run) == []
+
+
+def test_a_session_that_was_replaced_changes_nothing(run: Run) -> None:
+    old = take_over(run, SETTINGS, Progress())
+    take_over(run, SETTINGS, Progress())
+    for attempt in (lambda: old.name_ahead(False), lambda: old.commit(1), lambda: old.publish_end(1)):
+        with pytest.raises(EpochFencedError, match="a newer trainer has taken over"):
+            attempt()
+    assert ledger(run)["in_flight"] == 0
