@@ -51,7 +51,7 @@ def public_names() -> str:
         "streamadv.algorithms": names_of(algorithms),
         "streamadv.padded": names_of(padded),
         "estimators and their options": estimators(),
-        "presets": iter(sorted(preset_names())),
+        "presets": (name for name in preset_names() if name not in estimator_names() or is_built_in(name)),
         "parts of a ChainConfig": parts_of(ChainConfig),
         "environment variables": environment_variables(),
         "metrics: name, type, labels": exposed_metrics(),
@@ -145,10 +145,15 @@ def error_line(kind: type) -> str:
     return f"{kind.__name__}({', '.join(base.__name__ for base in kind.__bases__)})"
 
 
+def is_built_in(estimator: str) -> bool:
+    """Other tests register estimators of their own."""
+    return get_estimator(estimator).function.__module__.startswith("streamadv.")
+
+
 def estimators() -> Iterator[str]:
     for name in estimator_names():
         known = get_estimator(name)
-        if known.function.__module__.startswith("streamadv."):  # other tests register their own
+        if is_built_in(name):
             yield f"{name}({', '.join(f'{option} = {default!r}' for option, default in known.options.items())})"
 
 
