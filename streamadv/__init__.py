@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from . import errors
+    from . import errors, losses
     from .algorithms.registry import estimator
     from .grouping.scorer import Scorer
     from .producer.async_group import AsyncGroup, AsyncRollout
@@ -48,6 +48,7 @@ _HOMES = {
     "Trajectory": "trajectory.schema",
     "errors": "errors",
     "estimator": "algorithms.registry",
+    "losses": "losses",
     "redis_url": "settings",
 }
 
@@ -74,6 +75,7 @@ __all__ = [
     "__version__",
     "errors",
     "estimator",
+    "losses",
     "redis_url",
 ]
 
@@ -82,4 +84,4 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'streamadv' has no attribute {name!r}")
     module = importlib.import_module(f".{_HOMES[name]}", __name__)
-    return module if name == "errors" else getattr(module, name)
+    return module if name == _HOMES[name] else getattr(module, name)

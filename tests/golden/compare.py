@@ -76,8 +76,16 @@ def check_entry(entry: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
             assert f"out.{variant['name']}.{output}" in arrays
 
 
-def compare(got: Mapping[str, Any], want: Mapping[str, Array], where: str) -> None:
-    """Every recorded output is there and equal: exactly for whole numbers, text and masks."""
+def compare(
+    got: Mapping[str, Any],
+    want: Mapping[str, Array],
+    where: str,
+    tolerance: Mapping[str, float] | None = None,
+) -> None:
+    """Every recorded output is there and equal: exactly for whole numbers, text and masks.
+
+    tolerance: the call's own, relative and absolute, where the peer computes in bfloat16 or its float32 is inexact.
+    """
     for name, expected in want.items():
         if name == "metric_values":
             continue
@@ -94,7 +102,8 @@ def compare(got: Mapping[str, Any], want: Mapping[str, Array], where: str) -> No
         if expected.dtype.kind in "iub" or "mask" in name:
             np.testing.assert_array_equal(result.astype(np.float64), expected.astype(np.float64), where)
         else:
-            assert_close(result, expected, f"{where}.{name}")
+            # Of a call in bfloat16, the peer's float32 results.
+            assert_close(result, expected, f"{where}.{name}", None if name.endswith("_f32") else tolerance)
 
 
 def compare_stated(got: Mapping[str, Any], stated: Mapping[str, Array], where: str) -> None:
@@ -106,7 +115,9 @@ def compare_stated(got: Mapping[str, Any], stated: Mapping[str, Array], where: s
             assert_close(np.asarray(result), stated[name], f"{where}.{name}")
 
 
-def assert_close(result: Array, expected: Any, where: str) -> None:
+def assert_close(
+    result: Array, expected: Any, where: str, tolerance: Mapping[str, float] | None = None
+) -> None:
     """Equal within TOLERANCE of the array's largest value (of 1 for smaller ones); NaN and inf at the same places.
 
     What float32 leaves of a sum depends on the largest numbers in it: a share of each element would be too strict
@@ -116,6 +127,9 @@ def assert_close(result: Array, expected: Any, where: str) -> None:
     assert result.shape == expected.shape, f"{where}: shape {result.shape}, not {expected.shape}"
     finite = np.isfinite(expected)
     np.testing.assert_array_equal(result[~finite], expected[~finite], where)
+    if tolerance:
+        np.testing.assert_allclose(result[finite], expected[finite], **tolerance, err_msg=where)
+        return
     largest = np.abs(expected[finite]).max(initial=1.0)
     np.testing.assert_allclose(result[finite], expected[finite], 0, TOLERANCE * largest, err_msg=where)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from .compare import Function
+from .mapping_losses import LOSSES
 from .mapping_others import OTHERS
 from .mapping_outcomes import OUTCOMES
 from .mapping_roll import ROLL
 from .mapping_verl import VERL
 
-MAPPING: dict[str, Function] = {**OTHERS, **OUTCOMES, **ROLL, **VERL}
+MAPPING: dict[str, Function] = {**LOSSES, **OTHERS, **OUTCOMES, **ROLL, **VERL}
 
 #: Functions streamadv does not offer, and why.
 NOT_IN_CATALOGUE: dict[str, str] = {

@@ -42,7 +42,7 @@ def test_vectors(entry: Mapping[str, Any]) -> None:
             continue
         prefix = f"out.{variant['name']}."
         want = {output: arrays[prefix + output] for output in variant.get("outputs", ())}
-        compare(got, want, where)
+        compare(got, want, where, variant.get("tolerance"))
 
 
 def test_tables_do_not_overlap() -> None:

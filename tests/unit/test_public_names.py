@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 import streamadv
-from streamadv import algorithms, errors, metrics, padded
+from streamadv import algorithms, errors, losses, metrics, padded
 from streamadv.algorithms import ChainConfig, estimator_names, preset_names
 from streamadv.algorithms.registry import get_estimator
 from streamadv.cli import make_parser
@@ -50,6 +50,7 @@ def public_names() -> str:
         "streamadv.metrics": (line_of(name, getattr(metrics, name)) for name in METRICS_API),
         "streamadv.algorithms": names_of(algorithms),
         "streamadv.padded": names_of(padded),
+        "streamadv.losses": names_of(losses),
         "estimators and their options": estimators(),
         "presets": (name for name in preset_names() if name not in estimator_names() or is_built_in(name)),
         "parts of a ChainConfig": parts_of(ChainConfig),
