@@ -1,4 +1,4 @@
-"""Everything is accounted for: pushed = trained + dropped{reason} + dead{reason} + queued + in_flight, at every moment."""
+"""Everything is accounted for: pushed = trained + dropped + dead + queued + in_flight, at every moment."""
 
 from __future__ import annotations
 
