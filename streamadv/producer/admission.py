@@ -42,11 +42,11 @@ class BeginCall:
 class Admission:
     """How a producer's groups are admitted."""
 
-    def __init__(self, member: Membership, resend: ResendWindow) -> None:
-        self._member = member
+    def __init__(self, membership: Membership, resend: ResendWindow) -> None:
+        self._membership = membership
         self._resend = resend
-        self._not_admitted = Blocked(member.who, "not admitted")  # of all threads and tasks together
-        self._told_unpaced = False
+        self._not_admitted = Blocked(membership.who, "not admitted")  # of all threads and tasks together
+        self._has_warned_unpaced = False
         self._unclaimed: dict[str, str] = {}  # nonce of a begin that nobody waits for any more -> group id
 
     def begin(self, request: GroupRequest, call: BeginCall | None = None) -> Steps[list[Ticket]]:
@@ -55,9 +55,9 @@ class Admission:
         Returns [] if `call` is no longer wanted. Raises Busy, GroupEndedError, TrajectoryError, SettingError.
         """
         call = call or BeginCall()
-        manifest = self._member.manifest
+        manifest = self._membership.manifest
         redundancy = manifest.redundancy if request.redundancy is None else request.redundancy
-        is_named = request.group_id is not None
+        has_given_id = request.group_id is not None
         shared = check_group(request, redundancy)
         spec = GroupSpec(
             shared.group_id,
@@ -66,23 +66,23 @@ class Admission:
             shared.data_source,
             request.deadline_s,
         )
-        yield from self._member.reopen()
+        yield from self._membership.reopen()
         yield from self.withdraw()
         wait = Wait(self._not_admitted, timeout=request.timeout, base=ADMISSION_WAIT_S)
         while True:
-            spec = spec if is_named else replace(spec, group_id=new_group_id())
-            spec, reply = yield from self._ask_to_begin(spec, call, is_named)
+            spec = spec if has_given_id else replace(spec, group_id=new_group_id())
+            spec, reply = yield from self._ask_to_begin(spec, call, has_given_id)
             if reply[0] in (b"ok", b"open"):
                 wait.over()
-                if self._member.closed or not call.wanted:
-                    self.forgo(call, spec.group_id)
-                    self._member.check_open()
+                if self._membership.closed or not call.wanted:
+                    self.leave_unclaimed(call, spec.group_id)
+                    self._membership.check_open()
                     return []
                 return self._tickets(shared, spec, reply)
             if reply[0] == b"ended":
                 raise GroupEndedError(f"group {spec.group_id} has ended: begin another one")
             check_group_reply(reply, spec)
-            shard = self._member.shard_of(spec.group_id) if self._member.shards > 1 else None
+            shard = self._membership.shard_of(spec.group_id) if self._membership.shards > 1 else None
             reason = refusal(reply, shard)
             wait.because(reason)
             if wait.expired:
@@ -94,38 +94,38 @@ class Admission:
                 return []
 
     def _ask_to_begin(
-        self, spec: GroupSpec, call: BeginCall, is_named: bool
+        self, spec: GroupSpec, call: BeginCall, has_given_id: bool
     ) -> Steps[tuple[GroupSpec, Reply]]:
         """Ask for admission once.
 
         If the shard has its share of the groups ahead, a group without a given id moves to the shard with the fewest.
         """
-        self._tell_if_unpaced()
+        self._warn_if_unpaced()
         reply = yield from self._begin(spec, call)
-        if self._member.shards > 1 and is_over_share(reply):
+        if self._membership.shards > 1 and is_over_share(reply):
             counts = yield from self._groups_ahead()
-            if not is_named:
+            if not has_given_id:
                 spec = replace(spec, group_id=self._new_id_in(counts.index(min(counts))))
-            elsewhere = sum(counts) - counts[self._member.shard_of(spec.group_id)]
-            reply = yield from self._begin(spec, call, elsewhere)
+            groups_elsewhere = sum(counts) - counts[self._membership.shard_of(spec.group_id)]
+            reply = yield from self._begin(spec, call, groups_elsewhere)
         return spec, reply
 
-    def _begin(self, spec: GroupSpec, call: BeginCall, elsewhere: int | None = None) -> Steps[Reply]:
-        keys = self._member.keys_of(spec.group_id)
+    def _begin(self, spec: GroupSpec, call: BeginCall, groups_elsewhere: int | None = None) -> Steps[Reply]:
+        keys = self._membership.keys_of(spec.group_id)
 
         def make() -> ScriptCall:
-            arguments = self._arguments(spec, self.room(spec.group_id), elsewhere)
+            arguments = self._arguments(spec, self.budget_for_new(spec.group_id), groups_elsewhere)
             return script_call("begin", keys, [*arguments, call.nonce], group=spec.group_id)
 
         try:
             return (yield from self._ask(GroupCall(make)))
         except BaseException:  # also when the steps are closed: no reply has come, and the group may be open
-            self.forgo(call, spec.group_id)
+            self.leave_unclaimed(call, spec.group_id)
             raise
 
     def _tickets(self, shared: Trajectory, spec: GroupSpec, reply: Reply) -> list[Ticket]:
         _, epoch, version, slots = reply
-        self._member.version = model_version = int(version or 0)
+        self._membership.version = model_version = int(version or 0)
         return [
             Ticket(
                 spec.group_id,
@@ -140,36 +140,36 @@ class Admission:
             for index in range(int(slots))
         ]
 
-    def enter(
+    def call_group_script(
         self,
         spec: GroupSpec,
         call: Callable[[list[Any]], ScriptCall | Transaction],
-        room: int | None = None,
+        budget: int | None = None,
     ) -> Steps[Reply]:
         """The reply of a script that writes into a group, and opens it if need be.
 
-        call: makes one attempt, given the arguments of the admission. room: the byte budget for a group that may be
+        call: makes one attempt, given the arguments of the admission. budget: the byte budget for a group that may be
         new; None for one that was admitted before. Waits while the server is above its maxmemory.
         """
         wait = self.push_wait()
-        elsewhere: int | None = None
+        groups_elsewhere: int | None = None
 
         def make() -> ScriptCall | Transaction:
-            return call(self._arguments(spec, room, elsewhere))
+            return call(self._arguments(spec, budget, groups_elsewhere))
 
         while True:
             reply = yield from self._ask(GroupCall(make))
             if reply is OUT_OF_MEMORY:
                 yield from self.wait_for_room(wait, ABOVE_MAXMEMORY)
-            elif elsewhere is None and self._member.shards > 1 and is_over_share(reply):
+            elif groups_elsewhere is None and self._membership.shards > 1 and is_over_share(reply):
                 counts = yield from self._groups_ahead()
-                elsewhere = sum(counts) - counts[self._member.shard_of(spec.group_id)]
+                groups_elsewhere = sum(counts) - counts[self._membership.shard_of(spec.group_id)]
             else:
                 return reply
 
     def push_wait(self) -> Wait:
         """The wait of a push for room."""
-        return Wait(Blocked(self._member.who, "a push waits"))
+        return Wait(Blocked(self._membership.who, "a push waits"))
 
     def wait_for_room(self, wait: Wait, reason: Reason) -> Steps[None]:
         """One pause of `push_wait`."""
@@ -178,32 +178,37 @@ class Admission:
         metrics.backpressure(delay)
         yield Pause(delay)
 
-    def room(self, group_id: str) -> int:
+    def budget_for_new(self, group_id: str) -> int:
         """The byte budget for a group that may be new: none while its shard has no room for groups that it has lost.
 
         Those were admitted before. After new groups they might have to wait until this producer ends, and be lost.
         """
-        return NO_ROOM if self._member.shard_of(group_id) in self._resend.behind else self._member.max_bytes
+        return (
+            NO_ROOM
+            if self._membership.shard_of(group_id) in self._resend.behind
+            else self._membership.max_bytes
+        )
 
     def _ask(self, request: GroupCall) -> Steps[Reply]:
         """The reply to a request. A shard that does not know the run's layout learns it first."""
         reply: Reply = yield request
         while reply[0] == b"layout":
-            yield from self._member.confirm_layout()
+            yield from self._membership.confirm_layout()
             reply = yield request
         return reply
 
-    def _arguments(self, spec: GroupSpec, room: int | None, elsewhere: int | None) -> list[Any]:
+    def _arguments(self, spec: GroupSpec, budget: int | None, groups_elsewhere: int | None) -> list[Any]:
         """The first arguments of the scripts that may open a group, see `lua/lib/admit.lua`.
 
-        room: as of `enter`. A group admitted before needs no more than the budget: a server that has lost it may have
-        lost the known sizes of trajectories as well. elsewhere: groups that count in the other shards.
+        budget: as of `call_group_script`. A group admitted before reserves at most the budget, because a server that
+        has lost it may have lost the sizes of trajectories as well. groups_elsewhere: groups that count in the other
+        shards.
         """
-        manifest = self._member.manifest
+        manifest = self._membership.manifest
         slot_bytes = manifest.max_trajectory_bytes
-        if room is None:
-            room = self._member.max_bytes
-            slot_bytes = max(1, min(slot_bytes, room // spec.slots))
+        if budget is None:
+            budget = self._membership.max_bytes
+            slot_bytes = max(1, min(slot_bytes, budget // spec.slots))
         return [
             spec.group_id,
             spec.size,
@@ -211,55 +216,57 @@ class Admission:
             spec.data_source or "",
             round((spec.deadline_s or manifest.group_deadline_s) * 1000),
             slot_bytes,
-            room,
-            self._member.shards,
-            "" if elsewhere is None else elsewhere,
+            budget,
+            self._membership.shards,
+            "" if groups_elsewhere is None else groups_elsewhere,
             "" if manifest.max_staleness is None else manifest.max_staleness,
             "" if manifest.batch_groups is None else manifest.batch_groups,
-            self._member.name,
+            self._membership.name,
         ]
 
     def _groups_ahead(self) -> Steps[list[int]]:
         """How many groups count in pacing, of each shard."""
         counts = []
-        for keys in self._member.manifest.keys.shards:
+        for keys in self._membership.manifest.keys.shards:
             counts.append((yield script_call("ahead", keys)))
         return counts
 
     def _new_id_in(self, shard: int) -> str:
-        while self._member.shard_of(group_id := new_group_id()) != shard:
+        while self._membership.shard_of(group_id := new_group_id()) != shard:
             pass
         return group_id
 
-    def forgo(self, call: BeginCall, group_id: str) -> None:
+    def leave_unclaimed(self, call: BeginCall, group_id: str) -> None:
         """Note that nobody waits for the group that this call may have opened: `withdraw` undoes it."""
         self._unclaimed[call.nonce] = group_id
 
     def withdraw(self) -> Steps[None]:
         """Undo the opening of groups by calls whose callers no longer wait."""
         for nonce, group_id in list(self._unclaimed.items()):
-            keys = self._member.keys_of(group_id)
+            keys = self._membership.keys_of(group_id)
             yield script_call("withdraw", keys, [group_id, nonce], group=group_id)
             self._unclaimed.pop(nonce, None)
 
     def touch(self, group_id: str, deadline_s: float | None) -> Steps[bool]:
         """Extend the group's deadline; False when the group has ended."""
-        keys = self._member.keys_of(group_id)
+        keys = self._membership.keys_of(group_id)
         check_deadline(deadline_s)
-        milliseconds = round((deadline_s or self._member.manifest.group_deadline_s) * 1000)
-        reply = yield script_call("touch", keys, [group_id, milliseconds, self._member.name], group=group_id)
+        milliseconds = round((deadline_s or self._membership.manifest.group_deadline_s) * 1000)
+        reply = yield script_call(
+            "touch", keys, [group_id, milliseconds, self._membership.name], group=group_id
+        )
         return bool(reply)
 
-    def _tell_if_unpaced(self) -> None:
-        manifest = self._member.manifest
+    def _warn_if_unpaced(self) -> None:
+        manifest = self._membership.manifest
         paced = manifest.batch_groups is not None and manifest.max_staleness is not None
-        if paced or self._member.version is not None or self._told_unpaced:
+        if paced or self._membership.version is not None or self._has_warned_unpaced:
             return
-        self._told_unpaced = True
+        self._has_warned_unpaced = True
         logger.warning(
             "run %s has no trainer yet: until one starts only max_bytes (%d) limits how many groups are begun, "
             "all at version 0; `streamadv runs create --batch-groups N --max-staleness N` paces them until then",
-            self._member.run,
-            self._member.max_bytes * self._member.shards,
-            extra=log_fields("unpaced", run=self._member.run, role="producer"),
+            self._membership.run,
+            self._membership.max_bytes * self._membership.shards,
+            extra=log_fields("unpaced", run=self._membership.run, role="producer"),
         )

@@ -79,7 +79,7 @@ class AsyncRollout(BaseRollout):
     ) -> None:
         try:
             if error is not None and not self.ended:
-                ending = self._slots.end_by(self.rollout_index, error)
+                ending = self._slots.end_after_error(self.rollout_index, error)
                 with suppress(ProducerClosedError, *RETRYABLE):
                     await self._producer._drive(ending, patient=isinstance(error, Exception))
         finally:
@@ -134,7 +134,7 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
             for call, (rollout, outcome) in zip(calls, played, strict=True):
                 if call.cancelled():  # by somebody else than this: one rollout's mishap
                     outcome.error = asyncio.CancelledError()
-                    await self._producer._drive(self._slots.conclude(rollout.rollout_index, outcome))
+                    await self._producer._drive(self._slots.end_after_play(rollout.rollout_index, outcome))
                 elif call.done():
                     call.result()
         except BaseException:
@@ -142,7 +142,7 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
             with suppress(ProducerClosedError, *RETRYABLE):
-                await self._producer._drive(self._slots.withdraw(), patient=False)
+                await self._producer._drive(self._slots.cancel_unfinished(), patient=False)
             raise
         return self._results(played)
 
@@ -163,7 +163,7 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
         except Exception as error:
             outcome.error = error
         try:
-            await self._producer._drive(self._slots.conclude(rollout.rollout_index, outcome))
+            await self._producer._drive(self._slots.end_after_play(rollout.rollout_index, outcome))
         except StreamadvError as error:
             outcome.error = outcome.error or error
 
@@ -185,4 +185,4 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
                 await rollout._until_left()
         patient = error is None or isinstance(error, Exception)
         with nullcontext() if error is None else suppress(ProducerClosedError, *RETRYABLE):
-            await self._producer._drive(self._slots.leave(error), patient=patient)
+            await self._producer._drive(self._slots.end_block(error), patient=patient)

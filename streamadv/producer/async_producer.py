@@ -49,7 +49,7 @@ class AsyncProducer:
 
     async def open(self) -> Self:
         """As `Producer.open`."""
-        self._logic.member.check_open()
+        self._logic.membership.check_open()
         await self._connection.wait_until_ready()
         await self._drive(self._logic.open())
         self._heart = asyncio.create_task(self._beat(), name="streamadv-heartbeat")
@@ -57,10 +57,10 @@ class AsyncProducer:
 
     async def close(self) -> None:
         """As `Producer.close`."""
-        if self._heart is None or self._logic.member.closed:
+        if self._heart is None or self._logic.membership.closed:
             return
-        self._logic.member.closed = True
-        if self._logic.member.is_forked:
+        self._logic.membership.closed = True
+        if self._logic.membership.is_forked:
             return
         self._over.set_result(None)
         self._heart.cancel()
@@ -137,7 +137,7 @@ class AsyncProducer:
         with suppress(StreamadvError):
             tickets = await beginning
             if tickets:
-                self._logic.admission.forgo(call, tickets[0].group_id)
+                self._logic.admission.leave_unclaimed(call, tickets[0].group_id)
             await self._drive(self._logic.admission.withdraw())
 
     async def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
@@ -164,10 +164,10 @@ class AsyncProducer:
 
     async def model_version(self) -> int | None:
         """As `Producer.model_version`."""
-        member = self._logic.member
-        member.check_open()
+        membership = self._logic.membership
+        membership.check_open()
         with closed_under_way():
-            value: Any = await self._connection.scripts.hget(member.manifest.keys.home.lineage, "version")
+            value: Any = await self._connection.scripts.hget(membership.manifest.keys.home.lineage, "version")
         return None if value is None else int(value)
 
     async def finish(self) -> None:
@@ -175,7 +175,7 @@ class AsyncProducer:
         await self._drive(self._logic.finish())
 
     async def _beat(self) -> None:
-        while not self._logic.member.closed:
+        while not self._logic.membership.closed:
             await self._pause(self._logic.until_heartbeat())
             try:
                 await self._drive(self._logic.heartbeat(), patient=False)
@@ -185,26 +185,26 @@ class AsyncProducer:
 
     async def _drive(self, steps: Steps[T], patient: bool = True) -> T:
         """As `Producer._drive`."""
-        member = self._logic.member
-        member.check_open()
+        membership = self._logic.membership
+        membership.check_open()
         self._under_way += 1
         try:
             return await self._carry_through(steps, patient)
         except Exception as error:
             if not isinstance(error, StreamadvError):
-                member.check_open()  # else its connection was closed under it
+                membership.check_open()  # else its connection was closed under it
             raise
         finally:
             steps.close()
             self._under_way -= 1
-            if member.closed and not self._under_way:
+            if membership.closed and not self._under_way:
                 self._idle.set()
                 if self._heart is None:
                     await self._connection.close()
 
     async def _carry_through(self, steps: Steps[T], patient: bool, closed: bool = False) -> T:
         """As `Producer._carry_through`."""
-        check_open = never_closed if closed else self._logic.member.check_open
+        check_open = never_closed if closed else self._logic.membership.check_open
         requests = attempts(steps, check_open, patient=patient)
         reply: Any = None
         while True:

@@ -42,11 +42,11 @@ class BaseRollout:
     def cancelled(self) -> bool:
         """True when playing on is in vain: cancelled, or it would be dropped as stale (as of the last heartbeat)."""
         slots = self._slots
-        return self.rollout_index in slots.withdrawn or slots.logic.member.would_be_stale(self.ticket)
+        return self.rollout_index in slots.cancelled or slots.logic.membership.would_be_stale(self.ticket)
 
     def _start(self) -> None:
         self._slots.started.add(self.rollout_index)
-        version = self._slots.logic.member.version
+        version = self._slots.logic.membership.version
         self.model_version = version if version is not None else self.model_version
 
     def _push(self, **fields: Any) -> Steps[str]:

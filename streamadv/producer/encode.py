@@ -20,7 +20,7 @@ MAX_SLICE_RECORDS: Final = 128
 MAX_SLICE_BYTES: Final = 4 << 20
 
 
-class Record(NamedTuple):
+class SlotRecord(NamedTuple):
     """A terminal record of a slot, encoded. Kept for a while, so it holds nothing that the garbage collector walks."""
 
     rollout_index: int
@@ -32,13 +32,13 @@ class Record(NamedTuple):
     fields: dict[Any, Any]  # of the payload
 
 
-def encode_record(trajectory: Trajectory, limit: int) -> Record:
+def encode_record(trajectory: Trajectory, limit: int) -> SlotRecord:
     """A trajectory with its payload, empty unless it is usable. Raises TrajectoryError above `limit` bytes."""
     kind = _kind(trajectory)
     reward = "" if trajectory.reward is None else repr(trajectory.reward)
     role = str(trajectory.role)
     if kind != "usable":
-        return Record(trajectory.rollout_index, kind, reward, role, 0, b"", {})
+        return SlotRecord(trajectory.rollout_index, kind, reward, role, 0, b"", {})
     fields = encode_payload(trajectory)
     size = payload_bytes(fields)
     if size > limit:
@@ -47,12 +47,12 @@ def encode_record(trajectory: Trajectory, limit: int) -> Record:
             f"max_trajectory_bytes is {limit}: drop columns or raise it for the run"
         )
     reference = encode_reference(trajectory, fields, size)
-    return Record(trajectory.rollout_index, kind, reward, role, size, reference, fields)
+    return SlotRecord(trajectory.rollout_index, kind, reward, role, size, reference, fields)
 
 
-def ended_record(rollout_index: int, kind: str) -> Record:
+def ended_record(rollout_index: int, kind: str) -> SlotRecord:
     """A slot that ends without a trajectory: `kind` failed, aborted or cancelled."""
-    return Record(rollout_index, kind, "", "train", 0, b"", {})
+    return SlotRecord(rollout_index, kind, "", "train", 0, b"", {})
 
 
 def _kind(trajectory: Trajectory) -> str:
@@ -65,7 +65,7 @@ def push_call(
     manifest: Manifest,
     keys: ShardKeys,
     group_id: str,
-    records: Sequence[Record],
+    records: Sequence[SlotRecord],
     epoch: int,
     arguments: list[Any],
 ) -> ScriptCall | Transaction:

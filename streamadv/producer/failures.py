@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 MAX_REASON_CHARS: Final = 200
 #: Seconds between two lines of the log.
-TELL_S: Final = 30.0
+LOG_INTERVAL_S: Final = 30.0
 #: Different reasons that one line names.
-SHOWN: Final = 5
+MAX_REASONS: Final = 5
 #: So many groups of one rollout in a row that fail alike show a fault of the code that plays them.
 ALIKE_GROUPS: Final = 3
 #: The reason of a rollout whose function returned without push or fail.
@@ -49,26 +49,26 @@ class Failures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._untold: Counter[str] = Counter()  # reasons
-        self._told = -TELL_S
+        self._unlogged: Counter[str] = Counter()  # reasons
+        self._logged_at = -LOG_INTERVAL_S
         self._fault: _Fault | None = None  # of the last groups of one rollout, and how many had it in a row
         self._alike = 0
 
     def note(self, reason: str) -> None:
         """Count a rollout that has failed; logged at once after a quiet time, else with those that follow."""
         with self._lock:
-            self._untold[reason] += 1
-        self.tell()
+            self._unlogged[reason] += 1
+        self.log()
 
-    def tell(self, now: bool = False) -> None:
-        """Log the failures since the last line, if that is TELL_S ago or `now`."""
+    def log(self, now: bool = False) -> None:
+        """Log the failures since the last line, if that is LOG_INTERVAL_S ago or `now`."""
         with self._lock:
-            if not self._untold or not (now or clock.now() - self._told >= TELL_S):
+            if not self._unlogged or not (now or clock.now() - self._logged_at >= LOG_INTERVAL_S):
                 return
-            self._told = clock.now()
-            counts, self._untold = self._untold, Counter()
-        listed = [f"{count} x {reason}" for reason, count in counts.most_common(SHOWN)]
-        more = f", and {len(counts) - SHOWN} other reasons" if len(counts) > SHOWN else ""
+            self._logged_at = clock.now()
+            counts, self._unlogged = self._unlogged, Counter()
+        listed = [f"{count} x {reason}" for reason, count in counts.most_common(MAX_REASONS)]
+        more = f", and {len(counts) - MAX_REASONS} other reasons" if len(counts) > MAX_REASONS else ""
         total = counts.total()
         text = "%d rollout%s failed: %s%s"
         fields = log_fields("rollouts_failed", role="producer")

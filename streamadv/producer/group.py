@@ -104,7 +104,7 @@ class Rollout(BaseRollout):
     ) -> None:
         if error is not None and not self.ended:
             with suppress(ProducerClosedError):
-                self._producer._drive(self._slots.end_by(self.rollout_index, error))
+                self._producer._drive(self._slots.end_after_error(self.rollout_index, error))
 
 
 class Group(BaseGroup[Rollout]):
@@ -156,7 +156,7 @@ class Group(BaseGroup[Rollout]):
         except BaseException:
             stopped.set()
             with suppress(ProducerClosedError, *RETRYABLE):
-                self._producer._drive(self._slots.withdraw(), patient=False)
+                self._producer._drive(self._slots.cancel_unfinished(), patient=False)
             raise
         return self._results(played)
 
@@ -167,7 +167,7 @@ class Group(BaseGroup[Rollout]):
         except Exception as error:
             outcome.error = error
         try:
-            self._producer._drive(self._slots.conclude(rollout.rollout_index, outcome))
+            self._producer._drive(self._slots.end_after_play(rollout.rollout_index, outcome))
         except StreamadvError as error:
             outcome.error = outcome.error or error
 
@@ -195,7 +195,7 @@ class Group(BaseGroup[Rollout]):
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         with nullcontext() if error is None else suppress(ProducerClosedError):
-            self._producer._drive(self._slots.leave(error))
+            self._producer._drive(self._slots.end_block(error))
 
 
 def _in_threads(work: Callable[[], None], count: int) -> None:

@@ -40,24 +40,24 @@ class ProducerLogic:
         self, run: str, name: str | None, settings: RunSettings | None, resend_window: float
     ) -> None:
         self.failures = Failures()
-        self.member = Membership(run, name, settings)
+        self.membership = Membership(run, name, settings)
         self._resend = ResendWindow(resend_window)
-        self.admission = Admission(self.member, self._resend)
-        self.pushes = Pushes(self.member, self.admission, self._resend)
+        self.admission = Admission(self.membership, self._resend)
+        self.pushes = Pushes(self.membership, self.admission, self._resend)
 
     def open(self) -> Steps[None]:
         """Join the run and say so."""
-        yield from self.member.join()
+        yield from self.membership.join()
         yield from self.heartbeat()
 
     def heartbeat(self) -> Steps[None]:
         """Say that this producer is alive or finished; learn what has changed; send again what the server has lost."""
-        self.failures.tell()
+        self.failures.log()
         yield from self.admission.withdraw()
-        yield from self.member.agree()  # a setting that nobody had given may have been given since
-        yield from self.member.say_alive()
-        yield from self.member.update_budget()
-        yield from self._resend.check(self.member.manifest.keys.shards)
+        yield from self.membership.agree()  # a setting that nobody had given may have been given since
+        yield from self.membership.send_heartbeat()
+        yield from self.membership.update_budget()
+        yield from self._resend.check(self.membership.manifest.keys.shards)
 
     def until_heartbeat(self) -> float:
         """Seconds to the next heartbeat, which also sends again what the server had no room for."""
@@ -68,32 +68,32 @@ class ProducerLogic:
         if isinstance(error, RETRYABLE):
             logger.warning(
                 "heartbeat of producer %s failed: %s",
-                self.member.name,
+                self.membership.name,
                 error,
-                extra=log_fields("heartbeat_failed", run=self.member.run, role="producer"),
+                extra=log_fields("heartbeat_failed", run=self.membership.run, role="producer"),
             )
             return False
         if isinstance(error, ManifestMismatchError):
             logger.error(
                 "producer %s stops: %s",
-                self.member.name,
+                self.membership.name,
                 error,
-                extra=log_fields("producer_stopped", run=self.member.run, role="producer"),
+                extra=log_fields("producer_stopped", run=self.membership.run, role="producer"),
             )
         return True
 
     def finish(self) -> Steps[None]:
         """Say that no more groups will come from this producer, once the server has all it was sent."""
-        wait = Wait(Blocked(self.member.who, "not finished"))
-        while not (yield from self._resend.check(self.member.manifest.keys.shards)):
+        wait = Wait(Blocked(self.membership.who, "not finished"))
+        while not (yield from self._resend.check(self.membership.manifest.keys.shards)):
             wait.because(LOST_GROUPS_FIRST)
             yield Pause(wait.delay())
-        self.member.finished = True
+        self.membership.finished = True
         yield from self.heartbeat()
 
     def goodbye(self) -> Steps[None]:
         """Leave the run on a clean exit."""
-        self.failures.tell(now=True)
-        if self.member.is_joined:
+        self.failures.log(now=True)
+        if self.membership.is_joined:
             yield from self.admission.withdraw()
-            yield from self.member.leave()
+            yield from self.membership.leave()

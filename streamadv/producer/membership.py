@@ -124,21 +124,21 @@ class Membership:
     def _set_budget(self, memory: Mapping[str, Any]) -> None:
         self.max_bytes = byte_budget(self.manifest.max_bytes, memory) // self.shards
 
-    def say_alive(self) -> Steps[None]:
+    def send_heartbeat(self) -> Steps[None]:
         """Write a heartbeat, and learn the newest model version."""
-        yield from self._say("finished" if self.finished else "open")
+        yield from self._send_heartbeat("finished" if self.finished else "open")
 
     def leave(self) -> Steps[None]:
         """The last heartbeat: a producer that has finished stays on the list, any other leaves it."""
-        yield from self._say("finished" if self.finished else "gone")
+        yield from self._send_heartbeat("finished" if self.finished else "gone")
 
     def reopen(self) -> Steps[None]:
         """A producer that had finished has more to push."""
         if self.finished:
             self.finished = False
-            yield from self.say_alive()
+            yield from self.send_heartbeat()
 
-    def _say(self, state: str) -> Steps[None]:
+    def _send_heartbeat(self, state: str) -> Steps[None]:
         if self.is_forked:
             return
         args = [self.name, state, "" if self._instance is None else self._instance]

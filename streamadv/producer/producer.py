@@ -76,7 +76,7 @@ class Producer:
         Raises SettingError when the server refuses this user, password or certificate, ManifestMismatchError for a
         setting that differs from the run's.
         """
-        self._logic.member.check_open()
+        self._logic.membership.check_open()
         self._connection.wait_until_ready()
         self._drive(self._logic.open())
         self._heart = threading.Thread(target=self._beat, name="streamadv-heartbeat", daemon=True)
@@ -88,11 +88,11 @@ class Producer:
 
         Calls of other threads that wait then, and all later ones, raise ProducerClosedError.
         """
-        member = self._logic.member
-        if self._heart is None or member.closed:
+        membership = self._logic.membership
+        if self._heart is None or membership.closed:
             return
-        member.closed = True
-        if member.is_forked:  # its threads, and the locks they hold, are the parent's
+        membership.closed = True
+        if membership.is_forked:  # its threads, and the locks they hold, are the parent's
             self._disconnect()
             return
         self._closing.set()
@@ -207,9 +207,9 @@ class Producer:
 
     def model_version(self) -> int | None:
         """The newest version the trainer has published, None before there is a trainer. Asks the server."""
-        member = self._logic.member
-        member.check_open()
-        value = self._connection.scripts.hget(member.manifest.keys.home.lineage, "version")
+        membership = self._logic.membership
+        membership.check_open()
+        value = self._connection.scripts.hget(membership.manifest.keys.home.lineage, "version")
         return None if value is None else int(value)
 
     def finish(self) -> None:
@@ -226,27 +226,27 @@ class Producer:
 
     def _drive(self, steps: Steps[T], patient: bool = True) -> T:
         """`_carry_through` as a call that `close` waits for; the last one to end disconnects once more."""
-        member = self._logic.member
+        membership = self._logic.membership
         with self._calls:
-            member.check_open()
+            membership.check_open()
             self._under_way += 1
         try:
             return self._carry_through(steps, patient)
         except Exception as error:
             if not isinstance(error, StreamadvError):
-                member.check_open()  # else its connection was closed under it
+                membership.check_open()  # else its connection was closed under it
             raise
         finally:
             steps.close()
             with self._calls:
                 self._under_way -= 1
                 self._calls.notify_all()
-                if member.closed and self._heart is None and not self._under_way:
+                if membership.closed and self._heart is None and not self._under_way:
                     self._disconnect()
 
     def _carry_through(self, steps: Steps[T], patient: bool, closed: bool = False) -> T:
         """Carry out what the steps ask for. closed: also once the producer is closed."""
-        check_open = never_closed if closed else self._logic.member.check_open
+        check_open = never_closed if closed else self._logic.membership.check_open
         requests = attempts(steps, check_open, patient=patient)
         reply: Any = None
         while True:
@@ -282,10 +282,10 @@ class Producer:
     async def __aenter__(self) -> AsyncProducer:
         from .async_producer import AsyncProducer
 
-        self._twin = await AsyncProducer(AsyncConnection(self._connection.url), self._logic).open()
-        return self._twin
+        self._async_producer = await AsyncProducer(AsyncConnection(self._connection.url), self._logic).open()
+        return self._async_producer
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        await self._twin.close()
+        await self._async_producer.close()

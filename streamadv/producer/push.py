@@ -15,7 +15,7 @@ from ..store.scripts import ScriptCall, script_call
 from ..trajectory.schema import Trajectory
 from .admission import Admission
 from .checks import check_one_group, check_score
-from .encode import MAX_SLICE_RECORDS, Record, encode_record, ended_record, push_call, slices
+from .encode import MAX_SLICE_RECORDS, SlotRecord, encode_record, ended_record, push_call, slices
 from .membership import Membership
 from .replies import cancelled_slots, push_codes
 from .requests import Steps, Transaction
@@ -26,8 +26,8 @@ from .tickets import GroupSpec, PushResult, Ticket
 class Pushes:
     """How a producer's records reach the server."""
 
-    def __init__(self, member: Membership, admission: Admission, resend: ResendWindow) -> None:
-        self._member = member
+    def __init__(self, membership: Membership, admission: Admission, resend: ResendWindow) -> None:
+        self._membership = membership
         self._admission = admission
         self._resend = resend
 
@@ -36,28 +36,28 @@ class Pushes:
 
         Without a ticket the group may be unknown: it is opened, or Busy raised. Raises TrajectoryError.
         """
-        redundancy = self._member.manifest.redundancy
+        redundancy = self._membership.manifest.redundancy
         if not trajectories:
             return PushResult([])
         check_one_group(trajectories)
         yield from self._check_rewards(trajectories)
-        yield from self._member.reopen()
+        yield from self._membership.reopen()
         yield from self._register_extras(trajectories)
         first = trajectories[0]
         slots = ticket.slots if ticket is not None else first.group_size + redundancy
         spec = GroupSpec(first.group_id, first.group_size, slots, first.data_source)
-        limit = self._member.manifest.max_trajectory_bytes
+        limit = self._membership.manifest.max_trajectory_bytes
         records = [encode_record(trajectory, limit) for trajectory in trajectories]
         send = partial(self._send, spec, records, ticket.epoch if ticket is not None else 0)
-        room = self._admission.room(spec.group_id)
-        first_send = send(room) if ticket is None else self._until_admitted(send)
+        budget = self._admission.budget_for_new(spec.group_id)
+        first_send = send(budget) if ticket is None else self._until_admitted(send)
         size = sum(record.size for record in records)
-        return (yield from self._remembered(spec.group_id, first_send, send, size))
+        return (yield from self._send_and_remember(spec.group_id, first_send, send, size))
 
     def end_slots(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that these rollouts ended without a trajectory: `kind` failed, aborted or cancelled."""
         send = partial(self._send, GroupSpec.of(ticket), [ended_record(index, kind) for index in indices], 0)
-        return (yield from self._remembered(ticket.group_id, self._until_admitted(send), send))
+        return (yield from self._send_and_remember(ticket.group_id, self._until_admitted(send), send))
 
     def cancel(self, ticket: Ticket, count: int, free: Collection[int]) -> Steps[PushResult]:
         """Cancel `count` of the slots `free`: the highest ones that nobody has ended elsewhere.
@@ -68,7 +68,7 @@ class Pushes:
         calls = [(secrets.token_hex(8), part) for part in counts]  # under one nonce a call may be repeated
         allowed = "".join("1" if slot in free else "0" for slot in range(ticket.slots))
         send = partial(self._send_cancels, GroupSpec.of(ticket), calls, allowed)
-        return (yield from self._remembered(ticket.group_id, self._until_admitted(send), send))
+        return (yield from self._send_and_remember(ticket.group_id, self._until_admitted(send), send))
 
     def score(
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
@@ -79,7 +79,7 @@ class Pushes:
         value = "" if checked.reward is None else repr(checked.reward)
         call = script_call(
             "score",
-            self._member.keys_of(group_id),
+            self._membership.keys_of(group_id),
             [group_id, checked.rollout_index, value, json.dumps(score)],
             group=group_id,
         )
@@ -88,10 +88,10 @@ class Pushes:
             reply = yield call
             return PushResult([reply.decode()])
 
-        result = yield from self._remembered(group_id, send(), send)
+        result = yield from self._send_and_remember(group_id, send(), send)
         return result.codes[0]
 
-    def _remembered(
+    def _send_and_remember(
         self,
         group_id: str,
         first_send: Steps[PushResult],
@@ -99,7 +99,7 @@ class Pushes:
         size: int = 0,
     ) -> Steps[PushResult]:
         """Send something, and keep `send` for a server that comes back without it. size: bytes of its payloads."""
-        shard = self._member.shard_of(group_id)
+        shard = self._membership.shard_of(group_id)
         # Read before sending, because another server may take over meanwhile.
         server_id = self._resend.server_of(shard)
         result = yield from first_send
@@ -116,12 +116,12 @@ class Pushes:
                 yield from self._admission.wait_for_room(wait, Reason(*busy.reason))
 
     def _send(
-        self, spec: GroupSpec, records: Sequence[Record], epoch: int, room: int | None = None
+        self, spec: GroupSpec, records: Sequence[SlotRecord], epoch: int, budget: int | None = None
     ) -> Steps[PushResult]:
-        """Send records slice by slice. room: as of `Admission.enter`. Raises Busy."""
+        """Send records slice by slice. budget: as of `Admission.call_group_script`. Raises Busy."""
         codes: list[str] = []
         for start, stop in slices([record.size for record in records]):
-            part_codes = yield from self._send_slice(spec, records[start:stop], epoch, room)
+            part_codes = yield from self._send_slice(spec, records[start:stop], epoch, budget)
             metrics.producer_pushed(part_codes)
             if "range" in part_codes:
                 position = start + part_codes.index("range")
@@ -133,14 +133,14 @@ class Pushes:
         return PushResult(codes, indices)
 
     def _send_slice(
-        self, spec: GroupSpec, records: Sequence[Record], epoch: int, room: int | None
+        self, spec: GroupSpec, records: Sequence[SlotRecord], epoch: int, budget: int | None
     ) -> Steps[list[str]]:
-        keys = self._member.keys_of(spec.group_id)
+        keys = self._membership.keys_of(spec.group_id)
 
         def call(arguments: list[Any]) -> ScriptCall | Transaction:
-            return push_call(self._member.manifest, keys, spec.group_id, records, epoch, arguments)
+            return push_call(self._membership.manifest, keys, spec.group_id, records, epoch, arguments)
 
-        return push_codes((yield from self._admission.enter(spec, call, room)), spec)
+        return push_codes((yield from self._admission.call_group_script(spec, call, budget)), spec)
 
     def _send_cancels(
         self, spec: GroupSpec, calls: Sequence[tuple[str, int]], allowed: str
@@ -166,12 +166,12 @@ class Pushes:
     def _send_cancel(
         self, spec: GroupSpec, nonce: str, count: int, allowed: str
     ) -> Steps[tuple[list[int], str | None]]:
-        keys = self._member.keys_of(spec.group_id)
+        keys = self._membership.keys_of(spec.group_id)
 
         def call(arguments: list[Any]) -> ScriptCall:
             return script_call("cancel", keys, [*arguments, nonce, count, allowed], group=spec.group_id)
 
-        return cancelled_slots((yield from self._admission.enter(spec, call)), spec)
+        return cancelled_slots((yield from self._admission.call_group_script(spec, call)), spec)
 
     def _check_rewards(self, trajectories: Iterable[Trajectory]) -> Steps[None]:
         """Raise TrajectoryError for a reward that nobody brings: it would keep its group open until the deadline."""
@@ -180,18 +180,18 @@ class Pushes:
             for trajectory in trajectories
             if trajectory.waits_for_reward and not trajectory.reward_later
         ]
-        if waiting and not self._member.manifest.scorers:  # some may have been named since
-            yield from self._member.agree()
-        if waiting and not self._member.manifest.scorers:
+        if waiting and not self._membership.manifest.scorers:  # some may have been named since
+            yield from self._membership.agree()
+        if waiting and not self._membership.manifest.scorers:
             raise TrajectoryError(
                 f"reward: trajectory {waiting[0].group_id}/{waiting[0].rollout_index} has none, and run "
-                f"{self._member.run} has no scorers to bring it: give reward (None = unscorable), name scorers in the "
-                f"settings of the run, or say reward_later=True and bring it with producer.score"
+                f"{self._membership.run} has no scorers to bring it: give reward (None = unscorable), name scorers in "
+                f"the settings of the run, or say reward_later=True and bring it with producer.score"
             )
 
     def _register_extras(self, trajectories: Iterable[Trajectory]) -> Steps[None]:
         """Fix dtype and shape of new extra columns. Raises TrajectoryError for one that was fixed otherwise."""
-        manifest = self._member.manifest
+        manifest = self._membership.manifest
         kinds = dict.fromkeys(
             (name, json.dumps([column.data.dtype.str, list(column.data.shape[1:]), column.per_token]))
             for trajectory in trajectories
@@ -199,10 +199,10 @@ class Pushes:
             for name, column in row.extras.items()
         )
         if any(name not in manifest.columns for name, _ in kinds):
-            manifest = yield from self._member.agree(dict(reversed(kinds)))
+            manifest = yield from self._membership.agree(dict(reversed(kinds)))
         for name, kind in kinds:
             if manifest.columns.get(name) != kind:
                 raise TrajectoryError(
-                    f"extra column {name} is {kind} (dtype, shape, per token), run {self._member.run} has "
+                    f"extra column {name} is {kind} (dtype, shape, per token), run {self._membership.run} has "
                     f"{manifest.columns.get(name, 'nothing that can be read')}: use another name"
                 )

@@ -89,10 +89,10 @@ class ResendWindow:
         servers: Sequence[str | None] = yield ServerIds(shards)
         self._servers = servers
         with self._lock:
-            unsure = [sent for sent in self._sent if sent.server_id != servers[sent.shard]]
+            in_doubt = [sent for sent in self._sent if sent.server_id != servers[sent.shard]]
         refused: list[int] = []
         lost = 0
-        for sent in unsure:
+        for sent in in_doubt:
             try:
                 result = yield from sent.send()
                 lost += result.count("pushed")
@@ -105,11 +105,11 @@ class ResendWindow:
                 )
             # Kept as if sent now: this server may be replaced as well.
             sent.server_id, sent.when = servers[sent.shard], clock.now()
-        if unsure:
+        if in_doubt:
             logger.log(
                 logging.WARNING if lost or not self.behind else logging.DEBUG,
                 "the server is not the one it was: of %d things sent again %d trajectories were lost, %d are refused",
-                len(unsure),
+                len(in_doubt),
                 lost,
                 len(refused),
                 extra=log_fields("sent_again", role="producer"),

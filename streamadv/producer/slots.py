@@ -1,4 +1,4 @@
-"""What a process knows of the slots of a group whose tickets it has, and the steps that end them."""
+"""The slots of a group as the process that has its tickets knows them, and the steps that end slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .tickets import PushResult, Ticket
 
 
 class Slots:
-    """The slots of one group. A slot is ended once, and free until somebody plays it."""
+    """The slots of one group, by rollout index.
+
+    A slot is free until somebody plays it, here (`started`) or elsewhere (`handed_out`), and `ended` once.
+    """
 
     def __init__(self, logic: ProducerLogic, tickets: Sequence[Ticket]) -> None:
         self.logic = logic
@@ -25,7 +28,7 @@ class Slots:
         self.tickets = [replace(ticket).watched_by(self.handed_out) for ticket in tickets]
         self.started: set[int] = set()
         self.ended: set[int] = set()
-        self.withdrawn: set[int] = set()  # ended while they may still be played here
+        self.cancelled: set[int] = set()  # cancelled while they may still be played here
         self.failures: dict[int, str] = {}
 
     @classmethod
@@ -47,7 +50,7 @@ class Slots:
         return [index for index in self.indices if index not in taken]
 
     @property
-    def missing(self) -> list[int]:
+    def unfinished(self) -> list[int]:
         """Slots that only this process can still end."""
         return [index for index in self.indices if index not in self.ended | self.handed_out]
 
@@ -72,34 +75,34 @@ class Slots:
                 self.logic.failures.note(why or kind)
         return result
 
-    def end_by(self, index: int, error: BaseException) -> Steps[PushResult]:
+    def end_after_error(self, index: int, error: BaseException) -> Steps[PushResult]:
         """End the slot of a rollout that an exception has left."""
         return self.end([index], _kind_of(error), describe(error))
 
-    def withdraw(self) -> Steps[PushResult]:
-        """Cancel what is not ended, also what is being played."""
-        self.withdrawn.update(self.missing)
-        return (yield from self.end(self.missing, CANCELLED))
+    def cancel_unfinished(self) -> Steps[PushResult]:
+        """Cancel every unfinished slot, also those that are being played."""
+        self.cancelled.update(self.unfinished)
+        return (yield from self.end(self.unfinished, CANCELLED))
 
     def cancel(self, count: int | None, indices: Iterable[int] | None) -> Steps[PushResult]:
         """Cancel by count or by indices, as `Group.cancel`."""
         if count is not None and indices is None:
-            return (yield from self._cancel_free(count))
+            return (yield from self._cancel_count(count))
         if indices is not None and count is None:
-            return (yield from self._cancel_named(list(dict.fromkeys(indices))))
+            return (yield from self._cancel_indices(list(dict.fromkeys(indices))))
         raise SettingError("cancel: give either count or indices")
 
-    def _cancel_named(self, indices: list[int]) -> Steps[PushResult]:
+    def _cancel_indices(self, indices: list[int]) -> Steps[PushResult]:
         for index in indices:
             if isinstance(index, bool) or index not in self.indices:
                 raise TrajectoryError(
                     f"cancel: group {self.tickets[0].group_id} has no rollout {brief(index)}"
                 )
         result = yield from self.end(indices, CANCELLED, note=False)
-        self.withdrawn.update(result.indices)
+        self.cancelled.update(result.indices)
         return result
 
-    def _cancel_free(self, count: int) -> Steps[PushResult]:
+    def _cancel_count(self, count: int) -> Steps[PushResult]:
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise SettingError(f"cancel: count is {brief(count)}, needs a whole number of rollouts")
         free = self.free
@@ -112,25 +115,25 @@ class Slots:
             return PushResult([])
         result = yield from self.logic.pushes.cancel(self.tickets[0], count, free)
         self.ended.update(result.indices)
-        self.withdrawn.update(result.indices)
+        self.cancelled.update(result.indices)
         self.failures.update(dict.fromkeys(result.indices, CANCELLED))
         return result
 
-    def leave(self, error: BaseException | None) -> Steps[PushResult]:
-        """End what is missing when the block of the group ends: by this exception, or in the ordinary way."""
+    def end_block(self, error: BaseException | None) -> Steps[PushResult]:
+        """End the unfinished slots when the `with` block of the group ends. error: that left the block, or None."""
         if error is None:
-            return (yield from self.end(self.missing, "failed", NOT_PUSHED))
+            return (yield from self.end(self.unfinished, "failed", NOT_PUSHED))
         why = describe(error)
         why = why if why == CANCELLED else f"its group was left by {why}"
-        return (yield from self.end(self.missing, _kind_of(error), why))
+        return (yield from self.end(self.unfinished, _kind_of(error), why))
 
-    def conclude(self, index: int, outcome: Outcome) -> Steps[PushResult]:
+    def end_after_play(self, index: int, outcome: Outcome) -> Steps[PushResult]:
         """End the slot of a rollout that the user's function has left without ending it."""
         if index in self.ended or (outcome.error is None and index in self.handed_out):
             return PushResult([])
         if outcome.error is None:
             return (yield from self.end([index], "failed", NOT_PUSHED))
-        return (yield from self.end_by(index, outcome.error))
+        return (yield from self.end_after_error(index, outcome.error))
 
 
 def _kind_of(error: BaseException) -> str:
