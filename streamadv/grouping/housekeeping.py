@@ -173,10 +173,18 @@ def _checked_items(
 
 
 def _is_scored(shard: Shard, item: bytes) -> bool:
-    return _SCORED.fullmatch(item.decode(errors="replace")) is not None
+    return _SCORED.fullmatch(_text(item)) is not None
 
 
 def _is_garbage(shard: Shard, item: bytes) -> bool:
     key, _, size = item.rpartition(b" ")
     is_size = size.isdigit() and len(size) <= 10 and int(size) <= MAX_BYTES
-    return is_size and is_payload_key(shard.keys, key.decode(errors="replace"))
+    return is_size and is_payload_key(shard.keys, _text(key))
+
+
+def _text(item: bytes) -> str:
+    """The item as text; '' if it is no UTF-8."""
+    try:
+        return item.decode()
+    except UnicodeDecodeError:
+        return ""

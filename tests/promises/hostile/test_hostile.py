@@ -14,10 +14,12 @@ from streamadv.advantage import worker
 from streamadv.cli import main
 from streamadv.errors import GroupEndedError, StreamadvError
 from streamadv.grouping import grouper
+from streamadv.grouping.housekeeping import Housekeeping
 from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
+from streamadv.run.malformed import list_malformed
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from streamadv.store.keys import RUNS, manifest_key
@@ -389,6 +391,21 @@ def test_garbage_in_hashes_sets_and_lists(logged: Run, capsys: pytest.CaptureFix
     ):
         assert main([*command, *where]) == 0
     assert "removed" not in capsys.readouterr().err
+
+
+def test_items_of_lists_that_are_no_text_are_removed(redis_url: str, run: str) -> None:
+    """They look like items: a slot of a group, a payload and its bytes."""
+    with Connection(redis_url) as connection:
+        joined = join(connection, run)
+        keys, scripts = joined.keys.home, connection.scripts
+        scripts.rpush(keys.scored, b"0 \xff")
+        scripts.rpush(keys.garbage, keys.payload("").encode() + b"\xff 12")
+        Housekeeping(joined).round()
+        assert scripts.llen(keys.scored) == scripts.llen(keys.garbage) == 0
+        assert {note.detail for note in list_malformed(joined.home)} == {
+            "no slot of a group",
+            "no payload and its bytes",
+        }
 
 
 def test_removed_items_are_shown_and_purged_and_cannot_be_requeued(
