@@ -11,6 +11,7 @@ Below A = advantages, r = exp(d), d = log_probs - old_log_probs held in -20 .. 2
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final, Literal, get_args
 
 import torch
@@ -46,8 +47,15 @@ def ppo_clip(
     if dual_clip is not None and not dual_clip > 1:
         raise OptionError(f"dual_clip is {dual_clip}, needs a number above 1, or None for no second bound")
     d = _log_ratio(log_probs, old_log_probs, advantages, response_mask, weights).clamp(-20, 20)
-    bound = None if dual_clip is None else -advantages * dual_clip
-    return _clipped(d.exp(), d, advantages, response_mask, (1 - clip_low, 1 + clip_high), bound, weights)
+    ratio, is_bounded = d.exp(), torch.zeros_like(d)
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(plain, clipped)
+    if dual_clip is not None:
+        bound = torch.where(advantages < 0, -advantages * dual_clip, torch.inf)
+        is_bounded = loss > bound
+        loss = torch.minimum(loss, bound)
+    metrics = {"pg_clipfrac": clipped > plain, "pg_clipfrac_lower": is_bounded, "ppo_kl": -d}
+    return _weighted(loss, response_mask, weights), _means(metrics, response_mask)
 
 
 def gspo(
@@ -70,8 +78,10 @@ def gspo(
     d = _log_ratio(log_probs, old_log_probs, advantages, response_mask, weights)
     tokens = _row_sums(_kept(torch.ones_like(d), response_mask), cu_seqlens)
     mean = _spread(_row_sums(d.detach(), cu_seqlens) / tokens.clamp(min=1), cu_seqlens, len(d))
-    ratio = (mean + d - d.detach()).clamp(max=10).exp()
-    return _clipped(ratio, d, advantages, response_mask, (1 - clip_low, 1 + clip_high), None, weights)
+    log_ratio, zeros = (mean + (d - d.detach())).clamp(max=10), torch.zeros_like(d)
+    clip = partial(ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=None, weights=weights)
+    loss, metrics = clip(log_ratio, zeros, advantages, response_mask)
+    return loss, metrics | _means({"ppo_kl": -d}, response_mask)
 
 
 def cispo(
@@ -92,7 +102,8 @@ def cispo(
     ratio = d.detach().exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -clipped * advantages * _kept(log_probs, response_mask)
-    return _result(loss, d, ratio != clipped, torch.zeros_like(d), response_mask, weights)
+    metrics = {"pg_clipfrac": ratio != clipped, "pg_clipfrac_lower": torch.zeros_like(d), "ppo_kl": -d}
+    return _weighted(loss, response_mask, weights), _means(metrics, response_mask)
 
 
 def reinforce(
@@ -105,8 +116,8 @@ def reinforce(
 ) -> Loss:
     """-A log_probs; old_log_probs only for the metric. Williams 1992; verl `gpg`, with weights its `reinforce`."""
     d = _log_ratio(log_probs, old_log_probs, advantages, response_mask, weights)
-    loss, nothing = -advantages * _kept(log_probs, response_mask), torch.zeros_like(d)
-    return _result(loss, d, nothing, nothing, response_mask, weights)
+    loss = -advantages * _kept(log_probs, response_mask)
+    return _weighted(loss, response_mask, weights), _means({"ppo_kl": -d}, response_mask)
 
 
 def aggregate(
@@ -136,64 +147,51 @@ def aggregate(
     """
     if mode not in AGGREGATIONS:
         raise OptionError(f"mode is {mode!r}: choose one of {', '.join(AGGREGATIONS)}")
-    divisor, name = (num_tokens, "num_tokens") if mode.startswith("token") else (num_rows, "num_rows")
-    if world_size > 1 and divisor is None and mode != "token-sum":
+    is_by_row = mode.startswith("seq")
+    count, name = (num_rows, "num_rows") if is_by_row else (num_tokens, "num_tokens")
+    if world_size > 1 and count is None and mode != "token-sum":
         raise OptionError(f"{name} is None, world_size {world_size}: give that of the whole batch for {mode}")
     if mode == "seq-mean-token-sum-norm" and loss_scale_factor is None and cu_seqlens is not None:
         raise OptionError(
             f"loss_scale_factor is None: give a length, such as the longest response, for {mode}"
         )
-    kept = _kept(loss, response_mask)
-    if mode == "token-sum":
-        return kept.sum() * world_size
-    if mode == "token-mean":
-        return kept.sum() / (num_tokens or (response_mask != 0).sum().clamp(min=1)) * world_size
-    tokens = _row_sums(_kept(torch.ones_like(kept), response_mask), cu_seqlens)
-    sums = _row_sums(kept, cu_seqlens)
+    _check_shapes(loss, "loss", response_mask=response_mask)
+    sums, tokens = _kept(loss, response_mask), _kept(torch.ones_like(loss), response_mask)
+    if is_by_row:
+        sums, tokens = _row_sums(sums, cu_seqlens), _row_sums(tokens, cu_seqlens)
     if mode == "seq-mean-token-mean":
         sums = sums / tokens.clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
         sums = sums / (loss_scale_factor or max(loss.shape[-1], 1))
-    return sums.sum() / (num_rows or (tokens > 0).sum().clamp(min=1)) * world_size
+    divisor = 1 if mode == "token-sum" else count or (tokens > 0).sum().clamp(min=1)
+    return sums.sum() / divisor * world_size
 
 
 def _log_ratio(
     log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None
 ) -> Tensor:
     """log_probs - old_log_probs, in float32 at least; 0 outside the mask."""
-    tensors = {"old_log_probs": old, "advantages": advantages, "response_mask": mask, "weights": weights}
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape != log_probs.shape:
-            raise ArgumentError(
-                f"{name} has shape {[*tensor.shape]}, log_probs {[*log_probs.shape]}: make them equal"
-            )
+    _check_shapes(
+        log_probs, "log_probs", old_log_probs=old, advantages=advantages, response_mask=mask, weights=weights
+    )
     return _kept(log_probs.to(torch.promote_types(log_probs.dtype, torch.float32)) - old.detach(), mask)
 
 
-def _clipped(
-    ratio: Tensor,
-    d: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip: tuple[float, float],
-    bound: Tensor | None,
-    weights: Tensor | None,
-) -> Loss:
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(*clip)
-    loss, is_bounded = torch.maximum(plain, clipped), torch.zeros_like(d)
-    if bound is not None:
-        is_bounded = (advantages < 0) & (loss > bound)
-        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
-    return _result(loss, d, clipped > plain, is_bounded, mask, weights)
+def _check_shapes(first: Tensor, first_name: str, **others: Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None and tensor.shape != first.shape:
+            raise ArgumentError(
+                f"{name} has shape {[*tensor.shape]}, needs that of {first_name}, {[*first.shape]}"
+            )
 
 
-def _result(
-    loss: Tensor, d: Tensor, is_clipped: Tensor, is_bounded: Tensor, mask: Tensor, weights: Tensor | None
-) -> Loss:
-    values = {"pg_clipfrac": is_clipped, "pg_clipfrac_lower": is_bounded, "ppo_kl": -d.detach()}
+def _weighted(loss: Tensor, mask: Tensor, weights: Tensor | None) -> Tensor:
+    return _kept(loss if weights is None else loss * weights, mask)
+
+
+def _means(values: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
     count = (mask != 0).sum().clamp(min=1)
-    metrics = {f"actor/{name}": _kept(value, mask).sum() / count for name, value in values.items()}
-    return _kept(loss if weights is None else loss * weights, mask), metrics
+    return {f"actor/{name}": _kept(value.detach(), mask).sum() / count for name, value in values.items()}
 
 
 def _kept(values: Tensor, mask: Tensor) -> Tensor:

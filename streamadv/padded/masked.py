@@ -5,8 +5,6 @@ Sums run in float64, results are float32. Values outside the mask have no effect
 
 from __future__ import annotations
 
-from typing import Final, Literal, get_args
-
 import torch
 from torch import Tensor
 
@@ -14,13 +12,9 @@ from ..algorithms.arguments import GREATEST, AnyMask, AnyShape, Mask, Positive, 
 from ..algorithms.quirks import PeerQuirks
 from ..algorithms.whitening import whiten
 from ..errors import OptionError
+from ..losses import Aggregation
 from .entrance import checked, differentiable
 from .layout import padded_tokens
-
-LossAggregation = Literal[
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
-LOSS_AGGREGATIONS: Final[tuple[str, ...]] = get_args(LossAggregation)
 
 
 @differentiable
@@ -80,7 +74,7 @@ def clip_fraction(
 def agg_loss(
     loss: Tokens,
     mask: Mask,
-    mode: LossAggregation = "token-mean",
+    mode: Aggregation = "token-mean",
     weights: Rows | None = None,
     *,
     batch_num_tokens: Positive | None = None,
@@ -91,23 +85,30 @@ def agg_loss(
     """A scalar from token losses [B, T].
 
     Args:
-      mode: token-mean: masked sum / masked tokens. seq-mean-token-sum, seq-mean-token-mean: mean over
-        rows with tokens of the row's masked sum or mean. seq-mean-token-sum-norm: sum of row sums / T.
+      mode: token-mean: masked sum / masked tokens. token-sum: masked sum. seq-mean-token-sum, seq-mean-token-mean: mean
+        over rows with tokens of the row's masked sum or mean. seq-mean-token-sum-norm: seq-mean-token-sum / T.
       weights: [B], multiply whole rows.
       batch_num_tokens, global_batch_size, loss_scale_factor: divisors in place of tokens, rows and T; a micro-batch
         needs those of its whole batch.
 
-    ROLL divides by all rows, and its token-mean also sums outside the mask. An empty mask gives 0 (ROLL, verl: NaN).
+    `losses.aggregate` is the same for packed tokens too. ROLL divides by all rows, its norm mode by T alone, its
+    token-mean also sums outside the mask, and it has no token-sum. An empty mask gives 0 (ROLL, verl: NaN).
     """
+    if mode == "token-sum" and peer_quirks == "roll":
+        raise OptionError("mode is 'token-sum', which ROLL does not have: leave peer_quirks out")
     weight = torch.ones(len(loss), device=loss.device) if weights is None else weights
     if mode == "token-mean":
         counted = torch.ones_like(mask) if peer_quirks == "roll" else mask
         total = _sum(loss * weight[:, None], counted, None)
         return _over(total, batch_num_tokens, (mask != 0).sum(), peer_quirks)
+    if mode == "token-sum":
+        return _sum(loss * weight[:, None], mask, None).to(torch.float32)
     per_row = _mean(loss, mask, 1) if mode == "seq-mean-token-mean" else _sum(loss, mask, 1)
     total = (per_row * weight).sum()
     if mode == "seq-mean-token-sum-norm":
-        return (total / (loss_scale_factor or mask.shape[1])).to(torch.float32)
+        total = total / (loss_scale_factor or max(mask.shape[1], 1))
+        if peer_quirks == "roll":
+            return total.to(torch.float32)
     rows = torch.tensor(len(mask)) if peer_quirks == "roll" else (mask != 0).any(1).sum()
     return _over(total, global_batch_size, rows, peer_quirks)
 

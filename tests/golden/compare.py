@@ -16,6 +16,12 @@ from streamadv.trajectory.columns import Array
 TOLERANCE: Final = 3e-5  # float64 redone from the recorded inputs differs from the peers by half of it
 
 Inputs = dict[str, Any]
+
+
+class NotOfferedError(Exception):
+    """A mapped function was called in a way that streamadv does not offer; says why."""
+
+
 Function = Callable[[Inputs, dict[str, Any]], Mapping[str, Any]]
 
 

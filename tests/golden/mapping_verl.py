@@ -168,9 +168,10 @@ def _masked_ops(z: Inputs, kwargs: dict[str, Any]) -> Result:
         counts = _options(kwargs, "batch_num_tokens", "global_batch_size", "loss_scale_factor")
         mode = kwargs["loss_agg_mode"]
         loss = padded.agg_loss(z["x"], z["mask"], mode, **counts, peer_quirks="verl")
-        # The number of ranks multiplies all but the last.
-        ranks = 1 if mode.endswith("norm") else kwargs.get("dp_size", 1)
-        return {"value": loss * ranks}
+        if mode.endswith("norm"):  # in January it was neither divided by the rows nor multiplied by the ranks
+            rows = counts.get("global_batch_size") or int((z["mask"] != 0).any(1).sum())
+            return {"value": loss * rows if rows else 0.0}
+        return {"value": loss * kwargs.get("dp_size", 1)}
     if "unbiased" in kwargs:
         return {"value": padded.masked_var(z["x"], z["mask"], kwargs["unbiased"])}
     if "shift_mean" in kwargs:

@@ -13,7 +13,7 @@ import pytest
 ROOMS = (
     *("version", "errors", "messages", "clock", "plugins"),
     *("trajectory", "metrics", "store", "settings", "run", "producer", "grouping"),
-    *("algorithms", "padded", "losses", "batch", "advantage", "status", "trainer"),
+    *("algorithms", "losses", "padded", "batch", "advantage", "status", "trainer"),
     *("processes", "demo", "bench", "cli"),
 )
 #: Rooms of base installations: nothing in them needs torch, also not by what they import.

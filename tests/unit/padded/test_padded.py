@@ -8,8 +8,9 @@ import torch
 from streamadv import padded
 from streamadv.algorithms.off_policy import importance_weights
 from streamadv.errors import SettingError
+from streamadv.losses import AGGREGATIONS
+from streamadv.padded import agg_loss
 from streamadv.padded.layout import padded_tokens
-from streamadv.padded.masked import LOSS_AGGREGATIONS, agg_loss
 
 
 def test_a_batch_without_trainable_tokens_is_corrected_to_nothing() -> None:
@@ -44,7 +45,7 @@ def test_metrics_of_micro_batches_add_up_with_the_counts_of_their_batch() -> Non
         assert first[name] + second[name] == pytest.approx(whole[name], abs=1e-6), name
 
 
-@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+@pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_losses_of_micro_batches_add_up_with_the_counts_of_their_batch(mode: str) -> None:
     loss, mask = torch.randn(4, 5), (torch.rand(4, 5) < 0.7).long()
     mask[:, 0] = 1
