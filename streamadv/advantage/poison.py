@@ -3,7 +3,7 @@
 One bad group must neither stop the stage nor take its batch-mates with it. A work item that failed, or that a worker
 before did not survive, is computed group by group. The computation is deterministic: an exception, or not returning
 in time, is final at once. Only a crash of the process needs several tries, since the group may not be at fault: each
-is counted on the server before it is made. Groups that fail are left out of the results and reported as dead.
+is counted on the server before it is made. The results report groups that fail as dead, without numbers.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def compute_safely(
     stop: threading.Event | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Computed:
-    """`compute`, leaving out groups whose data break it.
+    """`compute`; groups whose data break it are reported as dead.
 
-    timeout_s: for one computation; a group that alone takes longer is left out. Raises ChainError and SettingError if
+    timeout_s: for one computation; a group that alone takes longer is dead. Raises ChainError and SettingError if
     the chain is wrong, and Stopped if a computation goes on after `stop` was set.
     """
     item = prepared.item
@@ -99,7 +99,7 @@ def isolate(
 
 @contextmanager
 def _counted_attempt(run: Run, group: LoggedGroup) -> Iterator[int]:
-    """Yield how often a group was tried alone, this time included; only the death of the process leaves the count."""
+    """Yield how often a group was tried alone, this time included. The count stays if the process dies in the block."""
     shard = run.shard(group.shard)
     attempts: int = shard.call("attempt", [group.group_id, "1"])
     try:

@@ -59,7 +59,7 @@ class ResultHeader(BaseModel):
     columns: list[OutputName]  # of the output hash
     metrics: dict[str, float]
     weights: dict[str, float]
-    dead: dict[str, Death]  # groups left out
+    dead: dict[str, Death]  # groups that could not be read or computed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +105,7 @@ def _parse_numbers(header: ResultHeader, fields: Mapping[bytes, bytes]) -> dict[
         if name not in _RESULTS:
             raise WireError(f"result {one_line(name)} is unknown")
         dtype = _RESULTS[name]
-        size = counts[_kind(name, header.level)] * dtype.itemsize
+        size = counts[_level_of(name, header.level)] * dtype.itemsize
         if len(raw) != size:
             raise WireError(f"result {name} has {len(raw)} bytes, needs {size}")
         numbers[name] = np.frombuffer(raw, dtype)
@@ -132,12 +132,13 @@ def counts_of(group: LoggedGroup) -> GroupCounts:
     return GroupCounts(group.group_id, len(group.members), rows, steps)
 
 
-def _kind(result: str, level: Level) -> str:
+def _level_of(result: str, level: Level) -> str:
+    """Of what a result of this name has one number each. level: that of advantages and returns."""
     return {"rewards": "trajectory", "step_rewards": "step"}.get(result, level)
 
 
-class Member(NamedTuple):
-    """A trajectory of the batch with its place in a work item's results."""
+class ComputedMember(NamedTuple):
+    """A computed trajectory: its reference, and where its numbers are in the results of a work item."""
 
     reference: Reference
     result: Result
@@ -156,15 +157,15 @@ class Member(NamedTuple):
 
     def span(self, name: str) -> tuple[int, int]:
         """The span of its numbers in the result of this name."""
-        kind = _kind(name, self.result.header.level)
-        if kind == "trajectory":
+        level = _level_of(name, self.result.header.level)
+        if level == "trajectory":
             return self.position, self.position + 1
-        if kind == "row":
+        if level == "row":
             return self.first_row, self.first_row + len(self.reference.row_lengths)
         return self.first_step, self.first_step + len(self.reference.steps)
 
 
-def numbers_of(members: Sequence[Member], name: str) -> Array:
+def numbers_of(members: Sequence[ComputedMember], name: str) -> Array:
     """The numbers of this name of all members, in their order. Those that lie side by side are copied at once."""
     parts: list[Array] = []
     result, start, stop = members[0].result, 0, 0
@@ -180,13 +181,13 @@ def numbers_of(members: Sequence[Member], name: str) -> Array:
 
 def assign(
     items: Sequence[WorkItem], results: Mapping[int, Result], groups: Sequence[LoggedGroup]
-) -> list[Member]:
+) -> list[ComputedMember]:
     """Find the results of every member of `groups`, the batch's living ones in batch order.
 
     A group that became a dead letter after it was computed keeps its place in the results: it is skipped.
     """
     by_id = {group.group_id: group for group in groups}
-    members: dict[str, list[Member]] = {}
+    members: dict[str, list[ComputedMember]] = {}
     for item in items:
         result = results[item.number]
         position, first_row, first_step = 0, 0, 0
@@ -195,7 +196,7 @@ def assign(
                 row, step = first_row, first_step
                 members[group_id] = []
                 for number, reference in enumerate(by_id[group_id].members):
-                    members[group_id].append(Member(reference, result, position + number, row, step))
+                    members[group_id].append(ComputedMember(reference, result, position + number, row, step))
                     row += len(reference.row_lengths)
                     step += len(reference.steps)
             position, first_row, first_step = position + trajectories, first_row + rows, first_step + steps

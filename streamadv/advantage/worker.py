@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 STAGE: Final = ADVANTAGE
 LEASE_S: Final = 15.0
 #: Seconds for shutting down, from the end of the last computation: for entries in hand, and for the server to answer.
-LEAVE_S: Final = 8.0
-#: Seconds after which a step of the shutdown says what it waits for.
-SAY_S: Final = 2.0
+SHUTDOWN_S: Final = 8.0
+#: Seconds after which a step of the shutdown logs what it waits for.
+REPORT_AFTER_S: Final = 2.0
 #: Seconds between two looks at whether to stop.
 POLL_S: Final = 0.2
 UNKNOWN_CHAIN: Final = "waiting for a worker that knows the chain of a batch"
@@ -191,7 +191,7 @@ class Worker:
     # Shut down
 
     def _shut_down(self, reader: threading.Thread, publisher: threading.Thread) -> None:
-        """End in steps, within LEAVE_S seconds. Raises the failure of a thread.
+        """End in steps, within SHUTDOWN_S seconds. Raises the failure of a thread.
 
         If a step does not end in time, the server does not answer: what is in hand goes to another worker when its
         lease is over.
@@ -199,7 +199,7 @@ class Worker:
         self._stop.set()
         text = "%s: stopping with %s"
         logger.info(text, STAGE, self._consumer.in_hand, extra=self._log_fields("stopping"))
-        deadline = clock.now() + LEAVE_S
+        deadline = clock.now() + SHUTDOWN_S
         # 1. The reader ends its last read: the server may have delivered entries that are not in hand yet.
         ended = self._join(reader, "the server's reply to its last read", deadline)
         # 2. The publisher hands off what is computed. It may have ended with its queue full.
@@ -217,7 +217,7 @@ class Worker:
     def _join(self, thread: threading.Thread, what: str, deadline: float) -> bool:
         """Wait for the thread's end until `deadline`, saying what for. False if it goes on."""
         fields = self._log_fields("stopping")
-        thread.join(min(SAY_S, max(0.0, deadline - clock.now())))
+        thread.join(min(REPORT_AFTER_S, max(0.0, deadline - clock.now())))
         if thread.is_alive():
             text = "%s: is to end, and waits for %s; has %s"
             logger.warning(text, STAGE, what, self._consumer.in_hand, extra=fields)

@@ -18,7 +18,7 @@ class Candidates:
         self._run = run
         #: Last entry read of each shard's groups log. Every session reads from the start: a shard that lost recent
         #: writes has older groups again, see "Going back in time" in docs/reliability.md.
-        self.seen = dict.fromkeys(range(len(run.keys.salts)), "0-0")
+        self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
         self._groups: list[LoggedGroup] = []
         self._read_to_end: set[int] = set()  # shards
 
@@ -31,19 +31,19 @@ class Candidates:
     @property
     def has_read_all(self) -> bool:
         """Whether it has come to the end of every log, at least once."""
-        return len(self._read_to_end) == len(self.seen)
+        return len(self._read_to_end) == len(self.cursors)
 
     def read_on(self, limit: int, named: Container[tuple[int, str]]) -> None:
         """Read until there are `limit` candidates of each shard, or its log ends.
 
         named: shard and entry of groups in batches. A new session reads them again.
         """
-        for shard in self.seen:
+        for shard in self.cursors:
             missing = limit - sum(group.shard == shard for group in self._groups)
             while missing > 0:
-                page = read_log(self._run, shard, self.seen[shard], missing)
+                page = read_log(self._run, shard, self.cursors[shard], missing)
                 if page:
-                    self.seen[shard] = page[-1].entry
+                    self.cursors[shard] = page[-1].entry
                 new = [group for group in page if (shard, group.entry) not in named]
                 self._groups += new
                 if len(page) < missing:

@@ -40,14 +40,15 @@ def running_of(stamped: BatchRecord | WorkItem) -> RunningMoments | None:
 class KLCoefficients:
     """The adaptive coefficient after each of the last batches; batch k uses the one after k - 1 - prefetch.
 
-    That many batches later a coefficient is known whenever batch k is named, however far ahead: the numbers do
-    not depend on timing.
+    Batch k is named when batch k - 1 - prefetch is trained at the earliest. So its coefficient does not depend on how
+    far ahead batches are named.
     """
 
-    def __init__(self, config: ChainConfig, prefetch: int, known: Mapping[str, float] | None = None) -> None:
+    def __init__(self, config: ChainConfig, prefetch: int, after: Mapping[str, float] | None = None) -> None:
+        """after: batch number, as JSON has it, -> coefficient after it; of an older session, see `to_json`."""
         self._config = config.kl
         self._prefetch = prefetch
-        self._after = {int(k): value for k, value in (known or {}).items()}
+        self._after = {int(k): value for k, value in (after or {}).items()}
 
     def of_batch(self, k: int) -> float | None:
         """The coefficient to stamp into the record of batch k; None = the chain's fixed one, or no KL."""

@@ -30,39 +30,39 @@ def terminal_states(members: Iterable[Reference], tokens_per_micro_batch: int | 
             yield "trained"
 
 
-class Leaving(NamedTuple):
+class CommitArguments(NamedTuple):
     """What commit needs of a group: arguments of `commit.lua` after its entry id, and its payloads' keys."""
 
     args: list[Any]
     payloads: list[str]
 
 
-def leaving(group: LoggedGroup, tokens_per_micro_batch: int | None) -> Leaving:
+def commit_arguments(group: LoggedGroup, tokens_per_micro_batch: int | None) -> CommitArguments:
     """How a group's members are counted at commit, and what is deleted."""
     states = Counter(terminal_states(group.members, tokens_per_micro_batch))
     trained = states.pop("trained", 0)
-    others = [part for pair in states.items() for part in pair]
+    untrained = [part for pair in states.items() for part in pair]
     keys = [key for key, _ in group.payloads]
-    return Leaving([trained, len(states), *others, group.size_bytes, len(keys)], keys)
+    return CommitArguments([trained, len(states), *untrained, group.size_bytes, len(keys)], keys)
 
 
 def commit(
     run: Run,
     record: BatchRecord,
     epoch: int,
-    known: Mapping[Pointer, Leaving] | None = None,
+    arguments: Mapping[Pointer, CommitArguments] | None = None,
     results: Sequence[StoredResult] | None = None,
 ) -> None:
     """Count a batch as trained and delete what is stored of it.
 
-    known: of groups that need not be read from the log again. results: `read_results`, if done already.
+    arguments: of groups that need not be read from the log again. results: `read_results`, if done already.
     The lineage must say already that the batch is committed (`commit_lineage.lua`).
     """
     results = read_results(run) if results is None else results
     for shard in run.shards:
         pointers = record.in_shard(shard.index)
         if pointers:
-            commit_groups(run, shard, record, pointers, epoch, known or {})
+            commit_groups(run, shard, record, pointers, epoch, arguments or {})
             close(shard, record.id, epoch, results)
     run.home.call("forget_batch", [epoch, record.k, record.model_dump_json()])
 
@@ -73,20 +73,20 @@ def commit_groups(
     record: BatchRecord,
     pointers: Sequence[Pointer],
     epoch: int,
-    known: Mapping[Pointer, Leaving],
+    arguments: Mapping[Pointer, CommitArguments],
 ) -> None:
     """Commit groups of one shard, in slices. Groups that the log no longer has were committed before."""
-    unknown = [pointer for pointer in pointers if pointer not in known]
+    unread = [pointer for pointer in pointers if pointer not in arguments]
     budget = record.tokens_per_micro_batch
-    read = {
-        pointer: leaving(group, budget)
-        for pointer, group in zip(unknown, find_groups(run, unknown), strict=True)
+    from_log = {
+        pointer: commit_arguments(group, budget)
+        for pointer, group in zip(unread, find_groups(run, unread), strict=True)
         if group is not None
     }
     args: list[Any] = []
     payloads: list[str] = []
     for pointer in pointers:
-        group = known.get(pointer) or read.get(pointer)
+        group = arguments.get(pointer) or from_log.get(pointer)
         if group is not None:
             args += [pointer.entry, *group.args]
             payloads += group.payloads

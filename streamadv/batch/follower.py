@@ -22,8 +22,8 @@ from .settings import NamingSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """How a rank above 0 knows its job's session among others."""
+class JobKey:
+    """By what a rank above 0 finds the session of its job: `job`, or else `epoch`."""
 
     job: str | None
     epoch: int | None  # one that rank 0 has had
@@ -32,11 +32,11 @@ class Wanted:
         return f"job {self.job}" if self.job is not None else f"the job that took epoch {self.epoch}"
 
 
-def join(run: Run, settings: NamingSettings, progress: Progress, wanted: Wanted) -> Follower:
+def join(run: Run, settings: NamingSettings, progress: Progress, job_key: JobKey) -> Follower:
     """Join the job's session. Raises NotHeldError while rank 0 has not taken the run (again), EpochFencedError."""
     server_ids = run.server_ids()
     hold = read_hold(run)
-    _check_session(run, progress, hold, wanted)
+    _check_session(run, progress, hold, job_key)
     _join_branch(run, progress, hold)
     progress.job, progress.session, progress.epoch = hold.job, hold.session, hold.epoch
     progress.batches = {k: batch.on_other_servers() for k, batch in progress.batches.items()}
@@ -47,7 +47,7 @@ def join(run: Run, settings: NamingSettings, progress: Progress, wanted: Wanted)
     return Follower(run, settings, progress, server_ids, hold)
 
 
-def _check_session(run: Run, progress: Progress, hold: Hold, wanted: Wanted) -> None:
+def _check_session(run: Run, progress: Progress, hold: Hold, job_key: JobKey) -> None:
     """Return if this is (still) the job's session."""
     session = progress.session  # the one this rank is in, '' = none yet
     if session and hold.session == session:
@@ -60,13 +60,13 @@ def _check_session(run: Run, progress: Progress, hold: Hold, wanted: Wanted) -> 
     elif session and (hold.job != progress.job or progress.has_delivered):
         raise fenced(run)
     elif not hold.session:
-        raise NotHeldError(f"no trainer has the run: waiting for rank 0 of {wanted}")
-    elif wanted.epoch is not None and hold.founded > wanted.epoch:
+        raise NotHeldError(f"no trainer has the run: waiting for rank 0 of {job_key}")
+    elif job_key.epoch is not None and hold.founded > job_key.epoch:
         raise fenced(run)
-    elif wanted.epoch is not None and hold.epoch < wanted.epoch:
-        raise NotHeldError(f"the run is at epoch {hold.epoch}: waiting for rank 0 of {wanted}")
-    elif wanted.job is not None and hold.job != wanted.job:
-        raise NotHeldError(f"job {hold.job} has the run: waiting for rank 0 of {wanted}")
+    elif job_key.epoch is not None and hold.epoch < job_key.epoch:
+        raise NotHeldError(f"the run is at epoch {hold.epoch}: waiting for rank 0 of {job_key}")
+    elif job_key.job is not None and hold.job != job_key.job:
+        raise NotHeldError(f"job {hold.job} has the run: waiting for rank 0 of {job_key}")
     if hold.settled != hold.epoch:
         raise NotHeldError(f"rank 0 of job {hold.job} is taking the run over: waiting for it")
 

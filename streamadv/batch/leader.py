@@ -19,7 +19,7 @@ from ..run import Run
 from ..run.heartbeats import Attendance, is_over
 from .candidates import Candidates
 from .carryover import running_with
-from .commit import commit, leaving, read_results
+from .commit import commit, commit_arguments, read_results
 from .exclusion import dead_letter_groups, drop
 from .named import NamedBatch
 from .progress import Progress
@@ -47,7 +47,7 @@ class Leader(Session):
         self.published = progress.version
         self._attendance = Attendance(run)
         self._candidates = Candidates(run)
-        self.seen = self._candidates.seen
+        self.cursors = self._candidates.cursors
 
     def _is_held(self) -> bool:
         """In a failover connections may lead to different servers: one was settled, another is read from now."""
@@ -163,7 +163,8 @@ class Leader(Session):
             living = sum(pointer.shard == shard.index for pointer in batch.living)
             shard.call("trained", [self.epoch, version, living, ""], version=shard.keys.trainer)
         budget = record.tokens_per_micro_batch
-        batch.leaving |= {pointer: leaving(group, budget) for pointer, group in batch.groups.items()}
+        for pointer, group in batch.groups.items():
+            batch.commit_arguments[pointer] = commit_arguments(group, budget)
         batch.groups.clear()
         self.published = version
 
@@ -176,7 +177,7 @@ class Leader(Session):
         results = read_results(self.run) if committed else []
         for k in committed:
             batch = self.batches[k]
-            commit(self.run, batch.record, self.epoch, batch.leaving, results)
+            commit(self.run, batch.record, self.epoch, batch.commit_arguments, results)
             del self.batches[k]
 
     # The end of a run

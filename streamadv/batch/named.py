@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..grouping.groups_log import LoggedGroup, Pointer
-from .commit import Leaving
+from .commit import CommitArguments
 from .record import BatchRecord, Death
 
 
@@ -21,7 +21,7 @@ class NamedBatch:
     #: Groups as they were read from the log, until the batch is trained.
     groups: dict[Pointer, LoggedGroup] = field(default_factory=dict)
     #: What commit needs of them, once the batch is trained.
-    leaving: dict[Pointer, Leaving] = field(default_factory=dict)
+    commit_arguments: dict[Pointer, CommitArguments] = field(default_factory=dict)
 
     @property
     def living(self) -> list[Pointer]:
@@ -29,5 +29,5 @@ class NamedBatch:
         return [pointer for pointer in self.record.groups if pointer.group_id not in self.dead]
 
     def on_other_servers(self) -> NamedBatch:
-        """What is still known of it in another session."""
+        """The part that holds in a session on other servers."""
         return NamedBatch(self.record, self.dead)

@@ -85,7 +85,7 @@ class Progress:
     # How it goes on
 
     def batch(self, record: BatchRecord) -> NamedBatch:
-        """What is known of the batch with this record. Nothing is known of one that replaces a lost one."""
+        """The named batch with this record. A record that replaces a lost one makes a new `NamedBatch`."""
         batch = self.batches.get(record.k)
         if batch is None or batch.record.id != record.id:
             batch = self.batches[record.k] = NamedBatch(record)
@@ -133,14 +133,17 @@ class Progress:
 
     # What servers may have lost
 
-    def seen(self, asked: float, caught_up: bool) -> None:
-        """At `asked` (monotonic clock) the servers were those of all commits. caught_up: all their groups were read."""
+    def servers_confirmed(self, asked: float, caught_up: bool) -> None:
+        """The servers that the commits were sent to still answered at `asked` (`clock.now()`).
+
+        Forgets groups that these servers can no longer lose. caught_up: all groups in their logs were read.
+        """
         _forget_first(self._committed, asked - self._window)
         if caught_up:
             _forget_first(self._returning, asked - RETURN_WINDOW_S)
 
-    def lost(self) -> None:
-        """The servers are others, which may lack recent commits: their groups can be pushed again."""
+    def servers_replaced(self) -> None:
+        """Other servers answer, which may lack recent commits: producers may push those groups again."""
         now = clock.now()
         self._returning.update(dict.fromkeys(self._committed, now))
         self._committed = {}

@@ -62,7 +62,7 @@ def name_batch(run: Run, record: BatchRecord, epoch: int) -> bool:
 def read_records(run: Run, leads: bool = False) -> dict[int, BatchRecord]:
     """All recorded batches by k: named and not yet committed to the end.
 
-    A field that is no record is left out, and removed by the rank that leads.
+    A field that holds no record is skipped. leads: on rank 0, which removes such a field.
     """
     stored: Any = run.connection.scripts.hgetall(run.keys.home.batches)
     records = {}

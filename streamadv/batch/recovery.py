@@ -26,7 +26,7 @@ from .settings import NamingSettings
 from .work import apply
 
 #: Groups counted in one call of `set_trainer.lua`.
-HELD_SLICE: Final = 1000
+TRAINED_SLICE: Final = 1000
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,15 @@ logger = logging.getLogger(__name__)
 def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     """Take the run for the job and make it say what the job knows. Fences older jobs; raises EpochFencedError."""
     server_ids = run.server_ids()
-    declared, begins = take(run, progress)
+    run_committed, begins_branch = take(run, progress)
     recorded = read_records(run, leads=True)
     _restore_statistics(run, progress, recorded)
-    _finish_commits(run, progress, recorded, declared)
-    foreign = [record for record in recorded.values() if not _is_ours(progress, record, begins)]
-    undo_batches(run, foreign, progress.epoch)
-    for record in foreign:
+    _finish_commits(run, progress, recorded, run_committed)
+    foreign_records = [
+        record for record in recorded.values() if not _is_ours(progress, record, begins_branch)
+    ]
+    undo_batches(run, foreign_records, progress.epoch)
+    for record in foreign_records:
         del recorded[record.k]
     run.home.call("commit_lineage", [progress.epoch, progress.committed])
     _finish_commits(run, progress, recorded, progress.committed)  # commits that the server lost
@@ -72,14 +74,14 @@ def _finish_commits(run: Run, progress: Progress, recorded: dict[int, BatchRecor
         commit(run, recorded.pop(k), progress.epoch)
 
 
-def _is_ours(progress: Progress, record: BatchRecord, begins: bool) -> bool:
+def _is_ours(progress: Progress, record: BatchRecord, begins_branch: bool) -> bool:
     """Whether a record of the run is of this job's past, or a batch that it takes over as it is."""
     batch = progress.batches.get(record.k)
     if batch is not None:
         return record.id == batch.record.id
     if record.k < progress.version:  # of a branch that this checkpoint is not from, if named after it
-        return not begins or record.epoch <= progress.loaded_epoch
-    return begins or record.epoch >= progress.branch
+        return not begins_branch or record.epoch <= progress.loaded_epoch
+    return begins_branch or record.epoch >= progress.branch
 
 
 def _restore_batches(run: Run, progress: Progress, recorded: Mapping[int, BatchRecord]) -> None:
@@ -108,16 +110,16 @@ def _without_groups(run: Run, progress: Progress, batches: dict[int, NamedBatch]
     There is no batch k without a batch k - 1, and there may be no groups left to name that one again.
     """
     lost = []
-    following = progress.delivered
+    next_k = progress.delivered
     for k, batch in list(batches.items()):
         if k < progress.delivered:
             continue
-        if k > following or missing(run, batch.record):
+        if k > next_k or missing(run, batch.record):
             fields = log_fields("batch_named_again", run=run.name, role="trainer", batch=k)
             logger.warning("batch %d is named again: the server has lost groups", k, extra=fields)
             lost.append(batches.pop(k).record)
         else:
-            following += 1
+            next_k += 1
     return lost
 
 
@@ -139,9 +141,9 @@ def set_trainer(run: Run, settings: NamingSettings, progress: Progress) -> None:
     drop_after = "" if settings.drop_after is None else settings.drop_after
     for shard in run.shards:
         entries = [pointer.entry for record in trained for pointer in record.in_shard(shard.index)]
-        for start in range(0, max(1, len(entries)), HELD_SLICE):
+        for start in range(0, max(1, len(entries)), TRAINED_SLICE):
             args = [progress.epoch, progress.version, pacing, settings.batch_groups, drop_after]
-            args += ["1" if start else "0", *entries[start : start + HELD_SLICE]]
+            args += ["1" if start else "0", *entries[start : start + TRAINED_SLICE]]
             shard.call("set_trainer", args)
 
 
@@ -151,7 +153,7 @@ def set_trainer(run: Run, settings: NamingSettings, progress: Progress) -> None:
 def undo_batches(run: Run, records: Iterable[BatchRecord], epoch: int) -> None:
     """Undo the naming of batches: what is left of them can be named again.
 
-    The last one goes first, so that the records left at any moment are a lineage without a gap.
+    The last one goes first, so that the records left at any moment have no gap.
     """
     for record in sorted(records, key=lambda record: -record.k):
         for shard in {pointer.shard for pointer in record.groups}:

@@ -19,8 +19,8 @@ class NamingRules:
     """What decides whether a group goes into a batch."""
 
     drop_after: int | None  # versions
-    needs: frozenset[str] = frozenset()  # columns producers must have pushed
-    trained: Container[str] = frozenset()  # group ids already in the checkpoint lineage
+    needs: frozenset[str] = frozenset()  # columns that producers must have pushed
+    trained: Container[str] = frozenset()  # ids of the groups in the weights
     rolled_back_above: int | None = None  # version restored by load_state_dict
     #: Epoch that load_state_dict took. Epochs taken again after a restart of the server do not count.
     branch: int = 0

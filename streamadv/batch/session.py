@@ -37,11 +37,11 @@ class Session(ABC):
         """server_ids: of the run, asked before anything else of the session was read or written."""
         self.run = run
         self.progress = progress
-        self.published = 0  # version that rank 0 has written into the run
+        self.published = 0  # version that rank 0 has written into the run; 0 on other ranks
         #: Groups dropped while batches were named, until somebody reports and clears them.
         self.dropped = DroppedGroups()
         #: Last entry of each shard's groups log that rank 0 has read.
-        self.seen: dict[int, str] = {}
+        self.cursors: dict[int, str] = {}
         self._settings = settings
         self._server_ids = server_ids
         self._kl = KLCoefficients(ChainConfig.model_validate(settings.chain), settings.prefetch, progress.kl)
@@ -65,7 +65,7 @@ class Session(ABC):
         asked = clock.now()
         if self.run.server_ids() != self._server_ids or not self._is_held():
             return False
-        self.progress.seen(asked, self._has_caught_up())
+        self.progress.servers_confirmed(asked, self._has_caught_up())
         return True
 
     @abstractmethod
@@ -122,9 +122,10 @@ class Session(ABC):
         """Groups of a batch that cannot be computed become dead letters. Returns all that is excluded from it."""
         dead, left_out = read_exclusions(self.run, record)
         self._write_dead_letters(record, {group_id: deaths[group_id] for group_id in deaths.keys() - dead})
-        known = self.progress.batch(record).dead
-        known.update({group_id: Death("undecodable", "") for group_id in dead - known.keys()} | dict(deaths))
-        return Exclusions(set(known), left_out)
+        deaths_so_far = self.progress.batch(record).dead
+        written_by_others = dead - deaths_so_far.keys()
+        deaths_so_far.update(dict.fromkeys(written_by_others, Death("undecodable", "")) | dict(deaths))
+        return Exclusions(set(deaths_so_far), left_out)
 
     @abstractmethod
     def _write_dead_letters(self, record: BatchRecord, deaths: Mapping[str, Death]) -> None:

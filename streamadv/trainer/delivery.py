@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..advantage.results import Member, Result, numbers_of
+from ..advantage.results import ComputedMember, Result, numbers_of
 from ..algorithms.chain import Chain, cut_chain, run_chain
 from ..algorithms.chain_metrics import MEAN_KL, merge_metrics
 from ..algorithms.packed import PackedBatch, expand
@@ -38,7 +38,7 @@ class ComputedBatch:
 
     record: BatchRecord
     groups: Sequence[LoggedGroup]
-    members: Sequence[Member]  # of these groups, each with its part of the results
+    members: Sequence[ComputedMember]  # of these groups, each with its part of the results
     results: Sequence[Result]  # one for each work item
     left_out: Container[tuple[str, int]]  # (group_id, rollout_index) that some rank could not read
 
@@ -48,7 +48,7 @@ class PackedShare:
     """One rank's share of a batch with everything that belongs to it, all in the order of the share's references."""
 
     share: Share
-    members: Sequence[Member]
+    members: Sequence[ComputedMember]
     payloads: Sequence[Payload]
     batch: PackedBatch  # [N] columns: pushed ones, the workers' and late ones; rewards as shaped so far
     results: Mapping[str, Tensor]  # advantages and returns [N], as far as they are computed
@@ -75,7 +75,7 @@ def _plan(computed: ComputedBatch, rank: Rank) -> Share:
     return share_of(references, computed.record.tokens_per_micro_batch, rank, computed.left_out)
 
 
-def _members_of(computed: ComputedBatch, share: Share) -> list[Member]:
+def _members_of(computed: ComputedBatch, share: Share) -> list[ComputedMember]:
     by_key = {member.reference.key: member for member in computed.members}
     return [by_key[reference.key] for reference in share.references]
 
@@ -87,7 +87,7 @@ def _pack(
     run: Run,
     computed: ComputedBatch,
     share: Share,
-    members: Sequence[Member],
+    members: Sequence[ComputedMember],
     fetched: Fetched,
     device: torch.device,
 ) -> PackedShare:
@@ -100,12 +100,12 @@ def _pack(
         _check_finite(batch, members, results, fetched.outputs)
     else:
         results = {}
-        if share.trained:
+        if share.batch_references:
             batch = batch.with_columns(**_empty_columns(run, computed.members, share, device))
     return PackedShare(share, members, fetched.payloads, batch, results)
 
 
-def _pack_columns(members: Sequence[Member], fetched: Fetched, device: torch.device) -> PackedBatch:
+def _pack_columns(members: Sequence[ComputedMember], fetched: Fetched, device: torch.device) -> PackedBatch:
     """Pushed columns and the workers' results per token, which replace pushed ones of their name."""
     columns = [
         {**payload.columns, **outputs} if outputs else payload.columns
@@ -122,7 +122,7 @@ def _pack_columns(members: Sequence[Member], fetched: Fetched, device: torch.dev
     return batch
 
 
-def _results_per_token(batch: PackedBatch, members: Sequence[Member]) -> dict[str, Tensor]:
+def _results_per_token(batch: PackedBatch, members: Sequence[ComputedMember]) -> dict[str, Tensor]:
     """The workers' advantages and returns, [N] each."""
     results = {}
     for name in ("advantages", "returns"):
@@ -136,7 +136,7 @@ def _results_per_token(batch: PackedBatch, members: Sequence[Member]) -> dict[st
 
 def _check_finite(
     batch: PackedBatch,
-    members: Sequence[Member],
+    members: Sequence[ComputedMember],
     results: Mapping[str, Tensor],
     outputs: Sequence[Mapping[str, Array]],
 ) -> None:
@@ -161,15 +161,15 @@ def _check_finite(
 
 
 def _empty_columns(
-    run: Run, members: Sequence[Member], share: Share, device: torch.device
+    run: Run, members: Sequence[ComputedMember], share: Share, device: torch.device
 ) -> dict[str, Tensor]:
     """Every column that a rank without trajectories would have, empty: its loop runs as on the other ranks."""
     run.refresh()  # the manifest knows the extra columns
-    trained = {reference.key for reference in share.trained}
+    trained_keys = {reference.key for reference in share.batch_references}
     names = [
         {*member.reference.columns, *member.columns, *member.result.numbers}
         for member in members
-        if member.reference.key in trained
+        if member.reference.key in trained_keys
     ]
     columns = {}
     for name in sorted(set.intersection(*names)):
@@ -190,7 +190,7 @@ def _run_late_part(
 ) -> tuple[PackedShare, Metrics | None]:
     """Make the late columns and run the steps of the chain after them; the batch gets advantages and returns."""
     batch, results, metrics = packed.batch, dict(packed.results), None
-    if packed.share.trained:  # else all groups are dead: no rank has a micro-batch
+    if packed.share.batch_references:  # else all groups are dead: no rank has a micro-batch
         batch = batch.with_columns(**make_late_columns(late, batch, packed.share, packed.payloads))
         chain = cut_chain(record.chain, record.late)[1]
         if chain.steps:
@@ -219,7 +219,7 @@ def _check_scope(chain: Chain, record: BatchRecord, world_size: int) -> None:
 
 
 def _cut(computed: ComputedBatch, packed: PackedShare, late_metrics: Metrics | None) -> Batch:
-    record, trained = computed.record, packed.share.trained
+    record, references = computed.record, packed.share.batch_references
     metrics: list[Metrics] = [(result.header.metrics, result.header.weights) for result in computed.results]
     merged, _ = merge_metrics([*metrics, *([late_metrics] if late_metrics else [])])
     logged_s = {group.group_id: group.logged_ms / 1000 for group in computed.groups}
@@ -227,12 +227,12 @@ def _cut(computed: ComputedBatch, packed: PackedShare, late_metrics: Metrics | N
         version=record.k,
         id=record.id,
         micro_batches=cut(packed.batch, packed.share, packed.payloads),
-        num_tokens=sum(sum(reference.row_trainable) for reference in trained),
-        num_rows=sum(len(reference.row_lengths) for reference in trained),
-        num_trajectories=len(trained),
-        references=trained,
-        staleness=[reference.staleness(record.k) for reference in trained],
-        logged_s=[logged_s[reference.group_id] for reference in trained],
+        num_tokens=sum(sum(reference.row_trainable) for reference in references),
+        num_rows=sum(len(reference.row_lengths) for reference in references),
+        num_trajectories=len(references),
+        references=references,
+        staleness=[reference.staleness(record.k) for reference in references],
+        logged_s=[logged_s[reference.group_id] for reference in references],
         kl=merged.get(MEAN_KL),
         metrics=merged,
         make_delivered=lambda: _delivered(packed, record.k),

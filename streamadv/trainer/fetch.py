@@ -18,7 +18,7 @@ import torch
 from redis.exceptions import RedisError
 from torch import Tensor
 
-from ..advantage.results import Member
+from ..advantage.results import ComputedMember
 from ..algorithms.packing import empty_column
 from ..batch.record import BatchRecord
 from ..errors import StreamadvError, UndecodableGroupError, WireError
@@ -56,7 +56,7 @@ class Fetched(NamedTuple):
     columns: Mapping[str, Tensor]  # pushed columns [N] that lie end to end already
 
 
-def fetch(run: Run, members: Sequence[Member], prefetched: Prefetched) -> Fetched:
+def fetch(run: Run, members: Sequence[ComputedMember], prefetched: Prefetched) -> Fetched:
     """Fetch everything that was not read ahead. Raises UndecodableGroupError for what is gone or cannot be read."""
     references = [member.reference for member in members]
     columns = prefetched.columns if [reference.key for reference in references] == prefetched.keys else {}
@@ -74,7 +74,7 @@ def _fetch_missing(
     return [by_key[reference.key] for reference in references]
 
 
-def _fetch_outputs(run: Run, members: Sequence[Member]) -> list[dict[str, Array]]:
+def _fetch_outputs(run: Run, members: Sequence[ComputedMember]) -> list[dict[str, Array]]:
     """The workers' results per token for each member. Raises UndecodableGroupError."""
     pipe = run.connection.scripts.pipeline(transaction=False)
     with_outputs = [member for member in members if member.columns]
@@ -93,7 +93,7 @@ def _fetch_outputs(run: Run, members: Sequence[Member]) -> list[dict[str, Array]
     return outputs
 
 
-def _decode_outputs(member: Member, reply: Sequence[bytes | None] | None) -> dict[str, Array]:
+def _decode_outputs(member: ComputedMember, reply: Sequence[bytes | None] | None) -> dict[str, Array]:
     """reply: a value for each output column; None where the key holds no hash. Raises WireError."""
     arrays: dict[str, Array] = {}
     for name, value in zip(member.columns, reply or [None] * len(member.columns), strict=True):
@@ -133,8 +133,8 @@ class ReadAhead:
 
     def _fetch(self, groups: Sequence[LoggedGroup], record: BatchRecord, rank: Rank) -> None:
         try:
-            members = [member for group in groups for member in group.members]
-            references = share_of(members, record.tokens_per_micro_batch, rank).references
+            in_batch = [reference for group in groups for reference in group.members]
+            references = share_of(in_batch, record.tokens_per_micro_batch, rank).references
             sizes = accumulate(reference.size for reference in references)
             self._fetch_into_columns(references[: sum(size <= MAX_BYTES for size in sizes)])
         except (StreamadvError, RedisError) as error:

@@ -48,8 +48,10 @@ class Share:
     `rows` count in it.
     """
 
-    trained: list[Reference]  # all trajectories of the batch, on all ranks: the batch's counts go by them
-    references: list[Reference]  # this rank's
+    batch_references: list[
+        Reference
+    ]  # of the trajectories trained on, all ranks together: the batch's counts
+    references: list[Reference]  # of this rank's trajectories
     rows: list[list[RowRef]]  # of each micro-batch
 
 
@@ -67,17 +69,17 @@ def share_of(
     states = terminal_states(references, budget)
     trained = [reference for reference, state in zip(references, states, strict=True) if state == "trained"]
     planned = plan(trained, rank.world_size, budget)[rank.number]
-    owned = [
+    positions = [
         position
         for position in sorted({ref.trajectory for refs in planned for ref in refs})
         if (trained[position].group_id, trained[position].rollout_index) not in left_out
     ]
-    place = {position: number for number, position in enumerate(owned)}
+    index_of = {position: index for index, position in enumerate(positions)}
     rows = [
-        [RowRef(place[ref.trajectory], ref.row) for ref in refs if ref.trajectory in place]
+        [RowRef(index_of[ref.trajectory], ref.row) for ref in refs if ref.trajectory in index_of]
         for refs in planned
     ]
-    return Share(trained, [trained[position] for position in owned], rows)
+    return Share(trained, [trained[position] for position in positions], rows)
 
 
 def plan(trajectories: Sequence[Sized], world_size: int, budget: int | None) -> list[list[list[RowRef]]]:
@@ -90,12 +92,12 @@ def plan(trajectories: Sequence[Sized], world_size: int, budget: int | None) -> 
     """
     tokens = [sum(trajectory.row_lengths) for trajectory in trajectories]
     loads = [(0, rank) for rank in range(world_size)]  # a heap
-    owned: list[list[int]] = [[] for _ in range(world_size)]
+    positions_of: list[list[int]] = [[] for _ in range(world_size)]  # by rank
     for position in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
         load, rank = loads[0]
         heapreplace(loads, (load + tokens[position], rank))
-        owned[rank].append(position)
-    planned = [_fill(trajectories, sorted(positions), budget) for positions in owned]
+        positions_of[rank].append(position)
+    planned = [_fill(trajectories, sorted(positions), budget) for positions in positions_of]
     count = max((len(micro_batches) for micro_batches in planned), default=0)
     return [micro_batches + [[] for _ in range(count - len(micro_batches))] for micro_batches in planned]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from ..batch.follower import Wanted, join
+from ..batch.follower import JobKey, join
 from ..batch.job import check_job, count_queue, find_job, random_job
 from ..batch.progress import Progress
 from ..batch.recovery import take_over
@@ -73,7 +73,7 @@ class Sessions:
                     "trainer: the server is not the one it was: repeating what it may have lost",
                     extra=log_fields("session_stale", run=self._run_name, role="trainer"),
                 )
-            self.progress.lost()
+            self.progress.servers_replaced()
             self._is_stale = True
         return self._begin() if self._is_stale else self.current()
 
@@ -88,7 +88,7 @@ class Sessions:
             self.progress.job = self.progress.job or self._find_job() or random_job()
             session = take_over(run, self.naming, self.progress)
         else:
-            session = join(run, self.naming, self.progress, self._wanted())
+            session = join(run, self.naming, self.progress, self._job_key())
         self._session, self._is_stale = session, False
         return session
 
@@ -108,12 +108,12 @@ class Sessions:
             return self._job
         return find_job(self._number)
 
-    def _wanted(self) -> Wanted:
-        """How a rank above 0 finds its job. Raises SettingError if nothing tells."""
+    def _job_key(self) -> JobKey:
+        """By what this rank above 0 finds its job. Raises SettingError when it has neither an id nor an epoch."""
         job = self._job if self._epoch is not None else self._find_job()
         if job is None and self._epoch is None:
             raise SettingError(
                 f"job is not given on rank {self._rank.number} of {self._rank.world_size}: pass the same job= on "
                 "every rank, another one at each start, or use torchrun, SLURM or torch.distributed"
             )
-        return Wanted(job, self._epoch)
+        return JobKey(job, self._epoch)

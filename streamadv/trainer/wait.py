@@ -69,7 +69,7 @@ def _wait_in_shard(session: Session, shard: int, cursor: str, part_ms: int, poll
         streams: dict[Any, Any] = {keys.results: cursor}
         rest_ms = polls.rest_ms
         if session.waits_for_groups and not rest_ms:
-            streams[keys.groups] = session.seen[shard]
+            streams[keys.groups] = session.cursors[shard]
         reply = _read_streams(session, streams, part_ms, min(left_ms, rest_ms or left_ms))
         if keys.results.encode() in reply or (reply and polls.look()):
             return True

@@ -90,7 +90,7 @@ def test_shares_have_every_trajectory_once_without_those_left_out(
     rest = [r.key for r in references if (r.group_id, r.rollout_index) not in left_out]
     assert sorted(r.key for share in shares for r in share.references) == sorted(rest)
     for share, rank in zip(shares, ranks, strict=True):
-        assert share.trained == references, "the counts of a batch are those of all ranks"
+        assert share.batch_references == references, "the counts of a batch are those of all ranks"
         rows = sorted(ref for refs in share.rows for ref in refs)
         assert rows == [
             RowRef(i, n) for i, r in enumerate(share.references) for n in range(len(r.row_lengths))
@@ -108,5 +108,5 @@ def test_baselines_and_rows_above_the_budget_are_in_no_share() -> None:
         reference(3, [2]),
     ]
     share = share_of(references, BUDGET, Rank(0, 1, CPU))
-    assert share.trained == share.references == [references[0], references[3]]
+    assert share.batch_references == share.references == [references[0], references[3]]
     assert share.rows == [[RowRef(0, 0), RowRef(1, 0)]]

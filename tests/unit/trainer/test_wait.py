@@ -22,7 +22,7 @@ class Session:
         self.asked: list[tuple[set[str], int]] = []
         self.missing = missing
         self.waits_for_groups = waits_for_groups
-        self.seen = {0: "0-0"}
+        self.cursors = {0: "0-0"}
         self.looks = 0
         keys = SimpleNamespace(results="results", groups="groups")
         connection = SimpleNamespace(blocking=lambda _: SimpleNamespace(xread=self.xread))
