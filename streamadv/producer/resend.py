@@ -86,6 +86,7 @@ class ResendWindow:
 
         False when the server had no room for some of it: check again.
         """
+        asked = clock.now()  # sending again may take long, and the servers may be others by then
         servers: Sequence[str | None] = yield ServerIds(shards)
         self._servers = servers
         with self._lock:
@@ -115,11 +116,10 @@ class ResendWindow:
                 extra=log_fields("sent_again", role="producer"),
             )
         self.behind = frozenset(refused)
-        self._trim(servers)
+        self._trim(servers, oldest_kept=asked - self._seconds)
         return not refused
 
-    def _trim(self, servers: Sequence[str | None]) -> None:
-        oldest_kept = clock.now() - self._seconds
+    def _trim(self, servers: Sequence[str | None], oldest_kept: float) -> None:
         with self._lock:
             while self._sent and self._sent[0].when < oldest_kept:
                 if self._sent[0].server_id != servers[self._sent[0].shard]:
