@@ -40,6 +40,7 @@ class BatchReader:
         self._rank = rank
         self._late = late
         self._log = ResultsLog()
+        self._strays: list[Stray] = []  # read and not removed yet: the server may be away in between
         self.ahead: ReadAhead | None = None  # of the batch to be delivered next
 
     def wait(self, block_ms: int, max_groups: int | None, stop: threading.Event) -> None:
@@ -112,9 +113,14 @@ class BatchReader:
         session = self.session
         batches = {named.record.id for named in session.batches.values()} if session.leads else None
         strays = self._log.read(session.run, batches)
+        if not session.leads:
+            return
+        self._strays += strays
         # On a server that lost recent writes a stray may belong to a batch: the next session decides.
-        if session.leads and strays and session.has_same_servers():
-            _remove(session, strays)
+        if self._strays and session.has_same_servers():
+            while self._strays:
+                _remove(session, self._strays[-1])
+                self._strays.pop()
 
     def _computed(self, record: BatchRecord) -> ComputedBatch | None:
         """The batch with its results, without dead groups. None while some results have not been published."""
@@ -154,12 +160,10 @@ def _pointers(record: BatchRecord, error: UndecodableGroupError) -> list[Pointer
     return [pointer for pointer in record.groups if pointer.group_id in group_ids]
 
 
-def _remove(session: Session, strays: Sequence[Stray]) -> None:
-    run = session.run
-    for stray in strays:
-        if stray.problem is None:
-            # Published while the batch was committed or undone, after that had looked for results to delete.
-            recovery.undo_in_shard(run, run.shard(stray.shard), stray.batch, session.epoch)
-        else:
-            shard = run.shard(stray.shard)
-            reject(shard, shard.keys.results, stray.entry, stray.problem)
+def _remove(session: Session, stray: Stray) -> None:
+    run, shard = session.run, session.run.shard(stray.shard)
+    if stray.problem is None:
+        # Published while the batch was committed or undone, after that had looked for results to delete.
+        recovery.undo_in_shard(run, shard, stray.batch, session.epoch)
+    else:
+        reject(shard, shard.keys.results, stray.entry, stray.problem)

@@ -38,11 +38,13 @@ class ResultsLog:
 
         batches: ids of the run's batches. None, on a rank that does not know them, takes results of any batch.
         """
+        logs: Any = [  # all of them first: a server that is away in between must not lose strays
+            run.connection.scripts.xrange(keys.results, f"({self.cursors.get(shard, '0-0')}", "+")
+            for shard, keys in enumerate(run.keys.shards)
+        ]
         strays = []
         for shard, keys in enumerate(run.keys.shards):
-            after = self.cursors.get(shard, "0-0")
-            entries: Any = run.connection.scripts.xrange(keys.results, f"({after}", "+")
-            for entry_id, fields in entries:
+            for entry_id, fields in logs[shard]:
                 entry = self.cursors[shard] = entry_id.decode()
                 try:
                     result = parse_result(keys, fields)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import redis
 
 from streamadv.batch.record import read_records
 from streamadv.batch.work import work_items
 from streamadv.errors import NoBatchError
-from streamadv.run import Run
+from streamadv.run import Run, Shard
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trainer.results_log import ResultsLog
@@ -72,3 +75,25 @@ def test_strays_are_returned_to_the_rank_that_knows_the_batches(computed: Run) -
     assert (strays[late.decode()].problem, strays[late.decode()].batch) == (None, "7-0123456789ab")
     (stray,) = ResultsLog().read(computed, None)  # a rank that does not know which batches there are
     assert stray.entry == junk.decode()
+
+
+def test_strays_are_removed_although_the_server_was_away_at_first(
+    computed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read once: what was not removed then would hold its bytes until the next session."""
+    scripts, key, call = computed.connection.scripts, computed.keys.home.results, Shard.call
+    ((_, fields),) = scripts.xrange(key)
+    scripts.xadd(key, {"junk": "1"})
+    scripts.xadd(key, {**fields, b"batch": b"7-0123456789ab"})
+    away = iter([True])
+
+    def call_or_fail(self: Shard, name: str, *args: Any, **caller_keys: Any) -> Any:
+        if name in ("reject", "unapply_batch") and next(away, False):
+            raise redis.ConnectionError("away")
+        return call(self, name, *args, **caller_keys)
+
+    monkeypatch.setattr(Shard, "call", call_or_fail)
+    queue = TrainerQueue(computed.connection, "r", batch_groups=4, prefetch=0)
+    assert queue.next_batch(timeout=5) is not None
+    assert next(away, None) is None
+    assert [entry for _, entry in scripts.xrange(key)] == [fields]
