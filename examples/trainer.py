@@ -16,9 +16,8 @@ def main(url: str) -> None:
     for batch in queue:
         for mb in batch:
             log_probs = torch.log_softmax(logits, 0)[mb.input_ids]
-            ratio = torch.exp(log_probs - mb.rollout_log_probs)
-            loss = -(ratio * mb.advantages * mb.response_mask).sum() / batch.num_tokens
-            loss.backward()
+            loss, _ = sa.losses.ppo_clip(log_probs, mb.rollout_log_probs, mb.advantages, mb.response_mask)
+            (loss.sum() / batch.num_tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
         queue.trained(batch)

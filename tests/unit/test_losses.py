@@ -1,0 +1,200 @@
+"""Losses where batches are cut up, packed, awkward or empty. Their numbers are compared with peers in tests/golden."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import streamadv
+from streamadv import losses
+from streamadv.errors import ArgumentError, OptionError
+from streamadv.losses import AGGREGATIONS
+from streamadv.trainer.microbatch import MicroBatch
+
+LENGTHS = [5, 2, 7, 3, 6]
+COLUMNS = ("log_probs", "old_log_probs", "advantages", "weights")
+LOSSES: list[Callable[..., losses.Loss]] = [losses.ppo_clip, losses.gspo, losses.cispo, losses.reinforce]
+
+
+def packed(lengths: list[int] = LENGTHS, seed: int = 0) -> MicroBatch:
+    """Rows with a masked prompt token and observations; the second row has no trainable token."""
+    torch.manual_seed(seed)
+    total = sum(lengths)
+    mask = (torch.rand(total) < 0.7).to(torch.uint8)
+    columns = {name: 0.5 * torch.randn(total) for name in COLUMNS}
+    columns["old_log_probs"] = columns["log_probs"] + 0.4 * torch.randn(total)
+    columns["weights"] = torch.rand(total) + 0.5
+    batch = MicroBatch({**columns, "response_mask": mask}, lengths, [], {})
+    if len(lengths) > 1:
+        mask[batch.cu_seqlens[1] : batch.cu_seqlens[2]] = 0
+    return batch
+
+
+def part(batch: MicroBatch, first: int, stop: int) -> MicroBatch:
+    span = slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[stop]))
+    columns = {name: values[span] for name, values in batch.columns.items()}
+    return MicroBatch(columns, batch.row_lengths[first:stop], [], {})
+
+
+def loss_of(function: Callable[..., losses.Loss], mb: Any, log_probs: Tensor, **options: Any) -> Tensor:
+    if function is losses.gspo:
+        options["cu_seqlens"] = getattr(mb, "cu_seqlens", None)
+    arguments = (log_probs, mb.old_log_probs, mb.advantages, mb.response_mask)
+    return function(*arguments, weights=mb.weights, **options)[0]
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("function", LOSSES)
+def test_micro_batches_of_ranks_add_up_to_the_whole_batch(
+    function: Callable[..., losses.Loss], mode: losses.Aggregation
+) -> None:
+    """Two ranks with two micro-batches each, the last one empty; gradients are averaged over ranks, as DDP does."""
+    batch = packed()
+    trainable = batch.response_mask != 0
+    counts = {
+        "num_tokens": int(trainable.sum()),
+        "num_rows": batch.num_rows,
+        "loss_scale_factor": 7,
+    }
+    whole = batch.log_probs.clone().requires_grad_()
+    tokens = loss_of(function, batch, whole)
+    expected = losses.aggregate(tokens, batch.response_mask, mode, cu_seqlens=batch.cu_seqlens, **counts)  # type: ignore[arg-type]
+    expected.backward()
+    log_probs, total = batch.log_probs.clone().requires_grad_(), torch.zeros(())
+    pieces = MicroBatch({**batch.columns, "log_probs": log_probs}, batch.row_lengths, [], {})
+    for first, stop in ((0, 2), (2, 3), (3, 5), (5, 5)):
+        mb = part(pieces, first, stop)
+        loss = losses.aggregate(
+            loss_of(function, mb, mb.log_probs),
+            mb.response_mask,
+            mode,
+            cu_seqlens=mb.cu_seqlens,
+            world_size=2,
+            **counts,  # type: ignore[arg-type]
+        )
+        (loss / 2).backward()
+        total = total + loss.detach() / 2
+    torch.testing.assert_close(total, expected.detach())
+    torch.testing.assert_close(log_probs.grad, whole.grad)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("function", LOSSES)
+def test_packed_and_padded_tokens_have_one_loss(
+    function: Callable[..., losses.Loss], mode: losses.Aggregation
+) -> None:
+    batch = packed()
+    padded = batch.padded()
+    tokens = loss_of(function, batch, batch.log_probs)
+    rows = loss_of(function, padded, padded.log_probs)
+    torch.testing.assert_close(rows[padded.attention_mask != 0], tokens)
+    torch.testing.assert_close(
+        losses.aggregate(tokens, batch.response_mask, mode, cu_seqlens=batch.cu_seqlens, loss_scale_factor=7),
+        losses.aggregate(rows, padded.response_mask, mode),
+    )
+
+
+@pytest.mark.parametrize("function", LOSSES)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_masked_tokens_have_no_effect(function: Callable[..., losses.Loss], garbage: float) -> None:
+    batch = packed()
+    masked = batch.response_mask == 0
+    spoilt = {name: batch.columns[name].masked_fill(masked, garbage) for name in COLUMNS}
+    spoilt_batch = MicroBatch({**batch.columns, **spoilt}, LENGTHS, [], {})
+    results = []
+    for mb in (batch, spoilt_batch):
+        log_probs = mb.log_probs.clone().requires_grad_()
+        loss = loss_of(function, mb, log_probs)
+        loss.sum().backward()
+        results.append((loss.detach(), log_probs.grad))
+        assert not loss[masked].any()
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("function", LOSSES)
+def test_of_no_tokens_everything_is_zero(function: Callable[..., losses.Loss]) -> None:
+    nothing = torch.zeros(0, requires_grad=True)
+    options = {"cu_seqlens": torch.zeros(1, dtype=torch.int32)} if function is losses.gspo else {}
+    mask = torch.zeros(0, dtype=torch.uint8)
+    tokens, metrics = function(nothing, nothing, nothing, mask, **options)
+    assert all(value == 0 for value in metrics.values())
+    for mode in AGGREGATIONS:
+        offsets = torch.zeros(1, dtype=torch.int32)
+        loss = losses.aggregate(tokens, mask, mode, cu_seqlens=offsets, loss_scale_factor=1)  # type: ignore[arg-type]
+        assert loss == 0
+        loss.backward(retain_graph=True)
+
+
+def test_losses_by_hand() -> None:
+    """Ratios 2, 0.5, 2 and 4 with advantages 1, 1, -1 and -1."""
+    log_probs = torch.tensor([2.0, 0.5, 2.0, 4.0]).log().requires_grad_()
+    old, advantages, mask = torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.ones(4)
+    loss, metrics = losses.ppo_clip(log_probs, old, advantages, mask, clip_high=0.28)
+    torch.testing.assert_close(loss, torch.tensor([-1.28, -0.5, 2.0, 3.0]))
+    loss.sum().backward()
+    torch.testing.assert_close(log_probs.grad, torch.tensor([0.0, -0.5, 2.0, 0.0]))
+    assert metrics["actor/pg_clipfrac"] == metrics["actor/pg_clipfrac_lower"] == 0.25
+    torch.testing.assert_close(metrics["actor/ppo_kl"], -torch.log(torch.tensor(8.0)) / 4)
+    loss, _ = losses.ppo_clip(log_probs, old, advantages, mask, dual_clip=None)
+    assert loss[3].item() == pytest.approx(4.0)
+    loss, _ = losses.gspo(
+        log_probs[None], old[None], advantages[None], mask[None], clip_low=0.2, clip_high=0.5
+    )
+    geometric = 8**0.25  # of the ratios
+    torch.testing.assert_close(loss, torch.tensor([[-1.5, -1.5, geometric, geometric]]))
+    loss, _ = losses.cispo(log_probs, old, advantages, mask)
+    torch.testing.assert_close(loss, torch.tensor([-1.2, -0.8, 1.2, 1.2]) * log_probs)
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    log_probs = torch.tensor([-1.0], dtype=torch.bfloat16, requires_grad=True)
+    old, advantages = torch.tensor([-1.001]), torch.tensor([1.0], dtype=torch.bfloat16)
+    loss, metrics = losses.ppo_clip(log_probs, old, advantages, torch.ones(1))
+    assert loss.dtype == metrics["actor/ppo_kl"].dtype == torch.float32
+    assert loss.item() == pytest.approx(-math.exp(0.001))
+
+
+def test_the_code_of_the_document_runs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    mb = packed()
+    mb.columns["rollout_is_weights"] = mb.weights
+    policy = mb.log_probs.clone().requires_grad_()
+
+    class Batch(list[MicroBatch]):
+        num_rows = 5
+
+    names = {
+        "sa": streamadv,
+        "batch": Batch([mb]),
+        "actor": SimpleNamespace(log_probs=lambda mb: policy),
+        "world_size": 1,
+    }
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    assert policy.grad is not None
+    assert policy.grad.abs().sum() > 0
+
+
+def test_what_does_not_fit_is_named() -> None:
+    mb = packed()
+    arguments = (mb.log_probs, mb.old_log_probs, mb.advantages, mb.response_mask)
+    with pytest.raises(ArgumentError, match=r"advantages has shape \[22\], needs that of log_probs, \[23\]"):
+        losses.ppo_clip(mb.log_probs, mb.old_log_probs, mb.advantages[1:], mb.response_mask)
+    with pytest.raises(ArgumentError, match="weights has shape"):
+        losses.reinforce(*arguments, weights=mb.weights[:, None])
+    with pytest.raises(ArgumentError, match="response_mask has shape"):
+        losses.aggregate(mb.log_probs, mb.response_mask[1:])
+    with pytest.raises(OptionError, match=r"dual_clip is 1\.0"):
+        losses.ppo_clip(*arguments, dual_clip=1.0)
+    with pytest.raises(OptionError, match="mode is 'mean': choose one of token-mean"):
+        losses.aggregate(mb.log_probs, mb.response_mask, "mean")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="num_rows is None, world_size 2"):
+        losses.aggregate(mb.log_probs, mb.response_mask, "seq-mean-token-sum", num_tokens=9, world_size=2)
+    with pytest.raises(OptionError, match="loss_scale_factor is None"):
+        losses.aggregate(mb.log_probs, mb.response_mask, "seq-mean-token-sum-norm", cu_seqlens=mb.cu_seqlens)
