@@ -22,14 +22,14 @@ from ..trajectory.reference import Reference, reference_problem
 ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
 
-class Score(BaseModel):
-    """A reward that `producer.score` brought, as `lua/group/score.lua` keeps it."""
+class StoredScore(BaseModel):
+    """A reward that `producer.score` brought, as `lua/group/score.lua` stores it."""
 
     reward: FiniteFloat
     rewards: dict[str, FiniteFloat] = {}
 
 
-_SCORES: Final = TypeAdapter(dict[str, Score])
+_SCORES: Final = TypeAdapter(dict[str, StoredScore])
 _GROUP_FIELDS: Final = (
     *("group_id", "size", "data_source", "opened_ms", "outcome", "epoch", "version"),
     *("members", "scores", "payloads"),
@@ -160,7 +160,7 @@ def _parse_members(fields: Mapping[bytes, bytes]) -> list[Reference]:
     return [_with_score(member, scores.get(str(member.rollout_index))) for member in members]
 
 
-def _with_score(member: Reference, score: Score | None) -> Reference:
+def _with_score(member: Reference, score: StoredScore | None) -> Reference:
     return member if score is None else replace(member, **score.model_dump(exclude_unset=True))
 
 

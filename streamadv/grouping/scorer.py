@@ -31,15 +31,15 @@ from ..trajectory.payload import Payload
 from ..trajectory.reference import Reference
 from .scores import Score, ScoreError, ScoreFunction, ask, check_function, rewards_of
 from .scoring_streams import (
-    Passed,
+    HandOff,
     pass_on,
     references_of,
-    scored,
-    unchanged,
-    unscorable,
+    scored_record,
+    unchanged_record,
+    unscorable_record,
     waits_for_score,
 )
-from .tries import Tries, Unscored
+from .tries import Tries, UnscoredTrajectory
 
 __all__ = ["Score", "ScoreFunction", "Scorer"]
 
@@ -155,22 +155,23 @@ class Scorer:
             suspects += self._score_alone(consumer, item, score)
         return suspects
 
-    def _unscored(self, consumer: Consumer, entries: Sequence[Entry]) -> list[Unscored]:
+    def _unscored(self, consumer: Consumer, entries: Sequence[Entry]) -> list[UnscoredTrajectory]:
         """The trajectories to be scored. All other entries are handed off, or removed as malformed."""
         shard = self._run.shard(entries[0].shard)
         references = references_of(self._run, shard, self._name, entries)
         consumer.done([entry for entry in entries if entry.id not in references])
         entries = [entry for entry in entries if entry.id in references]
         waits = waits_for_score(shard, entries)
-        over = [entry for entry, is_waiting in zip(entries, waits, strict=True) if not is_waiting]
-        pass_on(shard, self._name, [unchanged(entry) for entry in over])
-        consumer.done(over)
+        # A score no longer counts: the group has ended, or another scorer found the trajectory unscorable.
+        ended = [entry for entry, is_waiting in zip(entries, waits, strict=True) if not is_waiting]
+        pass_on(shard, self._name, [unchanged_record(entry) for entry in ended])
+        consumer.done(ended)
         entries = [entry for entry, is_waiting in zip(entries, waits, strict=True) if is_waiting]
         payloads = self._fetch([references[entry.id] for entry in entries])
         unreadable = [entry for entry, payload in zip(entries, payloads, strict=True) if payload is None]
-        self._hand_off(consumer, [unscorable(entry) for entry in unreadable])
+        self._hand_off(consumer, [unscorable_record(entry) for entry in unreadable])
         return [
-            Unscored(entry, references[entry.id], payload)
+            UnscoredTrajectory(entry, references[entry.id], payload)
             for entry, payload in zip(entries, payloads, strict=True)
             if payload
         ]
@@ -194,8 +195,8 @@ class Scorer:
         return payloads
 
     def _score_together(
-        self, consumer: Consumer, items: Sequence[Unscored], score: ScoreFunction
-    ) -> list[Unscored]:
+        self, consumer: Consumer, items: Sequence[UnscoredTrajectory], score: ScoreFunction
+    ) -> list[UnscoredTrajectory]:
         """One call of the function for all. Returns those that have no score afterwards."""
         try:
             answers = self._ask(items, score, consumer.stop)
@@ -212,7 +213,9 @@ class Scorer:
         self._hand_off(consumer, records)
         return failed
 
-    def _score_alone(self, consumer: Consumer, item: Unscored, score: ScoreFunction) -> list[Suspect]:
+    def _score_alone(
+        self, consumer: Consumer, item: UnscoredTrajectory, score: ScoreFunction
+    ) -> list[Suspect]:
         """One try at one trajectory; with the last one it is unscorable."""
         shard = self._run.shard(item.entry.shard)
         tries = self._tries.count(shard, item)
@@ -229,26 +232,28 @@ class Scorer:
             text = "scorer %s: trajectory %s is unscorable after %d tries: %s"
             fields = self._log_fields("trajectory_unscorable", item.reference)
             logger.warning(text, self._name, item.name, self._max_tries, error, extra=fields)
-            record = unscorable(item.entry)
+            record = unscorable_record(item.entry)
         self._hand_off(consumer, [record])
         self._tries.forget(shard, item)
         return []
 
-    def _ask(self, items: Sequence[Unscored], score: ScoreFunction, stop: threading.Event) -> list[Any]:
+    def _ask(
+        self, items: Sequence[UnscoredTrajectory], score: ScoreFunction, stop: threading.Event
+    ) -> list[Any]:
         references, payloads = [item.reference for item in items], [item.payload for item in items]
         with metrics.timed(self._name, "score"):
             return ask(score, references, payloads, f"scorer {self._name}", self._timeout_s, stop)
 
-    def _rewarded(self, item: Unscored, answer: Any) -> Passed:
+    def _rewarded(self, item: UnscoredTrajectory, answer: Any) -> HandOff:
         """The record of a trajectory with its score filled in. Raises ScoreError if `answer` is none."""
         rewards = rewards_of(answer, self._name, item.reference)
         if rewards is None:
-            return unscorable(item.entry)
+            return unscorable_record(item.entry)
         reward = sum(rewards.values(), item.reference.reward or 0.0)
         rewards = {**item.reference.rewards, **rewards}
-        return scored(item.entry, replace(item.reference, reward=reward, rewards=rewards), self._next)
+        return scored_record(item.entry, replace(item.reference, reward=reward, rewards=rewards), self._next)
 
-    def _hand_off(self, consumer: Consumer, records: Sequence[Passed]) -> None:
+    def _hand_off(self, consumer: Consumer, records: Sequence[HandOff]) -> None:
         """Pass records of one shard on."""
         if not records:
             return

@@ -18,7 +18,7 @@ from ..trajectory.reference import REFERENCE, Reference
 LOOK_COUNT: Final = 64
 
 
-class Passed(NamedTuple):
+class HandOff(NamedTuple):
     """A record on its way on: its entry, and its fields as they go to the scorer `target`, or None: to the grouper."""
 
     entry: Entry
@@ -26,25 +26,25 @@ class Passed(NamedTuple):
     target: str | None = None
 
 
-def unchanged(entry: Entry) -> Passed:
-    """To the grouper as it came: no score counts any more."""
-    return Passed(entry, [entry.fields[name] for name in RECORD_FIELDS])
+def unchanged_record(entry: Entry) -> HandOff:
+    """The record for the grouper, as it came: no score counts any more."""
+    return HandOff(entry, [entry.fields[name] for name in RECORD_FIELDS])
 
 
-def unscorable(entry: Entry) -> Passed:
-    """To the grouper without a reward, past the scorers that follow."""
+def unscorable_record(entry: Entry) -> HandOff:
+    """The record for the grouper, without a reward: the scorers that follow do not see it."""
     fields: dict[str, Any] = {**entry.fields, "kind": "unscorable", "reward": ""}
-    return Passed(entry, [fields[name] for name in RECORD_FIELDS])
+    return HandOff(entry, [fields[name] for name in RECORD_FIELDS])
 
 
-def scored(entry: Entry, reference: Reference, target: str | None) -> Passed:
-    """To the next scorer, or the grouper, with the reward of `reference`."""
+def scored_record(entry: Entry, reference: Reference, target: str | None) -> HandOff:
+    """The record with the reward of `reference`, for the scorer `target`, or None: for the grouper."""
     text = REFERENCE.dump_json(reference, exclude_defaults=True)
     fields: dict[str, Any] = {**entry.fields, "reward": repr(reference.reward), "reference": text}
-    return Passed(entry, [fields[name] for name in RECORD_FIELDS], target)
+    return HandOff(entry, [fields[name] for name in RECORD_FIELDS], target)
 
 
-def pass_on(shard: Shard, scorer: str, records: Sequence[Passed]) -> int:
+def pass_on(shard: Shard, scorer: str, records: Sequence[HandOff]) -> int:
     """Hand records of a scorer's stream off. Returns how many nobody else had handed off before."""
     passed = 0
     for target in dict.fromkeys(record.target for record in records):
@@ -94,6 +94,10 @@ def pass_on_ended(run: Run, shard: Shard) -> int:
         entries = entries_of(shard.index, reply)
         records = [entry for entry in entries if record_problem(run, shard.index, entry.fields) is None]
         waits = waits_for_score(shard, records)
-        over = [unchanged(entry) for entry, is_waiting in zip(records, waits, strict=True) if not is_waiting]
-        passed += pass_on(shard, scorer, over)
+        ended = [
+            unchanged_record(entry)
+            for entry, is_waiting in zip(records, waits, strict=True)
+            if not is_waiting
+        ]
+        passed += pass_on(shard, scorer, ended)
     return passed

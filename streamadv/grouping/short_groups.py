@@ -25,10 +25,10 @@ ENDINGS: Final = (*SHORT, "complete", "partial", "zero_variance", "difficulty", 
 UNUSABLE: Final = ("failed", "aborted", "cancelled", "unscorable")
 #: From this share of groups, or of usable trajectories, on groupers warn.
 WARN_RATIO: Final = 0.2
-#: Groups after which the shares are judged; after SAY_S seconds FEW are enough.
+#: Groups after which the shares are judged; after JUDGE_AFTER_S seconds MIN_GROUPS are enough.
 WINDOW: Final = 20
-FEW: Final = 5
-SAY_S: Final = 30.0
+MIN_GROUPS: Final = 5
+JUDGE_AFTER_S: Final = 30.0
 REMEDY: Final = "set partial_min_usable to train on short groups, or redundancy to have rollouts to spare"
 
 
@@ -50,7 +50,7 @@ class Loss(NamedTuple):
 
     @property
     def is_much(self) -> bool:
-        return self.ended >= FEW and max(self.group_ratio, self.trajectory_ratio) >= WARN_RATIO
+        return self.ended >= MIN_GROUPS and max(self.group_ratio, self.trajectory_ratio) >= WARN_RATIO
 
     def since(self, before: Loss) -> Loss:
         return Loss(*(now - then for now, then in zip(self, before, strict=True)))
@@ -75,7 +75,7 @@ def loss_of(counters: Mapping[str, int]) -> Loss:
 
 
 class ShortGroups:
-    """Warns of what has been lost lately."""
+    """Warns while many groups end short."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -83,12 +83,12 @@ class ShortGroups:
         self._before: Loss | None = None  # at the first look
 
     def look(self) -> None:
-        """Called every second or so."""
+        """Log a warning if many groups ended short since the last judgement. Groupers call it every second or so."""
         now, current = clock.now(), self._read()
         self._before = self._before or current
         lately = current.since(self._before)
-        long_ago = now - self._since >= SAY_S
-        if lately.ended < (FEW if long_ago else WINDOW):
+        long_ago = now - self._since >= JUDGE_AFTER_S
+        if lately.ended < (MIN_GROUPS if long_ago else WINDOW):
             return
         if lately.is_much:
             logger.warning("%s", lately, extra=log_fields("groups_short", run=self._run.name, role=GROUPER))

@@ -12,7 +12,7 @@ from ..trajectory.payload import Payload
 from ..trajectory.reference import Reference
 
 
-class Unscored(NamedTuple):
+class UnscoredTrajectory(NamedTuple):
     """A trajectory that waits for a score of this scorer."""
 
     entry: Entry
@@ -30,15 +30,15 @@ class Tries:
     def __init__(self, scorer: str) -> None:
         self._scorer = scorer
 
-    def count(self, shard: Shard, item: Unscored) -> int:
+    def count(self, shard: Shard, item: UnscoredTrajectory) -> int:
         """Count one more try. Returns how many there are with it."""
         tries: int = shard.call("attempt", [self._field(item), "1"])
         return tries
 
-    def forget(self, shard: Shard, item: Unscored) -> None:
+    def forget(self, shard: Shard, item: UnscoredTrajectory) -> None:
         shard.call("attempt", [self._field(item), "0"])
 
-    def fewest_first(self, shard: Shard, items: Sequence[Unscored]) -> list[Unscored]:
+    def fewest_first(self, shard: Shard, items: Sequence[UnscoredTrajectory]) -> list[UnscoredTrajectory]:
         """In the order of their tries: what ends this process again does so when the others are done."""
         if len(items) < 2:
             return list(items)
@@ -47,5 +47,5 @@ class Tries:
         tries = dict(zip(fields, map(as_count, reply), strict=True))
         return sorted(items, key=lambda item: tries[self._field(item)])
 
-    def _field(self, item: Unscored) -> str:
+    def _field(self, item: UnscoredTrajectory) -> str:
         return f"{self._scorer} {item.reference.group_id} {item.reference.rollout_index}"

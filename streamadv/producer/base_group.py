@@ -105,9 +105,9 @@ class BaseGroup(Generic[R]):
         return [(rollout, Outcome()) for rollout in self if not rollout.ended]
 
     def _results(self, played: Sequence[tuple[R, Outcome]]) -> list[Any]:
-        """What the calls of `play` returned. Raises what is no mishap of one rollout, see `Failures.judge`."""
+        """What the calls of `play` returned. Raises as `Failures.exception_to_raise` decides."""
         outcomes = [outcome for _, outcome in played]
-        failure = self._slots.logic.failures.judge(outcomes)
+        failure = self._slots.logic.failures.exception_to_raise(outcomes)
         if failure is not None:
             raise failure
         return [outcome.result for outcome in outcomes]

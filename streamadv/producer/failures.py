@@ -74,7 +74,7 @@ class Failures:
         fields = log_fields("rollouts_failed", role="producer")
         logger.warning(text, total, "s" * (total > 1), ", ".join(listed), more, extra=fields)
 
-    def judge(self, outcomes: Sequence[Outcome]) -> BaseException | None:
+    def exception_to_raise(self, outcomes: Sequence[Outcome]) -> BaseException | None:
         """The exception to raise after a group was played, if any.
 
         That is an error of streamadv, or one that all rollouts of the group raised at the same line; for groups of one

@@ -42,7 +42,7 @@ KEEP_UP_S: Final = 1.0
 RETIRE_AFTER_MS: Final = 3_600_000
 #: Pending entries looked at in one call.
 PENDING_PAGE: Final = 1000
-#: The start of the own pending entries.
+#: The start of what is pending under a name.
 FIRST: Final = "0"
 
 
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
 class Action(Enum):
     """What a consumer does next in a stream."""
 
-    READ_OWN = "read a page of the own pending entries"
+    READ_PENDING = "read a page of what is pending under its name"
     CHECK_LEASES = "look at everything pending"
     TAKE_OVER = "take over entries whose lease is over"
     READ_NEW = "read new entries"
@@ -67,27 +67,27 @@ class Action(Enum):
 class Cursor:
     """How far one consumer is in the stream of one shard.
 
-    Whatever is pending under the consumer's name is in its hands, or stands at `own_from` or after it.
+    Whatever is pending under the consumer's name is in its hands, or stands at `pending_from` or after it.
     """
 
     def __init__(self, shard: Shard, stream: str, lease_s: float) -> None:
         self.shard = shard
         self.stream = stream
-        self.own_from: str | None = FIRST
+        self.pending_from: str | None = FIRST
         self.leases = Leases(lease_s)
         self.check_due = -math.inf
         self._expired: list[tuple[str, Delivery]] = []
 
     def next_action(self, now: float) -> Action:
-        if self.own_from is not None:
-            return Action.READ_OWN
+        if self.pending_from is not None:
+            return Action.READ_PENDING
         if now > self.check_due:
             return Action.CHECK_LEASES
         return Action.TAKE_OVER if self._expired else Action.READ_NEW
 
     def reread(self) -> None:
-        """Read the own pending entries again, from the first one."""
-        self.own_from = FIRST
+        """Read again what is pending under its name, from the first entry."""
+        self.pending_from = FIRST
 
     def check_leases(
         self, pending: Mapping[str, Delivery], in_hand: set[tuple[int, str]], now: float
@@ -264,9 +264,9 @@ class Consumer:
         now = clock.now()
         while True:
             match cursor.next_action(now):
-                case Action.READ_OWN:
-                    pending = self._group_read(cursor, cursor.own_from or FIRST, count, None)
-                    cursor.own_from = pending[-1].id if pending else None
+                case Action.READ_PENDING:
+                    pending = self._group_read(cursor, cursor.pending_from or FIRST, count, None)
+                    cursor.pending_from = pending[-1].id if pending else None
                     if pending:
                         return self._take_in_hand(pending)
                 case Action.CHECK_LEASES:

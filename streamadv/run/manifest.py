@@ -83,8 +83,8 @@ class RunSettings(BaseModel):
         return self
 
     @property
-    def given(self) -> dict[str, Any]:
-        """What was set, as it goes into the manifest; `shards` apart, which is resolved first."""
+    def manifest_values(self) -> dict[str, Any]:
+        """The fields that are not None, as JSON values, without `shards`: the manifest has salts instead."""
         return self.model_dump(mode="json", exclude_none=True, exclude={"shards"})
 
 
@@ -149,7 +149,7 @@ def manifest_call(
         fields = {"schema_version": json.dumps(SCHEMA_VERSION), "salts": json.dumps(salts)}
     else:
         fields = dict(before.fields)
-    fields |= {name: json.dumps(value) for name, value in settings.given.items()}
+    fields |= {name: json.dumps(value) for name, value in settings.manifest_values.items()}
     fields |= {f"{_COLUMN_PREFIX}{name}": kind for name, kind in (columns or {}).items()}
     return script_call("manifest", EntryKeys(run), [part for pair in fields.items() for part in pair])
 
@@ -173,7 +173,7 @@ def parse_manifest(
     if before is not None:
         _check_before(run, before.fields, fields)
     if settings is not None:
-        _check_given(run, settings.given, values)
+        _check_settings(run, settings.manifest_values, values)
     columns = {
         name.removeprefix(_COLUMN_PREFIX): kind
         for name, kind in fields.items()
@@ -222,9 +222,9 @@ def _check_before(run: str, before: Mapping[str, str], fields: Mapping[str, str]
             )
 
 
-def _check_given(run: str, given: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def _check_settings(run: str, expected: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Raise ManifestMismatchError when a setting is not what this process was given."""
-    for name, value in given.items():
+    for name, value in expected.items():
         if value != _jsonable(values[name]):
             raise ManifestMismatchError(
                 f"{name} is {value}, run {run} was created with {_jsonable(values[name])}: "
@@ -239,10 +239,10 @@ _ANEW: Final = (
 
 
 def _another_layout(run: str, before: tuple[int, ...], salts: tuple[int, ...]) -> str:
-    mine, stored = (f"{len(salts)} (salts {', '.join(map(str, salts[:8]))})" for salts in (before, salts))
+    expected, actual = (f"{len(salts)} (salts {', '.join(map(str, salts[:8]))})" for salts in (before, salts))
     return (
-        f"shards is {mine} in this process, run {run} has {stored} now: {_ANEW}, delete the run and create it again "
-        f"with `streamadv runs create --shards {len(before)}`"
+        f"shards is {expected} in this process, run {run} has {actual} now: {_ANEW}, delete the run and create it "
+        f"again with `streamadv runs create --shards {len(before)}`"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ..store.reasons import Reason
-from .losses import LOST, Losses, told
+from .losses import LOST, Losses, counts_as_text
 from .model import Status, Stream
 
 #: An entry older than this, with a consumer alive, shows that the stage is too slow.
@@ -15,7 +15,7 @@ STUCK_S: Final = 30.0
 #: While more than this share of the groups is kept, losses do not explain why a trainer waits.
 KEPT_SHARE: Final = 0.05
 #: Shards named in one line.
-SHARDS_TOLD: Final = 8
+MAX_SHARDS_LISTED: Final = 8
 
 
 def reasons_of(status: Status) -> list[Reason]:
@@ -26,7 +26,7 @@ def reasons_of(status: Status) -> list[Reason]:
     return [*reasons, *_losses(status), *_brakes(status), *_groups(status), *_producers(status)]
 
 
-def ordinary(status: Status) -> Reason:
+def ordinary_wait(status: Status) -> Reason:
     """What a trainer waits for while everything moves."""
     if status.trainer.untrained > 0:
         work = status.streams["work"]
@@ -106,7 +106,7 @@ def _losses(status: Status) -> Iterator[Reason]:
     if losses.total < a_batch or losses.total < (1 - KEPT_SHARE) * losses.produced:
         return
     for reason, count in losses.by_reason.items():
-        outcomes = told({name: ended[name] for name in LOST[reason]})
+        outcomes = counts_as_text({name: ended[name] for name in LOST[reason]})
         yield Reason(
             reason,
             f"{count} of {losses.produced} groups that ended since the last batch are lost ({outcomes})",
@@ -144,11 +144,11 @@ def _groups(status: Status) -> Iterator[Reason]:
     in_streams = status.places.rollouts + status.places.scoring  # pushed, and taken by no process yet
     if lack.rollouts > in_streams:
         which = "" if in_streams else f"{lack.groups_without_rollouts} of "
-        others = f", {in_streams} others wait for a process" if in_streams else ""
+        waiting = f", {in_streams} others wait for a process" if in_streams else ""
         yield Reason(
             "incomplete_groups",
             f"{which}{open_groups} open groups{some} lack {lack.rollouts - in_streams} of {lack.places} rollouts"
-            f"{others}, {_quiet(status)}{oldest}",
+            f"{waiting}, {_quiet(status)}{oldest}",
         )
     if lack.scores:
         yield Reason(
@@ -182,4 +182,6 @@ def _quiet(status: Status) -> str:
 
 
 def _listed(shards: list[int]) -> str:
-    return ", ".join(map(str, shards[:SHARDS_TOLD])) + (" and others" if len(shards) > SHARDS_TOLD else "")
+    return ", ".join(map(str, shards[:MAX_SHARDS_LISTED])) + (
+        " and others" if len(shards) > MAX_SHARDS_LISTED else ""
+    )

@@ -46,6 +46,6 @@ class Losses:
         return sum(self.by_reason.values())
 
 
-def told(outcomes: Mapping[str, int]) -> str:
-    """Outcomes with their counts, without those at 0."""
+def counts_as_text(outcomes: Mapping[str, int]) -> str:
+    """`name count` of each outcome, without those at 0: "stale 2, zero_variance 5"."""
     return ", ".join(f"{name} {count}" for name, count in sorted(outcomes.items()) if count > 0)

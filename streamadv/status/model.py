@@ -167,8 +167,10 @@ class Server:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in told.items() if value is not None or name == "refuses_writes"}
+        figures = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: value for name, value in figures.items() if value is not None or name == "refuses_writes"
+        }
 
 
 @dataclass(frozen=True, slots=True)

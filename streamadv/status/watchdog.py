@@ -17,8 +17,8 @@ from ..run.counters import read_counters
 from ..store.reasons import REASONS, Reason, listed
 from ..store.retry import RETRYABLE
 from ..store.waiting import Blocked
-from .causes import budget_reason, ordinary, reasons_of
-from .losses import LOST, Losses, told
+from .causes import budget_reason, ordinary_wait, reasons_of
+from .losses import LOST, Losses, counts_as_text
 from .model import Status, by_reason
 from .read import read_status
 
@@ -117,7 +117,7 @@ class Watchdog:
                 "only %d of the last %d groups were kept: %s",
                 kept,
                 losses.produced,
-                told(ended),
+                counts_as_text(ended),
                 extra=log_fields("few_groups_kept", run=status.run, role="trainer"),
             )
 
@@ -141,13 +141,13 @@ def why_no_batch(run: Run, limits: Limits) -> str:
 
 
 def _reasons(status: Status) -> list[Reason]:
-    return reasons_of(status) or [ordinary(status)]
+    return reasons_of(status) or [ordinary_wait(status)]
 
 
 def _loss(reason: str, count: int, status: Status) -> str:
     outcomes = {name: status.groups.outcomes.get(name, 0) for name in LOST[reason]}
     return (
-        f"{count} groups {GIVES_UP_ON[reason]} since the last batch ({told(outcomes)} in all): "
+        f"{count} groups {GIVES_UP_ON[reason]} since the last batch ({counts_as_text(outcomes)} in all): "
         f"{REASONS[reason].remedy}"
     )
 

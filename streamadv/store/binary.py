@@ -24,7 +24,7 @@ def find_server_binary(setting: str | None = None) -> Path:
     """
     setting = setting or os.environ.get("STREAMADV_SERVER_BINARY")
     if setting:
-        return _chosen_binary(setting)
+        return _binary_of_setting(setting)
     on_path = [shutil.which("redis-server"), shutil.which("valkey-server")]
     for path in [*(Path(p) for p in on_path if p is not None), *packaged_binaries()]:
         version = _version(path)
@@ -36,7 +36,7 @@ def find_server_binary(setting: str | None = None) -> Path:
     )
 
 
-def _chosen_binary(setting: str) -> Path:
+def _binary_of_setting(setting: str) -> Path:
     path = shutil.which(setting)
     if path is None:
         raise ServerError(
@@ -45,9 +45,10 @@ def _chosen_binary(setting: str) -> Path:
         )
     version = _version(Path(path))
     if version is None or version < MIN_VERSION:
-        seen = "unknown" if version is None else ".".join(map(str, version))
+        version_text = "unknown" if version is None else ".".join(map(str, version))
         raise ServerError(
-            f"STREAMADV_SERVER_BINARY={setting!r} has version {seen}: Redis 7.0 or Valkey 7.2 or newer is needed"
+            f"STREAMADV_SERVER_BINARY={setting!r} has version {version_text}: Redis 7.0 or Valkey 7.2 "
+            "or newer is needed"
         )
     return Path(path)
 

@@ -38,7 +38,7 @@ BLOCK_MARGIN: Final = 5.0  # seconds on top of a read's block: the server re-arm
 SCRIPT_RETRIES: Final = 1
 
 
-class _Common:
+class _BaseConnection:
     """What the two kinds of connection share: the URL and how it is shown."""
 
     def __init__(self, url: str, target: Target | None) -> None:
@@ -59,8 +59,8 @@ class _Common:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.safe_url!r})"
 
-    def _judge(self, error: Exception) -> None:
-        """Raise SettingError if this error of a ping is not transient."""
+    def _raise_if_permanent(self, error: Exception) -> None:
+        """Raise SettingError for an error of a ping that waiting does not mend: password, rights, TLS."""
         for cause in tls.causes(error):
             if isinstance(cause, (redis.exceptions.AuthenticationError, redis.exceptions.AuthorizationError)):
                 raise SettingError(
@@ -111,7 +111,7 @@ class _Common:
         raise SettingError(f"redis URL {self.safe_url!r}: this server is a cluster node, write {remedy!r}")
 
 
-class Connection(_Common):
+class Connection(_BaseConnection):
     """The clients of one process for one server or cluster. Making it does not touch the network.
 
     URL schemes: redis, rediss (TLS), unix, redis+cluster, rediss+cluster, and redis+sentinel, rediss+sentinel
@@ -132,7 +132,7 @@ class Connection(_Common):
     def from_client(cls, client: Any) -> Self:
         """A connection that uses this client in every role (fakeredis in tests); its owner closes it."""
         self = cls.__new__(cls)
-        _Common.__init__(self, "client://", None)
+        _BaseConnection.__init__(self, "client://", None)
         self._clients = {"any": client}
         self._lock = threading.Lock()
         return self
@@ -162,7 +162,7 @@ class Connection(_Common):
             self.push.ping()
             self._check_single_node(self._cluster_info())
         except _PING_ERRORS as error:
-            self._judge(error)
+            self._raise_if_permanent(error)
             raise
 
     def wait_until_ready(
@@ -215,8 +215,8 @@ class Connection(_Common):
         with self._lock:
             if self._target is not None:
                 for client in self._clients.values():
-                    for one in (client, *sentinels_of(client)):
-                        one.close()
+                    for closable in (client, *sentinels_of(client)):
+                        closable.close()
                 self._clients.clear()
 
     def __enter__(self) -> Self:
@@ -247,7 +247,7 @@ class Connection(_Common):
             return {}
 
 
-class AsyncConnection(_Common):
+class AsyncConnection(_BaseConnection):
     """`Connection` for asyncio, without blocking reads: what producers need. Use it from one event loop."""
 
     def __init__(self, url: str) -> None:
@@ -258,7 +258,7 @@ class AsyncConnection(_Common):
     def from_client(cls, client: Any) -> Self:
         """A connection that uses this client in every role (fakeredis in tests); its owner closes it."""
         self = cls.__new__(cls)
-        _Common.__init__(self, "client://", None)
+        _BaseConnection.__init__(self, "client://", None)
         self._clients = {"any": client}
         return self
 
@@ -279,7 +279,7 @@ class AsyncConnection(_Common):
                 await self.push.ping()
                 self._check_single_node(await self._cluster_info())
         except _PING_ERRORS as error:
-            self._judge(error)
+            self._raise_if_permanent(error)
             raise
 
     async def wait_until_ready(
@@ -320,8 +320,8 @@ class AsyncConnection(_Common):
     async def close(self) -> None:
         if self._target is not None:
             for client in self._clients.values():
-                for one in (client, *sentinels_of(client)):
-                    await one.aclose()
+                for closable in (client, *sentinels_of(client)):
+                    await closable.aclose()
             self._clients.clear()
 
     async def __aenter__(self) -> Self:

@@ -98,48 +98,53 @@ def _options_of(url: str) -> dict[str, Any]:
 
 def parse_url(url: str) -> Target:
     """The target of a URL. Raises SettingError on one line that shows no password."""
-    shown = one_line(hide_password(url))
-    scheme, _, rest = url.partition("://")
-    if scheme not in SCHEMES:
-        raise SettingError(
-            f"redis URL {shown!r}: start it with one of {', '.join(f'{s}://' for s in SCHEMES)}"
-        )
-    # Checked first, so that no message below can quote a piece of a password as a host, port or option.
-    if set("/?#@[]") & set(rest.rpartition("@")[0]):
-        raise SettingError(
-            f"redis URL {shown!r}: write special characters in user name and password as %xx (@ is %40)"
-        )
-    plain, kind = SCHEMES[scheme]
     try:
-        plain_url = f"{plain}://{rest}"
-        target = _behind_sentinels(plain_url) if kind == "sentinel" else Target(plain_url, kind == "cluster")
+        target, kind = _target_of(url)
         options = _options_of(target.url)
-        path = urlsplit(target.url).path
-    except ValueError as error:
-        raise SettingError(f"redis URL {shown!r}: {one_line(str(error))}") from None
-    for name in RESERVED_OPTIONS:
-        if name in options:
-            raise SettingError(f"redis URL {shown!r}: {name} is set by streamadv, remove it")
-    if plain == "unix":
-        if "path" not in options:
-            raise SettingError(f"redis URL {shown!r}: give the socket's path, unix:///path/to/redis.sock")
-    elif path not in ("", "/") and not path[1:].isdigit():
-        raise SettingError(f"redis URL {shown!r}: the database must be a number, not {brief(path[1:])}")
-    if kind == "cluster":
-        if options.get("db"):
-            raise SettingError(f"redis URL {shown!r}: a cluster has database 0 only")
-        if not hasattr(redis.asyncio.cluster, "TransactionStrategy"):
-            raise SettingError(
-                f"redis URL {shown!r}: redis-py {redis.__version__} has no transactions on a cluster, "
-                'pip install "redis>=7"'
-            )
-    try:  # makes the object only; an unknown option is found now and not at the first command
+        _check_address(target, kind, options)
+        # Makes the object only: an unknown option is an error now and not at the first command.
         redis.ConnectionPool.from_url(target.url, **target.shared_options).make_connection()
     except (TypeError, ValueError, redis.exceptions.RedisError) as error:
+        shown = one_line(hide_password(url))
         raise SettingError(f"redis URL {shown!r}: {one_line(str(error))}") from None
-    if plain == "rediss":
+    if target.tls:
         tls.check_files(options)
     return target
+
+
+def _target_of(url: str) -> tuple[Target, str]:
+    """The target, and its kind as in SCHEMES. Raises ValueError."""
+    scheme, _, rest = url.partition("://")
+    if scheme not in SCHEMES:
+        raise ValueError(f"start it with one of {', '.join(f'{s}://' for s in SCHEMES)}")
+    # Checked first, so that no other message can quote a piece of a password as a host, port or option.
+    if set("/?#@[]") & set(rest.rpartition("@")[0]):
+        raise ValueError("write special characters in user name and password as %xx (@ is %40)")
+    plain_scheme, kind = SCHEMES[scheme]
+    plain_url = f"{plain_scheme}://{rest}"
+    return (
+        _behind_sentinels(plain_url) if kind == "sentinel" else Target(plain_url, kind == "cluster")
+    ), kind
+
+
+def _check_address(target: Target, kind: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that clients set themselves, a wrong database, or a socket without a path."""
+    for name in RESERVED_OPTIONS:
+        if name in options:
+            raise ValueError(f"{name} is set by streamadv, remove it")
+    address = urlsplit(target.url)
+    if address.scheme == "unix":
+        if "path" not in options:
+            raise ValueError("give the socket's path, unix:///path/to/redis.sock")
+    elif address.path not in ("", "/") and not address.path[1:].isdigit():
+        raise ValueError(f"the database must be a number, not {brief(address.path[1:])}")
+    if kind == "cluster":
+        if options.get("db"):
+            raise ValueError("a cluster has database 0 only")
+        if not hasattr(redis.asyncio.cluster, "TransactionStrategy"):
+            raise ValueError(
+                f'redis-py {redis.__version__} has no transactions on a cluster, pip install "redis>=7"'
+            )
 
 
 def _behind_sentinels(url: str) -> Target:

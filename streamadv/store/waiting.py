@@ -22,7 +22,7 @@ from .reasons import REASONS, Reason, listed
 logger = logging.getLogger(__name__)
 
 #: Seconds after which a wait is reported, and between two reports. An attempt takes up to 5 s: so within 30 s.
-SAY_S: Final = 25.0
+REPORT_S: Final = 25.0
 #: Seconds before a wait counts in the metric: shorter waits are part of a pipeline that runs.
 BLOCKED_S: Final = 1.0
 #: Seconds without an attempt after which a wait was given up. An attempt at a server that hangs takes 20 s.
@@ -33,33 +33,33 @@ _lock = threading.Lock()
 
 
 class Blocked:
-    """Says why somebody waits, from the first `because` until `over`: after `first_s` seconds, then every SAY_S.
+    """Says why somebody waits, from the first `because` until `over`: after `first_s` seconds, then every REPORT_S.
 
     who, what: the subject and the state in the log, e.g. "trainer" and "no batch". Any thread may call.
     """
 
-    def __init__(self, who: str, what: str, first_s: float = SAY_S) -> None:
+    def __init__(self, who: str, what: str, first_s: float = REPORT_S) -> None:
         self._subject = (who, what)
         self._first_s = first_s
         self._names: frozenset[str] = frozenset()
-        self._since = self._say_due = math.inf
-        self._said = self._last = -math.inf
+        self._since = self._report_due = math.inf
+        self._reported = self._last = -math.inf
 
     def because(self, *reasons: Reason) -> None:
         """Call before each attempt, with the reasons that hold now."""
         now = clock.now()
         with _lock:
             if now >= self._last + ATTEMPT_S:  # a new wait, or the one before was given up
-                self._since, self._say_due = now, now + self._first_s
+                self._since, self._report_due = now, now + self._first_s
             _live.add(self)
             self._last, self._names = now, frozenset(reason.name for reason in reasons)
-            if now < self._say_due:
+            if now < self._report_due:
                 return
-            self._say_due = now + SAY_S
+            self._report_due = now + REPORT_S
             same = [other for other in _live if other._subject == self._subject and other is not self]
-            if any(other._said > now - SAY_S for other in same):
+            if any(other._reported > now - REPORT_S for other in same):
                 return  # another thread or task of this process waits for the same
-            self._said = now
+            self._reported = now
         waited = f" for {self.seconds:.0f} s" if self.seconds >= 1 else ""
         fields = log_fields("waiting", role=self._subject[0])
         logger.warning("%s: %s%s: %s", *self._subject, waited, listed(reasons), extra=fields)

@@ -13,7 +13,7 @@ from streamadv import cli
 from streamadv.errors import BatchBudgetError, NoBatchError, StarvedError, UncommittedBudgetError
 from streamadv.producer import Producer
 from streamadv.store.connection import Connection
-from streamadv.store.waiting import SAY_S
+from streamadv.store.waiting import REPORT_S
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     Forward,
@@ -77,7 +77,7 @@ def trainer_says(
     forward(2)
     with pytest.raises(NoBatchError) as caught:
         queue.next_batch(timeout=timeout)
-    forward(SAY_S)
+    forward(REPORT_S)
     with caplog.at_level(logging.WARNING), pytest.raises(NoBatchError) as caught:
         queue.next_batch(timeout=timeout)
     line = next(message for message in caplog.messages if message.startswith("trainer: no batch for "))
@@ -253,7 +253,7 @@ def test_the_reason_is_said_at_a_bounded_rate(
 ) -> None:
     queue = TrainerQueue(fake, "r", batch_groups=1)
     with caplog.at_level(logging.WARNING):
-        for _ in range(int(3 * SAY_S) // 5):
+        for _ in range(int(3 * REPORT_S) // 5):
             forward(5)
             with pytest.raises(NoBatchError):
                 queue.next_batch(timeout=0.05)

@@ -17,7 +17,7 @@ from streamadv import clock, metrics
 from streamadv.store import waiting
 from streamadv.store.reasons import REASONS, Reason
 from streamadv.store.retry import NotNowError, Outage, server_reason
-from streamadv.store.waiting import SAY_S, Blocked, Wait
+from streamadv.store.waiting import REPORT_S, Blocked, Wait
 from tests.support import Forward
 
 
@@ -35,15 +35,15 @@ def test_a_wait_is_told_after_a_while_and_then_at_a_bounded_rate(
 ) -> None:
     wait = Blocked("producer p", "not admitted")
     said = []
-    for second in range(int(4 * SAY_S)):
+    for second in range(int(4 * REPORT_S)):
         wait.because(Reason("max_bytes", "5 of 6 bytes"))
         if len(caplog.records) > len(said):
             said.append(second)
         forward(1.0)
-    assert said == [SAY_S, 2 * SAY_S, 3 * SAY_S]
-    assert SAY_S + 5 <= 30
+    assert said == [REPORT_S, 2 * REPORT_S, 3 * REPORT_S]
+    assert REPORT_S + 5 <= 30
     assert caplog.messages[0] == (
-        f"producer p: not admitted for {SAY_S:g} s: 5 of 6 bytes: {REASONS['max_bytes'].remedy} [max_bytes]"
+        f"producer p: not admitted for {REPORT_S:g} s: 5 of 6 bytes: {REASONS['max_bytes'].remedy} [max_bytes]"
     )
 
 
@@ -106,7 +106,7 @@ def test_the_list_of_reasons_is_the_one_documented() -> None:
 
 def test_many_that_wait_for_the_same_say_it_once(forward: Forward, caplog: pytest.LogCaptureFixture) -> None:
     waits = [Blocked("producer p", "not admitted") for _ in range(64)]
-    for _ in range(int(3 * SAY_S)):
+    for _ in range(int(3 * REPORT_S)):
         for wait in waits:
             wait.because(Reason("pacing", "4 of 4 groups"))
         forward(1.0)
@@ -120,7 +120,7 @@ def test_a_wait_that_was_given_up_begins_anew(forward: Forward, caplog: pytest.L
     wait.because(Reason("pacing", ""))
     assert not caplog.messages
     wait.over()
-    forward(SAY_S)
+    forward(REPORT_S)
     wait.because(Reason("pacing", ""))
     assert not caplog.messages
 
@@ -180,7 +180,7 @@ def test_a_wait_gives_up_after_its_timeout_and_not_before(monkeypatch: pytest.Mo
 def test_loops_that_share_a_subject_are_one_wait(forward: Forward, caplog: pytest.LogCaptureFixture) -> None:
     """A caller with a short timeout who asks again and again waits all the time."""
     subject = Blocked("producer p", "not admitted")
-    for _ in range(int(SAY_S)):
+    for _ in range(int(REPORT_S)):
         Wait(subject, timeout=1.0).because(Reason("pacing", "4 of 4 groups"))
         assert not caplog.messages
         forward(1.0)
