@@ -165,6 +165,16 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
+class NumberOrText:
+    """A number as `number` takes it, or a text that the function reads."""
+
+    number: Number
+
+    def take(self, name: str, value: Any, call: Call | None = None) -> Any:
+        return value if isinstance(value, str) else self.number.take(name, value)
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One of some words."""
 
@@ -226,6 +236,7 @@ Share = Annotated[float, Number(low=0, high=1)]
 NotNegative = Annotated[float, Number(low=0)]
 Positive = Annotated[float, Number(above=0)]
 Bound = Annotated[float, Number(above=0, infinite=True)]
+BoundOrText = Annotated[float | str, NumberOrText(Number(above=0, infinite=True))]
 Threshold = Annotated[float, Number(infinite=True)]
 Measured = Annotated[float, Number(infinite=True, nan=True)]
 Count = Annotated[int, Number(low=1, whole=True)]

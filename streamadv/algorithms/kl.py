@@ -19,7 +19,10 @@ from .arguments import Elements, Logits, Measured, NotNegative, Positive
 from .kernels import rewards
 from .quirks import PeerQuirks
 
-KLPenalty = Literal["k1", "k2", "k3", "kl", "abs", "mse", "low_var_kl"]
+KLPenalty = Literal[
+    "k1", "k2", "k3", "kl", "abs", "mse", "low_var_kl",
+    "k1+", "k2+", "k3+", "kl+", "abs+", "mse+", "low_var_kl+",
+]  # fmt: skip
 KL_PENALTIES: Final[tuple[str, ...]] = get_args(KLPenalty)
 
 K3: Final = ("k3", "low_var_kl")
@@ -30,7 +33,8 @@ def approx_kl(log_probs: Elements, ref_log_probs: Elements, penalty: KLPenalty =
 
     With d = log_probs - ref_log_probs: k1 (kl) = d; abs = |d|; k2 (mse) = d^2 / 2; k3 (low_var_kl) = exp(-d) - 1 + d,
     with d held in -20 .. 20 and the result in -10 .. 10 as in verl. ROLL bounds the result alone, which gives the same
-    numbers.
+    numbers. A name that ends in "+" has the value of the plain one and the gradient of k2, which is d: its mean over
+    the policy's own samples is the gradient of the KL.
 
     Args:
       log_probs, ref_log_probs: any one shape; of tokens sampled by the policy.
@@ -41,6 +45,9 @@ def approx_kl(log_probs: Elements, ref_log_probs: Elements, penalty: KLPenalty =
 
     Raises SettingError for another penalty.
     """
+    if penalty in KL_PENALTIES and penalty.endswith("+"):
+        value = approx_kl(log_probs.detach(), ref_log_probs.detach(), penalty[:-1])  # type: ignore[arg-type]
+        return _with_gradient(value, 0.5 * (log_probs - ref_log_probs).square())
     difference = log_probs - ref_log_probs
     if penalty in ("k1", "kl"):
         return difference
@@ -54,9 +61,14 @@ def approx_kl(log_probs: Elements, ref_log_probs: Elements, penalty: KLPenalty =
     raise SettingError(f"kl.penalty {penalty!r} is unknown: choose one of {', '.join(KL_PENALTIES)}")
 
 
+def _with_gradient(value: Tensor, other: Tensor) -> Tensor:
+    """`value` with the gradient of `other`."""
+    return value + (other - other.detach()) if other.requires_grad else value
+
+
 def column_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: KLPenalty) -> Tensor:
     """[N] float32: `approx_kl` of columns [N], without gradient; on a CPU k3 is computed in float64."""
-    if not kernels.on_cpu(log_probs) or penalty not in K3:
+    if not kernels.on_cpu(log_probs) or penalty.removesuffix("+") not in K3:
         return approx_kl(log_probs.detach(), ref_log_probs.detach(), penalty).to(torch.float32)
     kl = np.empty(len(log_probs), np.float32)
     rewards.k3(kernels.as_array(log_probs), kernels.as_array(ref_log_probs), kl)

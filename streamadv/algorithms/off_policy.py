@@ -17,8 +17,14 @@ from torch import Tensor
 
 from ..errors import OptionError
 from .arguments import AnyMask, AnyShape, Positive
-from .chain_metrics import Metric
-from .off_policy_metrics import SAFETY_BOUND, rejection_metrics, rows_that_count, weight_metrics
+from .chain_metrics import Metric, mean
+from .off_policy_metrics import (
+    SAFETY_BOUND,
+    bounded_weight_metrics,
+    rejection_metrics,
+    rows_that_count,
+    weight_metrics,
+)
 from .quirks import PeerQuirks
 from .segments import segment_max, spread
 from .trainable import Trainable
@@ -78,7 +84,8 @@ def importance_weights(
         all weights larger.
 
     Returns:
-      The weights [N] float32, 0 where masked, and metrics of the weights before bounding.
+      The weights [N] float32, 0 where masked, and metrics of the weights before bounding (verl: of the bounded
+      ones, and in mode mask rollout_is_oob_ratio, the share of tokens outside).
 
     Raises OptionError unless upper > 0, and 0 <= lower <= upper where lower is used.
     """
@@ -88,23 +95,31 @@ def importance_weights(
     if mode != "truncate" and not 0 <= least <= upper:
         raise OptionError(f"correction.lower is {least}, needs 0 .. upper ({upper})")
     log_weights = at_level(level, log_ratio, tokens)
-    weights = log_weights.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp_()
-    metrics = weight_metrics(
-        weights, log_weights, tokens, upper, by_row=level != "token", all_rows=peer_quirks is not None
-    )
+    ratios = log_weights.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp_()
     if mode == "truncate":
-        weights = weights.clamp_(max=upper)
+        weights = ratios.clamp(max=upper)
     elif mode == "clip":
-        weights = weights.clamp_(least, upper)
+        weights = ratios.clamp(least, upper)
     else:
-        weights = weights * ((weights >= least) & (weights <= upper))
+        inside = (ratios >= least) & (ratios <= upper)
+        weights = ratios * inside
+    if peer_quirks == "verl":
+        metrics = bounded_weight_metrics(
+            weights, ratios, log_weights, tokens, least, upper, by_row=level != "token"
+        )
+        if mode == "mask":
+            metrics["rollout_is_oob_ratio"] = mean(~inside, tokens.mask)
+    else:
+        metrics = weight_metrics(
+            ratios, log_weights, tokens, upper, by_row=level != "token", all_rows=peer_quirks is not None
+        )
     if batch_normalize:
         if level == "token":
-            mean = tokens.row_sum(weights).sum() / tokens.counts.sum().clamp(min=1)
+            average = tokens.row_sum(weights).sum() / tokens.counts.sum().clamp(min=1)
         else:
             rows = (tokens.counts > 0).sum() if rows is None else rows
-            mean = tokens.row_mean(weights).sum() / rows.clamp(min=1)
-        factor = torch.where(mean > 1e-8, mean, 1.0)
+            average = tokens.row_mean(weights).sum() / rows.clamp(min=1)
+        factor = torch.where(average > 1e-8, average, 1.0)
         weights = weights / factor
         metrics["rollout_is_batch_norm_factor"] = Metric(factor, tokens.counts.sum())
     return tokens.only(weights.to(torch.float32)), metrics

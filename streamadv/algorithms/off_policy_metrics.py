@@ -6,6 +6,7 @@ All values are [N], of which trainable tokens count. Statistics over rows are ov
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -98,6 +99,46 @@ def weight_metrics(
     }
     per_row = tokens.row_mean(weights)
     return metrics | _row_metrics("rollout_is", per_row, rows, threshold, 1 / threshold, centre=1.0)
+
+
+def bounded_weight_metrics(
+    weights: Tensor,
+    ratios: Tensor,
+    log_weights: Tensor,
+    tokens: Trainable,
+    lower: float,
+    upper: float,
+    *,
+    by_row: bool,
+) -> dict[str, Metric]:
+    """Distribution of importance weights [N] as verl 0.9.1 reports it: of the bounded `weights`, over all rows.
+
+    The shares above and below the bounds are those of `ratios`, the weights before bounding; `by_row`: all tokens of a
+    row have one weight, and least and greatest weight are those before bounding too. Without any weight above 0 the
+    effective sample size is 0 (verl raises).
+    """
+    rows = rows_that_count(tokens, all_rows=True)
+    judged, counted, greatest, least = ratios, tokens.mask, weights, weights
+    if by_row:
+        judged, counted = tokens.row_mean(log_weights).exp(), rows
+        greatest, least = judged.clamp(max=math.exp(SAFETY_BOUND)), judged
+    average = mean(weights, tokens.mask)
+    variance = (mean(weights.square(), tokens.mask).value - average.value.square()).clamp(min=0)
+    relative = mean((weights / (average.value + 1e-8)).square(), tokens.mask)
+    size = torch.where(relative.value > 0, 1 / relative.value, 0.0)
+    raw = tokens.row_mean(ratios)
+    return {
+        "rollout_is_mean": average,
+        "rollout_is_max": extreme(greatest, counted, largest=True),
+        "rollout_is_min": extreme(least, counted, largest=False),
+        "rollout_is_ratio_fraction_high": _share(judged > upper, counted),
+        "rollout_is_ratio_fraction_low": _share(judged < lower, counted),
+        "rollout_is_std": Metric(variance.sqrt(), average.weight),
+        "rollout_is_eff_sample_size": Metric(size, average.weight),
+        **_row_metrics("rollout_is", tokens.row_mean(weights), rows, upper, lower, centre=1.0),
+        "rollout_is_seq_fraction_high": _share(raw > upper, rows),
+        "rollout_is_seq_fraction_low": _share(raw < lower, rows),
+    }
 
 
 def rejection_metrics(

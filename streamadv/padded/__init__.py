@@ -23,7 +23,8 @@ correction) and `train_infer` (ROLL's) decide what counts. Below them `layout` g
   missing reward.
 - No rows, no columns, or a mask without ones give empty results and zeros.
 
-`peer_quirks` "roll" or "verl" reproduces that library where its numbers differ from the definition.
+`peer_quirks` "roll", "verl" (0.9.1) or "verl-2026-01" reproduces that library where its numbers differ from the
+definition.
 """
 
 from ..algorithms import kl, length_penalties

@@ -1,8 +1,8 @@
 """Estimators on padded tensors, under verl's names: [B, T] in, (advantages, returns) [B, T] float32 out.
 
 Column t of every array is the same token. `index` holds one label per row; equal labels are one prompt group, in any
-order. `peer_quirks="verl"` reproduces verl where it differs from streamadv; the docstrings name the differences, and
-docs/estimators.md lists them.
+order. `peer_quirks="verl"` reproduces verl 0.9.1 where it differs from streamadv, "verl-2026-01" verl of January 2026;
+the docstrings name the differences, and docs/estimators.md lists them.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def compute_grpo_vectorized_outcome_advantage(
 ) -> Pair:
     """As `compute_grpo_outcome_advantage`, with a std of at least sqrt(epsilon).
 
-    verl's mean and std are those of `group_mean_std` with peer_quirks.
+    verl has no such bound. verl of January 2026 has it, with mean and std of `group_mean_std` with its peer_quirks.
     """
-    if peer_quirks:
+    if peer_quirks == "verl-2026-01":
         scores = finite_rewards(token_level_rewards, response_mask).sum(1)
         mean, std, _ = unchecked(group_mean_std)(scores, index, epsilon, peer_quirks=peer_quirks)
         rows = (scores - mean) / (std + epsilon) if norm_adv_by_std_in_grpo else scores - mean
@@ -111,7 +111,8 @@ def compute_grpo_vectorized_outcome_advantage(
         index,
         norm_by_std=norm_adv_by_std_in_grpo,
         epsilon=epsilon,
-        least_std=epsilon**0.5,
+        least_std=0.0 if peer_quirks else epsilon**0.5,
+        singleton=_singleton(peer_quirks),
     )
 
 
@@ -239,11 +240,12 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> Pair:
     """Discounted returns over trainable tokens, whitened; returns unwhitened.
 
-    verl sets the return to 0 at every masked token, so the reward reaches only a row's last turn.
+    verl loses rewards on masked tokens. verl of January 2026 sets the return to 0 at every masked token, so the reward
+    reaches only a row's last turn.
     """
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks)
     estimate = get_estimator("reinforce_plus_plus").function(
-        batch, gamma=gamma, reset_at_observations=peer_quirks is not None
+        batch, gamma=gamma, reset_at_observations=peer_quirks == "verl-2026-01"
     )
     assert estimate.returns is not None
     return estimate.advantages.view(response_mask.shape), estimate.returns.view(response_mask.shape)
@@ -277,10 +279,17 @@ def compute_optimal_token_baseline_advantage(
     old_log_probs: Tokens,
     sum_pi_squared: Tokens,
     rollout_is_weights: Tokens | None = None,
-    handle_zero_tail: bool = False,
+    handle_zero_tail: bool | None = None,
     epsilon: Positive = 1e-8,
+    *,
+    peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
-    """The optimal token baseline, rows compared column by column; see `algorithms.estimators.token_baseline`."""
+    """The optimal token baseline, rows compared column by column; see `algorithms.estimators.token_baseline`.
+
+    handle_zero_tail None is True (verl of January 2026: False).
+    """
+    if handle_zero_tail is None:
+        handle_zero_tail = peer_quirks != "verl-2026-01"
     batch, order = _baseline_batch(
         token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
     )
@@ -300,6 +309,8 @@ def compute_tir_optimal_token_baseline_advantage(
     rollout_is_weights: Tokens | None = None,
     handle_zero_tail: bool = True,
     epsilon: Positive = 1e-8,
+    *,
+    peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
     """The optimal token baseline, rows compared at equal numbers of trainable tokens."""
     batch, order = _baseline_batch(

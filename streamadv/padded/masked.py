@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..algorithms.arguments import GREATEST, AnyMask, AnyShape, Mask, Positive, Rows, Threshold, Tokens
+from ..algorithms.arguments import GREATEST, AnyMask, AnyShape, Count, Mask, Positive, Rows, Threshold, Tokens
 from ..algorithms.quirks import PeerQuirks
 from ..algorithms.whitening import whiten
 from ..errors import OptionError
@@ -77,6 +77,7 @@ def agg_loss(
     mode: Aggregation = "token-mean",
     weights: Rows | None = None,
     *,
+    dp_size: Count = 1,
     batch_num_tokens: Positive | None = None,
     global_batch_size: Positive | None = None,
     loss_scale_factor: Positive | None = None,
@@ -88,27 +89,39 @@ def agg_loss(
       mode: token-mean: masked sum / masked tokens. token-sum: masked sum. seq-mean-token-sum, seq-mean-token-mean: mean
         over rows with tokens of the row's masked sum or mean. seq-mean-token-sum-norm: seq-mean-token-sum / T.
       weights: [B], multiply whole rows.
+      dp_size: how many ranks average their gradients; multiplies the loss.
       batch_num_tokens, global_batch_size, loss_scale_factor: divisors in place of tokens, rows and T; a micro-batch
         needs those of its whole batch.
 
     `losses.aggregate` is the same for packed tokens too. ROLL divides by all rows, its norm mode by T alone, its
-    token-mean also sums outside the mask, and it has no token-sum. An empty mask gives 0 (ROLL, verl: NaN).
+    token-mean also sums outside the mask, and it has no token-sum. The norm mode of verl of January 2026 divides by T
+    alone and leaves dp_size out, and no count is missed. An empty mask gives 0 (ROLL, verl: NaN).
+
+    Raises OptionError for dp_size above 1 without the count that the mode divides by.
     """
+    count, name = batch_num_tokens, "batch_num_tokens"
+    if mode.startswith("seq"):
+        count, name = global_batch_size, "global_batch_size"
+    if dp_size > 1 and count is None and mode != "token-sum" and peer_quirks != "verl-2026-01":
+        raise OptionError(f"{name} is missing: dp_size {dp_size} needs the count of all ranks together")
     if mode == "token-sum" and peer_quirks == "roll":
         raise OptionError("mode is 'token-sum', which ROLL does not have: leave peer_quirks out")
     weight = torch.ones(len(loss), device=loss.device) if weights is None else weights
     if mode == "token-mean":
         counted = torch.ones_like(mask) if peer_quirks == "roll" else mask
-        total = _sum(loss * weight[:, None], counted, None)
+        total = _sum(loss * weight[:, None], counted, None) * dp_size
         return _over(total, batch_num_tokens, (mask != 0).sum(), peer_quirks)
     if mode == "token-sum":
-        return _sum(loss * weight[:, None], mask, None).to(torch.float32)
+        return (_sum(loss * weight[:, None], mask, None) * dp_size).to(torch.float32)
     per_row = _mean(loss, mask, 1) if mode == "seq-mean-token-mean" else _sum(loss, mask, 1)
     total = (per_row * weight).sum()
     if mode == "seq-mean-token-sum-norm":
         total = total / (loss_scale_factor or max(mask.shape[1], 1))
-        if peer_quirks == "roll":
+        if peer_quirks == "verl-2026-01":
             return total.to(torch.float32)
+        if peer_quirks == "roll":
+            return (total * dp_size).to(torch.float32)
+    total = total * dp_size
     rows = torch.tensor(len(mask)) if peer_quirks == "roll" else (mask != 0).any(1).sum()
     return _over(total, global_batch_size, rows, peer_quirks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..algorithms.arguments import Bound, Mask, NotNegative, Tokens
+from ..algorithms.arguments import BoundOrText, Mask, NotNegative, Tokens
 from ..algorithms.chain_metrics import Metric, fetch
 from ..algorithms.off_policy import (
     BoundMode,
@@ -17,6 +17,7 @@ from ..algorithms.off_policy import (
 from ..algorithms.off_policy_metrics import off_policy_metrics
 from ..algorithms.quirks import PeerQuirks
 from ..errors import OptionError
+from ..messages import brief
 from .entrance import checked, unchecked
 from .layout import padded_tokens
 
@@ -29,7 +30,7 @@ def compute_rollout_correction_weights(
     log_ratio: Tokens,
     response_mask: Mask,
     rollout_is: RatioLevel = "token",
-    rollout_is_threshold: Bound = 2.0,
+    rollout_is_threshold: BoundOrText = 2.0,
     rollout_is_batch_normalize: bool = False,
     *,
     mode: BoundMode = "truncate",
@@ -38,9 +39,20 @@ def compute_rollout_correction_weights(
 ) -> tuple[Tensor, Metrics]:
     """(importance weights [B, T], metrics) from log_ratio [B, T] = old - rollout log-probs.
 
-    Levels and modes are those of `algorithms.off_policy.importance_weights`. verl has the levels token and sequence and
-    the mode truncate, and counts rows without tokens in its row metrics.
+    rollout_is_threshold is the upper bound, a number or text; the text "lower_upper" is mode "mask" (IcePop) with both.
+    Levels and modes are those of `algorithms.off_policy.importance_weights`. verl has the levels token and sequence,
+    its metrics describe the weights after bounding, and it counts rows without tokens in its row metrics; verl of
+    January 2026 describes the weights before bounding and has no text.
     """
+    if isinstance(rollout_is_threshold, str):
+        lower, rollout_is_threshold = parse_bounds(rollout_is_threshold)
+        if lower is not None:
+            if mode != "truncate" or rollout_is_lower is not None:
+                raise OptionError(
+                    "rollout_is_threshold names lower and upper, which is mode 'mask': "
+                    "leave out mode and rollout_is_lower"
+                )
+            mode, rollout_is_lower = "mask", lower
     if mode == "truncate":
         if rollout_is_lower is not None:
             raise OptionError(
@@ -80,9 +92,12 @@ def compute_rollout_rejection_mask(
     """(`response_mask` [B, T] without rejected tokens, metrics).
 
     rollout_rs: kinds of `algorithms.off_policy.Rejection`, comma-separated. rollout_rs_threshold: one bound for all
-    kinds or one per kind, comma-separated; "lower_upper", or the upper bound alone.
+    kinds or one per kind, comma-separated; "lower_upper", or the upper bound alone. A single bound of k1 below 1
+    rejects everything (verl: raises).
     """
     rejections = parse_rejections(rollout_rs, rollout_rs_threshold)
+    if peer_quirks == "verl":
+        _refuse_reversed(rejections)
     tokens = padded_tokens(response_mask)
     passing, metrics = reject(log_ratio.reshape(-1), tokens, rejections, peer_quirks=peer_quirks)
     return passing.view(response_mask.shape) * response_mask, fetch(metrics)[0]
@@ -109,7 +124,7 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_log_prob: Tokens,
     response_mask: Mask,
     rollout_is: RatioLevel | None = None,
-    rollout_is_threshold: Bound | None = 2.0,
+    rollout_is_threshold: BoundOrText | None = 2.0,
     rollout_is_batch_normalize: bool = False,
     rollout_rs: str | None = None,
     rollout_rs_threshold: str | float | None = None,
@@ -125,6 +140,8 @@ def compute_rollout_correction_and_rejection_mask(
         raise OptionError(
             f"rollout_rs_threshold {rollout_rs_threshold!r} has no part without rollout_rs: name one"
         )
+    if isinstance(rollout_is_threshold, str):
+        parse_bounds(rollout_is_threshold)  # wrong text is an error without weights too
     log_ratio = old_log_prob - rollout_log_prob
     metrics = unchecked(compute_offpolicy_metrics)(
         old_log_prob, rollout_log_prob, response_mask, peer_quirks=peer_quirks
@@ -163,6 +180,30 @@ def parse_rejections(names: str, thresholds: str | float | None) -> list[Rejecti
             f"rollout_rs_threshold {thresholds!r} has {len(specs)} bounds for {len(kinds)} kinds"
         )
     return [_rejection(kind, spec) for kind, spec in zip(kinds, specs, strict=True)]
+
+
+def parse_bounds(threshold: str) -> tuple[float | None, float]:
+    """(lower or None, upper) of the text "upper" or "lower_upper". Raises OptionError."""
+    parts = threshold.split("_")
+    try:
+        bounds = [float(part) for part in parts]
+    except ValueError:
+        bounds = []
+    if not 1 <= len(bounds) <= 2 or not all(bound > 0 for bound in bounds):
+        raise OptionError(
+            f"rollout_is_threshold is {brief(threshold)}, needs upper or lower_upper, in numbers above 0"
+        )
+    return (bounds[0] if len(bounds) == 2 else None), bounds[-1]
+
+
+def _refuse_reversed(rejections: list[Rejection]) -> None:
+    for rejection in rejections:
+        lower, upper = rejection.bounds
+        if lower > upper:
+            raise OptionError(
+                f"rejection {rejection.kind}: upper {rejection.upper} alone has the lower bound "
+                f"{1 / rejection.upper}, which is above it: give lower_upper"
+            )
 
 
 def _rejection(kind: str, spec: str) -> Rejection:

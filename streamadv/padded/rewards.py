@@ -115,14 +115,17 @@ def group_mean_std(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(mean, std, size) of the row's group, all [B] float32; std has ddof 1 and is sqrt(eps) at least.
 
-    A row alone has its score as mean and std 0; in verl mean 0 and std 1. verl takes the std from sums of squares in
-    float32, and those cancel if the scores have a common offset.
+    A row alone has its score as mean and std 0; in verl mean 0 and std 1. verl of January 2026 takes the std from sums
+    of squares in float32, and those cancel if the scores have a common offset.
     """
-    if peer_quirks:
+    if peer_quirks == "verl-2026-01":
         return _group_sums(scores.to(torch.float32), label_codes(index).to(scores.device), eps)
     values, order, offsets = _grouped(scores, None, index)
     stats = moments(values, offsets)
-    mean, std = stats.mean, torch.where(stats.size > 1, stats.std.clamp(min=eps**0.5), 0.0)
+    alone = stats.size < 2
+    mean, std = stats.mean, torch.where(alone, 1.0 if peer_quirks else 0.0, stats.std.clamp(min=eps**0.5))
+    if peer_quirks:
+        mean = torch.where(alone, 0.0, mean)
     rows = [_ungrouped(spread(value, offsets, len(values)), order) for value in (mean, std, stats.size)]
     return rows[0], rows[1], rows[2]
 

@@ -47,14 +47,17 @@ def load(entry: Mapping[str, Any]) -> dict[str, Array]:
 def inputs(arrays: Mapping[str, Array], variant: Mapping[str, Any]) -> Inputs:
     """The call's inputs as tensors (text as lists), with the replacements its kwargs ask for.
 
-    "variant" holds the call's name: some functions are recorded under one name with equal kwargs.
+    "variant" holds the call's name: some functions are recorded under one name with equal kwargs. The keyword argument
+    dtype "bfloat16" rounds the numbers.
     """
     given: Inputs = {"variant": variant["name"]}
+    rounded = variant["kwargs"].get("dtype") == "bfloat16"
     for key, array in arrays.items():
         if key.startswith("in."):
-            given[key.removeprefix("in.")] = (
-                array.tolist() if array.dtype.kind in "U" else torch.from_numpy(array)
-            )
+            name = key.removeprefix("in.")
+            given[name] = array.tolist() if array.dtype.kind in "U" else torch.from_numpy(array)
+            if rounded and array.dtype.kind == "f":
+                given[name] = given[name].to(torch.bfloat16).to(torch.float32)
     for name, value in variant["kwargs"].items():
         if name not in given:
             continue
@@ -91,14 +94,16 @@ def compare(
     """Every recorded output is there and equal: exactly for whole numbers, text and masks.
 
     tolerance: the call's own, relative and absolute, where the peer computes in bfloat16 or its float32 is inexact.
+    NAME_f32 is the peer's float32 result of a call in bfloat16; a function that computes in float32 anyway has NAME.
     """
+    metric_tolerance = None if any(name.endswith("_f32") for name in want) else tolerance
     for name, expected in want.items():
         if name == "metric_values":
             continue
         if name == "metric_names":
-            _compare_metrics(got["metrics"], expected, want["metric_values"], where)
+            _compare_metrics(got["metrics"], expected, want["metric_values"], where, metric_tolerance)
             continue
-        result = got[name]
+        result = got[name] if name in got else got[name.removesuffix("_f32")]
         if expected.dtype.kind == "U":
             assert [str(item) for item in np.asarray(result).ravel()] == expected.ravel().tolist(), (
                 f"{where}.{name}"
@@ -108,7 +113,6 @@ def compare(
         if expected.dtype.kind in "iub" or "mask" in name:
             np.testing.assert_array_equal(result.astype(np.float64), expected.astype(np.float64), where)
         else:
-            # Of a call in bfloat16, the peer's float32 results.
             assert_close(result, expected, f"{where}.{name}", None if name.endswith("_f32") else tolerance)
 
 
@@ -140,8 +144,14 @@ def assert_close(
     np.testing.assert_allclose(result[finite], expected[finite], 0, TOLERANCE * largest, err_msg=where)
 
 
-def _compare_metrics(got: Mapping[str, float], names: Array, values: Array, where: str) -> None:
+def _compare_metrics(
+    got: Mapping[str, float],
+    names: Array,
+    values: Array,
+    where: str,
+    tolerance: Mapping[str, float] | None,
+) -> None:
     missing = [name for name in names.tolist() if name not in got]
     assert not missing, f"{where}: metrics {missing} missing"
     for name, value in zip(names.tolist(), values, strict=True):
-        assert_close(np.asarray(float(got[name])), value, f"{where}.{name}")
+        assert_close(np.asarray(float(got[name])), value, f"{where}.{name}", tolerance)

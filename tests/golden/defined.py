@@ -31,6 +31,13 @@ def _kl(z: Inputs, kwargs: Mapping[str, Any]) -> Outputs:
     return {"kl": found * _array(z["action_mask"]) if kwargs.get("masked") else found}
 
 
+def _kl_plus(z: Inputs, kwargs: Mapping[str, Any]) -> Outputs:
+    """A name that ends in "+" has the value of the plain one, as in verl 0.9.1."""
+    d = _array(z["logprob"]) - _array(z["ref_logprob"])
+    e = np.clip(-d, -20, 20)
+    return {"kl": d if kwargs["kl_penalty"] == "k1+" else np.clip(np.expm1(e) - e, -10, 10)}
+
+
 def _group_of_one(z: Inputs, kwargs: Mapping[str, Any]) -> Outputs:
     """A group of one gives 0."""
     return {"rewards": np.zeros(len(z["rewards"]))}
@@ -86,6 +93,17 @@ def _reinforce_plus_plus(z: Inputs, kwargs: Mapping[str, Any]) -> Outputs:
     return {"advantages": returns * mask, "returns": returns}
 
 
+def _on_carried_returns(z: Inputs, kwargs: Mapping[str, Any]) -> Outputs:
+    """Not whitened. Masked tokens neither discount nor reset the return, as in verl 0.9.1."""
+    rewards, mask = _array(z["token_level_rewards"]), _array(z["response_mask"])
+    returns = np.zeros_like(rewards)
+    for row in range(len(rewards)):
+        ahead = 0.0
+        for t in reversed(np.flatnonzero(mask[row])):
+            returns[row, t] = ahead = rewards[row, t] + kwargs["config.gamma"] * ahead
+    return {"advantages": returns, "returns": returns}
+
+
 def _reinforce_plus_plus_baseline(z: Inputs, kwargs: Mapping[str, Any]) -> Outputs:
     """Not whitened. A group of one keeps its reward, as in verl."""
     scores, labels = _array(z["token_level_rewards"]).sum(1), np.array(z["index"])
@@ -118,8 +136,17 @@ DEFINED_HERE: dict[str, Stated] = {
     "roll_compute_approx_kl.name_k2": _kl,
     "roll_compute_approx_kl.name_low_var_kl": _kl,
     "roll_group_reward_norm.n_sample_1": _group_of_one,
+    "verl091_adv_grpo_passk": _passk,
     "verl_adv_grpo_passk": _passk,
+    "verl091_compute_rollout_correction_weights.bad_level": _geometric,
     "verl_compute_rollout_correction_weights.bad_level": _geometric,
+    "verl_kl_penalty.k1plus": _kl_plus,
+    "verl_kl_penalty.k3plus": _kl_plus,
+}
+
+#: Calls that the peer answers, and why they raise here.
+REFUSED_HERE: dict[str, str] = {
+    "verl091_compute_rollout_correction_weights.underscore_literal": "reads 1_2 as the number 12",
 }
 
 #: Functions that raise in the peer with fewer than two trainable tokens.
@@ -131,6 +158,12 @@ DEFINED_FOR_FEW_TOKENS: dict[str, Stated] = {
     "verl_compute_offpolicy_metrics": _no_metrics,
     "verl_compute_rollout_correction_weights": _no_metrics,
     "verl_compute_rollout_rejection_mask": _no_metrics,
+    "verl091_adv_reinforce_plus_plus": _on_carried_returns,
+    "verl091_adv_reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "verl091_adv_gae": _gae,
+    "verl091_compute_rollout_correction_weights": _no_metrics,
+    "verl091_compute_rollout_rejection_mask": _no_metrics,
+    "verl091_rollout_correction_and_rejection": _no_metrics,
     "verl_masked_ops": _masked_statistics,
     "verl_rollout_correction_and_rejection": _no_metrics,
 }

@@ -8,8 +8,9 @@ from .mapping_others import OTHERS
 from .mapping_outcomes import OUTCOMES
 from .mapping_roll import ROLL
 from .mapping_verl import VERL
+from .mapping_verl091 import VERL091
 
-MAPPING: dict[str, Function] = {**LOSSES, **OTHERS, **OUTCOMES, **ROLL, **VERL}
+MAPPING: dict[str, Function] = {**LOSSES, **OTHERS, **OUTCOMES, **ROLL, **VERL, **VERL091}
 
 #: Mapped functions whose metrics are not compared, and why.
 METRICS_NOT_OFFERED: dict[str, str] = {

@@ -79,6 +79,14 @@ def _agg_loss(z: Inputs, kwargs: dict[str, Any]) -> Result:
     matrix = z["loss_mat"].requires_grad_()
     loss = _aggregated(matrix, z["loss_mask"], kwargs["loss_agg_mode"], kwargs)
     loss.backward()
+    classic = padded.agg_loss(
+        matrix,
+        z["loss_mask"],
+        kwargs["loss_agg_mode"],
+        **{name: kwargs[name] for name in COUNTS if name in kwargs},
+        peer_quirks="verl",
+    )
+    torch.testing.assert_close(classic, loss, equal_nan=True)
     return {"loss": loss, "grad_loss_mat": matrix.grad}
 
 

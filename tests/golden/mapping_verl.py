@@ -1,75 +1,83 @@
-"""verl's recorded functions in terms of streamadv's."""
+"""verl's recorded functions, as of January 2026, in terms of streamadv's."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from streamadv import padded
+from streamadv.algorithms.quirks import PeerQuirks
 
 from .compare import Function, Inputs
 
 Result = dict[str, Any]
 
+JANUARY: Final[PeerQuirks] = "verl-2026-01"
 
-def _options(kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
+
+def options_of(kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
     """Those of `names` that the call gave, as arguments or as fields of verl's config."""
     plain = {name.removeprefix("config."): value for name, value in kwargs.items()}
     return {name: plain[name] for name in names if name in plain}
 
 
-def _pair(pair: tuple[Any, Any]) -> Result:
+def _without(kwargs: dict[str, Any], z: Inputs) -> dict[str, Any]:
+    """The options of a call: what is no input."""
+    return {name: value for name, value in kwargs.items() if name not in z and name != "dtype"}
+
+
+def both(pair: tuple[Any, Any]) -> Result:
     return {"advantages": pair[0], "returns": pair[1]}
 
 
-def _outcome(function: Any, *names: str, **fixed: Any) -> Function:
+def outcome(function: Any, *names: str, **fixed: Any) -> Function:
     def call(z: Inputs, kwargs: dict[str, Any]) -> Result:
-        options = _options(kwargs, *names)
-        return _pair(function(z["token_level_rewards"], z["response_mask"], z["index"], **options, **fixed))
+        options = options_of(kwargs, *names)
+        return both(function(z["token_level_rewards"], z["response_mask"], z["index"], **options, **fixed))
 
     return call
 
 
-def _gae(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    options = _options(kwargs, "gamma", "lam")
-    return _pair(
+def gae(z: Inputs, kwargs: dict[str, Any], quirks: PeerQuirks = JANUARY) -> Result:
+    options = options_of(kwargs, "gamma", "lam")
+    return both(
         padded.compute_gae_advantage_return(
-            z["token_level_rewards"], z["values"], z["response_mask"], **options, peer_quirks="verl"
+            z["token_level_rewards"], z["values"], z["response_mask"], **options, peer_quirks=quirks
         )
     )
 
 
-def _reinforce_plus_plus(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    return _pair(
+def reinforce_plus_plus(z: Inputs, kwargs: dict[str, Any], quirks: PeerQuirks = JANUARY) -> Result:
+    return both(
         padded.compute_reinforce_plus_plus_outcome_advantage(
-            z["token_level_rewards"], z["response_mask"], **_options(kwargs, "gamma"), peer_quirks="verl"
+            z["token_level_rewards"], z["response_mask"], **options_of(kwargs, "gamma"), peer_quirks=quirks
         )
     )
 
 
-def _remax(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    return _pair(
+def remax(z: Inputs, kwargs: dict[str, Any], quirks: PeerQuirks = JANUARY) -> Result:
+    return both(
         padded.compute_remax_outcome_advantage(
-            z["token_level_rewards"], z["reward_baselines"], z["response_mask"], peer_quirks="verl"
+            z["token_level_rewards"], z["reward_baselines"], z["response_mask"], peer_quirks=quirks
         )
     )
 
 
-def _passk(z: Inputs, kwargs: dict[str, Any]) -> Result:
+def passk(z: Inputs, kwargs: dict[str, Any], quirks: PeerQuirks = JANUARY) -> Result:
     # verl takes the norm from its config and ignores the argument of that name.
-    options = _options(
+    options = options_of(
         {name: value for name, value in kwargs.items() if "." in name}, "norm_adv_by_std_in_grpo"
     )
-    options |= _options(kwargs, "epsilon")
-    return _pair(
+    options |= options_of(kwargs, "epsilon")
+    return both(
         padded.compute_grpo_passk_outcome_advantage(
             z["token_level_rewards"], z["response_mask"], z["index"], **options
         )
     )
 
 
-def _token_baseline(function: Any) -> Function:
+def token_baseline(function: Any, quirks: PeerQuirks = JANUARY) -> Function:
     def call(z: Inputs, kwargs: dict[str, Any]) -> Result:
-        return _pair(
+        return both(
             function(
                 z["token_level_rewards"],
                 z["response_mask"],
@@ -77,28 +85,36 @@ def _token_baseline(function: Any) -> Function:
                 z["old_log_probs"],
                 z["sum_pi_squared"],
                 z["rollout_is_weights"] if kwargs.get("rollout_is_weights") else None,
-                **_options(kwargs, "handle_zero_tail", "epsilon"),
+                **options_of(kwargs, "handle_zero_tail", "epsilon"),
+                peer_quirks=quirks,
             )
         )
 
     return call
 
 
-def coefficients(z: Inputs, first: float, kind: str | None, target: float, horizon: float) -> list[float]:
+def coefficients(
+    z: Inputs,
+    first: float,
+    kind: str | None,
+    target: float,
+    horizon: float,
+    quirks: PeerQuirks = JANUARY,
+) -> list[float]:
     """The KL coefficient after each of the recorded batches."""
     values = []
     for kl, steps in zip(z["current_kl"].tolist(), z["n_steps"].tolist(), strict=True):
         if kind != "fixed":
-            first = padded.adapted_coefficient(first, kl, target, horizon, steps, peer_quirks="verl")
+            first = padded.adapted_coefficient(first, kl, target, horizon, steps, peer_quirks=quirks)
         values.append(first)
     return values
 
 
-def _kl_penalty(z: Inputs, kwargs: dict[str, Any]) -> Result:
+def kl_penalty(z: Inputs, kwargs: dict[str, Any], quirks: PeerQuirks = JANUARY) -> Result:
     return {"kl": padded.approx_kl(z["logprob"], z["ref_logprob"], kwargs["kl_penalty"])}
 
 
-def _controller(z: Inputs, kwargs: dict[str, Any]) -> Result:
+def controller(z: Inputs, kwargs: dict[str, Any], quirks: PeerQuirks = JANUARY) -> Result:
     return {
         "values": coefficients(
             z, kwargs["kl_coef"], kwargs.get("type"), kwargs["target_kl"], kwargs["horizon"]
@@ -106,25 +122,28 @@ def _controller(z: Inputs, kwargs: dict[str, Any]) -> Result:
     }
 
 
-def _apply_kl_penalty(z: Inputs, kwargs: dict[str, Any]) -> Result:
+def apply_kl_penalty(z: Inputs, kwargs: dict[str, Any], quirks: PeerQuirks = JANUARY) -> Result:
     control = kwargs["controller"]
+    first = control.get("init_kl_coef", control.get("kl_coef"))
     rewards, metrics = padded.apply_kl_penalty(
         z["token_level_scores"],
         z["response_mask"],
         z["old_log_probs"],
         z["ref_log_prob"],
         kl_penalty=kwargs["kl_penalty"],
-        kl_coef=control["init_kl_coef"],
-        peer_quirks="verl",
+        kl_coef=first,
+        peer_quirks=quirks,
     )
-    after = padded.adapted_coefficient(
-        control["init_kl_coef"],
-        metrics["critic/kl"],
-        control["target_kl"],
-        control["horizon"],
-        len(rewards),
-        peer_quirks="verl",
-    )
+    after = first
+    if control.get("type") != "fixed":
+        after = padded.adapted_coefficient(
+            first,
+            metrics["critic/kl"],
+            control["target_kl"],
+            control["horizon"],
+            len(rewards),
+            peer_quirks=quirks,
+        )
     named = {
         "actor/reward_kl_penalty": metrics["critic/kl"],
         "actor/reward_kl_penalty_coeff": metrics["critic/kl_coef"],
@@ -132,52 +151,49 @@ def _apply_kl_penalty(z: Inputs, kwargs: dict[str, Any]) -> Result:
     return {"token_level_rewards": rewards, "kl_coef_after": after, "metrics": named}
 
 
-def _weights(z: Inputs, kwargs: dict[str, Any]) -> Result:
+def weights(z: Inputs, kwargs: dict[str, Any], quirks: PeerQuirks = JANUARY) -> Result:
     weights, metrics = padded.compute_rollout_correction_weights(
-        z["log_ratio"], z["response_mask"], **kwargs, peer_quirks="verl"
+        z["log_ratio"], z["response_mask"], **_without(kwargs, z), peer_quirks=quirks
     )
     return {"weights": weights, "metrics": metrics}
 
 
-def _rejection(z: Inputs, kwargs: dict[str, Any]) -> Result:
+def rejection(z: Inputs, kwargs: dict[str, Any], quirks: PeerQuirks = JANUARY) -> Result:
     mask, metrics = padded.compute_rollout_rejection_mask(
-        z["log_ratio"], z["response_mask"], **kwargs, peer_quirks="verl"
+        z["log_ratio"], z["response_mask"], **_without(kwargs, z), peer_quirks=quirks
     )
     return {"mask": mask, "metrics": metrics}
 
 
-def _diagnostics(z: Inputs, kwargs: dict[str, Any]) -> Result:
+def diagnostics(z: Inputs, kwargs: dict[str, Any], quirks: PeerQuirks = JANUARY) -> Result:
     rollout = z["rollout_log_prob"]
     return {
         "metrics": padded.compute_offpolicy_metrics(
-            z["old_log_prob"], rollout, z["response_mask"], peer_quirks="verl"
+            z["old_log_prob"], rollout, z["response_mask"], peer_quirks=quirks
         )
     }
 
 
-def _correction(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    options = {name: value for name, value in kwargs.items() if name not in z}
+def correction(z: Inputs, kwargs: dict[str, Any], quirks: PeerQuirks = JANUARY) -> Result:
+    options = _without(kwargs, z)
     weights, mask, metrics = padded.compute_rollout_correction_and_rejection_mask(
-        z["old_log_prob"], z["rollout_log_prob"], z["response_mask"], **options, peer_quirks="verl"
+        z["old_log_prob"], z["rollout_log_prob"], z["response_mask"], **options, peer_quirks=quirks
     )
     return {"weights": weights, "mask": mask, "metrics": metrics}
 
 
-def _masked_ops(z: Inputs, kwargs: dict[str, Any]) -> Result:
+def masked_ops(z: Inputs, kwargs: dict[str, Any], quirks: PeerQuirks = JANUARY) -> Result:
     if "loss_agg_mode" in kwargs:
-        counts = _options(kwargs, "batch_num_tokens", "global_batch_size", "loss_scale_factor")
-        mode = kwargs["loss_agg_mode"]
-        loss = padded.agg_loss(z["x"], z["mask"], mode, **counts, peer_quirks="verl")
-        if mode.endswith("norm"):  # in January it was neither divided by the rows nor multiplied by the ranks
-            rows = counts.get("global_batch_size") or int((z["mask"] != 0).any(1).sum())
-            return {"value": loss * rows if rows else 0.0}
-        return {"value": loss * kwargs.get("dp_size", 1)}
+        counts = options_of(kwargs, "dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
+        return {
+            "value": padded.agg_loss(z["x"], z["mask"], kwargs["loss_agg_mode"], **counts, peer_quirks=quirks)
+        }
     if "unbiased" in kwargs:
         return {"value": padded.masked_var(z["x"], z["mask"], kwargs["unbiased"])}
     if "shift_mean" in kwargs:
         return {"value": padded.masked_whiten(z["x"], z["mask"], kwargs["shift_mean"])}
     if "eps" in kwargs:
-        mean, std, count = padded.group_mean_std(z["scores"], z["index"], kwargs["eps"], peer_quirks="verl")
+        mean, std, count = padded.group_mean_std(z["scores"], z["index"], kwargs["eps"], peer_quirks=quirks)
         return {"mean": mean, "std": std, "count": count}
     values = z[kwargs.get("values", "x")]
     dim = kwargs.get("axis")
@@ -186,36 +202,36 @@ def _masked_ops(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 
 VERL: dict[str, Function] = {
-    "verl_apply_kl_penalty": _apply_kl_penalty,
-    "verl_compute_offpolicy_metrics": _diagnostics,
-    "verl_compute_rollout_correction_weights": _weights,
-    "verl_compute_rollout_rejection_mask": _rejection,
-    "verl_kl_controller": _controller,
-    "verl_masked_ops": _masked_ops,
-    "verl_rollout_correction_and_rejection": _correction,
-    "verl_adv_gae": _gae,
-    "verl_adv_gpg": _outcome(padded.compute_gpg_outcome_advantage, "f_norm", peer_quirks="verl"),
-    "verl_adv_grpo": _outcome(
-        padded.compute_grpo_outcome_advantage, "epsilon", "norm_adv_by_std_in_grpo", peer_quirks="verl"
+    "verl_apply_kl_penalty": apply_kl_penalty,
+    "verl_compute_offpolicy_metrics": diagnostics,
+    "verl_compute_rollout_correction_weights": weights,
+    "verl_compute_rollout_rejection_mask": rejection,
+    "verl_kl_controller": controller,
+    "verl_masked_ops": masked_ops,
+    "verl_rollout_correction_and_rejection": correction,
+    "verl_adv_gae": gae,
+    "verl_adv_gpg": outcome(padded.compute_gpg_outcome_advantage, "f_norm", peer_quirks=JANUARY),
+    "verl_adv_grpo": outcome(
+        padded.compute_grpo_outcome_advantage, "epsilon", "norm_adv_by_std_in_grpo", peer_quirks=JANUARY
     ),
-    "verl_adv_grpo_passk": _passk,
-    "verl_adv_grpo_vectorized": _outcome(
+    "verl_adv_grpo_passk": passk,
+    "verl_adv_grpo_vectorized": outcome(
         padded.compute_grpo_vectorized_outcome_advantage,
         "epsilon",
         "norm_adv_by_std_in_grpo",
-        peer_quirks="verl",
+        peer_quirks=JANUARY,
     ),
-    "verl_adv_opo": _outcome(padded.compute_opo_outcome_advantage, peer_quirks="verl"),
-    "verl_adv_optimal_token_baseline": _token_baseline(padded.compute_optimal_token_baseline_advantage),
-    "verl_adv_reinforce_plus_plus": _reinforce_plus_plus,
-    "verl_adv_reinforce_plus_plus_baseline": _outcome(
-        padded.compute_reinforce_plus_plus_baseline_outcome_advantage, peer_quirks="verl"
+    "verl_adv_opo": outcome(padded.compute_opo_outcome_advantage, peer_quirks=JANUARY),
+    "verl_adv_optimal_token_baseline": token_baseline(padded.compute_optimal_token_baseline_advantage),
+    "verl_adv_reinforce_plus_plus": reinforce_plus_plus,
+    "verl_adv_reinforce_plus_plus_baseline": outcome(
+        padded.compute_reinforce_plus_plus_baseline_outcome_advantage, peer_quirks=JANUARY
     ),
-    "verl_adv_remax": _remax,
-    "verl_adv_rloo": _outcome(padded.compute_rloo_outcome_advantage, peer_quirks="verl"),
-    "verl_adv_rloo_vectorized": _outcome(padded.compute_rloo_outcome_advantage),
-    "verl_adv_tir_optimal_token_baseline": _token_baseline(
+    "verl_adv_remax": remax,
+    "verl_adv_rloo": outcome(padded.compute_rloo_outcome_advantage, peer_quirks=JANUARY),
+    "verl_adv_rloo_vectorized": outcome(padded.compute_rloo_outcome_advantage),
+    "verl_adv_tir_optimal_token_baseline": token_baseline(
         padded.compute_tir_optimal_token_baseline_advantage
     ),
-    "verl_kl_penalty": _kl_penalty,
+    "verl_kl_penalty": kl_penalty,
 }

@@ -1,7 +1,8 @@
 """Chain configurations by name.
 
 Every registered estimator is a preset under its name, with its defaults. `verl/<name>` and `roll/<name>` reproduce
-those libraries with their default settings, deviations included (docs/estimators.md).
+those libraries with their default settings, deviations included (docs/estimators.md); `verl-2026-01/<name>` is verl of
+January 2026 where its numbers were others.
 """
 
 from __future__ import annotations
@@ -31,19 +32,22 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "verl/gpg": {"estimator": "gpg", "counted": "rewards", "singleton": "raw"},
     "verl/grpo": {"singleton": "raw"},
     "verl/grpo_passk": {"estimator": "grpo_passk"},
-    "verl/grpo_vectorized": {"least_std": 1e-3, "singleton": "raw"},
+    "verl/grpo_vectorized": {"singleton": "raw"},
     "verl/opo": {"estimator": "opo", "singleton": "raw"},
-    "verl/optimal_token_baseline": {
-        "estimator": "optimal_token_baseline",
-        "compare": "columns",
-        "handle_zero_tail": False,
-    },
-    "verl/reinforce_plus_plus": {"estimator": "reinforce_plus_plus", "reset_at_observations": True},
+    "verl/optimal_token_baseline": {"estimator": "optimal_token_baseline", "compare": "columns"},
+    "verl/reinforce_plus_plus": {"estimator": "reinforce_plus_plus"},
     "verl/reinforce_plus_plus_baseline": {"estimator": "reinforce_plus_plus_baseline", "singleton": "raw"},
     "verl/remax": {"estimator": "remax"},
     "verl/rloo": {"estimator": "rloo", "singleton": "raw"},
     "verl/rloo_vectorized": {"estimator": "rloo"},
     "verl/tir_optimal_token_baseline": {"estimator": "optimal_token_baseline"},
+    "verl-2026-01/grpo_vectorized": {"least_std": 1e-3, "singleton": "raw"},
+    "verl-2026-01/optimal_token_baseline": {
+        "estimator": "optimal_token_baseline",
+        "compare": "columns",
+        "handle_zero_tail": False,
+    },
+    "verl-2026-01/reinforce_plus_plus": {"estimator": "reinforce_plus_plus", "reset_at_observations": True},
 }
 
 

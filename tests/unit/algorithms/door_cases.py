@@ -103,13 +103,18 @@ ENTRIES: dict[str, Entry] = {
     "compute_grpo_passk_outcome_advantage": Entry(OUTCOME),
     "compute_grpo_vectorized_outcome_advantage": Entry(OUTCOME),
     "compute_grpo_vectorized_outcome_advantage:verl": Entry(OUTCOME, options={"peer_quirks": "verl"}),
+    "compute_grpo_vectorized_outcome_advantage:verl-2026-01": Entry(
+        OUTCOME, options={"peer_quirks": "verl-2026-01"}
+    ),
     "compute_hierarchical_grpo_advantage": Entry(
         {"rewards": "B", "index": "Bl", "agents": "Bl", "episodes": "Bl"}, ("B",), {"episode_agents": {0, 1}}
     ),
     "compute_maxrl_outcome_advantage": Entry(OUTCOME),
     "compute_offpolicy_metrics": Entry(LOG_PROBS, (None,)),
     "compute_opo_outcome_advantage": Entry(OUTCOME),
-    "compute_optimal_token_baseline_advantage": Entry({**BASELINE, "rollout_is_weights": "BT"}),
+    "compute_optimal_token_baseline_advantage": Entry(
+        {**BASELINE, "rollout_is_weights": "BT"}, options={"handle_zero_tail": False}
+    ),
     "compute_rae_advantage": Entry({"rewards": "B", "agents": "Bl"}, ("B", None)),
     "compute_reinforce_plus_plus_baseline_outcome_advantage": Entry(OUTCOME),
     "compute_reinforce_plus_plus_outcome_advantage": Entry(ADVANTAGE),

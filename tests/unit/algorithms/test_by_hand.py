@@ -277,7 +277,9 @@ def test_token_baselines() -> None:
     close(advantages("optimal_token_baseline", tie), [-1.5, -1.5, 1.5, 1.5])
     alone = baselines([[1, 1], [0, 0]], [3.0, 6.0])
     close(advantages("optimal_token_baseline", alone), [3, 3, 0, 0])
-    close(advantages("verl/optimal_token_baseline", alone), [0, 0, 0, 0])  # as verl: a row is company
+    close(advantages("verl/optimal_token_baseline", alone), [3, 3, 0, 0])  # a tail of the longest row
+    january = advantages("verl-2026-01/optimal_token_baseline", alone)
+    close(january, [0, 0, 0, 0])  # a row without tokens is company, and the tail has a baseline
     greedy = baselines([[1, 1], [1, 1]], [3.0, 6.0], is_baseline=1)
     close(advantages("optimal_token_baseline", greedy)[:2], [3, 3])
     close(advantages("verl/optimal_token_baseline", greedy)[:2], [3, 3])

@@ -132,7 +132,10 @@ def test_errors_name_the_argument_what_came_and_what_is_needed() -> None:
     )
     with pytest.raises(OptionError) as wrong_word:
         padded.reward_postprocess({"response_level_rewards": torch.zeros(4)}, peer_quirks="vrel")  # type: ignore[arg-type]
-    assert str(wrong_word.value) == "peer_quirks is 'vrel', which is unknown: choose one of roll, verl"
+    assert (
+        str(wrong_word.value)
+        == "peer_quirks is 'vrel', which is unknown: choose one of roll, verl, verl-2026-01"
+    )
     assert issubclass(ArgumentError, TrajectoryError)
     assert issubclass(OptionError, SettingError)
     assert issubclass(ArgumentError, ValueError)

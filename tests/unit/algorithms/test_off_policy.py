@@ -204,7 +204,7 @@ def test_a_row_is_dropped_for_one_ratio_outside() -> None:
         build_chain({"correction": {"veto": 5.0, "veto_upper": 0.1}})
 
 
-@pytest.mark.parametrize("quirks", [None, "verl"])
+@pytest.mark.parametrize("quirks", [None, "verl", "verl-2026-01"])
 def test_a_batch_without_tokens_has_no_metrics(quirks: Any) -> None:
     log_probs, mask = torch.randn(2, 3), torch.zeros(2, 3)
     weights, kept, metrics = padded.compute_rollout_correction_and_rejection_mask(

@@ -104,6 +104,9 @@ VERL: dict[str, Callable[[Rows], Any]] = {
     "verl/tir_optimal_token_baseline": token_baseline(padded.compute_tir_optimal_token_baseline_advantage),
     "verl/grpo": outcome(padded.compute_grpo_outcome_advantage, peer_quirks="verl"),
     "verl/grpo_vectorized": outcome(padded.compute_grpo_vectorized_outcome_advantage, peer_quirks="verl"),
+    "verl-2026-01/grpo_vectorized": outcome(
+        padded.compute_grpo_vectorized_outcome_advantage, peer_quirks="verl-2026-01"
+    ),
     "verl/rloo": outcome(padded.compute_rloo_outcome_advantage, peer_quirks="verl"),
     "verl/rloo_vectorized": outcome(padded.compute_rloo_outcome_advantage),
     "verl/gpg": outcome(padded.compute_gpg_outcome_advantage, peer_quirks="verl"),
@@ -128,8 +131,8 @@ def test_packed_and_padded_agree(seed: int, name: str) -> None:
     want = VERL[name](rows)
     for one, other in zip(got, want, strict=True):
         mask = batch.column("response_mask")
-        # verl's variance from sums of squares in float32: padded repeats it, packed does not.
-        rtol, atol = (1e-6, 1e-6) if name == "verl/grpo_vectorized" else (2e-7, 1e-7)
+        # January's variance from sums of squares in float32: padded repeats it, packed does not.
+        rtol, atol = (1e-6, 1e-6) if name == "verl-2026-01/grpo_vectorized" else (2e-7, 1e-7)
         torch.testing.assert_close(one, unpadded(rows, other) * mask, rtol=rtol, atol=atol)
 
 

@@ -102,10 +102,10 @@ def test_correction_without_a_threshold_has_no_weights() -> None:
     assert mask.all()
 
 
-def test_verls_group_std_cancels_where_scores_share_an_offset() -> None:
+def test_group_std_of_verl_in_january_cancels_where_scores_share_an_offset() -> None:
     scores = torch.tensor([1000.0, 1000.1, 1000.2])
     _, std, _ = padded.group_mean_std(scores, ["a"] * 3)
-    _, theirs, _ = padded.group_mean_std(scores, ["a"] * 3, peer_quirks="verl")
+    _, theirs, _ = padded.group_mean_std(scores, ["a"] * 3, peer_quirks="verl-2026-01")
     assert std[0].item() == pytest.approx(0.1, rel=1e-3)
     squares, total = scores.square().sum(), scores.sum()
     assert theirs[0] == ((squares - total.square() / 3) / 2).clamp(min=1e-6).sqrt()
