@@ -16,7 +16,7 @@ class NamedBatch:
     record: BatchRecord
     #: Groups that became dead letters since the batch was named, by id.
     dead: dict[str, Death] = field(default_factory=dict)
-    #: Whether all its shards know it, see `work.apply`.
+    #: Whether `name_ahead` has seen to it that all its shards know it, see `work.apply`.
     is_applied: bool = False
     #: Groups as they were read from the log, until the batch is trained.
     groups: dict[Pointer, LoggedGroup] = field(default_factory=dict)

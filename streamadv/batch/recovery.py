@@ -99,7 +99,6 @@ def _restore_batches(run: Run, progress: Progress, recorded: Mapping[int, BatchR
     for batch in batches.values():
         if any(batch.record.id not in applied[pointer.shard] for pointer in batch.record.groups):
             apply(run, batch.record, progress.epoch)
-        batch.is_applied = True
         if batch.dead:
             dead_letter_groups(run, batch.record, batch.dead, progress.epoch)
 

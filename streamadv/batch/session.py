@@ -79,7 +79,7 @@ class Session(ABC):
 
     @abstractmethod
     def name_ahead(self, ended: bool, max_groups: int | None = None) -> bool:
-        """Name every batch that may be named now, and make the shards know it. True if one is new to them.
+        """Name every batch that may be named now, and make the shards know it. True if one is new to this session.
 
         ended: no more groups can come, so fewer make a batch. max_groups: of a batch (default batch_groups).
         """
