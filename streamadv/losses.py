@@ -186,7 +186,7 @@ def _check_shapes(first: Tensor, first_name: str, **others: Tensor | None) -> No
 
 
 def _weighted(loss: Tensor, mask: Tensor, weights: Tensor | None) -> Tensor:
-    return _kept(loss if weights is None else loss * weights, mask)
+    return _kept(loss if weights is None else loss * weights.detach(), mask)
 
 
 def _means(values: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
@@ -199,6 +199,10 @@ def _kept(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _row_sums(values: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    if cu_seqlens is None and values.dim() != 2:
+        raise ArgumentError(
+            f"cu_seqlens is None: tokens of shape {[*values.shape]} need it, their rows are unknown"
+        )
     if cu_seqlens is None:
         return values.sum(-1)
     return torch.segment_reduce(values, "sum", lengths=torch.diff(cu_seqlens).long(), initial=0, unsafe=True)

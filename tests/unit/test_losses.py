@@ -153,6 +153,18 @@ def test_losses_by_hand() -> None:
     torch.testing.assert_close(loss, torch.tensor([-1.2, -0.8, 1.2, 1.2]) * log_probs)
 
 
+@pytest.mark.parametrize(("function", "bound"), [(losses.ppo_clip, 20.0), (losses.gspo, 10.0)])
+def test_ratios_are_bounded(function: Callable[..., losses.Loss], bound: float) -> None:
+    """The ratio of a token whose log-ratio is 30, where the advantage is negative; it has no gradient."""
+    log_probs = torch.full((1, 1), 30.0, requires_grad=True)
+    options = {"dual_clip": None} if function is losses.ppo_clip else {}
+    loss, metrics = function(log_probs, torch.zeros(1, 1), -torch.ones(1, 1), torch.ones(1, 1), **options)
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(math.exp(bound))
+    assert log_probs.grad == 0
+    assert metrics["actor/ppo_kl"] == (-30 if function is losses.gspo else -20)
+
+
 def test_half_precision_is_computed_in_float32() -> None:
     log_probs = torch.tensor([-1.0], dtype=torch.bfloat16, requires_grad=True)
     old, advantages = torch.tensor([-1.001]), torch.tensor([1.0], dtype=torch.bfloat16)
@@ -194,6 +206,10 @@ def test_what_does_not_fit_is_named() -> None:
         losses.ppo_clip(*arguments, dual_clip=1.0)
     with pytest.raises(OptionError, match="mode is 'mean': choose one of token-mean"):
         losses.aggregate(mb.log_probs, mb.response_mask, "mean")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"cu_seqlens is None: tokens of shape \[23\]"):
+        losses.aggregate(mb.log_probs, mb.response_mask, "seq-mean-token-mean")
+    with pytest.raises(ArgumentError, match="cu_seqlens is None"):
+        losses.gspo(*arguments)
     with pytest.raises(OptionError, match="num_rows is None, world_size 2"):
         losses.aggregate(mb.log_probs, mb.response_mask, "seq-mean-token-sum", num_tokens=9, world_size=2)
     with pytest.raises(OptionError, match="loss_scale_factor is None"):
