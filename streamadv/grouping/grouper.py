@@ -51,6 +51,8 @@ def run_grouper(
                 consumer.done(entries)
                 if len(entries) < TAKE_COUNT:
                     stop.wait(GATHER_S)
+            if stop.is_set():  # the rest is for other groupers: a server that hangs would hold up the end
+                break
             if clock.now() >= housekeeping_due:
                 is_behind = not housekeeping.round()
                 housekeeping_due = clock.now() + (0 if is_behind else HOUSEKEEPING_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from streamadv.errors import Busy, NoBatchError
 from streamadv.grouping import grouper, housekeeping
 from streamadv.grouping.short_groups import Loss
 from streamadv.producer import Producer
+from streamadv.run.consumer import Consumer
 from streamadv.status import read_status
 from streamadv.status.model import Bytes
 from streamadv.store.connection import Connection
@@ -51,6 +53,17 @@ def test_several_groupers_race(redis_url: str, run: str) -> None:
     assert len(groups) == 60
     assert all(len(group.members) == 4 for group in groups.values())
     assert problems(joined) == []
+
+
+def test_a_grouper_that_is_told_to_end_begins_nothing_else(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call to a server that hangs would take another 20 s."""
+    joined, stop, rounds = join(redis_url, run), threading.Event(), []
+    monkeypatch.setattr(housekeeping.Housekeeping, "round", rounds.append)
+    monkeypatch.setattr(Consumer, "read", lambda *_, **__: stop.set() or [])
+    grouper.run_grouper(joined, stop)
+    assert rounds == []
 
 
 def test_records_taken_together_or_one_by_one_come_to_the_same(redis_url: str, run: str) -> None:
