@@ -1,14 +1,12 @@
 -- The grouper fills in rewards that `producer.score` brought for members it had taken before, and ends their groups if
 -- those were the last ones missing.
 -- KEYS  void, scored, open, groups, ended, ended_before, ledger, garbage, sizes, group_hashes: group ...
--- ARGV  partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups, then items as they stand in the
---       list: '<index> <group id>' ...
+-- ARGV  those of a policy (lib/complete), then items as they stand in the list: '<index> <group id>' ...
 -- Returns  {outcome, data source, ...} of the groups that have ended
 -- include ended
 -- include sizes
 -- include complete
-local policy = {partial_min_usable = ARGV[1], zero_variance = ARGV[2], difficulty_low = ARGV[3],
-  difficulty_high = ARGV[4], dedupe_groups = tonumber(ARGV[5])}
+local policy = policy_of(ARGV, 1)
 
 -- Give the member its reward, or end its slot as unscorable.
 local function fill_in(index)
@@ -29,10 +27,10 @@ local function fill_in(index)
 end
 
 local ended = {}
-for i = 6, #ARGV do
+for i = POLICY_ARGS + 1, #ARGV do
   if redis.call('LREM', keys.scored, 1, ARGV[i]) == 1 then
     local index, id = string.match(ARGV[i], '^(%d+) (.+)$')
-    keys.group = keys.group_hashes[i - 5]
+    keys.group = keys.group_hashes[i - POLICY_ARGS]
     if group_state() == 'open' then
       fill_in(index)
       local _, counts = group_state()

@@ -2,7 +2,7 @@
 -- the grouper's own downtime must not lose anything. One call stops after the group with which it has reached
 -- EXPIRE_SLOTS slots.
 -- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, group_hashes: group ...
--- ARGV  partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups, id of each group ...
+-- ARGV  those of a policy (lib/complete), id of each group ...
 -- Returns  {groups looked at, id, outcome, data source of each that has ended ...}
 -- include clock
 -- include ended
@@ -13,8 +13,7 @@
 -- include holders
 local EXPIRE_SLOTS = 1024
 local BROKEN_SLOTS = 64  -- what a group counts for whose number of slots cannot be read
-local policy = {partial_min_usable = ARGV[1], zero_variance = ARGV[2], difficulty_low = ARGV[3],
-  difficulty_high = ARGV[4], dedupe_groups = tonumber(ARGV[5])}
+local policy = policy_of(ARGV, 1)
 local now = now_ms()
 local oldest = redis.call('XRANGE', keys.rollouts, '-', '+', 'COUNT', 1)
 local waiting_since = oldest[1] and tonumber(string.match(oldest[1][1], '^(%d+)')) or now + 1
@@ -54,10 +53,10 @@ end
 local reply, slots = {0}, 0
 for i, group_hash in ipairs(keys.group_hashes) do
   keys.group = group_hash
-  local more, outcome, data_source = expire(ARGV[i + 5])
+  local more, outcome, data_source = expire(ARGV[POLICY_ARGS + i])
   slots, reply[1] = slots + more, i
   if outcome then
-    reply[#reply + 1] = ARGV[i + 5]
+    reply[#reply + 1] = ARGV[POLICY_ARGS + i]
     reply[#reply + 1] = outcome
     reply[#reply + 1] = data_source
   end

@@ -2,9 +2,8 @@
 -- all they need.
 -- KEYS  void, rollouts, open, groups, ended, ended_before, ledger, garbage, malformed, sizes,
 --       group_hashes: group ..., (payloads: payload ...)
--- ARGV  consumer group, partial_min_usable, zero_variance, difficulty_low, difficulty_high, dedupe_groups,
---       then for each entry: entry id, position of its group's hash in the list, group id, index, kind, reward, bytes,
---       payload key, role, reference JSON
+-- ARGV  consumer group, those of a policy (lib/complete), then for each entry: entry id, position of its group's hash in
+--       the list, group id, index, kind, reward, bytes, payload key, role, reference JSON
 -- Returns  {entries taken, outcome and data source of each group that has ended ...}
 -- An entry that somebody else has finished (XACK 0) is skipped. A record that no slot waits for, or whose payload does
 -- not exist, is removed as malformed.
@@ -13,8 +12,7 @@
 -- include sizes
 -- include complete
 -- include broken
-local policy = {partial_min_usable = ARGV[2], zero_variance = ARGV[3], difficulty_low = ARGV[4],
-  difficulty_high = ARGV[5], dedupe_groups = tonumber(ARGV[6])}
+local policy = policy_of(ARGV, 2)
 local registered = 0  -- records that a slot waited for: those that the push script has counted
 
 local function record_at(at)
@@ -92,7 +90,7 @@ local function take_open(records, counts)
 end
 
 local acked, records, payloads = {}, {}, {}
-for at = 7, #ARGV, 10 do
+for at = POLICY_ARGS + 2, #ARGV, 10 do
   if redis.call('XACK', keys.rollouts, ARGV[1], ARGV[at]) == 1 then
     local record = record_at(at)
     acked[#acked + 1], records[#records + 1] = record.entry, record

@@ -7,6 +7,13 @@
 --   policy  partial_min_usable ('' = drop), zero_variance ('1' = filter), difficulty_low, difficulty_high
 --           ('' = off), dedupe_groups
 local MAX_SLOTS = 8192
+local POLICY_ARGS = 5
+
+-- The policy, from the argument `first` on: `policy_args` of run/manifest.py has the same order.
+local function policy_of(args, first)
+  return {partial_min_usable = args[first], zero_variance = args[first + 1], difficulty_low = args[first + 2],
+    difficulty_high = args[first + 3], dedupe_groups = tonumber(args[first + 4])}
+end
 
 local function member_text(reward, bytes, key, role, reference)
   return 'u ' .. reward .. ' ' .. bytes .. ' ' .. key .. ' ' .. role .. ' ' .. reference
