@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from ..errors import TrajectoryError
 from ..run.manifest import Manifest
 from ..store.keys import ShardKeys
-from ..store.scripts import ScriptCall, script_call
+from ..store.scripts import script_call
 from ..trajectory.payload import encode_payload, payload_bytes
 from ..trajectory.reference import encode_reference, sent_reference
 from ..trajectory.schema import Trajectory
@@ -68,10 +68,11 @@ def push_call(
     records: Sequence[SlotRecord],
     epoch: int,
     arguments: list[Any],
-) -> ScriptCall | Transaction:
-    """One attempt to push records of a group: a transaction if there are payloads.
+) -> Transaction:
+    """One attempt to push records of a group.
 
-    arguments: those of the group's admission. epoch: of the ticket.
+    Records without payloads too go by the client that `ServerIds` asks: another client may still reach a former
+    primary, and what that acknowledges is lost. arguments: those of the group's admission. epoch: of the ticket.
     """
     scorer = keys.scoring(manifest.scorers[0]) if manifest.scorers else keys.void
     args = [*arguments, "1" if manifest.scorers else "0"]
@@ -86,7 +87,7 @@ def push_call(
         payload_keys.append(key or keys.void)
         args += [record.rollout_index, record.kind, record.reward, record.size, key, record.role, reference]
     call = script_call("push", keys, args, group=group_id, scorer=scorer, payloads=payload_keys)
-    return Transaction(payloads, call) if payloads else call
+    return Transaction(payloads, call)
 
 
 def slices(sizes: Sequence[int]) -> list[tuple[int, int]]:

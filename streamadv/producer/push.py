@@ -137,7 +137,7 @@ class Pushes:
     ) -> Steps[list[str]]:
         keys = self._membership.keys_of(spec.group_id)
 
-        def call(arguments: list[Any]) -> ScriptCall | Transaction:
+        def call(arguments: list[Any]) -> Transaction:
             return push_call(self._membership.manifest, keys, spec.group_id, records, epoch, arguments)
 
         return push_codes((yield from self._admission.call_group_script(spec, call, budget)), spec)

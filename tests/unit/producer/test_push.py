@@ -238,6 +238,21 @@ def test_scripts_refuse_what_they_do_not_know(fake: Connection) -> None:
     assert problems(run) == []
 
 
+def test_records_without_payloads_go_where_the_server_is_asked_for_its_id(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a former primary that one client still reaches takes them, and nobody sends them again."""
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        push_one(producer, trajectory("g", 0, 4))
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "scripts", property(lambda self: pytest.fail("asks another client")))
+            push_one(producer, ended("g", 1, 4, "failed"))
+            push_one(producer, trajectory("g", 2, 4, reward=None))
+        assert ledger(run)["pushed"] == 3
+    assert problems(run) == []
+
+
 def test_a_push_whose_reply_was_lost_is_sent_again_under_new_keys(
     fake: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
