@@ -126,6 +126,12 @@ def _no_metrics(z: Inputs, kwargs: Mapping[str, Any]) -> Outputs | None:
     return None if z["variant"].startswith("bad_") else stated
 
 
+def _no_loss(z: Inputs, kwargs: Mapping[str, Any]) -> Outputs | None:
+    """The loss of no tokens is 0, and so is its gradient."""
+    nothing = {"loss": _array(0.0), "grad_log_prob": np.zeros(tuple(z["response_mask"].shape))}
+    return None if z["variant"].startswith("bad_") else nothing
+
+
 def _on_tokens(rows: Array, z: Inputs) -> Outputs:
     advantages = rows * _array(z["response_mask"])
     return {"advantages": advantages, "returns": advantages}
@@ -163,6 +169,7 @@ DEFINED_FOR_FEW_TOKENS: dict[str, Stated] = {
     "verl091_adv_gae": _gae,
     "verl091_compute_rollout_correction_weights": _no_metrics,
     "verl091_compute_rollout_rejection_mask": _no_metrics,
+    "verl091_policy_loss_bypass_mode": _no_loss,
     "verl091_rollout_correction_and_rejection": _no_metrics,
     "verl_masked_ops": _masked_statistics,
     "verl_rollout_correction_and_rejection": _no_metrics,

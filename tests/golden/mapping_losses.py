@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from streamadv import losses, padded
+from streamadv.errors import OptionError
 
 from .compare import Function, Inputs, NotOfferedError
 
@@ -73,6 +74,28 @@ def _verl(function: Callable[..., losses.Loss], mode: str, **defaults: float) ->
         return {**computed(inputs), **computed(rounded, "_f32")}
 
     return call
+
+
+def _bypass_mode(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    """Rollout correction of the policy itself, whose mask and weights the loss takes: PPO clip without the weights."""
+    prefix = "config.policy_loss.rollout_correction."
+    options = {name.removeprefix(prefix): value for name, value in kwargs.items() if name.startswith(prefix)}
+    kind = options.pop("loss_type", "ppo_clip")
+    if kind not in ("ppo_clip", "reinforce"):
+        raise OptionError(f"loss_type is {kind!r}")
+    log_prob, old, mask = z["log_prob"].requires_grad_(), z["old_log_prob"], z["response_mask"]
+    weights, passing, metrics = padded.compute_rollout_correction_and_rejection_mask(
+        log_prob, old, mask, **{"rollout_is": "sequence", **options}, peer_quirks="verl"
+    )
+    if kind == "ppo_clip":
+        tokens, more = losses.ppo_clip(log_prob, old, z["advantages"], passing)
+    else:
+        tokens, more = losses.reinforce(log_prob, old, z["advantages"], passing, weights=weights)
+    loss = _aggregated(tokens, passing, kwargs.get("loss_agg_mode", "token-mean"), kwargs)
+    if not mask.any():
+        loss = losses.aggregate(tokens, mask)
+    loss.backward()
+    return {"loss": loss.detach(), "grad_log_prob": log_prob.grad, "metrics": {**metrics, **more}}
 
 
 def _agg_loss(z: Inputs, kwargs: dict[str, Any]) -> Result:
@@ -199,6 +222,7 @@ LOSSES: dict[str, Function] = {
     "roll2026_policy_loss_base": _roll_base,
     "trl116_grpo_loss": _trl_grpo,
     "verl091_agg_loss": _agg_loss,
+    "verl091_policy_loss_bypass_mode": _bypass_mode,
     "verl091_policy_loss_cispo": _verl(losses.cispo, "token-mean", clip_low=0.2, clip_high=0.2),
     "verl091_policy_loss_gpg": _verl(losses.reinforce, "token-mean"),
     "verl091_policy_loss_gspo": _verl(losses.gspo, "seq-mean-token-mean", clip_low=0.2, clip_high=0.2),
