@@ -25,11 +25,11 @@ class TrajectoryError(StreamadvError):
 
 
 class ArgumentError(TrajectoryError, ValueError):
-    """A function of `algorithms`, `losses` or `padded` got a tensor, array or list of wrong shape, dtype, device or values."""
+    """A function of the maths or a loss got a tensor, array or list of wrong shape, dtype, device or values."""
 
 
 class OptionError(SettingError, ValueError):
-    """A function of `algorithms`, `losses` or `padded` got an option of wrong type or range, or one that contradicts another."""
+    """A function of the maths or a loss got an option of wrong type or range, or one that contradicts another."""
 
 
 class WireError(StreamadvError):

@@ -55,7 +55,7 @@ def ppo_clip(
         is_bounded = loss > bound
         loss = torch.minimum(loss, bound)
     metrics = {"pg_clipfrac": clipped > plain, "pg_clipfrac_lower": is_bounded, "ppo_kl": -d}
-    return _weighted(loss, response_mask, weights), _means(metrics, response_mask)
+    return _result(loss, response_mask, weights, **metrics)
 
 
 def gspo(
@@ -81,7 +81,7 @@ def gspo(
     log_ratio, zeros = (mean + (d - d.detach())).clamp(max=10), torch.zeros_like(d)
     clip = partial(ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=None, weights=weights)
     loss, metrics = clip(log_ratio, zeros, advantages, response_mask)
-    return loss, metrics | _means({"ppo_kl": -d}, response_mask)
+    return loss, metrics | _result(loss, response_mask, None, ppo_kl=-d)[1]
 
 
 def cispo(
@@ -103,7 +103,7 @@ def cispo(
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -clipped * advantages * _kept(log_probs, response_mask)
     metrics = {"pg_clipfrac": ratio != clipped, "pg_clipfrac_lower": torch.zeros_like(d), "ppo_kl": -d}
-    return _weighted(loss, response_mask, weights), _means(metrics, response_mask)
+    return _result(loss, response_mask, weights, **metrics)
 
 
 def reinforce(
@@ -117,7 +117,7 @@ def reinforce(
     """-A log_probs; old_log_probs only for the metric. Williams 1992; verl `gpg`, with weights its `reinforce`."""
     d = _log_ratio(log_probs, old_log_probs, advantages, response_mask, weights)
     loss = -advantages * _kept(log_probs, response_mask)
-    return _weighted(loss, response_mask, weights), _means({"ppo_kl": -d}, response_mask)
+    return _result(loss, response_mask, weights, ppo_kl=-d)
 
 
 def aggregate(
@@ -185,13 +185,10 @@ def _check_shapes(first: Tensor, first_name: str, **others: Tensor | None) -> No
             )
 
 
-def _weighted(loss: Tensor, mask: Tensor, weights: Tensor | None) -> Tensor:
-    return _kept(loss if weights is None else loss * weights.detach(), mask)
-
-
-def _means(values: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+def _result(loss: Tensor, mask: Tensor, weights: Tensor | None, **metrics: Tensor) -> Loss:
     count = (mask != 0).sum().clamp(min=1)
-    return {f"actor/{name}": _kept(value.detach(), mask).sum() / count for name, value in values.items()}
+    means = {f"actor/{name}": _kept(value.detach(), mask).sum() / count for name, value in metrics.items()}
+    return _kept(loss if weights is None else loss * weights.detach(), mask), means
 
 
 def _kept(values: Tensor, mask: Tensor) -> Tensor:
