@@ -59,9 +59,15 @@ def test_a_grouper_that_is_told_to_end_begins_nothing_else(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call to a server that hangs would take another 20 s."""
-    joined, stop, rounds = join(redis_url, run), threading.Event(), []
+    joined, stop = join(redis_url, run), threading.Event()
+    rounds: list[object] = []
+
+    def read(*_: object, **__: object) -> list[object]:
+        stop.set()
+        return []
+
     monkeypatch.setattr(housekeeping.Housekeeping, "round", rounds.append)
-    monkeypatch.setattr(Consumer, "read", lambda *_, **__: stop.set() or [])
+    monkeypatch.setattr(Consumer, "read", read)
     grouper.run_grouper(joined, stop)
     assert rounds == []
 
