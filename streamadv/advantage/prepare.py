@@ -57,7 +57,7 @@ def check_chains(run: Run) -> None:
 def prepare_or_discard(run: Run, entry: Entry) -> Prepared | None:
     """`prepare`; None after finishing an entry that asks for nothing.
 
-    Its batch is gone (committed before the server forgot that), or it is no work item at all.
+    Its batch is gone (undone, or committed before the server forgot that), or it is no work item at all.
     """
     try:
         return prepare(run, entry)
@@ -101,8 +101,9 @@ def prepare(run: Run, entry: Entry) -> Prepared:
 def _work_item_of(run: Run, entry: Entry) -> WorkItem:
     """The work item of an entry. Raises WireError unless it is one of the batch whose id it bears.
 
-    If the home shard has no record of the batch, the item is taken as it is: after data loss the trainer writes the
-    record again.
+    If the home shard has no record of the batch, or that of another naming, the item is taken as it is, because after
+    data loss the trainer writes the record again. BatchLostError if the item's shard does not know the batch: it was
+    committed, or undone and perhaps named again.
     """
     if "work" not in entry.fields:
         raise WireError("work is missing")
@@ -115,9 +116,13 @@ def _work_item_of(run: Run, entry: Entry) -> WorkItem:
     if not all(ENTRY_ID.fullmatch(pointer.entry) for pointer in item.groups):
         raise WireError("work: names an entry of the groups log by something else than its id")
     record = find_record(run, item.k)
-    if record is not None and (
-        record.id != item.batch
-        or record.chain != item.chain  # before a chain is built that nobody of the run has asked for
+    if record is None or record.id != item.batch:
+        if item.batch.partition("-")[0] != str(item.k):
+            raise WireError(f"work: is none of batch {item.k}")
+        if not run.connection.scripts.hexists(run.keys.shard(entry.shard).applied, item.batch):
+            raise BatchLostError(f"batch {item.batch} was undone or committed: its work is discarded")
+    elif (
+        record.chain != item.chain  # before a chain is built that nobody of the run has asked for
         or item not in work_items(record)
     ):
         raise WireError(f"work: is none of batch {item.k}")

@@ -14,6 +14,8 @@ from streamadv.advantage.poison import compute_safely
 from streamadv.advantage.prepare import prepare, prepare_or_discard, worker_chain
 from streamadv.advantage.publish import publish
 from streamadv.algorithms.device import choose_device
+from streamadv.batch.record import name_batch, read_records
+from streamadv.batch.recovery import undo_batches
 from streamadv.errors import NoBatchError, SettingError
 from streamadv.run import Run
 from streamadv.run.consumer import ADVANTAGE
@@ -94,6 +96,26 @@ def test_work_whose_groups_are_gone_is_finished(named: Run) -> None:
     named.connection.scripts.delete(named.keys.home.groups)
     assert prepare_or_discard(named, entry) is None
     assert named.connection.scripts.xlen(named.keys.home.work) == 0
+
+
+def test_work_of_a_batch_that_was_named_again_is_finished_and_no_foreign_entry(named: Run) -> None:
+    """Undoing a batch leaves its work in the stream: processes of the run have written that."""
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    (record,) = read_records(named).values()
+    undo_batches(named, [record], 1)
+    assert name_batch(named, record.model_copy(update={"id": "0-0123456789ab"}), 1)
+    assert prepare_or_discard(named, entry) is None
+    assert named.connection.scripts.xlen(named.keys.home.work) == 0
+    assert named.connection.scripts.xlen(named.keys.home.malformed) == 0
+
+
+def test_work_that_its_shard_knows_is_done_although_the_record_is_of_another_naming(named: Run) -> None:
+    """The home shard alone has lost recent writes: the trainer writes the record again, but not the work."""
+    (entry,) = consumer_of(named, ADVANTAGE).read(1)
+    (record,) = read_records(named).values()
+    text = record.model_copy(update={"id": "0-0123456789ab"}).model_dump_json()
+    named.connection.scripts.hset(named.keys.home.batches, "0", text)
+    assert publish(named, compute(prepare(named, entry), CPU))
 
 
 def test_only_the_columns_of_the_chain_are_fetched(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
