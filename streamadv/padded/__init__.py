@@ -7,8 +7,8 @@ calls them in this order:
     batch, metrics = compute_token_reward(batch, add_token_level_kl=True, kl_coef=0.01)
     batch, metrics = compute_advantage(batch, adv_estimator="grpo", gamma=1.0)
 
-Modules: `rewards`, `token_rewards` and `advantage` are ROLL's three stages, `estimators` verl's estimators, `outcomes`
-those of other peers; `masked` has statistics and losses; `sample_masks`, `staleness`, `off_policy` (verl's rollout
+Modules: `rewards`, `token_rewards` and `advantage` are ROLL's three stages, `estimators`, `named_rewards` and `sessions`
+verl's estimators, `outcomes` those of other peers; `masked` has statistics and losses; `sample_masks`, `staleness`, `off_policy` (verl's rollout
 correction) and `train_infer` (ROLL's) decide what counts. Below them `layout` goes from padded to packed and back, and
 `entrance` is the door at which every function checks its arguments:
 
@@ -19,8 +19,8 @@ correction) and `train_infer` (ROLL's) decide what counts. Below them `layout` g
 - An argument that does not fit raises ArgumentError (a tensor, an array, labels) or OptionError (anything else), in one
   line that names it. Both are ValueErrors; the first is a TrajectoryError, the second a SettingError.
 - A number that counts must be finite; a number outside the mask has no effect. `approx_kl`, `full_kl` and
-  `proximal_log_probs` work element by element, so NaN stays where it is; in `compute_gdpo_outcome_advantage` NaN is a
-  missing reward.
+  `proximal_log_probs` work element by element, so NaN stays where it is; in `compute_normalize_then_sum_advantage`
+  NaN is a missing reward.
 - No rows, no columns, or a mask without ones give empty results and zeros.
 
 `peer_quirks` "roll", "verl" (0.9.1) or "verl-2026-01" reproduces that library where its numbers differ from the
@@ -55,6 +55,7 @@ from .masked import (
     masked_var,
     masked_whiten,
 )
+from .named_rewards import compute_gdpo_outcome_advantage
 from .off_policy import (
     compute_offpolicy_metrics,
     compute_rollout_correction_and_rejection_mask,
@@ -62,8 +63,8 @@ from .off_policy import (
     compute_rollout_rejection_mask,
 )
 from .outcomes import (
-    compute_gdpo_outcome_advantage,
     compute_hierarchical_grpo_advantage,
+    compute_normalize_then_sum_advantage,
     compute_rae_advantage,
     compute_step_grpo_advantage,
     cost_penalty,
@@ -76,7 +77,14 @@ from .rewards import (
     reward_norm,
     reward_postprocess,
 )
-from .sample_masks import difficulty_mask, sample_level_mask, sample_weights
+from .sample_masks import (
+    dapo_filter_groups,
+    difficulty_mask,
+    pf_ppo_weights,
+    sample_level_mask,
+    sample_weights,
+)
+from .sessions import compute_multi_trajectory_grpo_advantage
 from .staleness import off_policy_sequence_mask, proximal_log_probs, version_staleness
 from .token_rewards import apply_kl_penalty, compute_token_reward, expand_to_token_level
 from .train_infer import RatioFilter, compute_train_infer_correction
@@ -108,6 +116,8 @@ __all__ = [
     "compute_grpo_vectorized_outcome_advantage",
     "compute_hierarchical_grpo_advantage",
     "compute_maxrl_outcome_advantage",
+    "compute_multi_trajectory_grpo_advantage",
+    "compute_normalize_then_sum_advantage",
     "compute_offpolicy_metrics",
     "compute_opo_outcome_advantage",
     "compute_optimal_token_baseline_advantage",
@@ -125,6 +135,7 @@ __all__ = [
     "compute_token_reward",
     "compute_train_infer_correction",
     "cost_penalty",
+    "dapo_filter_groups",
     "difficulty_mask",
     "expand_to_token_level",
     "full_kl",
@@ -137,6 +148,7 @@ __all__ = [
     "masked_whiten",
     "off_policy_sequence_mask",
     "overlong_penalty",
+    "pf_ppo_weights",
     "proximal_log_probs",
     "reward_norm",
     "reward_postprocess",

@@ -92,7 +92,7 @@ def compute_rae_advantage(
 
 
 @checked
-def compute_gdpo_outcome_advantage(
+def compute_normalize_then_sum_advantage(
     rewards: Annotated[Tensor, Values(("B", "K"), finite=False)],
     index: Labels,
     weights: Annotated[Tensor, Values(("K",))] | None = None,
@@ -101,7 +101,8 @@ def compute_gdpo_outcome_advantage(
     """z over the batch of sum_k w_k z_k, z_k = (r_k - mean(group)) / (std(group) + epsilon); see `estimators.gdpo`.
 
     rewards [B, K]: one column per reward function, NaN without a verdict, which counts as 0 and in no statistic; a row
-    of NaN gives 0. weights [K], None = 1 for all. Source: TRL.
+    of NaN gives 0. weights [K], None = 1 for all. TRL's multi_objective_aggregation "normalize_then_sum";
+    `compute_gdpo_outcome_advantage` is verl's form.
     """
     rows, kinds = rewards.shape
     order, offsets = _groups(rewards, index)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from ..algorithms.arguments import Count, Labels, Length, Mask, Rows, Threshold
 from ..algorithms.length_penalties import difficulty_factor, length_factor
+from ..algorithms.segments import segment_max, segment_min, spread
 from ..errors import OptionError
 from .entrance import checked, unchecked
+from .layout import group_order
 from .rewards import Metrics, group_scores
 
 
@@ -32,6 +36,44 @@ def difficulty_mask(
     mean, size = group_scores(scores, n_sample, index)
     between = (mean > low_threshold) & (mean < high_threshold)
     return (between | (size < 2)).to(torch.float32)
+
+
+@checked
+def dapo_filter_groups(rewards: Rows, index: Labels) -> Tensor:
+    """[B] float32: 0 for the rows of a group in which all `rewards` [B] are equal, so that none teaches anything.
+
+    DAPO's dynamic sampling, arXiv:2503.14476 section 3.2; verl's filter_groups, where `rewards` is the row's reward or
+    another metric. A group of one gets 1, as in verl.
+    """
+    order, offsets = group_order(index, rewards.device)
+    ordered = rewards[order]
+    is_same = segment_max(ordered, offsets) == segment_min(ordered, offsets)
+    kept = ~(is_same & (offsets.diff() > 1))
+    rows = spread(kept.double(), offsets, len(rewards))
+    return torch.empty_like(rows).scatter(0, order, rows).to(torch.float32)
+
+
+@checked
+def pf_ppo_weights(
+    scores: Rows, reweight_method: Literal["pow", "max_min", "max_random"] = "pow", weight_pow: float = 2.0
+) -> Tensor:
+    """[B] float32: how likely PF-PPO draws a row when it samples the batch anew (arXiv:2409.06957; verl).
+
+    pow: |score| ** weight_pow. max_min: 1 for rows with the batch's greatest or least score, else 0. max_random: 0.4
+    for the greatest, else 0.1. Plus 1e-8. `torch.multinomial(weights, B, replacement=True, generator=...)` draws.
+    """
+    values = scores.to(torch.float32)
+    if not len(values):
+        return values
+    if reweight_method == "pow":
+        weights = values.abs().pow(weight_pow)
+    elif reweight_method == "max_min":
+        weights = ((values == values.max()) | (values == values.min())).to(torch.float32)
+    else:
+        weights = torch.where(values == values.max(), 0.4, 0.1)
+    if not weights.isfinite().all():
+        raise OptionError(f"weight_pow is {weight_pow}, which makes a weight infinite: take another")
+    return weights + 1e-8
 
 
 @checked

@@ -137,6 +137,37 @@ def _on_tokens(rows: Array, z: Inputs) -> Outputs:
     return {"advantages": advantages, "returns": advantages}
 
 
+def _gdpo(z: Inputs, kwargs: Mapping[str, Any]) -> Outputs | None:
+    """Not whitened. A group of one keeps its reward over 1 + epsilon, as in verl."""
+    keys = kwargs.get("config.gdpo_reward_keys", [])
+    if kwargs.get("components") and not (keys and set(keys) <= z.keys()):
+        return None
+    given = [_array(z[key]) for key in keys] if kwargs.get("components") else []
+    weights = kwargs.get("config.gdpo_reward_weights") or [1.0] * len(keys)
+    if len(weights) < len(given):
+        return None
+    total = np.zeros(len(z["index"]))
+    labels, epsilon = np.array(z["index"]), kwargs.get("epsilon", 1e-6)
+    scaled = kwargs.get("norm_adv_by_std_in_grpo", True)
+    for weight, scores in zip(
+        [*weights, 1.0], given or [_array(z["token_level_rewards"]).sum(1)], strict=False
+    ):
+        for label in set(z["index"]):
+            own = np.flatnonzero(labels == label)
+            alone = len(own) == 1
+            mean, std = (0.0, 1.0) if alone else (scores[own].mean(), scores[own].std(ddof=1))
+            total[own] += weight * (scores[own] - mean) / (std + epsilon if scaled else 1.0)
+    return _on_tokens(total[:, None], z)
+
+
+def _overlong(z: Inputs, kwargs: Mapping[str, Any]) -> Outputs:
+    """The penalty of every length, whatever the buffer."""
+    lengths = _array(z["response_attention"]).sum(1)
+    excess = lengths - (kwargs["max_resp_len"] - kwargs["len"])
+    penalty = np.minimum(-excess / kwargs["len"] * kwargs["penalty_factor"], 0)
+    return {"reward": _array(z["scores"]) + penalty, "overlong_reward": penalty, "overlong": penalty < 0}
+
+
 DEFINED_HERE: dict[str, Stated] = {
     "roll_compute_approx_kl.name_k1": _kl,
     "roll_compute_approx_kl.name_k2": _kl,
@@ -145,6 +176,7 @@ DEFINED_HERE: dict[str, Stated] = {
     "verl091_adv_grpo_passk": _passk,
     "verl_adv_grpo_passk": _passk,
     "verl091_compute_rollout_correction_weights.bad_level": _geometric,
+    "verl091_dapo_overlong_reward.bad": _overlong,
     "verl_compute_rollout_correction_weights.bad_level": _geometric,
     "verl_kl_penalty.k1plus": _kl_plus,
     "verl_kl_penalty.k3plus": _kl_plus,
@@ -164,6 +196,7 @@ DEFINED_FOR_FEW_TOKENS: dict[str, Stated] = {
     "verl_compute_offpolicy_metrics": _no_metrics,
     "verl_compute_rollout_correction_weights": _no_metrics,
     "verl_compute_rollout_rejection_mask": _no_metrics,
+    "verl091_adv_gdpo": _gdpo,
     "verl091_adv_reinforce_plus_plus": _on_carried_returns,
     "verl091_adv_reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "verl091_adv_gae": _gae,

@@ -68,7 +68,7 @@ def _trl_grpo(z: Inputs, kwargs: dict[str, Any]) -> Result:
     index = _blocks(len(given), size)
     offsets = torch.arange(0, len(given) + 1, size)
     if kwargs["multi_objective_aggregation"] == "normalize_then_sum":
-        advantages = padded.compute_gdpo_outcome_advantage(given, index, z["reward_weights"])
+        advantages = padded.compute_normalize_then_sum_advantage(given, index, z["reward_weights"])
         return {"advantages": advantages, "std_rewards": _gdpo_std(z, index)}
     rewards = _summed(z)
     known = ~rewards.isnan()

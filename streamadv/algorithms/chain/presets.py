@@ -29,6 +29,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "roll/step_reinforce": {"estimator": "step_reinforce", "gamma": 0.95},
     "verl/dr_grpo": {"norm_by_std": False, "singleton": "raw"},
     "verl/gae": {"estimator": "gae", "gamma": 1.0, "lam": 1.0, "whiten_advantages": True},
+    "verl/gdpo": {"estimator": "gdpo", "epsilon": 1e-6, "singleton": "raw", "whiten_over": "tokens"},
     "verl/gpg": {"estimator": "gpg", "counted": "rewards", "singleton": "raw"},
     "verl/grpo": {"singleton": "raw"},
     "verl/grpo_passk": {"estimator": "grpo_passk"},

@@ -95,9 +95,8 @@ ENTRIES: dict[str, Entry] = {
     "compute_agentic_reinforce_return": Entry({"token_level_rewards": "BT", "mask": "BTm"}),
     "compute_discounted_returns": Entry({"step_scores": "B", "traj_id": "Bl", "step": "Bi"}, ("B",), {"gamma": 0.9}),
     "compute_gae_advantage_return": Entry({"token_level_rewards": "BT", "values": "BT", "response_mask": "BTm"}),
-    "compute_gdpo_outcome_advantage": Entry(
-        {"rewards": "BK", "index": "Bl", "weights": "K"}, ("B",), nan_is_unknown=True
-    ),
+    "compute_gdpo_outcome_advantage": Entry(OUTCOME),
+    "compute_gdpo_outcome_advantage:verl": Entry(OUTCOME, options={"peer_quirks": "verl"}),
     "compute_gpg_outcome_advantage": Entry(OUTCOME),
     "compute_grpo_outcome_advantage": Entry(OUTCOME),
     "compute_grpo_passk_outcome_advantage": Entry(OUTCOME),
@@ -111,6 +110,10 @@ ENTRIES: dict[str, Entry] = {
     ),
     "compute_maxrl_outcome_advantage": Entry(OUTCOME),
     "compute_offpolicy_metrics": Entry(LOG_PROBS, (None,)),
+    "compute_multi_trajectory_grpo_advantage": Entry({**OUTCOME, "sessions": "Bl", "numbers": "Bi"}),
+    "compute_normalize_then_sum_advantage": Entry(
+        {"rewards": "BK", "index": "Bl", "weights": "K"}, ("B",), nan_is_unknown=True
+    ),
     "compute_opo_outcome_advantage": Entry(OUTCOME),
     "compute_optimal_token_baseline_advantage": Entry(
         {**BASELINE, "rollout_is_weights": "BT"}, options={"handle_zero_tail": False}
@@ -160,6 +163,7 @@ ENTRIES: dict[str, Entry] = {
         {"weight_level": "segment", "filters": [padded.RatioFilter(), padded.RatioFilter("sequence")]},
     ),
     "cost_penalty": Entry({"rewards": "B", "index": "Bl"}, ("B",), {"costs": [], "weights": []}),
+    "dapo_filter_groups": Entry({"rewards": "B", "index": "Bl"}, ("B",)),
     "difficulty_mask": Entry({"scores": "B", "index": "Bl"}, ("B",)),
     "expand_to_token_level": Entry(
         {"response_level_rewards": "B", "attention_mask": "BWm", "position_ids": "BWi"}, ("BT",)
@@ -180,6 +184,8 @@ ENTRIES: dict[str, Entry] = {
         {"advantages": "B1", "log_probs": "BT", "behaviour_log_probs": "BT", "mask": "BTm"}, ("BT",), {"threshold": 0.1}
     ),
     "overlong_penalty": Entry({"rewards": "B", "lengths": "Bi"}, ("B",), {"max_length": 8, "buffer": 2}),
+    "pf_ppo_weights": Entry({"scores": "B"}, ("B",)),
+    "pf_ppo_weights:max_random": Entry({"scores": "B"}, ("B",), {"reweight_method": "max_random"}),
     "proximal_log_probs": Entry(
         {"behaviour_log_probs": "BT", "log_probs": "BT", "versions": "BTi"}, ("BT",), {"current_version": 3},
         elementwise=True,

@@ -82,7 +82,7 @@ verdicts = st.one_of(st.integers(-3, 3).map(float), st.just(math.nan))
 def test_named_rewards_one_by_one(found: list[tuple[str, float, float]]) -> None:
     index, weights = [row[0] for row in found], [1.0, -0.5]
     rewards = np.array([row[1:] for row in found])
-    got = padded.compute_gdpo_outcome_advantage(
+    got = padded.compute_normalize_then_sum_advantage(
         torch.tensor(rewards, dtype=torch.float32), index, torch.tensor(weights)
     )
 
@@ -118,7 +118,7 @@ def test_cheap_answers_of_able_groups_gain() -> None:
 
 def test_labels_that_do_not_fit_are_refused() -> None:
     with pytest.raises(TrajectoryError, match=r"index has shape \[1\], needs \[B = 2\] beside rewards"):
-        padded.compute_gdpo_outcome_advantage(torch.zeros(2, 1), ["a"])
+        padded.compute_normalize_then_sum_advantage(torch.zeros(2, 1), ["a"])
 
 
 def test_everything_listed_is_there() -> None:
