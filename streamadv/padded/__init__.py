@@ -7,10 +7,10 @@ calls them in this order:
     batch, metrics = compute_token_reward(batch, add_token_level_kl=True, kl_coef=0.01)
     batch, metrics = compute_advantage(batch, adv_estimator="grpo", gamma=1.0)
 
-Modules: `rewards`, `token_rewards` and `advantage` are ROLL's three stages, `estimators`, `named_rewards` and `sessions`
-verl's estimators, `outcomes` those of other peers; `masked` has statistics and losses; `sample_masks`, `staleness`, `off_policy` (verl's rollout
-correction) and `train_infer` (ROLL's) decide what counts. Below them `layout` goes from padded to packed and back, and
-`entrance` is the door at which every function checks its arguments:
+Modules: `rewards`, `token_rewards` and `advantage` are ROLL's three stages, `estimators`, `named_rewards` and
+`sessions` verl's estimators, `outcomes` those of other peers; `masked` has statistics and losses; `sample_masks`,
+`staleness`, `off_policy` (verl's rollout correction) and `train_infer` (ROLL's) decide what counts. Below them `layout`
+goes from padded to packed and back, and `entrance` is the door at which every function checks its arguments:
 
 - A tensor may have any dtype of numbers and any strides, or be a NumPy array. A mask holds 0 and 1 in any dtype. Labels
   are a list, a tuple, a 1-D tensor or array. No argument is changed.
