@@ -21,12 +21,12 @@ from ..batch.work import WorkItem
 from ..grouping.groups_log import LoggedGroup
 from ..run.consumer import Entry
 from ..trajectory.columns import Array
-from .prepare import Prepared, worker_chain
+from .prepare import PreparedItem, worker_chain
 from .results import counts_of
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedItem:
     """Results of one work item, as they will be published."""
 
     entry: Entry
@@ -41,7 +41,7 @@ class Computed:
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
-def compute(prepared: Prepared, device: torch.device) -> Computed:
+def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
     """Run the worker's part of the chain over the living groups, and pick the results of the item's shard.
 
     A chain that has to see the whole batch gets the groups of all shards.
@@ -54,7 +54,7 @@ def compute(prepared: Prepared, device: torch.device) -> Computed:
         **{"groups": [counts_of(group) for group in published], "columns": [], "metrics": {}, "weights": {}},
     }
     if not groups:
-        return Computed(prepared.entry, item, json.dumps(header), {}, {})
+        return ComputedItem(prepared.entry, item, json.dumps(header), {}, {})
     columns = [arrays for group in groups for arrays in prepared.columns.get(group.group_id, ())]
     batch = pack([member for group in groups for member in group.members], columns or None, device)
     result = run_chain(chain, batch, item.kl_coefficient, running_of(item))
@@ -67,21 +67,26 @@ def compute(prepared: Prepared, device: torch.device) -> Computed:
         "weights": dict(result.weights),
     }
     weights = result.columns.get("rollout_is_weights")
-    return Computed(
+    return ComputedItem(
         prepared.entry,
         item,
         json.dumps(header),
         results,
         outputs,
         groups=published,
-        advantages=None if result.advantages is None else selection.trained(result.level, result.advantages),
-        is_weights=None if weights is None else selection.trained("token", weights),
+        advantages=None
+        if result.advantages is None
+        else selection.trainable_values(result.level, result.advantages),
+        is_weights=None if weights is None else selection.trainable_values("token", weights),
         metrics=result.metrics,
     )
 
 
 class Selection:
-    """The trajectories of a packed batch that are published, and thereby rows, steps and tokens."""
+    """Which trajectories of a packed batch are published, as masks of each level.
+
+    trajectories: [M] bool. by_level: "row" and "step" -> [R] and [S] bool.
+    """
 
     def __init__(self, batch: PackedBatch, trajectories: Tensor) -> None:
         self.batch = batch
@@ -91,8 +96,8 @@ class Selection:
             "step": trajectories[batch.steps.trajectory],
         }
 
-    def trained(self, level: Level, values: Tensor) -> Array:
-        """The selected values of a level as an array; of tokens, the trainable ones."""
+    def trainable_values(self, level: Level, values: Tensor) -> Array:
+        """The published values of a level, one number each; of tokens only those that are trained on."""
         if level == "token":
             mask = self.by_level["row"][self.batch.token_row] & self.batch.column("response_mask").bool()
         else:
@@ -101,7 +106,7 @@ class Selection:
 
 
 def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, bytes], dict[Any, Any]]:
-    """Numbers per trajectory, row or step as one array each; numbers per token by member and column."""
+    """What is published of a result: `ComputedItem.results` and `ComputedItem.outputs`."""
     results = {
         "rewards": _bytes(result.rewards[selection.trajectories]),
         "step_rewards": _bytes(result.step_rewards[selection.by_level["step"]]),

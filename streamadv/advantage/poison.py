@@ -24,8 +24,8 @@ from ..messages import log_fields
 from ..run import Run
 from ..run.consumer import ADVANTAGE
 from ..run.hangs import call_within
-from .compute import Computed, compute
-from .prepare import Prepared
+from .compute import ComputedItem, compute
+from .prepare import PreparedItem
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,11 @@ CODE_ERRORS: Final = (AttributeError, ImportError, NameError, NotImplementedErro
 
 def compute_safely(
     run: Run,
-    prepared: Prepared,
+    prepared: PreparedItem,
     device: torch.device,
     stop: threading.Event | None = None,
     timeout_s: float = TIMEOUT_S,
-) -> Computed:
+) -> ComputedItem:
     """`compute`; groups whose data break it are reported as dead.
 
     timeout_s: for one computation; a group that alone takes longer is dead. Raises ChainError and SettingError if
@@ -52,7 +52,7 @@ def compute_safely(
     item = prepared.item
     what = f"{ADVANTAGE}: the chain ({item.chain.get('estimator')}) on batch {item.batch}"
 
-    def bounded(part: Prepared) -> Computed:
+    def bounded(part: PreparedItem) -> ComputedItem:
         return call_within(lambda: compute(part, device), timeout_s, what, stop)
 
     if not prepared.entry.reclaimed:

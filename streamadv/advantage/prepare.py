@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedItem:
     """A work item with everything its computation needs."""
 
     entry: Entry
@@ -54,7 +54,7 @@ def check_chains(run: Run) -> None:
             raise SettingError(f"batch {record.k} of run {run.name}: {error}") from error
 
 
-def prepare_or_discard(run: Run, entry: Entry) -> Prepared | None:
+def prepare_or_discard(run: Run, entry: Entry) -> PreparedItem | None:
     """`prepare`; None after finishing an entry that asks for nothing.
 
     Its batch is gone (undone, or committed before the server forgot that), or it is no work item at all.
@@ -71,7 +71,7 @@ def prepare_or_discard(run: Run, entry: Entry) -> Prepared | None:
     return None
 
 
-def prepare(run: Run, entry: Entry) -> Prepared:
+def prepare(run: Run, entry: Entry) -> PreparedItem:
     """Fetch what a work item needs: its groups, and of their columns those that its chain reads.
 
     Raises WireError for an entry that is no work item, BatchLostError if a group is gone, SettingError for a chain
@@ -95,7 +95,7 @@ def prepare(run: Run, entry: Entry) -> Prepared:
                 dead[group.group_id] = Death("undecodable", str(error))
     # A batch that was committed meanwhile has no payloads any more, and nothing is wrong: BatchLostError.
     read_groups(run, [pointer for pointer in item.groups if pointer.group_id in dead])
-    return Prepared(entry, item, groups, columns, dead)
+    return PreparedItem(entry, item, groups, columns, dead)
 
 
 def _work_item_of(run: Run, entry: Entry) -> WorkItem:

@@ -15,10 +15,10 @@ from ..run.consumer import ADVANTAGE
 from ..store.calls import run_transaction
 from ..store.scripts import script_call
 from ..trajectory.schema import Status
-from .compute import Computed
+from .compute import ComputedItem
 
 
-def publish(run: Run, computed: Computed) -> bool:
+def publish(run: Run, computed: ComputedItem) -> bool:
     """Hand results off. False if another worker has finished the entry, or the batch is gone."""
     keys = run.keys.shard(computed.entry.shard)
     output = keys.output(secrets.token_hex(12)) if computed.outputs else keys.void
@@ -31,7 +31,7 @@ def publish(run: Run, computed: Computed) -> bool:
         return bool(run.connection.push.eval(*call.by_text))
 
 
-def _arguments(computed: Computed, inline: Mapping[Any, Any]) -> list[Any]:
+def _arguments(computed: ComputedItem, inline: Mapping[Any, Any]) -> list[Any]:
     """ARGV of `publish.lua`. inline: outputs that the script writes itself."""
     output_bytes = sum(len(value) for value in computed.outputs.values())
     payload_bytes = sum(group.size_bytes for group in computed.groups)
@@ -42,7 +42,7 @@ def _arguments(computed: Computed, inline: Mapping[Any, Any]) -> list[Any]:
     ]
 
 
-def observe(computed: Computed) -> None:
+def observe(computed: ComputedItem) -> None:
     """Metrics of results that were handed off."""
     groups = computed.groups
     members = [member for group in groups for member in group.members]

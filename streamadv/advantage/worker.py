@@ -23,9 +23,9 @@ from ..run.hangs import Stopped
 from ..store.reasons import Reason
 from ..store.retry import RETRYABLE, Outage
 from ..store.waiting import Blocked, Wait
-from .compute import Computed
+from .compute import ComputedItem
 from .poison import compute_safely
-from .prepare import Prepared, check_chains, prepare_or_discard
+from .prepare import PreparedItem, check_chains, prepare_or_discard
 from .publish import observe, publish
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,8 @@ class Worker:
         self._stop = stop
         self._device = choose_device(device)
         self._consumer = Consumer(run, STAGE, lambda keys: keys.work, lease_s=lease_s, stop=stop, name=name)
-        self._prepared: queue.Queue[Prepared] = queue.Queue(PREFETCH)
-        self._computed: queue.Queue[Computed | None] = queue.Queue(PREFETCH)  # None: no more will come
+        self._prepared: queue.Queue[PreparedItem] = queue.Queue(PREFETCH)
+        self._computed: queue.Queue[ComputedItem | None] = queue.Queue(PREFETCH)  # None: no more will come
         self._failures: list[BaseException] = []  # of the reader and the publisher
 
     def run(self) -> None:
@@ -159,7 +159,7 @@ class Worker:
             outage.over()
             self._put(self._computed, computed)
 
-    def _put(self, target: queue.Queue[Any], item: Prepared | Computed) -> None:
+    def _put(self, target: queue.Queue[Any], item: PreparedItem | ComputedItem) -> None:
         """Put `item` when there is room. Once `stop` is set it stays in hand."""
         while not self._stop.is_set():
             with suppress(queue.Full):

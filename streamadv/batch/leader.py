@@ -44,7 +44,7 @@ class Leader(Session):
         self, run: Run, settings: NamingSettings, progress: Progress, server_ids: Sequence[str | None]
     ) -> None:
         super().__init__(run, settings, progress, server_ids)
-        self.published = progress.version
+        self.published_version = progress.version
         self._attendance = Attendance(run)
         self._candidates = Candidates(run)
         self.cursors = self._candidates.cursors
@@ -80,7 +80,7 @@ class Leader(Session):
             groups, has_dropped = self._choose(k, limit)
             if len(groups) >= needed or not has_dropped:
                 break
-        self.scanned = not has_dropped
+        self.has_scanned_logs = not has_dropped
         if len(groups) < needed:
             return False
         record = self._make_record(k, groups)
@@ -166,7 +166,7 @@ class Leader(Session):
         for pointer, group in batch.groups.items():
             batch.commit_arguments[pointer] = commit_arguments(group, budget)
         batch.groups.clear()
-        self.published = version
+        self.published_version = version
 
     def commit(self, version: int) -> None:
         """First in the lineage, then in every shard."""

@@ -30,20 +30,27 @@ class Progress:
 
     def __init__(self, window: float = DURABILITY_WINDOW_S) -> None:
         self._window = window
-        #: Ids of the job and of its session, fencing epoch last known, epoch that began the branch.
-        self.job, self.session, self.epoch, self.branch = "", "", 0, 0
-        self.loaded, self.loaded_epoch = False, 0  # from a checkpoint, and the epoch it was saved in
+        # The trainer session: '' and 0 before there is one.
+        self.job = ""  # id
+        self.session = ""  # id
+        self.epoch = 0  # fencing epoch last known
+        # The branch, which begins with the session and again with each load_state_dict.
+        self.branch = 0  # epoch in which it began; 0 = not yet
+        self.began: int | None = None  # version at which it began; None = after the last commit
+        # The checkpoint that was loaded, if one was.
+        self.loaded = False
+        self.loaded_epoch = 0  # in which it was saved
+        self.restored: int | None = None  # its version
         self.claimed = 0  # above rank 0: the branch that belongs to the last load_state_dict
-        self.began: int | None = None  # version at which the branch began; None = after the last commit
-        self.restored: int | None = None  # version of the checkpoint, None = from none
+        # How far the training loop is.
         self.version = self.committed = self.delivered = 0
-        self.ends = 0  # how often iteration has ended before batch `delivered`: a push opens the run again
         self.batches: dict[int, NamedBatch] = {}
+        self.ends = 0  # how often iteration has ended before batch `delivered`: a push opens the run again
+        # What one batch hands on to the next, see `carryover.py`.
         self.kl: Mapping[str, float] | None = None  # coefficients after the last batches
-        self.running: Mapping[str, float] | None = (
-            None  # moments of the rewards of all batches below `version`
-        )
+        self.running: Mapping[str, float] | None = None  # reward moments of all batches below `version`
         self.knows_running = False
+        # Ids of the groups in the weights.
         self._uncommitted: dict[str, int] = {}  # group -> its batch, in the order of the batches
         self._committed: dict[str, float] = {}  # group -> when, in that order
         self._returning: dict[str, float] = {}  # those of another server's time, or of a checkpoint

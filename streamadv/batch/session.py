@@ -29,7 +29,7 @@ class Session(ABC):
     #: Whether this is rank 0.
     leads: bool
     #: Whether the last look at the groups logs came to their end, so that nothing fit for a batch follows.
-    scanned = True
+    has_scanned_logs = True
 
     def __init__(
         self, run: Run, settings: NamingSettings, progress: Progress, server_ids: Sequence[str | None]
@@ -37,7 +37,7 @@ class Session(ABC):
         """server_ids: of the run, asked before anything else of the session was read or written."""
         self.run = run
         self.progress = progress
-        self.published = 0  # version that rank 0 has written into the run; 0 on other ranks
+        self.published_version = 0  # version that rank 0 has written into the run; 0 on other ranks
         #: Groups dropped while batches were named, until somebody reports and clears them.
         self.dropped = DroppedGroups()
         #: Last entry of each shard's groups log that rank 0 has read.

@@ -39,7 +39,7 @@ def call_within(call: Callable[[], T], timeout_s: float, what: str, stop: thread
     """
     limit = _Limit(timeout_s, what, stop)
     on_main = threading.current_thread() is threading.main_thread()
-    return _interrupted(call, limit) if on_main else _abandoned(call, limit)
+    return _call_with_signals(call, limit) if on_main else _call_in_thread(call, limit)
 
 
 class Stopped(BaseException):
@@ -108,7 +108,8 @@ def _on_signal(*_: Any) -> None:
         raise _OverdueError
 
 
-def _interrupted(call: Callable[[], T], limit: _Limit) -> T:
+def _call_with_signals(call: Callable[[], T], limit: _Limit) -> T:
+    """Call on the main thread; signals raise _OverdueError inside the call. Raises as `call_within`."""
     global _current
     if signal.getsignal(SIGNAL) is not _on_signal:
         signal.signal(SIGNAL, _on_signal)  # never restored: a late signal must find it
@@ -134,7 +135,8 @@ def _interrupted(call: Callable[[], T], limit: _Limit) -> T:
         raise limit.error() from None
 
 
-def _abandoned(call: Callable[[], T], limit: _Limit) -> T:
+def _call_in_thread(call: Callable[[], T], limit: _Limit) -> T:
+    """Call in a thread of its own, and stop waiting for it when its time is over. Raises as `call_within`."""
     done = threading.Event()
     results: list[T] = []
     errors: list[BaseException] = []

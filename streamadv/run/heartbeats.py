@@ -23,7 +23,7 @@ FORGET_SLICE: Final = 1000
 PRODUCER_STATE: Final = re.compile(r"[0-9]{1,15} (open|finished|gone)( [0-9]{1,15})?")
 
 
-class Heard(NamedTuple):
+class LastHeartbeat(NamedTuple):
     """A producer's last heartbeat, and when it was first seen."""
 
     value: bytes
@@ -49,7 +49,7 @@ class Attendance:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._heard: dict[bytes, Heard] = {}
+        self._heartbeats: dict[bytes, LastHeartbeat] = {}
         self._some_finished = False  # of those no longer on the list
 
     def look(self) -> None:
@@ -59,48 +59,52 @@ class Attendance:
         for name, value in stored.items():
             if not PRODUCER_STATE.fullmatch(value.decode(errors="replace")):
                 reject(home, home.keys.producers, name, "no state of a producer", {"state": value})
-            elif name not in self._heard or self._heard[name].value != value:
-                self._heard[name] = Heard(value, now)
-        leaving = self._past(stored.keys() & self._heard.keys(), now)
-        parts = [part for name in leaving for part in (name, self._heard[name].value)]
+            elif name not in self._heartbeats or self._heartbeats[name].value != value:
+                self._heartbeats[name] = LastHeartbeat(value, now)
+        names_to_forget = self._past(stored.keys() & self._heartbeats.keys(), now)
+        parts = [part for name in names_to_forget for part in (name, self._heartbeats[name].value)]
         for start in range(0, len(parts), 2 * FORGET_SLICE):
             home.call("forget_producers", parts[start : start + 2 * FORGET_SLICE])
         self._forget_past(stored)
 
     def _past(self, listed: Set[bytes], now: float) -> list[bytes]:
         """Producers to take off the list: gone, silent for long, or beyond the latest PAST_KEPT of their kind."""
-        heard = self._heard
-        leaving = [
+        heartbeats = self._heartbeats
+        names_to_forget = [
             name
             for name in listed
-            if heard[name].state == b"gone"
-            or (heard[name].state == b"open" and now - heard[name].when > FORGET_S)
+            if heartbeats[name].state == b"gone"
+            or (heartbeats[name].state == b"open" and now - heartbeats[name].when > FORGET_S)
         ]
-        finished = {name for name in listed if heard[name].state == b"finished"}
+        finished = {name for name in listed if heartbeats[name].state == b"finished"}
         for past in (finished, self.lost & listed):
-            leaving += sorted(past, key=lambda name: heard[name].server_ms)[:-PAST_KEPT]
-        return leaving
+            names_to_forget += sorted(past, key=lambda name: heartbeats[name].server_ms)[:-PAST_KEPT]
+        return names_to_forget
 
     def _forget_past(self, listed: Container[bytes]) -> None:
         """Forget producers that are off the list, except those that fell silent lately: the run waits for them."""
         lost = self.lost
-        for name in [name for name in self._heard if name not in listed]:
-            state = self._heard[name].state
+        for name in [name for name in self._heartbeats if name not in listed]:
+            state = self._heartbeats[name].state
             self._some_finished |= state == b"finished"
             if state != b"open" or name in lost:
-                del self._heard[name]
+                del self._heartbeats[name]
 
     @property
     def lost(self) -> set[bytes]:
         """Producers that have not finished and are no longer heard of, as of the last look."""
         limit = clock.now() - PRODUCER_TIMEOUT_S
-        return {name for name, heard in self._heard.items() if heard.state == b"open" and heard.when <= limit}
+        return {
+            name
+            for name, heartbeat in self._heartbeats.items()
+            if heartbeat.state == b"open" and heartbeat.when <= limit
+        }
 
     @property
     def ended(self) -> bool:
         """Whether a producer has finished and no other is alive, as of the last look."""
         lost = self.lost
-        states = [heard.state for name, heard in self._heard.items() if name not in lost]
+        states = [heartbeat.state for name, heartbeat in self._heartbeats.items() if name not in lost]
         return (self._some_finished or b"finished" in states) and b"open" not in states
 
 

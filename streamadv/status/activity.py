@@ -73,11 +73,11 @@ def read_producers(run: Run, now_ms: int) -> list[ProducerState]:
     for name, heartbeat in sorted(heartbeats.items()):
         if not PRODUCER_STATE.fullmatch(heartbeat):
             continue  # rank 0 removes it
-        seen_ms, said, *_ = heartbeat.split(" ")
-        if said == "gone":
+        heartbeat_ms, word, *_ = heartbeat.split(" ")
+        if word == "gone":
             continue
-        silent_s = max(0, now_ms - int(seen_ms)) / 1000
-        state: Literal["open", "finished", "lost"] = "finished" if said == "finished" else "open"
+        silent_s = max(0, now_ms - int(heartbeat_ms)) / 1000
+        state: Literal["open", "finished", "lost"] = "finished" if word == "finished" else "open"
         if state == "open" and silent_s > PRODUCER_TIMEOUT_S:
             state = "lost"
         producers.append(ProducerState(name, state, round(silent_s, 1)))

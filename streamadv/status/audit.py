@@ -21,7 +21,7 @@ DELETE_SLICE: Final = 64
 
 
 @dataclass
-class Stored:
+class StoredData:
     """What the structures of a shard hold and refer to, counted entry by entry."""
 
     payloads: dict[str, int] = field(default_factory=dict)  # key -> bytes
@@ -46,9 +46,9 @@ class Stored:
         return {**self.payloads, **self.outputs, **self.dead}
 
 
-def walk(run: Run, keys: ShardKeys) -> Stored:
+def walk(run: Run, keys: ShardKeys) -> StoredData:
     """Read every structure of a shard, page by page."""
-    stored = Stored()
+    stored = StoredData()
     _walk_streams(run, keys, stored)
     _walk_open_groups(run, keys, stored)
     _walk_groups_log(run, keys, stored)
@@ -60,7 +60,7 @@ def walk(run: Run, keys: ShardKeys) -> Stored:
     return stored
 
 
-def _walk_streams(run: Run, keys: ShardKeys, stored: Stored) -> None:
+def _walk_streams(run: Run, keys: ShardKeys, stored: StoredData) -> None:
     for fields in _entries(run, keys.rollouts):
         stored.rollouts += 1
         _add(stored.payloads, fields.get(b"key", b""), fields.get(b"bytes", b""))
@@ -72,7 +72,7 @@ def _walk_streams(run: Run, keys: ShardKeys, stored: Stored) -> None:
         _add(stored.outputs, fields.get(b"output", b""), fields.get(b"output_bytes", b""))
 
 
-def _walk_open_groups(run: Run, keys: ShardKeys, stored: Stored) -> None:
+def _walk_open_groups(run: Run, keys: ShardKeys, stored: StoredData) -> None:
     open_groups = run.connection.scripts.zscan_iter(keys.open, count=PAGE)
     for group_id in _ids(stored, "open", open_groups):
         stored.open_groups.append(group_id)
@@ -90,7 +90,7 @@ def _walk_open_groups(run: Run, keys: ShardKeys, stored: Stored) -> None:
                 _add(stored.payloads, key, size)
 
 
-def _walk_groups_log(run: Run, keys: ShardKeys, stored: Stored) -> None:
+def _walk_groups_log(run: Run, keys: ShardKeys, stored: StoredData) -> None:
     shard, owners, after = run.keys.shards.index(keys), _hash(run, keys.owners), "0-0"
     while groups := read_log(run, shard, after, PAGE):
         after = groups[-1].entry
@@ -102,7 +102,7 @@ def _walk_groups_log(run: Run, keys: ShardKeys, stored: Stored) -> None:
             stored.payloads.update(group.payloads)
 
 
-def _walk_dead_letters(run: Run, keys: ShardKeys, stored: Stored) -> None:
+def _walk_dead_letters(run: Run, keys: ShardKeys, stored: StoredData) -> None:
     dead_groups = run.connection.scripts.zscan_iter(keys.dead, count=PAGE)
     for group_id in _ids(stored, "dead", dead_groups):
         stored.dead_groups.append(group_id)
@@ -122,7 +122,7 @@ def deep_problems(run: Run) -> list[str]:
     return problems
 
 
-def _wrong_counters(run: Run, keys: ShardKeys, stored: Stored) -> Iterator[str]:
+def _wrong_counters(run: Run, keys: ShardKeys, stored: StoredData) -> Iterator[str]:
     unfilled = {
         name.removeprefix("u"): count
         for name, count in _counts(run, keys.sizes).items()
@@ -131,7 +131,7 @@ def _wrong_counters(run: Run, keys: ShardKeys, stored: Stored) -> Iterator[str]:
     if unfilled != stored.unfilled:
         yield f"unfilled slots by bytes are {unfilled}, found {dict(stored.unfilled)}"
     ledger = _counts(run, keys.ledger)
-    for name, counted, found in (
+    for name, counted, stored_count in (
         ("rollouts", ledger["rollouts"], stored.rollouts),
         ("scoring", ledger["scoring"], stored.scoring),
         ("open", ledger["open"], stored.open),
@@ -141,11 +141,11 @@ def _wrong_counters(run: Run, keys: ShardKeys, stored: Stored) -> Iterator[str]:
         ("groups_abandoned", ledger["groups_abandoned"], stored.abandoned),
         ("dead_bytes", ledger["dead_bytes"], sum(stored.dead.values())),
     ):
-        if counted != found:
-            yield f"ledger {name} is {counted}, found {found}"
+        if counted != stored_count:
+            yield f"ledger {name} is {counted}, found {stored_count}"
 
 
-def _stray_keys(run: Run, keys: ShardKeys, stored: Stored) -> Iterator[str]:
+def _stray_keys(run: Run, keys: ShardKeys, stored: StoredData) -> Iterator[str]:
     expected = {*stored.references, *_group_keys(keys, stored)}
     prefixes = (keys.payload(""), keys.output(""), keys.group(""), keys.dead_group(""))
     shard_keys = {
@@ -185,11 +185,11 @@ def _fixed_keys(run: Run, keys: ShardKeys) -> list[str]:
     ]
 
 
-def _group_keys(keys: ShardKeys, stored: Stored) -> list[str]:
+def _group_keys(keys: ShardKeys, stored: StoredData) -> list[str]:
     return [*map(keys.group, stored.open_groups), *map(keys.dead_group, stored.dead_groups)]
 
 
-def _ids(stored: Stored, place: str, members: Iterable[tuple[bytes, float]]) -> Iterator[str]:
+def _ids(stored: StoredData, place: str, members: Iterable[tuple[bytes, float]]) -> Iterator[str]:
     for member, _ in members:
         try:
             yield member.decode()

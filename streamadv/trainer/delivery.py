@@ -24,7 +24,7 @@ from ..run import Run
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from ..trajectory.payload import Payload
 from ..trajectory.schema import TOKEN_COLUMNS
-from .fetch import Fetched, Prefetched, fetch
+from .fetch import FetchedShare, Prefetched, fetch
 from .late_columns import LateColumn, make_late_columns
 from .microbatch import Batch, Delivered, cut
 from .plan import Rank, Share, share_of
@@ -88,7 +88,7 @@ def _pack(
     computed: ComputedBatch,
     share: Share,
     members: Sequence[ComputedMember],
-    fetched: Fetched,
+    fetched: FetchedShare,
     device: torch.device,
 ) -> PackedShare:
     """The share end to end, with every known column per token. Raises UndecodableGroupError for wrong results."""
@@ -105,7 +105,9 @@ def _pack(
     return PackedShare(share, members, fetched.payloads, batch, results)
 
 
-def _pack_columns(members: Sequence[ComputedMember], fetched: Fetched, device: torch.device) -> PackedBatch:
+def _pack_columns(
+    members: Sequence[ComputedMember], fetched: FetchedShare, device: torch.device
+) -> PackedBatch:
     """Pushed columns and the workers' results per token, which replace pushed ones of their name."""
     columns = [
         {**payload.columns, **outputs} if outputs else payload.columns

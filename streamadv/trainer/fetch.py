@@ -48,7 +48,7 @@ class Prefetched(NamedTuple):
     columns: Mapping[str, Tensor] = {}
 
 
-class Fetched(NamedTuple):
+class FetchedShare(NamedTuple):
     """What the server has of a rank's trajectories, in the order of its share."""
 
     payloads: list[Payload]
@@ -56,11 +56,11 @@ class Fetched(NamedTuple):
     columns: Mapping[str, Tensor]  # pushed columns [N] that lie end to end already
 
 
-def fetch(run: Run, members: Sequence[ComputedMember], prefetched: Prefetched) -> Fetched:
+def fetch(run: Run, members: Sequence[ComputedMember], prefetched: Prefetched) -> FetchedShare:
     """Fetch everything that was not read ahead. Raises UndecodableGroupError for what is gone or cannot be read."""
     references = [member.reference for member in members]
     columns = prefetched.columns if [reference.key for reference in references] == prefetched.keys else {}
-    return Fetched(
+    return FetchedShare(
         _fetch_missing(run, references, prefetched.payloads), _fetch_outputs(run, members), columns
     )
 

@@ -189,7 +189,7 @@ class TrainerQueue(IterableDataset[Batch]):
                     self._prepare_next(reader, max_groups)
                     self._report(batch, clock.now() - started)
                     return batch
-                if ended and session.scanned and session.find(self._next) is None:
+                if ended and session.has_scanned_logs and session.find(self._next) is None:
                     session.publish_end(self._progress.ends + 1)
                     self._progress.end()
                     return None
@@ -292,7 +292,7 @@ class TrainerQueue(IterableDataset[Batch]):
             self._note_trained(sessions.current(), batch)
         session = sessions.checked()
         if batch is not None and batch.version in session.batches:
-            if session.published <= batch.version:
+            if session.published_version <= batch.version:
                 session.publish_version(session.batches[batch.version].record)
             if self._commit_mode == "each_batch":
                 session.commit(session.version)

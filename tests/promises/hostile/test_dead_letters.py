@@ -11,7 +11,7 @@ import torch
 
 from streamadv.advantage import poison
 from streamadv.advantage.poison import MAX_ATTEMPTS, compute_safely
-from streamadv.advantage.prepare import Prepared, prepare
+from streamadv.advantage.prepare import PreparedItem, prepare
 from streamadv.algorithms.registry import estimator
 from streamadv.cli import main
 from streamadv.errors import ChainError, StreamadvError
@@ -249,7 +249,7 @@ def test_an_exception_of_a_group_alone_is_final(named: Run, monkeypatch: pytest.
     """The computation is deterministic: with the whole item, each group alone, and without the bad one."""
     sizes: list[int] = []
 
-    def compute(prepared: Prepared, device: torch.device) -> object:
+    def compute(prepared: PreparedItem, device: torch.device) -> object:
         sizes.append(len(prepared.living))
         return original(prepared, device)
 
