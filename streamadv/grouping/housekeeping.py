@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from ..run.dead_letters import trim_dead
 from ..run.malformed import reject
 from ..run.manifest import MAX_DEADLINE_S
 from ..run.records import MAX_BYTES, is_payload_key
+from ..store.replies import as_count, replies_of
 from .lost_producers import LostProducers
 from .scoring_streams import pass_on_ended
 from .short_groups import ShortGroups
@@ -103,7 +105,7 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
     now_ms, open_key = run.now_ms(), shard.keys.open
     due: Any = shard.connection.scripts.zrangebyscore(open_key, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
     ids = []
-    for member in [*due, *_shorten_deadlines(run, shard, now_ms)]:
+    for member in dict.fromkeys([*due, *_shorten_deadlines(run, shard, now_ms), *_without_group(shard)]):
         try:
             ids.append(member.decode())
         except UnicodeDecodeError:
@@ -137,6 +139,26 @@ def _shorten_deadlines(run: Run, shard: Shard, now_ms: int) -> list[bytes]:
             text, len(beyond), extra=log_fields("deadlines_shortened", run=shard.run, role=GROUPER)
         )
     return list(beyond)
+
+
+def _without_group(shard: Shard) -> list[bytes]:
+    """Members of the open set that have no group, looked for while it has more of them than the ledger counts.
+
+    They count in pacing, so they must not stay until their deadline. This is a sample of a page: the next rounds find
+    what it misses.
+    """
+    pipe = shard.connection.scripts.pipeline(transaction=False)  # MULTI is refused above maxmemory
+    pipe.zcard(shard.keys.open)
+    pipe.hget(shard.keys.ledger, "groups_open")
+    members, groups_open = pipe.execute()
+    if members <= as_count(groups_open):
+        return []
+    start = random.randrange(max(1, members - EXPIRE_COUNT + 1))
+    page: Any = shard.connection.scripts.zrange(shard.keys.open, start, start + EXPIRE_COUNT - 1)
+    pipe = shard.connection.scripts.pipeline(transaction=False)
+    for member in page:
+        pipe.hexists(shard.keys.group("").encode() + member, "size")
+    return [member for member, has_group in zip(page, replies_of(pipe), strict=True) if has_group != 1]
 
 
 def sweep(shard: Shard) -> int:

@@ -608,6 +608,23 @@ def test_foreign_groups_with_far_deadlines_do_not_keep_a_run_from_ending(
     assert not [key for keys in joined.keys.shards for key in scripts.keys(keys.group("*"))]
 
 
+def test_members_of_open_without_a_group_do_not_wait_for_their_deadline(redis_url: str, run: str) -> None:
+    """Until they are removed they count in pacing, and keep producers from beginning groups."""
+    with producing(redis_url, run) as producer:
+        producer.push([trajectory("genuine", 0, 2)])
+        joined = join(redis_url, run)
+        keys, scripts = joined.keys.home, joined.connection.scripts
+        in_an_hour = now_ms(joined) + 3_600_000
+        scripts.zadd(keys.open, {f"nobody{number}": in_an_hour for number in range(300)})
+        housekeeping = Housekeeping(joined)
+        for _ in range(100):
+            housekeeping.round()
+            if scripts.zcard(keys.open) == 1:
+                break
+        assert scripts.zrange(keys.open, 0, -1) == [b"genuine"]
+        assert problems(joined) == []
+
+
 def test_a_group_opened_with_a_deadline_that_nobody_may_give_gets_the_runs(redis_url: str, run: str) -> None:
     with producing(redis_url, run) as producer:
         producer.begin_group(2, group_id="g")
