@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from ..algorithms.arguments import Call, Flags, Mask, Positive, Share, TokenRewards, Values
+from ..algorithms.arguments import Call, Flags, Mask, NumberByName, Positive, Share, TokenRewards, Values
 from ..algorithms.estimators.gae import gae_scan
 from ..algorithms.kl import KLPenalty, approx_kl
 from ..algorithms.packed import PackedBatch
@@ -39,6 +39,7 @@ def compute_advantage(
     distill_only: bool = False,
     distill_penalty: KLPenalty = "k1",
     distill_from: Literal["rollout_log_probs", "old_log_probs"] = "rollout_log_probs",
+    distill_teachers: Annotated[Mapping[str, float], NumberByName()] | None = None,
     peer_quirks: PeerQuirks | None = None,
 ) -> tuple[dict[str, Tensor], Metrics]:
     """From token_level_rewards to advantages; adds advantages, returns, raw_advantages, token_level_rewards.
@@ -52,6 +53,9 @@ def compute_advantage(
       adv_estimator: gae; agentic_reinforce: return by turns; all others: discounted return, because their group
         statistics belong to the reward normalisation.
       distill_only: the distillation term alone, also as return; the rewards stay as they are.
+      distill_teachers: several teachers, name -> coefficient, in place of distill_coef: their terms add up, from the
+        columns teacher_log_probs_NAME [B, T]. With the column teacher_rows_NAME [B] of 0 and 1 a teacher has a part in
+        those rows alone.
 
     Returns:
       The batch with its new columns, float32 in the layout of token_level_rewards and 0 outside the mask; metrics.
@@ -60,8 +64,14 @@ def compute_advantage(
     loses such rewards, runs gae and returns over all tokens, leaves returns and raw_advantages unmasked and counts
     every position.
     """
-    distills = distill_only or distill_coef != 0
-    if distill_only and distill_coef == 0:
+    if distill_teachers is not None and (distill_coef != 0 or not distill_teachers):
+        raise OptionError(
+            "distill_teachers has the coefficients: name a teacher in it, and leave out distill_coef"
+        )
+    teachers = {f"_{name}": coefficient for name, coefficient in (distill_teachers or {}).items()}
+    if not teachers and distill_coef != 0:
+        teachers = {"": distill_coef}
+    if distill_only and not teachers:
         raise OptionError("distill_coef is 0, which leaves nothing with distill_only: give it")
     kinds: dict[str, Values | Flags] = {
         "response_mask": Flags(("B", "W")),
@@ -69,8 +79,10 @@ def compute_advantage(
     }
     if adv_estimator == "gae" and not distill_only:
         kinds["values"] = TOKENS
-    if distills:
-        kinds |= {distill_from: TOKENS, "teacher_log_probs": TOKENS}
+    for teacher in teachers:
+        kinds |= {distill_from: TOKENS, f"teacher_log_probs{teacher}": TOKENS}
+        if teacher and batch.get(f"teacher_rows{teacher}") is not None:
+            kinds[f"teacher_rows{teacher}"] = Flags(("B",), counts=False)
     call = Call()
     columns = take_columns(batch, kinds, call)
     mask = aligned_mask(columns["response_mask"], columns["token_level_rewards"], call)
@@ -80,9 +92,13 @@ def compute_advantage(
         mask, {"token_level_rewards": rewards, **{n: columns[n] for n in ("values",) if n in columns}}
     )
     tokens = packed.trainable_tokens
-    if distills:
-        kl = approx_kl(columns[distill_from], columns["teacher_log_probs"], distill_penalty)
-        distilled = -distill_coef * _masked(kl, tokens)
+    distilled = torch.zeros((), device=mask.device)
+    for teacher, coefficient in teachers.items():
+        kl = approx_kl(columns[distill_from], columns[f"teacher_log_probs{teacher}"], distill_penalty)
+        term = -coefficient * _masked(kl, tokens)
+        rows = columns.get(f"teacher_rows{teacher}") if teacher else None
+        term = term if rows is None else torch.where(rows[:, None], term, 0.0)
+        distilled = distilled + term if distilled.dim() else term
     if distill_only:
         advantages = returns = raw = distilled
     else:
@@ -90,7 +106,7 @@ def compute_advantage(
         packed = packed.with_columns(token_level_rewards=rewards.reshape(-1))
         estimate = _estimate(packed, adv_estimator, gamma, lambd, peer_quirks)
         raw, returns = (value.view(mask.shape) for value in estimate)
-        advantages = raw + distilled if distills else raw
+        advantages = raw + distilled if teachers else raw
     if whiten_advantages:
         advantages = whiten(advantages.reshape(-1), tokens).view(mask.shape)
     elif peer_quirks:

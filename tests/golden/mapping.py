@@ -30,6 +30,8 @@ NOT_IN_CATALOGUE: dict[str, str] = {
     "roll2026_policy_loss_agentic_pg": "losses of a whole worker; the trainer's",
     "roll2026_policy_loss_rlvr": "a loss of a whole worker; sequence ratios without GSPO's gradient are the trainer's",
     "roll2026_policy_loss_rlvr_pg": "losses of a whole worker; the trainer's",
+    "roll2026_rlvr_domain_flow": "a pipeline run per domain; its steps are offered, one domain at a time",
+    "roll2026_teacher_routing": "which teacher reads which rows is the scorer's; padded takes teacher_rows_NAME",
     "roll2026_value_loss": "a loss of critics: the trainer's",
     "skyrl_off_policy_correction": "outlier masks of SkyRL are not offered, and its metric names",
     "trl116_gamma_weights": "weights of the VESPO loss: the trainer's",

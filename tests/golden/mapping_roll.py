@@ -41,6 +41,32 @@ def _advantage(z: Inputs, kwargs: dict[str, Any]) -> Result:
     return {**result, **after}
 
 
+def _teachers(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    options = dict(kwargs)
+    pure, _ = options.pop("is_pure_opd", False), options.pop("use_opd", False)
+    recomputed, routed = (
+        options.pop("enable_old_logprobs_recompute", False),
+        options.pop("teacher_masks", True),
+    )
+    teachers = {name: 1.0 if value is None else value for name, value in options.pop("opd_kl_coef").items()}
+    penalty = options.pop("kl_penalty", "kl")
+    batch = {**z, "rollout_log_probs": z["infer_logprobs"]}
+    for name in teachers:
+        batch[f"teacher_log_probs_{name}"] = z[f"ref_log_probs_{name}"]
+        if routed:
+            batch[f"teacher_rows_{name}"] = z[f"ref_log_probs_{name}_mask"]
+    result, metrics = padded.compute_advantage(
+        batch,
+        **options,
+        distill_teachers=teachers,
+        distill_only=pure,
+        distill_penalty=penalty,
+        distill_from="old_log_probs" if recomputed else "rollout_log_probs",
+        peer_quirks="roll",
+    )
+    return {**result, "metrics": metrics}
+
+
 def _norm_types(options: dict[str, Any]) -> tuple[str | None, str | None, tuple[str | None, str | None]]:
     """ROLL's (mean, std, method's own), taken out of `options`: explicit types win over the method's."""
     own = METHODS[options.pop("method", "identity")]
@@ -276,6 +302,8 @@ def _train_infer(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 
 ROLL: dict[str, Function] = {
+    "roll2026_opd_multi_teacher": _teachers,
+    "roll2026_opd_multi_teacher_agentic": _teachers,
     "roll_agentic_compute_advantage": _advantage,
     "roll_agentic_reward_norm": _agentic_reward_norm,
     "roll_apply_kl_penalty": _token_reward,

@@ -92,6 +92,12 @@ ENTRIES: dict[str, Entry] = {
         {**ADVANTAGE, **TEACHER}, ADDED, adv_estimator="reinforce", distill_coef=0.5, distill_penalty="k3"
     ),
     "compute_advantage:only": _in_batch({**ADVANTAGE, **TEACHER}, ADDED, distill_coef=0.5, distill_only=True),
+    "compute_advantage:teachers": _in_batch(
+        {
+            **ADVANTAGE, "rollout_log_probs": "BT", "teacher_log_probs_a": "BT", "teacher_log_probs_b": "BT"
+        },
+        ADDED, adv_estimator="reinforce", distill_teachers={"a": 0.5, "b": 2.0},
+    ),
     "compute_agentic_reinforce_return": Entry({"token_level_rewards": "BT", "mask": "BTm"}),
     "compute_discounted_returns": Entry({"step_scores": "B", "traj_id": "Bl", "step": "Bi"}, ("B",), {"gamma": 0.9}),
     "compute_gae_advantage_return": Entry({"token_level_rewards": "BT", "values": "BT", "response_mask": "BTm"}),
