@@ -56,7 +56,7 @@ def commit(
     """Count a batch as trained and delete what is stored of it.
 
     arguments: of groups that need not be read from the log again. results: `read_results`, if done already.
-    The lineage must say already that the batch is committed (`commit_lineage.lua`).
+    The session hash must say already that the batch is committed (`commit_session.lua`).
     """
     results = read_results(run) if results is None else results
     for shard in run.shards:

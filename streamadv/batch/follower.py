@@ -42,7 +42,7 @@ def join(run: Run, settings: NamingSettings, progress: Progress, job_key: JobKey
     progress.batches = {k: batch.on_other_servers() for k, batch in progress.batches.items()}
     progress.follow(hold.committed)
     if progress.kl is None:
-        kl: Any = run.connection.scripts.hget(run.keys.home.lineage, "kl")
+        kl: Any = run.connection.scripts.hget(run.keys.home.session, "kl")
         progress.kl = None if kl is None else json.loads(kl)
     return Follower(run, settings, progress, server_ids, hold)
 
@@ -152,7 +152,7 @@ class Follower(Session):
         return Reason("computing", f"results of batch {k}")
 
     def has_ended(self, k: int) -> bool:
-        stored: Any = self.run.connection.scripts.hmget(self.run.keys.home.lineage, ["end", "ends"])
+        stored: Any = self.run.connection.scripts.hmget(self.run.keys.home.session, ["end", "ends"])
         end, ends = (None if number is None else int(number) for number in stored)
         # An older release does not count its ends.
         return end == k and (ends is None or ends > self.progress.ends)

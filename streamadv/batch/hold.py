@@ -1,4 +1,4 @@
-"""Who has a run: what rank 0 of a training job writes into the lineage when it takes the run, and the others read.
+"""Who has a run: what rank 0 of a training job writes into the session hash when it takes the run, and the others read.
 
 Ranks agree on nothing among themselves: each finds its job's session by the job's id and then keeps to that session.
 Of two sessions the one founded under the later fencing epoch has the run.
@@ -50,7 +50,7 @@ def founded(session: str) -> int:
 
 def read_hold(run: Run) -> Hold:
     """What rank 0 has written."""
-    values: Any = run.connection.scripts.hmget(run.keys.home.lineage, list(_FIELDS))
+    values: Any = run.connection.scripts.hmget(run.keys.home.session, list(_FIELDS))
     job, session, *numbers = ((value or b"").decode(errors="replace") for value in values)
     return Hold(job, session, *map(as_count, numbers))
 

@@ -52,7 +52,7 @@ class Leader(Session):
     def _is_held(self) -> bool:
         """In a failover connections may lead to different servers: one was settled, another is read from now."""
         pipe = self.run.connection.scripts.pipeline(transaction=False)
-        for key in (self.run.keys.home.lineage, *(keys.trainer for keys in self.run.keys.shards)):
+        for key in (self.run.keys.home.session, *(keys.trainer for keys in self.run.keys.shards)):
             pipe.hget(key, "epoch")
         return set(pipe.execute()) == {str(self.epoch).encode()}
 
@@ -153,11 +153,11 @@ class Leader(Session):
     # Trained and committed
 
     def publish_version(self, record: BatchRecord) -> None:
-        """First in the lineage, then in every shard's copy."""
+        """First in the home shard, then in every shard's copy."""
         version, home = record.k + 1, self.run.home
         coefficients = json.dumps(self.progress.kl) if self.progress.kl else ""
         args = [self.epoch, version, len(record.groups), coefficients]
-        home.call("trained", args, version=home.keys.lineage)
+        home.call("trained", args, version=home.keys.session)
         batch = self.batches.get(record.k) or NamedBatch(record)
         for shard in self.run.shards:
             living = sum(pointer.shard == shard.index for pointer in batch.living)
@@ -169,9 +169,9 @@ class Leader(Session):
         self.published_version = version
 
     def commit(self, version: int) -> None:
-        """First in the lineage, then in every shard."""
+        """First in the home shard, then in every shard."""
         if version > self.progress.committed:
-            self.run.home.call("commit_lineage", [self.epoch, version])
+            self.run.home.call("commit_session", [self.epoch, version])
             self.progress.commit(version)
         committed = [k for k in sorted(self.batches) if k < self.progress.committed]
         results = read_results(self.run) if committed else []

@@ -44,7 +44,7 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     undo_batches(run, foreign_records, progress.epoch)
     for record in foreign_records:
         del recorded[record.k]
-    run.home.call("commit_lineage", [progress.epoch, progress.committed])
+    run.home.call("commit_session", [progress.epoch, progress.committed])
     _finish_commits(run, progress, recorded, progress.committed)  # commits that the server lost
     _restore_batches(run, progress, recorded)
     set_trainer(run, settings, progress)
@@ -59,7 +59,7 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
 
 def _restore_statistics(run: Run, progress: Progress, recorded: Mapping[int, BatchRecord]) -> None:
     """Take from the run what the job does not know itself: KL coefficients, moments of the rewards."""
-    stored: Any = run.connection.scripts.hmget(run.keys.home.lineage, ["kl", "running"])
+    stored: Any = run.connection.scripts.hmget(run.keys.home.session, ["kl", "running"])
     kl, running = (None if text is None else json.loads(text) for text in stored)
     if progress.kl is None:
         progress.kl = kl

@@ -167,7 +167,7 @@ class AsyncProducer:
         membership = self._logic.membership
         membership.check_open()
         with closed_under_way():
-            value: Any = await self._connection.scripts.hget(membership.manifest.keys.home.lineage, "version")
+            value: Any = await self._connection.scripts.hget(membership.manifest.keys.home.session, "version")
         return None if value is None else int(value)
 
     async def finish(self) -> None:

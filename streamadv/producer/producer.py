@@ -209,7 +209,7 @@ class Producer:
         """The newest version the trainer has published, None before there is a trainer. Asks the server."""
         membership = self._logic.membership
         membership.check_open()
-        value = self._connection.scripts.hget(membership.manifest.keys.home.lineage, "version")
+        value = self._connection.scripts.hget(membership.manifest.keys.home.session, "version")
         return None if value is None else int(value)
 
     def finish(self) -> None:

@@ -93,7 +93,7 @@ class Run:
 
     @property
     def home(self) -> Shard:
-        """The shard that also holds what concerns the whole run: lineage, batches, producers."""
+        """The shard that also holds what concerns the whole run: session, batches, producers."""
         return self.shard(0)
 
     def shard(self, index: int) -> Shard:

@@ -181,7 +181,7 @@ def _fixed_keys(run: Run, keys: ShardKeys) -> list[str]:
         *(keys.ledger, keys.trainer, keys.ended, keys.ended_before, keys.garbage, keys.dead, keys.attempts),
         *(keys.malformed, keys.sizes, keys.scored),
         *(keys.scoring(scorer) for scorer in run.manifest.scorers),
-        *(keys.lineage, keys.batches, keys.producers),
+        *(keys.session, keys.batches, keys.producers),
     ]
 
 

@@ -96,10 +96,10 @@ def _stream(name: str, shards: Sequence[ShardState], activity: Activity) -> Stre
 
 def _read_trainer(run: Run) -> Trainer:
     home, scripts = run.keys.home, run.connection.scripts
-    lineage: dict[str, Any] = as_texts(scripts.hgetall(home.lineage))
+    session: dict[str, Any] = as_texts(scripts.hgetall(home.session))
     return Trainer(
-        epoch=as_count(lineage.get("epoch")),
-        version=as_count(lineage["version"]) if "version" in lineage else None,
-        committed=as_count(lineage.get("committed")),
+        epoch=as_count(session.get("epoch")),
+        version=as_count(session["version"]) if "version" in session else None,
+        committed=as_count(session.get("committed")),
         batches=scripts.hlen(home.batches),
     )

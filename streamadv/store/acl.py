@@ -54,7 +54,7 @@ PRODUCER: Final = Role(
         "scored": "rpush",
         "payload": "hset unlink",
         "producers": "hget hset",
-        "lineage": "hget",
+        "session": "hget",
     },
 )
 
@@ -72,7 +72,7 @@ OBSERVER: Final = Role(
     "observer",
     {
         "manifest runs": "hgetall",
-        "ledger sizes trainer lineage owners producers dead_group": "hgetall",
+        "ledger sizes trainer session owners producers dead_group": "hgetall",
         "open": "zcard zrange",
         "group": "hmget",
         "ended ended_before batches": "hlen",

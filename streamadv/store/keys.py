@@ -116,7 +116,7 @@ class ShardKeys:
     trainer = _Single()  # the shard's copy of epoch, version and pacing
 
     # Of the home shard only
-    lineage = _Single()  # the trainer session: epoch, version, committed
+    session = _Single()  # the trainer session: epoch, version, committed
     batches = _Single()  # k -> record of batch k
     producers = _Single()  # producer -> heartbeat
 
@@ -167,7 +167,7 @@ class RunKeys:
 
     @property
     def home(self) -> ShardKeys:
-        """The shard that also holds what concerns the whole run: lineage, batches, producers."""
+        """The shard that also holds what concerns the whole run: session, batches, producers."""
         return self.shard(0)
 
     def shard(self, index: int) -> ShardKeys:

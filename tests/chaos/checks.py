@@ -15,7 +15,7 @@ from streamadv.store.keys import manifest_key
 Identity = tuple[str, int]
 
 #: Keys that outlast a drained run; streams among them must be empty.
-LASTING: Final = ("ledger", "sizes", "ended", "ended_before", "trainer", "lineage", "producers")
+LASTING: Final = ("ledger", "sizes", "ended", "ended_before", "trainer", "session", "producers")
 STREAMS: Final = ("rollouts", "groups", "work", "results", "scoring:")
 
 

@@ -76,7 +76,7 @@ SCRIPTS: Final = {
             "trained",
         ),
         *(
-            "commit_lineage",
+            "commit_session",
             "commit",
             "close_batch",
             "forget_batch",

@@ -58,7 +58,7 @@ fates = st.sampled_from(["finished", "finished twice", "crashed"])
 
 
 class Lifecycle(RuleBasedStateMachine):
-    """One run. `weights` are the identities trained on since the start of the trainer's lineage."""
+    """One run. `weights` are the identities trained on since the start of the trainer's checkpoints."""
 
     url: str
 

@@ -1,6 +1,6 @@
--- A batch has been trained on: the version moves on. The same script serves the run's lineage and each shard's
+-- A batch has been trained on: the version moves on. The same script serves the run's session hash and each shard's
 -- copy; only the first call for a version counts.
--- KEYS  void, version: lineage | trainer
+-- KEYS  void, version: session | trainer
 -- fenced by version
 -- ARGV  epoch, new version, groups of the batch in this shard, KL coefficients JSON ('' = as they are)
 -- Returns  1, 0 when the version was there already

@@ -359,7 +359,7 @@ def test_garbage_in_hashes_sets_and_lists(logged: Run, capsys: pytest.CaptureFix
         keys.ended_before,
         keys.attempts,
     ]
-    for key in [*hashes, keys.lineage, keys.batches, keys.producers]:
+    for key in [*hashes, keys.session, keys.batches, keys.producers]:
         for value in (b"junk", b"\xff\x00", b"1 2", b"{}"):
             scripts.hset(key, b"junk " + value, value)
             scripts.hset(key, value, value)

@@ -109,7 +109,7 @@ def test_a_fenced_script_changes_nothing_for_an_older_epoch(fake: Connection, na
         for key in script.keys
         if key.from_caller or key.name in MANY_KINDS
     }
-    for hash_name in (KEYS.lineage, KEYS.trainer):
+    for hash_name in (KEYS.session, KEYS.trainer):
         fake.scripts.hset(hash_name, "epoch", 5)
     stored = {key: fake.scripts.dump(key) for key in fake.scripts.scan_iter()}
     with pytest.raises(EpochFencedError, match="run r: a newer trainer has taken over"):
@@ -129,8 +129,8 @@ def test_lines_keep_their_numbers_up_to_the_first_include(name: str) -> None:
 
 
 def test_the_header_says_where_a_call_goes() -> None:
-    call = script_call("trained", KEYS, [1, 2, 3, ""], version=KEYS.lineage)
-    assert call.keys == [KEYS.void, KEYS.lineage]
+    call = script_call("trained", KEYS, [1, 2, 3, ""], version=KEYS.session)
+    assert call.keys == [KEYS.void, KEYS.session]
     call = script_call("touch", KEYS, ["g", 5, "p"], group="g")
     assert call.keys == [KEYS.void, KEYS.open, KEYS.group("g"), KEYS.ledger]
     call = script_call("sweep", KEYS, payloads=["a", "b"])
