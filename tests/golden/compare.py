@@ -65,6 +65,8 @@ def inputs(arrays: Mapping[str, Array], variant: Mapping[str, Any]) -> Inputs:
             given[name] = None
         elif value == "all zeros":
             given[name] = torch.zeros_like(given[name])
+        elif isinstance(value, str) and value in given and value != "variant":
+            given[name] = given[value]
     return given
 
 

@@ -21,8 +21,8 @@ def options_of(kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _without(kwargs: dict[str, Any], z: Inputs) -> dict[str, Any]:
-    """The options of a call: what is no input."""
-    return {name: value for name, value in kwargs.items() if name not in z and name != "dtype"}
+    """The options of a rollout correction: what is no input."""
+    return {name: value for name, value in kwargs.items() if name.startswith("rollout_") and name not in z}
 
 
 def both(pair: tuple[Any, Any]) -> Result:
