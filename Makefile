@@ -10,7 +10,7 @@ help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
 	@echo "make bench   speed of the pipeline beside what plain redis-py moves and beside its peers (others: BENCH=algorithms,"
 	@echo "             stages, backlog, latency, memory, scaling; ARGS=\"--json FILE\" passes flags)"
-	@echo "make quick   tests that neither start processes nor take long (ARGS=\"tests/unit/store\" picks some)"
+	@echo "make quick   tests of the rooms that need no server and are quick (ARGS=\"tests/unit/store\" picks some)"
 	@echo "make test    all tests (ARGS=\"tests/unit -k chain\" passes arguments to pytest)"
 	@echo "make chaos   processes and servers are killed for STREAMADV_CHAOS_SECONDS (120), STREAMADV_CHAOS_SEED (1)"
 	@echo "make soak    thousands of small batches for STREAMADV_SOAK_MINUTES (10): prints what has changed, fails on growth"
@@ -27,7 +27,7 @@ bench: $(VENV)/test.installed
 	$(VENV)/bin/streamadv bench $(BENCH) $(ARGS)
 
 quick: $(VENV)/test.installed
-	$(VENV)/bin/python -m pytest -m "not processes and not slow" $(ARGS)
+	$(VENV)/bin/python -m pytest -m "not processes and not slow and not server" $(or $(ARGS),tests/unit)
 
 test: $(VENV)/test.installed
 	$(VENV)/bin/python -m pytest $(ARGS)

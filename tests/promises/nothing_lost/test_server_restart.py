@@ -20,7 +20,7 @@ from streamadv.errors import (
     StreamadvError,
     UndecodableGroupError,
 )
-from streamadv.producer import Producer, logic, resend
+from streamadv.producer import Producer, resend
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
 from streamadv.status import read_status
@@ -156,10 +156,7 @@ def test_what_is_kept_to_be_sent_again_is_bounded_at_every_push(
     assert len(told) == 1, told
 
 
-def test_what_the_server_forgot_goes_before_new_groups(
-    forgetful: EmbeddedServer, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logic, "HEARTBEAT_S", 0.2)  # what was lost is sent when there is room, at a heartbeat
+def test_what_the_server_forgot_goes_before_new_groups(forgetful: EmbeddedServer, run: str) -> None:
     # Room to begin one group of two at a time in each shard.
     settings = RunSettings(shards=2, max_trajectory_bytes=1 << 19, max_bytes=2 * (3 << 19))
     with Producer(forgetful.url, run, settings=settings) as producer:
@@ -181,6 +178,7 @@ def test_what_the_server_forgot_goes_before_new_groups(
             others.cancel(1)
             joined = join(forgetful.url, run)
             group_all(joined)
+            heartbeat(producer)  # there is room: what was lost is sent
             producer.begin_group(2, group_id=newer, timeout=30)
         assert ledger(joined)["pushed"] == 4
         assert set(group_all(joined)) == {"complete"}
