@@ -56,7 +56,7 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
     if not groups:
         return ComputedItem(prepared.entry, item, json.dumps(header), {}, {})
     columns = [arrays for group in groups for arrays in prepared.columns.get(group.group_id, ())]
-    batch = pack([member for group in groups for member in group.members], columns or None, device)
+    batch = pack([member for group in groups for member in group.references], columns or None, device)
     result = run_chain(chain, batch, item.kl_coefficient, running_of(item))
     in_shard = torch.tensor([group.shard == item.shard for group in groups], dtype=torch.bool, device=device)
     selection = Selection(batch, in_shard[batch.trajectory_group])

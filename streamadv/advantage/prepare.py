@@ -83,13 +83,13 @@ def prepare(run: Run, entry: Entry) -> PreparedItem:
     columns: dict[str, list[dict[str, Array]]] = {}
     dead: dict[str, Death] = {}
     if chain.needs:
-        stored = fetch_fields(run, [member for group in groups for member in group.members], chain.needs)
+        stored = fetch_fields(run, [member for group in groups for member in group.references], chain.needs)
         for group in groups:
-            fields_of_members = list(itertools.islice(stored, len(group.members)))
+            fields_of_members = list(itertools.islice(stored, len(group.references)))
             try:
                 columns[group.group_id] = [
                     decode_member(member, fields, chain.needs).columns
-                    for member, fields in zip(group.members, fields_of_members, strict=True)
+                    for member, fields in zip(group.references, fields_of_members, strict=True)
                 ]
             except WireError as error:
                 dead[group.group_id] = Death("undecodable", str(error))

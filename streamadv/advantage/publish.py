@@ -45,10 +45,10 @@ def _arguments(computed: ComputedItem, inline: Mapping[Any, Any]) -> list[Any]:
 def observe(computed: ComputedItem) -> None:
     """Metrics of results that were handed off."""
     groups = computed.groups
-    members = [member for group in groups for member in group.members]
+    members = [member for group in groups for member in group.references]
     stds = []
     for group in groups:
-        rewards = [member.reward for member in group.members if member.reward is not None]
+        rewards = [member.reward for member in group.references if member.reward is not None]
         if len(rewards) > 1:
             stds.append(float(np.std(rewards, ddof=1)))
     metrics.work_item_computed(

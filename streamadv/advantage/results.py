@@ -127,9 +127,9 @@ def misfit(result: Result, item: WorkItem, groups: Mapping[str, LoggedGroup]) ->
 
 
 def counts_of(group: LoggedGroup) -> GroupCounts:
-    rows = sum(len(member.row_lengths) for member in group.members)
-    steps = sum(len(member.steps) for member in group.members)
-    return GroupCounts(group.group_id, len(group.members), rows, steps)
+    rows = sum(len(member.row_lengths) for member in group.references)
+    steps = sum(len(member.steps) for member in group.references)
+    return GroupCounts(group.group_id, len(group.references), rows, steps)
 
 
 def _level_of(result: str, level: Level) -> str:
@@ -195,7 +195,7 @@ def assign(
             if group_id in by_id:
                 row, step = first_row, first_step
                 members[group_id] = []
-                for number, reference in enumerate(by_id[group_id].members):
+                for number, reference in enumerate(by_id[group_id].references):
                     members[group_id].append(ComputedMember(reference, result, position + number, row, step))
                     row += len(reference.row_lengths)
                     step += len(reference.steps)

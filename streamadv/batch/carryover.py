@@ -26,7 +26,7 @@ def running_with(
     """The moments of all rewards up to and with those of `groups`; None if the chain does not ask for them."""
     if "running" not in (config.reward.mean, config.reward.std):
         return None
-    members = [member for group in sorted(groups, key=lambda g: g.group_id) for member in group.members]
+    members = [member for group in sorted(groups, key=lambda g: g.group_id) for member in group.references]
     batch = pack(members)
     rewards = raw_rewards(config.reward, batch)[~batch.baseline]
     return asdict(RunningMoments(**(before or {})).updated(rewards))

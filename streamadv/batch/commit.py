@@ -39,7 +39,7 @@ class CommitArguments(NamedTuple):
 
 def commit_arguments(group: LoggedGroup, tokens_per_micro_batch: int | None) -> CommitArguments:
     """How a group's members are counted at commit, and what is deleted."""
-    states = Counter(terminal_states(group.members, tokens_per_micro_batch))
+    states = Counter(terminal_states(group.references, tokens_per_micro_batch))
     trained = states.pop("trained", 0)
     untrained = [part for pair in states.items() for part in pair]
     keys = [key for key, _ in group.payloads]

@@ -44,7 +44,7 @@ class NamingRules:
         staleness = group.staleness(k)
         if self.drop_after is not None and staleness is not None and staleness > self.drop_after:
             return "stale"
-        if any(not self.needs <= set(member.columns) for member in group.members):
+        if any(not self.needs <= set(member.columns) for member in group.references):
             return "dead:missing_column"
         return None
 

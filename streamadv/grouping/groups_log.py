@@ -11,13 +11,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
 from ..errors import BatchLostError
 from ..messages import brief, first_problem
 from ..run import Run
 from ..store.keys import RunKeys
-from ..trajectory.reference import Reference, reference_problem
+from ..trajectory.members import (
+    BASELINE,
+    HAS_REWARD,
+    HAS_VERSION,
+    MEMBER,
+    NO_MEMBERS,
+    NO_STATE,
+    ROW,
+    STATUSES,
+    STEP,
+    Members,
+)
+from ..trajectory.packet import StoredPacket
+from ..trajectory.reference import Reference, StepSpan, reference_problem
+from ..trajectory.schema import Role
 
 ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
@@ -48,7 +63,10 @@ class Pointer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoggedGroup:
-    """An entry of a groups log; members sorted by rollout_index."""
+    """An entry of a groups log; members sorted by rollout_index.
+
+    Member m is member `position_of[m]` of packet `packet_of[m]`.
+    """
 
     shard: int
     entry: str
@@ -59,14 +77,25 @@ class LoggedGroup:
     opened_ms: int
     epoch: int
     version: int | None
-    members: tuple[Reference, ...]
-    payloads: tuple[tuple[str, int], ...]  # key and bytes of every member, as the push script saw them
+    payloads: tuple[tuple[str, int], ...]  # key and bytes of every packet, as the push script saw them
+    count: int  # of trajectories, also where the members cannot be read
+    packets: tuple[StoredPacket, ...] = ()
+    members: Members = NO_MEMBERS
+    packet_of: tuple[int, ...] = ()
+    position_of: tuple[int, ...] = ()
     problem: str | None = None  # why the members could not be read
     malformed: bool = False  # it is no group at all
 
     @property
     def pointer(self) -> Pointer:
         return Pointer(self.shard, self.entry, self.group_id, len(self.members))
+
+    @property
+    def references(self) -> list[Reference]:
+        """The members one by one. Costs some microseconds each: loops over a batch use `members`."""
+        return [
+            reference_of(self, member, self.packets[packet]) for member, packet in enumerate(self.packet_of)
+        ]
 
     @property
     def size_bytes(self) -> int:
@@ -85,12 +114,12 @@ class LoggedGroup:
     @property
     def begun_epoch(self) -> int:
         """Fencing epoch in which the group was begun. Its tickets tell it if a server has lost it with the group."""
-        return max([self.epoch, *(member.epoch for member in self.members)])
+        return max([self.epoch, *(packet.epoch for packet in self.packets)])
 
     def staleness(self, k: int) -> int | None:
         """Staleness at version k of the stalest member that has a version; None if none has one."""
-        values = [value for member in self.members if (value := member.staleness(k)) is not None]
-        return max(values, default=None)
+        values = self.members.staleness(k)
+        return None if np.isnan(values).all() else int(np.nanmax(values))
 
 
 def parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> LoggedGroup:
@@ -114,8 +143,8 @@ def parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, 
             opened_ms=0,
             epoch=0,
             version=None,
-            members=(),
             payloads=(),
+            count=0,
             problem=first_problem(error),
             malformed=True,
         )
@@ -146,9 +175,84 @@ def _parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes,
         opened_ms=int(fields[b"opened_ms"]),
         epoch=int(fields[b"epoch"]),
         version=int(fields[b"version"]) if fields[b"version"] else None,
-        members=() if problem else tuple(members),
         payloads=payloads,
+        count=len(payloads),
         problem=problem,
+        **({} if problem else packets_of(members)),
+    )
+
+
+def packets_of(references: Sequence[Reference]) -> dict[str, Any]:
+    packets = [
+        StoredPacket(
+            reference.key, reference.size, reference.epoch, reference.columns, _members_of(reference)
+        )
+        for reference in references
+    ]
+    return {
+        "packets": tuple(packets),
+        "members": Members.concat([packet.members for packet in packets]),
+        "packet_of": tuple(range(len(packets))),
+        "position_of": (0,) * len(packets),
+    }
+
+
+def _members_of(reference: Reference) -> Members:
+    table = np.zeros(1, MEMBER)
+    versions = reference.versions
+    table[0] = (
+        *(reference.rollout_index, STATUSES.index(reference.status)),
+        HAS_REWARD * (reference.reward is not None)
+        | BASELINE * reference.is_baseline
+        | HAS_VERSION * (versions is not None),
+        *(len(reference.row_lengths), len(reference.steps), reference.size),
+        *(
+            reference.reward or 0.0,
+            *(versions or (0, 0)),
+            sum(reference.row_lengths),
+            sum(reference.row_trainable),
+        ),
+    )
+    rows = np.array(list(zip(reference.row_lengths, reference.row_trainable, strict=True)), ROW)
+    numbers: dict[str, int] = {}
+    steps = [
+        (
+            s.row,
+            s.start,
+            s.end,
+            NO_STATE if s.state_key is None else numbers.setdefault(s.state_key, len(numbers)),
+            s.reward,
+        )
+        for s in reference.steps
+    ]
+    rewards = {name: np.array([value]) for name, value in reference.rewards.items()}
+    return Members(table, rows, np.array(steps, STEP), tuple(numbers), rewards)
+
+
+def reference_of(group: LoggedGroup, member: int, packet: StoredPacket) -> Reference:
+    """Member number `member` of a group by itself."""
+    one = group.members.select([member])
+    record = one.table[0]
+    flags = int(record["flags"])
+    return Reference(
+        group_id=group.group_id,
+        rollout_index=int(record["index"]),
+        key=packet.key,
+        size=packet.size,
+        row_lengths=tuple(one.rows["tokens"].tolist()),
+        row_trainable=tuple(one.rows["trainable"].tolist()),
+        status=STATUSES[int(record["status"])],
+        reward=float(record["reward"]) if flags & HAS_REWARD else None,
+        rewards={name: float(values[0]) for name, values in one.rewards.items() if not np.isnan(values[0])},
+        role=Role.BASELINE if flags & BASELINE else Role.TRAIN,
+        versions=(int(record["oldest"]), int(record["newest"])) if flags & HAS_VERSION else None,
+        epoch=packet.epoch,
+        data_source=group.data_source,
+        steps=tuple(
+            StepSpan(row, start, end, reward, None if state == NO_STATE else one.states[state])
+            for row, start, end, state, reward in one.steps.tolist()
+        ),
+        columns=packet.columns,
     )
 
 

@@ -90,7 +90,7 @@ def read_staleness(run: Run, version: int) -> Staleness:
         staleness
         for shard in range(len(run.keys.salts))
         for group in read_log(run, shard, "0-0", LOG_LOOKED_AT)
-        for member in group.members
+        for member in group.references
         if (staleness := member.staleness(version)) is not None
     ]
     return Staleness(sum(values) / len(values) if values else None, max(values, default=None))

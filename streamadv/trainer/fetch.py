@@ -133,7 +133,7 @@ class ReadAhead:
 
     def _fetch(self, groups: Sequence[LoggedGroup], record: BatchRecord, rank: Rank) -> None:
         try:
-            in_batch = [reference for group in groups for reference in group.members]
+            in_batch = [reference for group in groups for reference in group.references]
             references = share_of(in_batch, record.tokens_per_micro_batch, rank).references
             sizes = accumulate(reference.size for reference in references)
             self._fetch_into_columns(references[: sum(size <= MAX_BYTES for size in sizes)])

@@ -86,9 +86,9 @@ def test_groups_log() -> None:
             if group.problem is not None:
                 assert not group.members
                 raise WireError(group.problem)
-            assert [(member.key, member.size) for member in group.members] == list(group.payloads)
-            assert all(0 < member.num_tokens * 5 <= member.size for member in group.members)
-            assert all(member.reward is not None for member in group.members)
+            assert [(member.key, member.size) for member in group.references] == list(group.payloads)
+            assert all(0 < member.num_tokens * 5 <= member.size for member in group.references)
+            assert all(member.reward is not None for member in group.references)
 
         one_line_error(call, WireError, fields)
 

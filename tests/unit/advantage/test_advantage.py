@@ -149,7 +149,7 @@ def test_a_broken_payload_costs_its_group_only(fake: Connection) -> None:
     victim = next(
         member.key
         for group in prepare(run, entry).groups
-        for member in group.members
+        for member in group.references
         if group.group_id == "g0001"
     )
     fake.scripts.hset(victim, "response_mask", b"\x07")

@@ -18,7 +18,7 @@ from streamadv.batch.record import BatchRecord, Death
 from streamadv.batch.selection import NamingRules
 from streamadv.batch.work import ITEM_TRAJECTORIES, apply, work_items
 from streamadv.errors import BatchLostError, EpochFencedError
-from streamadv.grouping.groups_log import LoggedGroup, Pointer, read_groups, read_log
+from streamadv.grouping.groups_log import LoggedGroup, Pointer, packets_of, read_groups, read_log
 from streamadv.run import Run
 from streamadv.store.connection import Connection
 from streamadv.trajectory.reference import Reference
@@ -46,8 +46,9 @@ def group(number: int, **changes: Any) -> LoggedGroup:
             "opened_ms": 0,
             "epoch": 1,
             "version": None,
-            "members": members,
+            "count": len(members),
             "payloads": (),
+            **packets_of(members),
         },
     }
     return LoggedGroup(**{**fields, **changes})

@@ -38,7 +38,7 @@ from tests.support import (
 
 
 def rewards_of(run: Run, group_id: str = "g") -> list[float | None]:
-    return [member.reward for member in logged(run)[group_id].members]
+    return [member.reward for member in logged(run)[group_id].references]
 
 
 def test_a_group_completes_with_its_first_usable_members(fake: Connection) -> None:
@@ -47,7 +47,7 @@ def test_a_group_completes_with_its_first_usable_members(fake: Connection) -> No
         producer.push([ended("g", 0, 2, "failed"), trajectory("g", 3, 2), trajectory("g", 1, 2)])
         assert group_all(run) == ["complete"]
     (group,) = logged(run).values()
-    assert identities(group.members) == [("g", 1), ("g", 3)]
+    assert identities(group.references) == [("g", 1), ("g", 3)]
     assert (group.size, group.outcome) == (2, "complete")
     assert problems(run) == []
 
@@ -163,7 +163,7 @@ def test_scores_may_come_before_or_after_the_grouper(fake: Connection) -> None:
         group_all(run)
         assert producer.score("g", 2, 0.3) == "ended"
     assert rewards_of(run) == [0.1, 0.2, 0.3]
-    assert logged(run)["g"].members[0].rewards == {"style": 0.1}
+    assert logged(run)["g"].references[0].rewards == {"style": 0.1}
     assert problems(run) == []
 
 
@@ -407,7 +407,7 @@ class Pipeline:
         assert found["dropped"] == {reason: n for reason, n in self.dropped.items() if n}
         open_members = sum(len(g.members) for g in self.groups.values() if not g.letter)
         assert found["queued"] == len(self.stream) + open_members + sum(map(len, self.logged.values()))
-        kept = {g: {m.rollout_index for m in group.members} for g, group in logged(self.run).items()}
+        kept = {g: {m.rollout_index for m in group.references} for g, group in logged(self.run).items()}
         assert kept == self.logged
         assert problems(self.run) == []
 

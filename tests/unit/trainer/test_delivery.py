@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streamadv.advantage.results import assign, counts_of, numbers_of, parse_result
 from streamadv.batch.work import WorkItem
 from streamadv.errors import NoBatchError
-from streamadv.grouping.groups_log import LoggedGroup, Pointer
+from streamadv.grouping.groups_log import LoggedGroup, Pointer, packets_of
 from streamadv.run.dead_letters import list_dead
 from streamadv.store.connection import Connection
 from streamadv.store.keys import ShardKeys
@@ -43,7 +43,8 @@ def test_every_number_goes_back_to_its_owner(found: Any, level: str, split: int)
         LoggedGroup(
             **{"shard": 0, "entry": f"1-{n}", "group_id": f"g{n}", "size": 1, "data_source": None},
             **{"outcome": "complete", "opened_ms": 0, "epoch": 1, "version": None, "payloads": ()},
-            members=tuple(member(f"g{n}", i, rows, steps) for i, (rows, steps) in enumerate(members)),
+            count=len(members),
+            **packets_of([member(f"g{n}", i, rows, steps) for i, (rows, steps) in enumerate(members)]),
         )
         for n, members in enumerate(found)
     ]
@@ -54,7 +55,7 @@ def test_every_number_goes_back_to_its_owner(found: Any, level: str, split: int)
     ]
     results = {}
     for item in items:
-        own = [m for g in groups if g.group_id in {p.group_id for p in item.groups} for m in g.members]
+        own = [m for g in groups if g.group_id in {p.group_id for p in item.groups} for m in g.references]
         rows = [f"{m.group_id}{m.rollout_index}" for m in own for _ in m.row_lengths]
         steps = [f"{m.group_id}{m.rollout_index}" for m in own for _ in m.steps]
         code = {f"{m.group_id}{m.rollout_index}": float(n) for n, m in enumerate(own)}

@@ -1,0 +1,120 @@
+"""Packets: what one push call brings of one group, encoded for the server; and the columns that readers get back.
+
+A packet's trajectories have the same columns, and all of them a reward or none. Its payload is one hash: a field for
+each column, the raw little-endian bytes of all members' rows end to end, and a `header`, JSON that only readers of
+whole trajectories parse. Rollouts that ended without a usable trajectory make a packet without a payload.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ..errors import WireError
+from ..messages import brief
+from .columns import EXTRA_DTYPES, KNOWN_COLUMNS, MAX_DIMENSIONS, Array, check_values
+from .members import Members
+
+#: Of one packet; a single larger trajectory is a packet of its own.
+MAX_PACKET_MEMBERS: Final = 64
+MAX_PACKET_BYTES: Final = 256 << 10
+
+
+class Packet(NamedTuple):
+    """An encoded packet. Kept for a while, so it holds little that the garbage collector walks."""
+
+    indices: tuple[int, ...]  # rollout indices, ascending
+    members: str  # a line 'index kind reward role' for each, as scripts read them; reward '-' = none yet
+    table: bytes  # b"" without a payload
+    size: int  # bytes of the payload; 0 without one
+    fields: Mapping[Any, Any]  # of the payload: name -> array, list of arrays (end to end) or bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredPacket:
+    """A packet as the streams refer to it."""
+
+    key: str  # of the payload
+    size: int  # bytes of the payload
+    epoch: int  # the trainer's fencing epoch in the ticket
+    columns: tuple[str, ...]
+    members: Members  # all of them, also those that do not count
+
+
+class ColumnKind(NamedTuple):
+    """How to read an extra column, as the run's manifest has it."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]  # of one entry
+    per_token: bool
+
+
+def member_line(index: int, kind: str, reward: float | None, role: str) -> str:
+    """A line of `Packet.members`. kind: usable, or why the slot ended: failed, aborted, cancelled, unscorable."""
+    return f"{index} {kind} {'-' if reward is None else repr(reward)} {role}\n"
+
+
+def column_kind(text: str) -> ColumnKind:
+    """From the manifest's JSON. Raises WireError."""
+    try:
+        dtype, shape, per_token = json.loads(text)
+        kind = ColumnKind(np.dtype(dtype), tuple(int(size) for size in shape), bool(per_token))
+    except (ValueError, TypeError) as error:
+        raise WireError(f"the manifest has {brief(text)} as an extra column") from error
+    if dtype not in EXTRA_DTYPES or len(shape) >= MAX_DIMENSIONS or min(kind.shape, default=0) < 0:
+        raise WireError(f"the manifest has {brief(text)} as an extra column")
+    return kind
+
+
+def decode_column(packet: StoredPacket, name: str, raw: bytes | None, kinds: Mapping[str, str]) -> Array:
+    """A read-only view of `raw` as the column `name` of all members, rows end to end.
+
+    kinds: extra columns of the manifest. Raises WireError for what is no such column.
+    """
+    if raw is None:
+        raise WireError(f"column {name} is missing in the payload")
+    if name in KNOWN_COLUMNS:
+        kind = ColumnKind(KNOWN_COLUMNS[name], (), True)
+    elif name in kinds:
+        kind = column_kind(kinds[name])
+    else:
+        raise WireError(f"column {name} is none that the run has registered")
+    if kind.per_token != (name not in packet.members.entries):
+        raise WireError(f"column {name} is per token in the manifest or in the packet, not in both")
+    counts = packet.members.rows["tokens"] if kind.per_token else packet.members.entries[name]
+    entries = int(counts.sum(dtype=np.int64))
+    needed = entries * math.prod(kind.shape) * kind.dtype.itemsize
+    if len(raw) != needed:
+        raise WireError(f"column {name} has {len(raw)} bytes, its packet says {needed}")
+    return np.frombuffer(raw, kind.dtype).reshape(entries, *kind.shape)
+
+
+def check_column(packet: StoredPacket, name: str, values: Array) -> None:
+    """Raise WireError unless the values of a known column are what a producer may push."""
+    try:
+        check_values(name, values)
+    except ValueError as error:
+        raise WireError(f"column {name} {error}") from error
+    if name == "response_mask":
+        first = np.concatenate([[0], np.cumsum(packet.members.rows["tokens"][:-1], dtype=np.int64)])
+        ones = np.add.reduceat(values, first, dtype=np.int64)
+        if not (ones == packet.members.rows["trainable"]).all():
+            raise WireError("column response_mask has other numbers of ones than its packet says")
+
+
+def split_packets(kinds: Sequence[object], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges of members that make a packet each: of one kind (columns, reward), within the bounds of a packet."""
+    ranges: list[tuple[int, int]] = []
+    start = total = 0
+    for position, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
+        is_full = position - start == MAX_PACKET_MEMBERS or total + size > MAX_PACKET_BYTES
+        if position > start and (is_full or kind != kinds[start]):
+            ranges.append((start, position))
+            start, total = position, 0
+        total += size
+    return [*ranges, (start, len(sizes))] if sizes else []
