@@ -56,6 +56,7 @@ NO_STATE: Final = 0xFFFFFFFF
 HAS_REWARD: Final = 1
 BASELINE: Final = 2
 HAS_VERSION: Final = 4
+_ALL_FLAGS: Final = HAS_REWARD | BASELINE | HAS_VERSION
 #: Status of a usable trajectory by its number in a table.
 STATUSES: Final = (Status.COMPLETED, Status.TRUNCATED)
 
@@ -350,7 +351,7 @@ def members_problem(members: Members, size: int) -> str | None:
     checks = (
         ("index", bool((np.diff(table["index"].astype(np.int64)) > 0).all()), "is not in ascending order"),
         ("status", bool((table["status"] < len(STATUSES)).all()), "is unknown"),
-        ("flags", bool((flags & ~(HAS_REWARD | BASELINE | HAS_VERSION) == 0).all()), "are unknown"),
+        ("flags", bool((flags <= _ALL_FLAGS).all()), "are unknown"),
         ("rows", bool(((table["rows"] >= 1) & (table["rows"] <= MAX_ROWS)).all()), "is not 1..4096"),
         (
             "tokens",
