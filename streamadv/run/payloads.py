@@ -3,17 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..errors import UndecodableGroupError, WireError
 from ..store.replies import replies_of
-from ..trajectory.columns import HEADER, Array
+from ..trajectory.columns import HEADER, KNOWN_COLUMNS, Array
+from ..trajectory.packet import StoredPacket, check_column, decode_column
 from ..trajectory.payload import Payload, decode_payload
 from ..trajectory.reference import Reference
 from .run import Run
 
 #: Bytes of payload asked for before the reply is read: the server buffers all of it.
 REPLY_BYTES: Final = 8 << 20
+
+
+class FetchedPacket(NamedTuple):
+    """What a payload holds: columns as arrays, rows of all members end to end, or why they cannot be read."""
+
+    packet: StoredPacket
+    columns: dict[str, Array]  # checked; views of the received bytes
+    header: bytes = b""  # JSON, if it was asked for
+    problem: str | None = None
+
+
+def fetch_columns(
+    run: Run, packets: Sequence[StoredPacket], names: Sequence[str] | None, *, header: bool = False
+) -> Iterator[FetchedPacket]:
+    """The named columns of each packet, as far as it has them (None = all), and its header if asked for.
+
+    Asks for at most REPLY_BYTES before it reads the replies. A packet that cannot be read has a `problem`.
+    """
+    wanted = [packet.columns if names is None else _common(names, packet) for packet in packets]
+    header = header or not all(wanted)  # a read names one field at least
+    if not set().union(*wanted) <= KNOWN_COLUMNS.keys() | run.manifest.columns.keys():
+        run.refresh()  # somebody has registered an extra column since
+    start = 0
+    while start < len(packets):
+        stop, size = start, 0
+        pipe = run.connection.scripts.pipeline(transaction=False)
+        while stop < len(packets) and (stop == start or size + packets[stop].size <= REPLY_BYTES):
+            size += packets[stop].size
+            pipe.hmget(packets[stop].key, [HEADER, *(name.encode() for name in wanted[stop])][not header :])
+            stop += 1
+        for packet, columns, reply in zip(
+            packets[start:stop], wanted[start:stop], replies_of(pipe), strict=True
+        ):
+            yield _decode(packet, columns, header, reply, run.manifest.columns)
+        start = stop
+
+
+def _common(names: Sequence[str], packet: StoredPacket) -> list[str]:
+    return [name for name in names if name in packet.columns]
+
+
+def _decode(
+    packet: StoredPacket,
+    names: Sequence[str],
+    header: bool,
+    reply: Sequence[bytes | None] | None,
+    kinds: Mapping[str, str],
+) -> FetchedPacket:
+    """reply: the header if asked for, then the columns; None where the key is no hash."""
+    if reply is None or (reply and all(value is None for value in reply)):
+        return FetchedPacket(packet, {}, problem="payload is gone, or is no hash")
+    text, raw_columns = (reply[0], reply[1:]) if header else (b"", reply)
+    if text is None:
+        return FetchedPacket(packet, {}, problem="payload has no header field")
+    columns = {}
+    try:
+        for name, raw in zip(names, raw_columns, strict=True):
+            columns[name] = decode_column(packet, name, raw, kinds)
+            if name in KNOWN_COLUMNS:
+                check_column(packet, name, columns[name])
+    except WireError as error:
+        return FetchedPacket(packet, {}, problem=str(error))
+    return FetchedPacket(packet, columns, text)
 
 
 def fetch_payloads(
