@@ -15,5 +15,6 @@ from . import remax as remax
 from . import rloo as rloo
 from . import step_grpo as step_grpo
 from . import step_reinforce as step_reinforce
+from . import step_rloo as step_rloo
 from . import token_baseline as token_baseline
 from . import vtrace as vtrace

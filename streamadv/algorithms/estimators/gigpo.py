@@ -36,6 +36,8 @@ def gigpo(
 
     Returns:
       One value per step [S] float64. ROLL pools equal states of different groups.
+
+    The step part's mean includes the trajectory's own steps. That biases it between turns; `step_rloo` leaves them out.
     """
     steps = batch.steps
     std: NormScope | None = "group" if norm_by_std else None

@@ -35,6 +35,8 @@ def step_grpo(
 
     Returns:
       One value per step [S] float64; the returns are G_k.
+
+    A step weighs by how often others get as far, because it counts 0 alone. `step_rloo` is unbiased over turns.
     """
     steps = batch.steps
     order, offsets = numbered_groups(steps, batch.trajectory_group[steps.trajectory])

@@ -20,7 +20,8 @@ def step_reinforce(
     """A_k = G_k = s_k + gamma * G_{k+1} over the steps of a trajectory.
 
     baseline subtracts the mean over all steps of the group, norm_by_std divides by their std + epsilon (ddof 1). One
-    value per step [S] float64; the returns are G_k.
+    value per step [S] float64; the returns are G_k. The mean includes the trajectory's own steps. That biases it
+    between turns; `step_rloo` leaves them out.
     """
     returns = discounted_returns(batch, gamma)
     group = batch.trajectory_group[batch.steps.trajectory]
