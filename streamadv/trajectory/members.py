@@ -126,8 +126,8 @@ class Members:
         if not parts:
             return NO_MEMBERS
         return Members(
-            np.concatenate([part.table for part in parts]),
-            np.concatenate([part.rows for part in parts]),
+            join_records([part.table for part in parts], MEMBER),
+            join_records([part.rows for part in parts], ROW),
             *_concat_steps(parts),
             _concat_named(parts, "rewards", np.nan, np.float64, [len(part) for part in parts]),
             _concat_named(parts, "entries", 0, np.uint32, [len(part.rows) for part in parts]),
@@ -142,6 +142,11 @@ def offsets(counts: Array) -> Positions:
     sums = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=sums[1:])
     return sums
+
+
+def join_records(arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    """Records end to end, read-only. np.concatenate takes microseconds for each array of records."""
+    return np.frombuffer(b"".join(map(np.ascontiguousarray, arrays)), dtype)
 
 
 def spans(first: Positions, positions: Positions) -> Positions:
@@ -165,7 +170,7 @@ def _concat_steps(parts: Sequence[Members]) -> tuple[Array, tuple[str, ...]]:
         has_state = new_steps["state"] != NO_STATE
         new_steps["state"][has_state] = np.asarray(renumbered, np.uint32)[new_steps["state"][has_state]]
         steps.append(new_steps)
-    return np.concatenate(steps), tuple(numbers)
+    return join_records(steps, STEP), tuple(numbers)
 
 
 def _concat_named(
