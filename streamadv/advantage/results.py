@@ -14,9 +14,11 @@ from ..batch.record import Death
 from ..batch.work import WorkItem
 from ..errors import WireError
 from ..grouping.groups_log import LoggedGroup
+from ..grouping.layout import Layout, Piece, pieces
 from ..messages import brief, first_problem, one_line
 from ..store.keys import ShardKeys
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
+from ..trajectory.members import Positions, offsets
 from ..trajectory.reference import Reference
 
 _RESULT_FIELDS: Final = (b"batch", b"header", b"output", b"output_bytes")
@@ -46,6 +48,7 @@ class GroupCounts(NamedTuple):
     trajectories: Count
     rows: Count
     steps: Count
+    tokens: Count
 
 
 class ResultHeader(BaseModel):
@@ -117,24 +120,96 @@ def _parse_numbers(header: ResultHeader, fields: Mapping[bytes, bytes]) -> dict[
 def misfit(result: Result, item: WorkItem, groups: Mapping[str, LoggedGroup]) -> str | None:
     """Why these are not the results of `item`, given the batch's living groups by id; None if they are."""
     counts = {group.group_id: group for group in result.header.groups}
-    for pointer in item.groups:
-        group = groups.get(pointer.group_id)
-        if group is None or pointer.shard != item.shard or pointer.group_id in result.header.dead:
+    published = [pointer.group_id for pointer in item.groups if pointer.shard == item.shard]
+    if len(counts) < len(result.header.groups) or not counts.keys() <= set(published):
+        return "it has groups twice, or groups of other work items"
+    for group_id in published:
+        group = groups.get(group_id)
+        if group is None or group_id in result.header.dead:
             continue
-        if counts.get(pointer.group_id) != counts_of(group):
-            return f"group {pointer.group_id} has other counts than in the log"
+        if counts.get(group_id) != counts_of(group):
+            return f"group {group_id} has other counts than in the log"
     return None
 
 
 def counts_of(group: LoggedGroup) -> GroupCounts:
-    rows = sum(len(member.row_lengths) for member in group.references)
-    steps = sum(len(member.steps) for member in group.references)
-    return GroupCounts(group.group_id, len(group.references), rows, steps)
+    members = group.members
+    tokens = int(members.table["tokens"].sum())
+    return GroupCounts(group.group_id, len(members), len(members.rows), len(members.steps), tokens)
 
 
 def _level_of(result: str, level: Level) -> str:
     """Of what a result of this name has one number each. level: that of advantages and returns."""
     return {"rewards": "trajectory", "step_rewards": "step"}.get(result, level)
+
+
+class BatchResults:
+    """The results of all work items of a batch, for the M members of a layout of its living groups.
+
+    Members are named by their positions in the layout. The results also hold numbers of groups that became dead
+    letters after they were computed: nobody asks for those.
+    """
+
+    def __init__(self, results: Sequence[Result], layout: Layout) -> None:
+        """results: of the batch's work items, in their order; no `misfit`. layout: whole groups."""
+        self.results = [result for result in results if result.header.groups]
+        counts = [count for result in self.results for count in result.header.groups]
+        number_of = {count.group_id: number for number, count in enumerate(counts)}
+        group = np.array([number_of[group.group_id] for group in layout.groups], np.int64)[layout.group]
+        members = layout.members
+        first_member = np.searchsorted(layout.group, layout.group)  # of the member's group
+        bounds = {
+            "trajectory": np.arange(len(members) + 1),
+            "row": members.first_row,
+            "step": members.first_step,
+            "token": offsets(members.table["tokens"]),
+        }
+        sizes = np.array([count[1:] for count in counts], np.int64).reshape(-1, len(bounds))
+        before = np.cumsum(sizes, axis=0) - sizes  # numbers of the groups before, in all results end to end
+        #: [M] by level: where a member's numbers begin in all results end to end, and how many there are.
+        self._start = {
+            level: before[group, column] + bound[:-1] - bound[first_member]
+            for column, (level, bound) in enumerate(bounds.items())
+        }
+        self._length = {level: np.diff(bound) for level, bound in bounds.items()}
+        first_group = offsets(np.array([len(result.header.groups) for result in self.results], np.int64))
+        #: [M]: which of `results` has the member.
+        self.result: Positions = np.searchsorted(first_group, group, side="right") - 1
+        tokens = offsets(sizes[:, -1])[first_group]
+        #: Tokens in each output column of each of `results`.
+        self.num_tokens: list[int] = np.diff(tokens).tolist()
+        #: [M]: the member's first token in these columns.
+        self.first_token: Positions = self._start["token"] - tokens[self.result]
+
+    @property
+    def level(self) -> Level:
+        """Of the advantages and returns."""
+        return self.results[0].header.level
+
+    @property
+    def names(self) -> set[str]:
+        """Results with a number per trajectory, row or step, that all members have."""
+        return set.intersection(*(set(result.numbers) for result in self.results)) if self.results else set()
+
+    @property
+    def columns(self) -> list[str]:
+        """Results with a number per token, that all members have: columns of the output hashes."""
+        names = [set(result.header.columns) for result in self.results]
+        return sorted(set.intersection(*names)) if names else []
+
+    def numbers(self, name: str, members: Positions | Sequence[int]) -> Array:
+        """The numbers of one of `names`, of each of the `members` in turn."""
+        positions = np.asarray(members, np.int64)
+        level = _level_of(name, self.level) if self.results else "trajectory"
+        start, length = self._start[level][positions], self._length[level][positions]
+        end_to_end = np.concatenate([np.zeros(0, _RESULTS[name]), *(r.numbers[name] for r in self.results)])
+        values: Array = end_to_end[np.repeat(start - offsets(length)[:-1], length) + np.arange(length.sum())]
+        return values
+
+    def pieces(self, members: Positions | Sequence[int]) -> dict[int, list[Piece]]:
+        """How an output column of the `members`, end to end, is put together: pieces by position in `results`."""
+        positions = np.asarray(members, np.int64)
+        return pieces(self.result[positions], self.first_token[positions], self._length["token"][positions])
 
 
 class ComputedMember(NamedTuple):
@@ -191,7 +266,7 @@ def assign(
     for item in items:
         result = results[item.number]
         position, first_row, first_step = 0, 0, 0
-        for group_id, trajectories, rows, steps in result.header.groups:
+        for group_id, trajectories, rows, steps, _ in result.header.groups:
             if group_id in by_id:
                 row, step = first_row, first_step
                 members[group_id] = []

@@ -1,10 +1,15 @@
-"""From trajectories to a packed batch: `pack` lays their rows end to end and copies each column once."""
+"""From trajectories to a packed batch.
+
+`pack` lays the rows of single trajectories end to end and copies each column once. `pack_members` does the same with
+arrays of trajectories, as the streams have them, whose columns lie end to end already.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +17,10 @@ import torch
 from torch import Tensor
 
 from ..errors import TrajectoryError
+from ..grouping.layout import Layout
 from ..trajectory.columns import Array
+from ..trajectory.members import HAS_REWARD, NO_STATE, STATUSES, Members, Positions, offsets
+from ..trajectory.schema import Status
 from .packed import PackedBatch, Steps
 from .packed_checks import BUILT
 
@@ -76,40 +84,97 @@ def pack(
     rows, or a mask with more ones than row_trainable.
     """
     _check_order(members)
-    row_lengths = [length for member in members for length in member.row_lengths]
-    cu_seqlens = np.zeros(len(row_lengths) + 1, np.int64)
-    np.cumsum(row_lengths, out=cu_seqlens[1:])
-    first_row = np.zeros(len(members) + 1, np.int64)
-    np.cumsum([len(member.row_lengths) for member in members], out=first_row[1:])
-    groups = _codes([member.group_id for member in members])
-
-    def tensor(values: Any, dtype: Any) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype))
-
-    batch = PackedBatch(
-        cu_seqlens=tensor(cu_seqlens, np.int64),
-        row_trajectory=tensor(np.repeat(np.arange(len(members)), np.diff(first_row)), np.int64),
-        row_trainable=tensor(
-            [0 if member.is_baseline else n for member in members for n in member.row_trainable], np.int64
-        ),
-        trajectory_group=tensor(groups, np.int64),
-        rewards=tensor([member.reward for member in members], np.float64),
-        baseline=tensor([member.is_baseline for member in members], np.bool_),
-        steps=_steps(members, cu_seqlens, first_row, tensor),
-        num_tokens=int(cu_seqlens[-1]),
-        num_groups=groups[-1] + 1 if groups else 0,
-        components={name: tensor(values, np.float64) for name, values in _components(members).items()},
-        scores=tensor([member.reward for member in members], np.float64),
-        truncated=tensor([getattr(member, "status", None) == "truncated" for member in members], np.bool_),
+    cu_seqlens = offsets(np.array([n for member in members for n in member.row_lengths], np.int64))
+    first_row = offsets(np.array([len(member.row_lengths) for member in members], np.int64))
+    batch = _batch(
+        cu_seqlens,
+        first_row,
+        [0 if member.is_baseline else n for member in members for n in member.row_trainable],
+        _codes([member.group_id for member in members]),
+        [member.reward for member in members],
+        [member.is_baseline for member in members],
+        [getattr(member, "status", None) == "truncated" for member in members],
+        _steps(members, cu_seqlens, first_row),
+        _components(members),
     )
-    batch = _moved(batch, torch.device(device))
-    return batch if columns is None else replace(batch, columns=_columns(members, columns, names, device))
+    device = torch.device(device)
+    if columns is None:
+        return _moved(batch, device, {})
+    return _moved(batch, device, _columns(members, columns, names, batch, device))
 
 
-def _moved(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """`batch` on `device`; the constructor has checked it on the host."""
+def pack_members(
+    layout: Layout, columns: Mapping[str, Array | Tensor] | None = None, device: torch.device | str = "cpu"
+) -> PackedBatch:
+    """The members of `layout` as a batch: `pack` for arrays.
+
+    Args:
+      columns: name -> [N], the members' rows end to end, on the host and writable: the batch takes them over without
+        a copy. None = a batch without columns.
+      device: where the tensors lie.
+
+    Raises TrajectoryError as `pack` does.
+    """
+    _check_members(layout)
+    members, table = layout.members, layout.members.table
+    cu_seqlens, first_row = offsets(members.rows["tokens"]), members.first_row
+    is_baseline = members.is_baseline
+    batch = _batch(
+        cu_seqlens,
+        first_row,
+        np.where(np.repeat(is_baseline, table["rows"]), 0, members.rows["trainable"]),
+        np.cumsum(np.diff(layout.group, prepend=layout.group[:1]) != 0),
+        table["reward"],
+        is_baseline,
+        table["status"] == STATUSES.index(Status.TRUNCATED),
+        _steps_of(members, cu_seqlens, first_row),
+        _components_of(members),
+    )
+    tensors = {name: _column(name, column, batch.num_tokens) for name, column in (columns or {}).items()}
+    if "response_mask" in tensors:
+        announced = members.rows["trainable"].astype(np.int64)
+        _check_mask(tensors["response_mask"].numpy(), batch, announced, layout.identity)
+    return _moved(batch, torch.device(device), tensors)
+
+
+def _batch(
+    cu_seqlens: Positions,
+    first_row: Positions,
+    row_trainable: Any,
+    groups: Any,
+    rewards: Any,
+    baseline: Any,
+    truncated: Any,
+    steps: Steps,
+    components: Mapping[str, Any],
+) -> PackedBatch:
+    """A batch on the host without columns."""
+    return PackedBatch(
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        row_trajectory=torch.from_numpy(np.repeat(np.arange(len(first_row) - 1), np.diff(first_row))),
+        row_trainable=_tensor(row_trainable, np.int64),
+        trajectory_group=_tensor(groups, np.int64),
+        rewards=_tensor(rewards, np.float64),
+        baseline=_tensor(baseline, np.bool_),
+        steps=steps,
+        num_tokens=int(cu_seqlens[-1]),
+        num_groups=int(groups[-1]) + 1 if len(groups) else 0,
+        components={name: _tensor(values, np.float64) for name, values in components.items()},
+        scores=_tensor(rewards, np.float64),
+        truncated=_tensor(truncated, np.bool_),
+    )
+
+
+def _tensor(values: Any, dtype: Any) -> Tensor:
+    """A copy of `values`."""
+    return torch.from_numpy(np.array(values, dtype))
+
+
+def _moved(batch: PackedBatch, device: torch.device, columns: Mapping[str, Tensor]) -> PackedBatch:
+    """`batch` with `columns` on `device`; the constructor has checked the batch on the host."""
+    columns = {name: column.to(device, non_blocking=True) for name, column in columns.items()}
     if device.type == "cpu":
-        return batch
+        return replace(batch, columns=columns) if columns else batch
     steps = {f.name: getattr(batch.steps, f.name) for f in fields(Steps) if f.name != "num_tokens"}
     tensors = {f.name: getattr(batch, f.name) for f in fields(PackedBatch)}
     tensors = {name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)}
@@ -118,6 +183,7 @@ def _moved(batch: PackedBatch, device: torch.device) -> PackedBatch:
         **tensors,
         steps=replace(batch.steps, **{name: value.to(device) for name, value in steps.items()}),
         components={name: value.to(device) for name, value in batch.components.items()},
+        columns=columns,
         layout=BUILT,
     )
 
@@ -125,14 +191,34 @@ def _moved(batch: PackedBatch, device: torch.device) -> PackedBatch:
 def _check_order(members: Sequence[Packable]) -> None:
     previous: tuple[str, int] | None = None
     for member in members:
-        identity = (member.group_id, member.rollout_index)
+        identity = _identity(member)
         if previous is not None and not previous < identity:
             raise TrajectoryError(f"member {identity} follows {previous}: sort by (group_id, rollout_index)")
-        if member.reward is None:
-            raise TrajectoryError(f"member {identity} has reward None: leave unscorable members out")
-        if not math.isfinite(member.reward):
-            raise TrajectoryError(f"member {identity} has reward {member.reward}, needs a finite number")
+        _check_reward(identity, member.reward)
         previous = identity
+
+
+def _check_members(layout: Layout) -> None:
+    """`_check_order` for arrays. Members of one group are in the order of their index."""
+    table, group = layout.members.table, layout.group.astype(np.int64)
+    ids = [layout.groups[number].group_id for number in dict.fromkeys(group.tolist())]
+    follows = (np.diff(group) > 0) | ((np.diff(group) == 0) & (np.diff(table["index"].astype(np.int64)) > 0))
+    if not follows.all() or any(not before < after for before, after in pairwise(ids)):
+        identities = [layout.identity(member) for member in range(len(layout))]
+        before, after = next(pair for pair in pairwise(identities) if not pair[0] < pair[1])
+        raise TrajectoryError(f"member {after} follows {before}: sort by (group_id, rollout_index)")
+    has_reward = (table["flags"] & HAS_REWARD) != 0
+    is_wrong = ~(has_reward & np.isfinite(table["reward"]))
+    if is_wrong.any():
+        member = int(np.flatnonzero(is_wrong)[0])
+        _check_reward(layout.identity(member), float(table["reward"][member]) if has_reward[member] else None)
+
+
+def _check_reward(identity: tuple[str, int], reward: float | None) -> None:
+    if reward is None:
+        raise TrajectoryError(f"member {identity} has reward None: leave unscorable members out")
+    if not math.isfinite(reward):
+        raise TrajectoryError(f"member {identity} has reward {reward}, needs a finite number")
 
 
 def _components(members: Sequence[Packable]) -> dict[str, list[float]]:
@@ -142,13 +228,22 @@ def _components(members: Sequence[Packable]) -> dict[str, list[float]]:
     return {name: [rewards.get(name, 0.0) for rewards in named] for name in names}
 
 
+def _components_of(members: Members) -> dict[str, Array]:
+    is_missing = {name: np.isnan(members.rewards[name]) for name in sorted(members.rewards)}
+    return {
+        name: np.where(mask, 0.0, members.rewards[name])
+        for name, mask in is_missing.items()
+        if not mask.all()
+    }
+
+
 def _codes(keys: Sequence[str]) -> list[int]:
     """The number of each text: equal texts share one, counted from 0 in order of appearance."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
-def _steps(members: Sequence[Packable], cu_seqlens: Array, first_row: Array, tensor: Any) -> Steps:
+def _steps(members: Sequence[Packable], cu_seqlens: Positions, first_row: Positions) -> Steps:
     numbers: dict[str, int] = {}
     rows, starts, ends, rewards, states, trajectories = [], [], [], [], [], []
     for index, member in enumerate(members):
@@ -165,14 +260,38 @@ def _steps(members: Sequence[Packable], cu_seqlens: Array, first_row: Array, ten
             rewards.append(step.reward)
             key = step.state_key
             states.append(-1 if key is None else numbers.setdefault(key, len(numbers)))
+    return _packed_steps(trajectories, rows, starts, ends, rewards, states)
+
+
+def _steps_of(members: Members, cu_seqlens: Positions, first_row: Positions) -> Steps:
+    """The steps of `members`, counted in the batch. States are numbered in order of appearance."""
+    steps = members.steps
+    trajectory = np.repeat(np.arange(len(members)), members.table["steps"])
+    row = first_row[trajectory] + steps["row"]
+    start, end = cu_seqlens[row] + steps["start"], cu_seqlens[row] + steps["end"]
+    state = np.full(len(steps), -1, np.int64)
+    has_state = steps["state"] != NO_STATE
+    state[has_state] = _numbered(steps["state"][has_state])
+    return _packed_steps(trajectory, row, start, end, steps["reward"], state)
+
+
+def _numbered(labels: Array) -> Positions:
+    """The number of each label: equal ones share one, counted from 0 in order of appearance."""
+    _, first, label = np.unique(labels, return_index=True, return_inverse=True)
+    number = np.empty(len(first), np.int64)
+    number[np.argsort(first)] = np.arange(len(first))
+    return number[label]
+
+
+def _packed_steps(trajectory: Any, row: Any, start: Any, end: Any, rewards: Any, state: Any) -> Steps:
     return Steps(
-        trajectory=tensor(trajectories, np.int64),
-        row=tensor(rows, np.int64),
-        start=tensor(starts, np.int64),
-        end=tensor(ends, np.int64),
-        rewards=tensor(rewards, np.float64),
-        state=tensor(states, np.int64),
-        num_tokens=sum(ends) - sum(starts),
+        trajectory=_tensor(trajectory, np.int64),
+        row=_tensor(row, np.int64),
+        start=_tensor(start, np.int64),
+        end=_tensor(end, np.int64),
+        rewards=_tensor(rewards, np.float64),
+        state=_tensor(state, np.int64),
+        num_tokens=int(sum(end) - sum(start)),
     )
 
 
@@ -180,14 +299,14 @@ def _columns(
     members: Sequence[Packable],
     columns: Sequence[Mapping[str, Array]],
     names: Sequence[str] | None,
-    device: torch.device | str,
+    batch: PackedBatch,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     if len(columns) != len(members):
         raise TrajectoryError(f"columns of {len(columns)} members for {len(members)}: one mapping each")
     if names is None:
         names = list(dict.fromkeys(name for mapping in columns for name in mapping))
     shapes = [(sum(member.row_lengths),) for member in members]
-    device = torch.device(device)
     packed: dict[str, Tensor] = {}
     for name in names:
         arrays: list[Array] = []
@@ -204,8 +323,19 @@ def _columns(
             arrays.append(array)
         packed[name] = _end_to_end(arrays, device)
     if "response_mask" in packed:
-        _check_mask(members, packed["response_mask"].numpy())
-    return {name: column.to(device, non_blocking=True) for name, column in packed.items()}
+        announced = np.array([n for member in members for n in member.row_trainable], np.int64)
+        _check_mask(
+            packed["response_mask"].numpy(), batch, announced, lambda member: _identity(members[member])
+        )
+    return packed
+
+
+def _column(name: str, column: Array | Tensor, num_tokens: int) -> Tensor:
+    if isinstance(column, np.ndarray) and column.dtype.kind not in "biuf":
+        raise TrajectoryError(f"{name} has dtype {column.dtype}, needs numbers")
+    if tuple(column.shape) != (num_tokens,):
+        raise TrajectoryError(f"{name} has shape {tuple(column.shape)}, needs ({num_tokens},)")
+    return torch.as_tensor(column)
 
 
 def empty_column(length: int, dtype: np.dtype[Any], device: torch.device) -> Tensor:
@@ -225,22 +355,32 @@ def _end_to_end(arrays: Sequence[Array], device: torch.device) -> Tensor:
 
 
 def _where(member: Packable) -> str:
-    return f"member {(member.group_id, member.rollout_index)}"
+    return f"member {_identity(member)}"
 
 
-def _check_mask(members: Sequence[Packable], mask: Array) -> None:
-    """Compare the mask with the announced row_trainable, and clear it for baseline members.
+def _identity(member: Packable) -> tuple[str, int]:
+    return member.group_id, member.rollout_index
+
+
+def _check_mask(
+    mask: Array, batch: PackedBatch, announced: Array, identity: Callable[[int], tuple[str, int]]
+) -> None:
+    """Compare the mask with the `announced` row_trainable, and clear it for baseline members.
 
     A mask with fewer ones is valid: a step of the chain may have narrowed it.
     """
-    start = 0
-    for member in members:
-        for row, (length, announced) in enumerate(zip(member.row_lengths, member.row_trainable, strict=True)):
-            ones = int(np.count_nonzero(mask[start : start + length]))
-            if ones > announced:
-                raise TrajectoryError(
-                    f"{_where(member)} row {row}: response_mask has {ones} ones, row_trainable says {announced}"
-                )
-            if member.is_baseline:
-                mask[start : start + length] = 0
-            start += length
+    cu_seqlens, row_trajectory = batch.cu_seqlens.numpy(), batch.row_trajectory.numpy()
+    has_tokens = np.diff(cu_seqlens) > 0  # reduceat gives an empty row the next one's first token
+    ones = np.zeros(len(has_tokens), np.int64)
+    if has_tokens.any():
+        ones[has_tokens] = np.add.reduceat(mask != 0, cu_seqlens[:-1][has_tokens], dtype=np.int32)
+    if (ones > announced).any():
+        row = int(np.flatnonzero(ones > announced)[0])
+        member = int(row_trajectory[row])
+        in_member = row - int(np.searchsorted(row_trajectory, member))
+        raise TrajectoryError(
+            f"member {identity(member)} row {in_member}: "
+            f"response_mask has {ones[row]} ones, row_trainable says {announced[row]}"
+        )
+    for row in np.flatnonzero(batch.baseline.numpy()[row_trajectory]).tolist():
+        mask[cu_seqlens[row] : cu_seqlens[row + 1]] = 0

@@ -1,0 +1,124 @@
+"""The layout of a batch: the members of its groups end to end, and where the server has their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..trajectory.columns import Array
+from ..trajectory.members import Members, Positions, offsets
+from ..trajectory.packet import StoredPacket
+from .groups_log import LoggedGroup
+
+
+class Piece(NamedTuple):
+    """Entries start : stop of a column of the batch. They lie together from `source` on in a column of their source."""
+
+    start: int
+    stop: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """M members of groups in batch order, in each group by rollout_index. Their columns lie in this order too."""
+
+    groups: Sequence[LoggedGroup]
+    members: Members
+    group: Positions  # [M]: its group's position in `groups`, ascending
+    packets: Sequence[StoredPacket]  # of all groups
+    packet: Positions  # [M]: the position of its packet in `packets`
+    position: Positions  # [M]: its own position in this packet
+
+    @staticmethod
+    def of(groups: Sequence[LoggedGroup]) -> Layout:
+        """All members of `groups`, which must have been readable."""
+        num_packets = offsets(np.array([len(group.packets) for group in groups], np.int64))
+        num_members = np.array([len(group.members) for group in groups], np.int64)
+        return Layout(
+            groups,
+            Members.concat([group.members for group in groups]),
+            np.repeat(np.arange(len(groups)), num_members),
+            [packet for group in groups for packet in group.packets],
+            _end_to_end(group.packet_of for group in groups) + np.repeat(num_packets[:-1], num_members),
+            _end_to_end(group.position_of for group in groups),
+        )
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.members.table["tokens"].sum())
+
+    def select(self, positions: Positions | Sequence[int]) -> Layout:
+        """The members at these positions, which ascend. Groups and packets keep their numbers."""
+        positions = np.asarray(positions, np.int64)
+        return Layout(
+            self.groups,
+            self.members.select(positions),
+            self.group[positions],
+            self.packets,
+            self.packet[positions],
+            self.position[positions],
+        )
+
+    def identity(self, member: int) -> tuple[str, int]:
+        """(group_id, rollout_index) of the member at this position."""
+        return self.groups[self.group[member]].group_id, int(self.members.table["index"][member])
+
+    def pieces(self, name: str = "response_mask") -> dict[int, list[Piece]]:
+        """How the column `name` is put together from its packets: pieces by position of the packet.
+
+        All columns per token have the same pieces. A packet none of whose members is in the layout is not there.
+        """
+        none = [np.zeros(0, np.int64)]
+        lengths = np.concatenate(none + [column_lengths(packet.members, name) for packet in self.packets])
+        first_member = offsets(np.array([len(packet.members) for packet in self.packets], np.int64))
+        entry, first = offsets(lengths), first_member[self.packet]
+        source = entry[first + self.position] - entry[first]
+        return pieces(self.packet, source, column_lengths(self.members, name))
+
+
+def column_lengths(members: Members, name: str) -> Positions:
+    """[M]: entries of the column `name` of each member: its tokens, or the entries of an extra column without them."""
+    counts = members.entries.get(name)
+    if counts is None:
+        return members.table["tokens"].astype(np.int64)
+    sums = offsets(counts)[members.first_row]
+    return np.diff(sums)
+
+
+def pieces(origin: Positions, source: Positions, lengths: Positions) -> dict[int, list[Piece]]:
+    """How K consecutive parts of a column are put together from other columns.
+
+    Part k is lengths[k] entries from source[k] on of the column number origin[k]. Parts that lie together in both
+    columns become one piece. By number of column, in order.
+    """
+    if not len(origin):
+        return {}
+    bounds = offsets(lengths)
+    is_first = np.ones(len(origin), np.bool_)
+    is_first[1:] = (origin[1:] != origin[:-1]) | (source[1:] != source[:-1] + lengths[:-1])
+    first = np.flatnonzero(is_first)
+    stops = bounds[np.append(first[1:], len(origin))]
+    by_origin: dict[int, list[Piece]] = {}
+    table = zip(
+        origin[first].tolist(), bounds[first].tolist(), stops.tolist(), source[first].tolist(), strict=True
+    )
+    for number, *piece in table:
+        by_origin.setdefault(number, []).append(Piece(*piece))
+    return by_origin
+
+
+def place(column: Array, parts: Iterable[Piece], out: Array) -> None:
+    """Copy the `parts` of a source's column into `out`, the batch's."""
+    for start, stop, source in parts:
+        out[start:stop] = column[source : source + stop - start]
+
+
+def _end_to_end(parts: Iterable[Sequence[int]]) -> Positions:
+    return np.concatenate([np.zeros(0, np.int64), *(np.asarray(part, np.int64) for part in parts)])
