@@ -146,7 +146,7 @@ def offsets(counts: Array) -> Positions:
 
 def join_records(arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
     """Records end to end, read-only. np.concatenate takes microseconds for each array of records."""
-    return np.frombuffer(b"".join(map(np.ascontiguousarray, arrays)), dtype)
+    return np.frombuffer(b"".join([np.ascontiguousarray(array).data for array in arrays]), dtype)
 
 
 def spans(first: Positions, positions: Positions) -> Positions:
