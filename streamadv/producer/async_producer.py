@@ -231,7 +231,7 @@ class AsyncProducer:
             return await server_ids_async(self._connection, request.shards)
         if isinstance(request, Transaction):
             return await run_transaction_async(self._connection, request.payloads, request.call)
-        return await run_script_async(self._connection.scripts, request)
+        return await run_script_async(self._connection.pipelined or self._connection.scripts, request)
 
 
 class BeginGroup:

@@ -122,6 +122,11 @@ class Pushes:
         codes: list[str] = []
         for start, stop in slices([record.size for record in records]):
             part_codes = yield from self._send_slice(spec, records[start:stop], epoch, budget)
+            while "lost" in part_codes:
+                lost = [at for at, code in enumerate(part_codes) if code == "lost"]
+                again = yield from self._send_slice(spec, [records[start + at] for at in lost], epoch, budget)
+                for at, code in zip(lost, again, strict=True):
+                    part_codes[at] = code
             metrics.producer_pushed(part_codes)
             if "range" in part_codes:
                 position = start + part_codes.index("range")

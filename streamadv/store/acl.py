@@ -21,8 +21,8 @@ CONNECTION: Final = "ping select info time role multi exec discard"
 CLUSTER: Final = "asking cluster|slots command"
 
 _PIPELINE: Final = (
-    "del exists hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx llen lrange lrem pexpire rename rpush "
-    "unlink xack xadd xclaim xdel xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups xinfo|stream "
+    "del exists hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx llen lrange lrem persist pexpire rename "
+    "rpush unlink xack xadd xclaim xdel xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups xinfo|stream "
     "xlen xpending xrange xread xreadgroup zadd zcard zrange zrangebyscore zrem zscore"
 )
 
@@ -52,7 +52,7 @@ PRODUCER: Final = Role(
         "trainer": "hmget",
         "rollouts scoring": "xadd",
         "scored": "rpush",
-        "payload": "hset unlink",
+        "payload": "hset persist pexpire unlink",
         "producers": "hget hset",
         "session": "hget",
     },

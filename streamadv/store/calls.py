@@ -7,10 +7,10 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
-from .clients import Client, Payloads
+from .clients import Client
 from .connection import AsyncConnection, Connection
 from .keys import ShardKeys
-from .resp import as_buffer
+from .resp import UNREGISTERED_MS, Payloads, as_buffer
 from .retry import RETRYABLE, closed_under_way, not_now
 from .scripts import ScriptCall, script_call
 
@@ -33,14 +33,19 @@ async def run_script_async(client: Any, call: ScriptCall) -> Any:
 
 
 def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall) -> Any:
-    """MULTI: write the hashes, then run `call`, whose reply is returned. Never sent twice."""
+    """MULTI: write the hashes, then run `call`, whose reply is returned. Never sends a hash twice.
+
+    A server that does not know the script is sent its text: the hashes are there, or the script finds them gone.
+    """
     client = connection.push
     try:
-        if isinstance(client, Client):
-            return client.transact(payloads, ("EVAL", *call.by_text))
-        pipe = client.pipeline(transaction=True)
         with not_now():
-            return _fill(pipe, payloads, call).execute()[-1]
+            try:
+                if isinstance(client, Client):
+                    return client.transact(payloads, ("EVALSHA", *call.by_hash))
+                return _fill(client.pipeline(transaction=True), payloads, call).execute()[-1]
+            except NoScriptError:
+                return client.eval(*call.by_text)
     except RETRYABLE:
         connection.note_failed_push()
         raise
@@ -50,8 +55,13 @@ async def run_transaction_async(connection: AsyncConnection, payloads: Payloads,
     """`run_transaction` for asyncio."""
     try:
         with closed_under_way(), not_now():
-            async with connection.push.pipeline(transaction=True) as pipe:
-                return (await _fill(pipe, payloads, call).execute())[-1]
+            try:
+                if connection.pipelined is not None:
+                    return await connection.pipelined.transact(payloads, ("EVALSHA", *call.by_hash))
+                async with connection.push.pipeline(transaction=True) as pipe:
+                    return (await _fill(pipe, payloads, call).execute())[-1]
+            except NoScriptError:
+                return await (connection.pipelined or connection.push).eval(*call.by_text)
     except RETRYABLE:
         await connection.note_failed_push()
         raise
@@ -60,7 +70,10 @@ async def run_transaction_async(connection: AsyncConnection, payloads: Payloads,
 def _fill(pipe: Any, payloads: Payloads, call: ScriptCall) -> Any:
     for key, fields in payloads:
         pipe.hset(key, mapping={name: as_buffer(value) for name, value in fields.items()})
-    pipe.execute_command("EVAL", *call.by_text)  # as a plain command: a cluster's pipeline has no `eval`
+        pipe.pexpire(key, UNREGISTERED_MS)
+    pipe.execute_command(
+        "EVALSHA", *call.by_hash
+    )  # as a plain command: a cluster's pipeline has no `evalsha`
     return pipe
 
 
@@ -76,7 +89,8 @@ def server_ids(connection: Connection, shards: Sequence[ShardKeys]) -> list[str 
 
 async def server_ids_async(connection: AsyncConnection, shards: Sequence[ShardKeys]) -> list[str | None]:
     """`server_ids` for asyncio."""
-    replies = [await run_script_async(connection.push, call) for call in _server_id_calls(connection, shards)]
+    client = connection.pipelined or connection.push
+    replies = [await run_script_async(client, call) for call in _server_id_calls(connection, shards)]
     return _ids(replies, len(shards))
 
 

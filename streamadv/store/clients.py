@@ -21,12 +21,16 @@ import redis.sentinel
 from redis.backoff import FullJitterBackoff, NoBackoff
 from redis.retry import Retry
 
-from .resp import TRANSACTION, Packer, pack_transaction
+from .resp import (
+    TRANSACTION,
+    Packer,
+    Payloads,
+    pack_transaction,
+    replies_to_transaction,
+    transaction_result,
+)
 from .retry import classified, not_now
 from .urls import Target
-
-#: Keys of hashes and their fields: bytes or arrays.
-Payloads = Sequence[tuple[str, dict[Any, Any]]]
 
 SOCKET_TIMEOUT: Final = 10.0  # seconds without a byte
 # redis-py 5 retries after a lost reply only for listed errors. A listed error also closes its connection, which after
@@ -99,25 +103,21 @@ class Client(_Classified, redis.Redis):
     def transact(self, payloads: Payloads, call: Sequence[Any]) -> Any:
         """MULTI: write the hashes, then make `call`, whose reply is returned. Raises the first error there was."""
         chunks = pack_transaction(payloads, call)
-        return self.execute_command(TRANSACTION, chunks, writes=len(payloads))
+        return self.execute_command(TRANSACTION, chunks, replies=replies_to_transaction(payloads))
 
     def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
         if command_name != TRANSACTION:
             return super().parse_response(connection, command_name, **options)  # type: ignore[no-untyped-call]
-        refused = None
-        for _ in range(options["writes"] + 2):  # to MULTI, to each write and to the call
+        replies: list[Any] = []
+        for _ in range(options["replies"]):
             try:
-                connection.read_response()
+                replies.append(connection.read_response())
             except redis.exceptions.ResponseError as error:
-                refused = refused or error
-        try:
-            replies = connection.read_response()
-        except redis.exceptions.ResponseError as error:
-            raise refused or error from None
-        for reply in replies:
-            if isinstance(reply, Exception):
-                raise reply
-        return replies[-1]
+                replies.append(error)
+        result = transaction_result(replies)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 class _MasterConnection(redis.sentinel.SentinelManagedConnection):

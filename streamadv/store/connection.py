@@ -24,6 +24,7 @@ import redis.exceptions
 from ..errors import ServerUnreachableError, SettingError
 from . import tls
 from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_of
+from .pipelined import Pipelined
 from .reasons import Reason
 from .retry import RETRYABLE, NotNowError, closed_under_way, reason_of, server_reason
 from .urls import Target, hide_password, parse_url
@@ -253,6 +254,7 @@ class AsyncConnection(_BaseConnection):
     def __init__(self, url: str) -> None:
         super().__init__(url, parse_url(url))
         self._clients: dict[str, redis.asyncio.Redis] = {}
+        self._pipelined: Pipelined | None = None
 
     @classmethod
     def from_client(cls, client: Any) -> Self:
@@ -260,6 +262,7 @@ class AsyncConnection(_BaseConnection):
         self = cls.__new__(cls)
         _BaseConnection.__init__(self, "client://", None)
         self._clients = {"any": client}
+        self._pipelined = None
         return self
 
     @property
@@ -271,6 +274,15 @@ class AsyncConnection(_BaseConnection):
     def push(self) -> redis.asyncio.Redis:
         """For `MULTI` with payload: never sends anything twice. On a lost reply push under a new nonce."""
         return self._client("push", 0)
+
+    @property
+    def pipelined(self) -> Pipelined | None:
+        """For pushes and scripts of many tasks at once, over one connection; None for a cluster. Never sends twice."""
+        if self._target is None or self._target.cluster:
+            return None
+        if self._pipelined is None:
+            self._pipelined = Pipelined(self.push, SOCKET_TIMEOUT)
+        return self._pipelined
 
     async def check(self) -> None:
         """As `Connection.check`."""
@@ -318,6 +330,9 @@ class AsyncConnection(_BaseConnection):
                 await cast(redis.asyncio.cluster.RedisCluster, client).nodes_manager.initialize()
 
     async def close(self) -> None:
+        if self._pipelined is not None:
+            self._pipelined.close()
+            self._pipelined = None
         if self._target is not None:
             for client in self._clients.values():
                 for closable in (client, *sentinels_of(client)):

@@ -95,7 +95,7 @@ class ScriptCall(NamedTuple):
 
     @property
     def by_text(self) -> tuple[Any, ...]:
-        """Arguments of EVAL: inside MULTI a hash unknown to a restarted server would fail after the HSETs."""
+        """Arguments of EVAL, for a server that does not know the script."""
         return (self.script.text, len(self.keys), *self.keys, *self.args)
 
     @property

@@ -368,7 +368,6 @@ def test_every_other_command_of_the_server_is_refused(guarded: Guarded, role: ac
             "cluster|reset",
             "cluster|nodes",
             "expire",
-            "persist",
         ),
     ):
         assert command in refused, command

@@ -1,12 +1,14 @@
--- Register terminal records of one group: the only place of dedupe. Runs in one MULTI after the HSETs of the payloads;
--- the payload of a record that is not registered is unlinked here, so none stays without a reference.
+-- Register terminal records of one group: the only place of dedupe. Runs in one MULTI after the HSETs of the payloads,
+-- each with a time to live: one that is registered keeps for ever, and one whose script a server does not know, as
+-- after a failover, goes by itself. The payload of a record that is not registered is unlinked, so none stays without a
+-- reference.
 -- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes, rollouts, scorer: scoring | void,
 --       payloads: payload | void ...
 -- ARGV  those of an admission, see lib/admit; '1' if the run has scorers, then for each record: index, kind, reward
 --       ('' = none yet), bytes, payload key, role, reference JSON
 --       kind is 'usable', or the reason the slot ended: failed, aborted, cancelled, unscorable
 -- Returns  {'ok', code of each record ...}  'pushed', 'duplicate', 'surplus' or 'late' (the group had ended), 'range' (no
---                                           such slot)
+--                                           such slot), 'lost' (its payload is gone: send it again under a new key)
 --          {'busy', reason, used, limit ...}   the group was unknown and is not admitted now
 --          {'mismatch', size}               open with another size
 --          {'layout'}                       the run may have another number of shards: read the manifest again
@@ -67,6 +69,8 @@ for i = 0, records - 1 do
   local index, kind, code = tonumber(ARGV[at]), ARGV[at + 1], 'pushed'
   if index >= slots then
     code = 'range'
+  elseif tonumber(ARGV[at + 3]) > 0 and redis.call('PERSIST', keys.payloads[i + 1]) == 0 then
+    code = 'lost'
   elseif not take(index) then
     code, duplicates = 'duplicate', duplicates + 1
   elseif tombstone then

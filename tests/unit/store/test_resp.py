@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,10 @@ import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
-from redis.exceptions import DataError
+from redis.exceptions import DataError, InvalidResponse, ResponseError
 
 from streamadv.store import resp
-from streamadv.store.resp import LARGE, Packer, pack_transaction
+from streamadv.store.resp import LARGE, Incomplete, Packer, pack_transaction, read_reply
 
 Argument = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
@@ -75,5 +76,34 @@ def test_a_transaction_is_its_commands_one_after_the_other(payloads: list[Any]) 
         writes.append(
             ("HSET", key, *(bytes(part) if isinstance(part, np.ndarray) else part for part in parts))
         )
+        writes.append(("PEXPIRE", key, 60_000))
     commands = [("MULTI",), *writes, call, ("EXEC",)]
     assert b"".join(pack_transaction(payloads, call)) == b"".join(map(plain, commands))
+
+
+REPLIES = (
+    b"+OK\r\n:-7\r\n$-1\r\n*-1\r\n$0\r\n\r\n$4\r\na\r\nb\r\n-ERR no\r\n"
+    b"*3\r\n:1\r\n*2\r\n+a\r\n-NOSCRIPT x\r\n$1\r\n-\r\n"
+)
+
+
+@given(cut=st.integers(0, len(REPLIES)))
+def test_replies_are_read_wherever_the_bytes_are_cut(cut: int) -> None:
+    replies, at = [], 0
+    for data in (REPLIES[:cut], REPLIES):
+        with suppress(Incomplete):
+            while at < len(data):
+                reply, at = read_reply(data, at, ResponseError)
+                replies.append(reply)
+    assert repr(replies) == repr(
+        [
+            *(b"OK", -7, None, None, b"", b"a\r\nb", ResponseError("ERR no")),
+            [1, [b"a", ResponseError("NOSCRIPT x")], b"-"],
+        ]
+    )
+
+
+@pytest.mark.parametrize("data", [b"?\r\n", b"$x\r\n", b":\r\n", b"*1\r\n!1\r\n"])
+def test_what_is_no_reply_is_an_error(data: bytes) -> None:
+    with pytest.raises(InvalidResponse):
+        read_reply(data, 0, ResponseError)
