@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..algorithms.chain import ChainResult, run_chain
 from ..algorithms.packed import Level, PackedBatch
-from ..algorithms.packing import pack
+from ..algorithms.packing import empty_column, pack_members
 from ..batch.carryover import running_of
 from ..batch.work import WorkItem
-from ..grouping.groups_log import LoggedGroup
+from ..errors import TrajectoryError
+from ..grouping.layout import Layout, place
 from ..run.consumer import Entry
 from ..trajectory.columns import Array
 from .prepare import PreparedItem, worker_chain
@@ -33,9 +35,9 @@ class ComputedItem:
     item: WorkItem
     header: str  # JSON of a ResultHeader
     results: dict[str, bytes]  # one number per trajectory, row or step: travels in the results log
-    outputs: dict[Any, Any]  # '<member>:<column>' -> one number per token: a hash of its own
+    outputs: dict[str, memoryview]  # column -> one number per token: a hash of its own
     # For the metrics:
-    groups: Sequence[LoggedGroup] = field(default=(), compare=False)
+    published: Layout = field(default_factory=lambda: Layout.of([]), compare=False)
     advantages: Array | None = field(default=None, compare=False)  # of tokens, the trainable ones
     is_weights: Array | None = field(default=None, compare=False)  # likewise
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
@@ -48,23 +50,21 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
     """
     item, groups = prepared.item, prepared.living
     chain = worker_chain(item)
-    published = [group for group in groups if group.shard == item.shard]
+    layout = Layout.of(groups)
+    in_shard = [group for group in groups if group.shard == item.shard]
+    published = layout if len(in_shard) == len(groups) else Layout.of(in_shard)
     header: dict[str, Any] = {
         **{"unit": item.number, "level": chain.level, "dead": prepared.dead},
-        **{"groups": [counts_of(group) for group in published], "columns": [], "metrics": {}, "weights": {}},
+        **{"groups": counts_of(published), "columns": [], "metrics": {}, "weights": {}},
     }
     if not groups:
         return ComputedItem(prepared.entry, item, json.dumps(header), {}, {})
-    columns = [arrays for group in groups for arrays in prepared.columns.get(group.group_id, ())]
-    batch = pack([member for group in groups for member in group.references], columns or None, device)
+    batch = pack_members(layout, lay_out(layout, prepared.columns, chain.needs, device), device)
     result = run_chain(chain, batch, item.kl_coefficient, running_of(item))
-    in_shard = torch.tensor([group.shard == item.shard for group in groups], dtype=torch.bool, device=device)
-    selection = Selection(batch, in_shard[batch.trajectory_group])
+    selection = Selection(batch, layout, item.shard)
     results, outputs = split_result(result, selection)
     header |= {
-        "columns": sorted({name.partition(":")[2] for name in outputs}),
-        "metrics": dict(result.metrics),
-        "weights": dict(result.weights),
+        **{"columns": sorted(outputs), "metrics": dict(result.metrics), "weights": dict(result.weights)}
     }
     weights = result.columns.get("rollout_is_weights")
     return ComputedItem(
@@ -73,7 +73,7 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
         json.dumps(header),
         results,
         outputs,
-        groups=published,
+        published=published,
         advantages=None
         if result.advantages is None
         else selection.trainable_values(result.level, result.advantages),
@@ -82,34 +82,72 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
     )
 
 
-class Selection:
-    """Which trajectories of a packed batch are published, as masks of each level.
+def lay_out(
+    layout: Layout, fetched: Mapping[str, Mapping[str, Array]], names: Sequence[str], device: torch.device
+) -> dict[str, Tensor]:
+    """The columns of these names, [N] each, on the host. fetched: payload key -> columns of the packet.
 
-    trajectories: [M] bool. by_level: "row" and "step" -> [R] and [S] bool.
+    Raises TrajectoryError for a column that is not one number per token.
     """
+    if not names:
+        return {}
+    sources = [(fetched[layout.packets[packet].key], parts) for packet, parts in layout.pieces().items()]
+    columns = {}
+    for name in names if sources else ():
+        first = sources[0][0][name]
+        if name in layout.members.entries or first.ndim > 1:
+            raise TrajectoryError(
+                f"column {name} is needed, and has not one number per token: push another one"
+            )
+        columns[name] = empty_column(layout.num_tokens, first.dtype, device)
+        for column_by_name, parts in sources:
+            place(column_by_name[name], parts, columns[name].numpy())
+    return columns
 
-    def __init__(self, batch: PackedBatch, trajectories: Tensor) -> None:
-        self.batch = batch
-        self.trajectories = trajectories  # [M] bool
-        self.by_level = {
-            "row": trajectories[batch.row_trajectory],
-            "step": trajectories[batch.steps.trajectory],
-        }
+
+class Selection:
+    """The values of a packed batch that are published: those of the trajectories of one shard."""
+
+    def __init__(self, batch: PackedBatch, layout: Layout, shard: int) -> None:
+        self._batch = batch
+        in_shard = np.array([group.shard == shard for group in layout.groups], np.bool_)
+        #: [M] bool; None = all of them.
+        self._trajectories = (
+            None if in_shard.all() else torch.from_numpy(in_shard[layout.group]).to(batch.device)
+        )
+
+    def pick(self, level: Level | Literal["trajectory"], values: Tensor) -> Array:
+        """The published ones of `values` of a level, on the host."""
+        return self._values(values, self._mask(level))
 
     def trainable_values(self, level: Level, values: Tensor) -> Array:
-        """The published values of a level, one number each; of tokens only those that are trained on."""
+        """The published ones of `values`; of tokens only those that are trained on."""
+        mask = self._mask(level)
         if level == "token":
-            mask = self.by_level["row"][self.batch.token_row] & self.batch.column("response_mask").bool()
-        else:
-            mask = self.by_level[level]
-        return values[mask].cpu().numpy()
+            trainable = self._batch.column("response_mask").bool()
+            mask = trainable if mask is None else trainable & mask
+        return self._values(values, mask)
+
+    def _mask(self, level: Level | Literal["trajectory"]) -> Tensor | None:
+        batch, mask = self._batch, self._trajectories
+        if mask is None or level == "trajectory":
+            return mask
+        if level == "step":
+            return mask[batch.steps.trajectory]
+        mask = mask[batch.row_trajectory]
+        return mask if level == "row" else mask[batch.token_row]
+
+    @staticmethod
+    def _values(values: Tensor, mask: Tensor | None) -> Array:
+        array: Array = (values if mask is None else values[mask]).cpu().numpy()
+        return np.ascontiguousarray(array)
 
 
-def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, bytes], dict[Any, Any]]:
+def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, bytes], dict[str, memoryview]]:
     """What is published of a result: `ComputedItem.results` and `ComputedItem.outputs`."""
     results = {
-        "rewards": _bytes(result.rewards[selection.trajectories]),
-        "step_rewards": _bytes(result.step_rewards[selection.by_level["step"]]),
+        "rewards": selection.pick("trajectory", result.rewards).tobytes(),
+        "step_rewards": selection.pick("step", result.step_rewards).tobytes(),
     }
     tokens = dict(result.columns)
     for name, values in (("advantages", result.advantages), ("returns", result.returns)):
@@ -118,20 +156,6 @@ def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, b
         if result.level == "token":
             tokens[name] = values
         else:
-            results[name] = _bytes(values[selection.by_level[result.level]])
-    outputs: dict[Any, Any] = {}
-    if tokens:
-        batch = selection.batch
-        bounds = batch.cu_seqlens[batch.row_offsets].tolist()
-        for name, values in tokens.items():
-            array = values.cpu().numpy()
-            number = 0
-            for position, is_published in enumerate(selection.trajectories.tolist()):
-                if is_published:
-                    outputs[f"{number}:{name}"] = array[bounds[position] : bounds[position + 1]].tobytes()
-                    number += 1
-    return results, outputs
-
-
-def _bytes(values: Tensor) -> bytes:
-    return values.cpu().numpy().tobytes()
+            results[name] = selection.pick(result.level, values).tobytes()
+    outputs = {name: selection.pick("token", values) for name, values in tokens.items()}
+    return results, {name: array.data.cast("B") for name, array in outputs.items() if array.size}

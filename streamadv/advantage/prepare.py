@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
@@ -17,7 +17,7 @@ from ..messages import first_problem, log_fields
 from ..run import Run
 from ..run.consumer import ADVANTAGE, Entry
 from ..run.malformed import reject
-from ..run.payloads import decode_member, fetch_fields
+from ..run.payloads import fetch_columns
 from ..trajectory.columns import Array
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,7 @@ class PreparedItem:
     entry: Entry
     item: WorkItem
     groups: list[LoggedGroup]
-    columns: dict[
-        str, list[dict[str, Array]]
-    ]  # group id -> columns of its members; {} if the chain needs none
+    columns: dict[str, dict[str, Array]]  # payload key -> columns of the packet; {} if the chain needs none
     dead: dict[str, Death] = field(default_factory=dict)  # groups that could not be read or computed
 
     @property
@@ -80,22 +78,24 @@ def prepare(run: Run, entry: Entry) -> PreparedItem:
     item = _work_item_of(run, entry)
     groups = read_groups(run, item.groups)
     chain = worker_chain(item)
-    columns: dict[str, list[dict[str, Array]]] = {}
+    columns: dict[str, dict[str, Array]] = {}
     dead: dict[str, Death] = {}
     if chain.needs:
-        stored = fetch_fields(run, [member for group in groups for member in group.references], chain.needs)
-        for group in groups:
-            fields_of_members = list(itertools.islice(stored, len(group.references)))
-            try:
-                columns[group.group_id] = [
-                    decode_member(member, fields, chain.needs).columns
-                    for member, fields in zip(group.references, fields_of_members, strict=True)
-                ]
-            except WireError as error:
-                dead[group.group_id] = Death("undecodable", str(error))
+        group_ids = [group.group_id for group in groups for _ in group.packets]
+        packets = [packet for group in groups for packet in group.packets]
+        for group_id, fetched in zip(group_ids, fetch_columns(run, packets, chain.needs), strict=True):
+            columns[fetched.packet.key] = fetched.columns
+            problem = fetched.problem or _missing(chain.needs, fetched.columns)
+            if problem is not None:
+                dead.setdefault(group_id, Death("undecodable", problem))
     # A batch that was committed meanwhile has no payloads any more, and nothing is wrong: BatchLostError.
     read_groups(run, [pointer for pointer in item.groups if pointer.group_id in dead])
     return PreparedItem(entry, item, groups, columns, dead)
+
+
+def _missing(names: Sequence[str], columns: Mapping[str, Array]) -> str | None:
+    missing = [name for name in names if name not in columns]
+    return f"column {missing[0]} is missing in the payload" if missing else None
 
 
 def _work_item_of(run: Run, entry: Entry) -> WorkItem:

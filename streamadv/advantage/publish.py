@@ -14,6 +14,8 @@ from ..run import Run
 from ..run.consumer import ADVANTAGE
 from ..store.calls import run_transaction
 from ..store.scripts import script_call
+from ..trajectory.columns import Array
+from ..trajectory.members import STATUSES
 from ..trajectory.schema import Status
 from .compute import ComputedItem
 
@@ -27,14 +29,15 @@ def publish(run: Run, computed: ComputedItem) -> bool:
     try:
         return bool(run_transaction(run.connection, payloads, call))
     except OutOfMemoryError:  # the HSET is refused above maxmemory; the script, which acks first, is not
-        call = script_call("publish", keys, _arguments(computed, computed.outputs), output=output)
+        inline = {name: bytes(column) for name, column in computed.outputs.items()}
+        call = script_call("publish", keys, _arguments(computed, inline), output=output)
         return bool(run.connection.push.eval(*call.by_text))
 
 
 def _arguments(computed: ComputedItem, inline: Mapping[Any, Any]) -> list[Any]:
     """ARGV of `publish.lua`. inline: outputs that the script writes itself."""
-    output_bytes = sum(len(value) for value in computed.outputs.values())
-    payload_bytes = sum(group.size_bytes for group in computed.groups)
+    output_bytes = sum(column.nbytes for column in computed.outputs.values())
+    payload_bytes = sum(packet.size for packet in computed.published.packets)
     return [
         *(ADVANTAGE, computed.entry.id, computed.item.batch, computed.header),
         *(output_bytes, payload_bytes, len(inline)),
@@ -44,21 +47,26 @@ def _arguments(computed: ComputedItem, inline: Mapping[Any, Any]) -> list[Any]:
 
 def observe(computed: ComputedItem) -> None:
     """Metrics of results that were handed off."""
-    groups = computed.groups
-    members = [member for group in groups for member in group.references]
-    stds = []
-    for group in groups:
-        rewards = [member.reward for member in group.references if member.reward is not None]
-        if len(rewards) > 1:
-            stds.append(float(np.std(rewards, ddof=1)))
+    layout = computed.published
+    table, rewards = layout.members.table, layout.members.table["reward"]
     metrics.work_item_computed(
-        rewards=[member.reward for member in members if member.reward is not None],
+        rewards=rewards,
         advantages=[] if computed.advantages is None else computed.advantages,
-        response_tokens=[sum(member.row_trainable) for member in members],
-        turns=[len(member.steps) for member in members if member.steps],
-        truncated=[float(member.status is Status.TRUNCATED) for member in members],
-        group_reward_std=stds,
-        group_completion_s=[(group.logged_ms - group.opened_ms) / 1000 for group in groups],
+        response_tokens=table["trainable"],
+        turns=table["steps"][table["steps"] > 0],
+        truncated=table["status"] == STATUSES.index(Status.TRUNCATED),
+        group_reward_std=_standard_deviations(rewards, layout.group),
+        group_completion_s=[(group.logged_ms - group.opened_ms) / 1000 for group in layout.groups],
         metrics=computed.metrics,
         is_weights=computed.is_weights,
     )
+
+
+def _standard_deviations(values: Array, group: Array) -> Array:
+    """Of the values of each group, sample standard deviations; without groups of one value."""
+    first, counts = np.unique(group, return_index=True, return_counts=True)[1:]
+    if not len(first):
+        return np.zeros(0)
+    centred = values - np.repeat(np.add.reduceat(values, first) / counts, counts)
+    squares = np.add.reduceat(centred * centred, first)
+    return np.sqrt(squares[counts > 1] / (counts[counts > 1] - 1))

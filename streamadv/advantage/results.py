@@ -117,25 +117,31 @@ def _parse_numbers(header: ResultHeader, fields: Mapping[bytes, bytes]) -> dict[
     return numbers
 
 
-def misfit(result: Result, item: WorkItem, groups: Mapping[str, LoggedGroup]) -> str | None:
-    """Why these are not the results of `item`, given the batch's living groups by id; None if they are."""
-    counts = {group.group_id: group for group in result.header.groups}
+def misfit(result: Result, item: WorkItem, counts: Mapping[str, GroupCounts]) -> str | None:
+    """Why these are not the results of `item`, or None. counts: of the batch's living groups, by id."""
     published = [pointer.group_id for pointer in item.groups if pointer.shard == item.shard]
-    if len(counts) < len(result.header.groups) or not counts.keys() <= set(published):
+    counts_in_result = {group.group_id: group for group in result.header.groups}
+    if len(counts_in_result) < len(result.header.groups) or not counts_in_result.keys() <= set(published):
         return "it has groups twice, or groups of other work items"
     for group_id in published:
-        group = groups.get(group_id)
-        if group is None or group_id in result.header.dead:
-            continue
-        if counts.get(group_id) != counts_of(group):
+        is_due = group_id in counts and group_id not in result.header.dead
+        if is_due and counts_in_result.get(group_id) != counts[group_id]:
             return f"group {group_id} has other counts than in the log"
     return None
 
 
-def counts_of(group: LoggedGroup) -> GroupCounts:
-    members = group.members
-    tokens = int(members.table["tokens"].sum())
-    return GroupCounts(group.group_id, len(members), len(members.rows), len(members.steps), tokens)
+def counts_of(layout: Layout) -> list[GroupCounts]:
+    """Of each group of a layout of whole groups."""
+    members = layout.members
+    first = np.searchsorted(layout.group, np.arange(len(layout.groups) + 1))
+    bounds = (
+        first,
+        members.first_row[first],
+        members.first_step[first],
+        offsets(members.table["tokens"])[first],
+    )
+    table = np.stack([np.diff(bound) for bound in bounds], axis=1).tolist()
+    return [GroupCounts(group.group_id, *counts) for group, counts in zip(layout.groups, table, strict=True)]
 
 
 def _level_of(result: str, level: Level) -> str:
@@ -217,9 +223,10 @@ class ComputedMember(NamedTuple):
 
     reference: Reference
     result: Result
-    position: int  # among the trajectories of the result, also in the output hash
+    position: int  # among the trajectories of the result
     first_row: int
     first_step: int
+    first_token: int
 
     @property
     def identity(self) -> tuple[str, int]:
@@ -265,14 +272,17 @@ def assign(
     members: dict[str, list[ComputedMember]] = {}
     for item in items:
         result = results[item.number]
-        position, first_row, first_step = 0, 0, 0
-        for group_id, trajectories, rows, steps, _ in result.header.groups:
+        position, first_row, first_step, first_token = 0, 0, 0, 0
+        for group_id, trajectories, rows, steps, tokens in result.header.groups:
             if group_id in by_id:
-                row, step = first_row, first_step
+                row, step, token = first_row, first_step, first_token
                 members[group_id] = []
                 for number, reference in enumerate(by_id[group_id].references):
-                    members[group_id].append(ComputedMember(reference, result, position + number, row, step))
+                    place = (position + number, row, step, token)
+                    members[group_id].append(ComputedMember(reference, result, *place))
                     row += len(reference.row_lengths)
                     step += len(reference.steps)
+                    token += reference.num_tokens
             position, first_row, first_step = position + trajectories, first_row + rows, first_step + steps
+            first_token += tokens
     return [member for group in groups for member in members[group.group_id]]

@@ -77,15 +77,15 @@ def _fetch_missing(
 def _fetch_outputs(run: Run, members: Sequence[ComputedMember]) -> list[dict[str, Array]]:
     """The workers' results per token for each member. Raises UndecodableGroupError."""
     pipe = run.connection.scripts.pipeline(transaction=False)
-    with_outputs = [member for member in members if member.columns]
-    for member in with_outputs:
-        pipe.hmget(member.result.output, [f"{member.position}:{name}" for name in member.columns])
-    replies = iter(replies_of(pipe) if with_outputs else [])
+    results = list({id(member.result): member.result for member in members if member.columns}.values())
+    for result in results:
+        pipe.hmget(result.output, result.header.columns)
+    columns = dict(zip(map(id, results), replies_of(pipe) if results else [], strict=True))
     outputs = []
     problems: dict[tuple[str, int], str] = {}
     for member in members:
         try:
-            outputs.append(_decode_outputs(member, next(replies)) if member.columns else {})
+            outputs.append(_decode_outputs(member, columns.get(id(member.result))))
         except WireError as error:
             problems[member.identity] = str(error)
     if problems:
@@ -96,12 +96,14 @@ def _fetch_outputs(run: Run, members: Sequence[ComputedMember]) -> list[dict[str
 def _decode_outputs(member: ComputedMember, reply: Sequence[bytes | None] | None) -> dict[str, Array]:
     """reply: a value for each output column; None where the key holds no hash. Raises WireError."""
     arrays: dict[str, Array] = {}
+    tokens = sum(group.tokens for group in member.result.header.groups)
+    start, stop = member.first_token, member.first_token + member.reference.num_tokens
     for name, value in zip(member.columns, reply or [None] * len(member.columns), strict=True):
         dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name]
-        if value is None or len(value) != member.reference.num_tokens * dtype.itemsize:
+        if value is None or len(value) != tokens * dtype.itemsize:
             rollout = f"rollout {member.reference.rollout_index}"
             raise WireError(f"output column {name} of {rollout} has the wrong size or is missing")
-        arrays[name] = np.frombuffer(value, dtype)
+        arrays[name] = np.frombuffer(value, dtype)[start:stop]
     return arrays
 
 

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-from ..advantage.results import Result, assign, misfit
+from ..advantage.results import Result, assign, counts_of, misfit
 from ..batch import recovery
 from ..batch.record import BatchRecord, Death
 from ..batch.session import Session
 from ..batch.work import WorkItem, work_items
 from ..errors import BatchLostError, UndecodableGroupError
 from ..grouping.groups_log import LoggedGroup, Pointer, read_groups
+from ..grouping.layout import Layout
 from ..messages import log_fields
 from ..run.malformed import reject
 from ..store.retry import RETRYABLE
@@ -147,9 +148,9 @@ def _first_misfit(
     items: Sequence[WorkItem], results: Sequence[Result], groups: Sequence[LoggedGroup]
 ) -> tuple[Result, str] | None:
     """A result that is not of its work item, and why; None if all fit. Only foreign processes publish such."""
-    by_id = {group.group_id: group for group in groups}
+    counts = {count.group_id: count for count in counts_of(Layout.of(groups))}
     for item, result in zip(items, results, strict=True):
-        problem = misfit(result, item, by_id)
+        problem = misfit(result, item, counts)
         if problem is not None:
             return result, problem
     return None

@@ -151,7 +151,9 @@ def test_results_that_are_not_finite_cost_their_group(joined: Run, what: str) ->
     keys = joined.keys.home
     if what == "advantages":
         (key,) = [key.decode() for key in client.keys("*") if b":output:" in key]
-        client.hset(key, "0:advantages", np.full(5, np.nan, np.float32).tobytes())
+        advantages = np.frombuffer(client.hget(key, "advantages"), np.float32).copy()
+        advantages[:5] = np.nan
+        client.hset(key, "advantages", advantages.tobytes())
     else:
         ((entry, fields),) = client.xrange(keys.results)
         client.delete(keys.results)

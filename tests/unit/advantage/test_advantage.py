@@ -122,7 +122,7 @@ def test_only_the_columns_of_the_chain_are_fetched(named: Run, monkeypatch: pyte
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
     prepared = prepare(named, entry)
     chain = worker_chain(prepared.item)
-    fetched = {name for members in prepared.columns.values() for columns in members for name in columns}
+    fetched = {name for columns in prepared.columns.values() for name in columns}
     assert fetched == set(chain.needs)
     assert fetched <= {"response_mask"}
 

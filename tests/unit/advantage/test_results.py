@@ -23,9 +23,15 @@ def item_of(number: int, groups: Sequence[LoggedGroup]) -> WorkItem:
     return WorkItem(batch="b", k=0, number=number, shard=0, groups=pointers, chain={})
 
 
+def code_of(layout: Layout) -> Array:
+    """A number for each member, which tells who it is."""
+    numbers = np.array([int(group.group_id[1:]) for group in layout.groups], np.int64)
+    return numbers[layout.group] * 100 + layout.members.table["index"]
+
+
 def numbers_of(layout: Layout, level: str) -> Array:
-    """A number for each trajectory, row, step or token, which tells its member."""
-    code = layout.group * 100 + layout.members.table["index"]
+    """A number for each trajectory, row, step or token: the code of its member."""
+    code = code_of(layout)
     counts = {"trajectory": np.ones(len(layout), np.int64), "row": layout.members.table["rows"]}
     counts |= {"step": layout.members.table["steps"], "token": layout.members.table["tokens"]}
     return np.repeat(code, counts[level])
@@ -35,7 +41,7 @@ def result_of(item: WorkItem, layout: Layout, level: str, columns: Sequence[str]
     """A result as a worker publishes it; `layout` has the item's groups of the batch that are published."""
     header = {
         **{"unit": item.number, "level": level, "metrics": {}, "weights": {}, "dead": {}, "columns": columns},
-        "groups": [counts_of(layout.groups[number]) for number in dict.fromkeys(layout.group.tolist())],
+        "groups": counts_of(layout),
     }
     fields = {
         **{b"batch": b"b", b"header": json.dumps(header).encode(), b"output": b"r:0:0:output:x"},
@@ -53,16 +59,15 @@ def result_of(item: WorkItem, layout: Layout, level: str, columns: Sequence[str]
 def test_every_number_goes_back_to_its_owner(seed: int, level: str) -> None:
     """Also if groups died after they were computed, and if a work item computed none."""
     stored = StoredGroups(seed, 7)
-    computed = Layout.of(stored.groups)
     rng = np.random.default_rng(seed)
     parts = np.split(np.arange(7), np.sort(rng.integers(0, 8, 3)))
     results = []
     for number, part in enumerate(parts):
-        published = computed.select(np.flatnonzero(np.isin(computed.group, part)))
+        published = Layout.of([stored.groups[i] for i in part])
         results.append(result_of(item_of(number, [stored.groups[i] for i in part]), published, level))
     living = [group for group in range(7) if group == 0 or rng.random() < 0.7]
     layout = Layout.of([stored.groups[group] for group in living])
-    code = np.array(living)[layout.group] * 100 + layout.members.table["index"]
+    code = code_of(layout)
     batch = BatchResults(results, layout)
     names = {"rewards": "trajectory", "step_rewards": "step"} | (
         {} if level == "token" else {"advantages": level}
@@ -78,9 +83,7 @@ def test_every_number_goes_back_to_its_owner(seed: int, level: str) -> None:
                 == np.repeat(code[members], lengths[of][members]).tolist()
             )
         outputs = [
-            numbers_of(computed.select(np.flatnonzero(np.isin(computed.group, part))), "token")
-            for part in parts
-            if len(part)
+            numbers_of(Layout.of([stored.groups[i] for i in part]), "token") for part in parts if len(part)
         ]
         assert [len(output) for output in outputs] == batch.num_tokens
         column = np.full(int(lengths["token"][members].sum()), -1)
@@ -97,7 +100,7 @@ def test_a_batch_without_living_groups() -> None:
 
 def test_results_of_other_groups_do_not_fit() -> None:
     stored = StoredGroups(0, 3)
-    groups = {group.group_id: group for group in stored.groups}
+    groups = {counts.group_id: counts for counts in counts_of(Layout.of(stored.groups))}
     first = item_of(0, stored.groups[:2])
     right = result_of(first, Layout.of(stored.groups[:2]), "row")
     assert misfit(right, first, groups) is None

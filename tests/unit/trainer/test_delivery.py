@@ -14,6 +14,7 @@ from streamadv.advantage.results import assign, counts_of, numbers_of, parse_res
 from streamadv.batch.work import WorkItem
 from streamadv.errors import NoBatchError
 from streamadv.grouping.groups_log import LoggedGroup, Pointer, packets_of
+from streamadv.grouping.layout import Layout
 from streamadv.run.dead_letters import list_dead
 from streamadv.store.connection import Connection
 from streamadv.store.keys import ShardKeys
@@ -66,7 +67,9 @@ def test_every_number_goes_back_to_its_owner(found: Any, level: str, split: int)
             "metrics": {},
             "weights": {},
             "dead": {},
-            "groups": [counts_of(g) for g in groups if g.group_id in {p.group_id for p in item.groups}],
+            "groups": counts_of(
+                Layout.of([g for g in groups if g.group_id in {p.group_id for p in item.groups}])
+            ),
         }
         numbers = np.array([code[each] for each in (rows if level == "row" else steps)], np.float32)
         results[item.number] = parse_result(
@@ -106,7 +109,7 @@ def test_a_group_whose_output_has_the_wrong_size_is_dead(fake: Connection) -> No
         queue.next_batch(timeout=0)
     compute_all(run)
     (key,) = [key for key in fake.scripts.keys("*") if b":output:" in key]
-    fake.scripts.hset(key.decode(), "0:advantages", b"123")
+    fake.scripts.hset(key.decode(), "advantages", b"123")
     batch = queue.next_batch(timeout=0)
     assert batch is not None
     assert batch.num_trajectories == 0
