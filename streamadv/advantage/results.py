@@ -13,13 +13,11 @@ from ..algorithms.packed import Level
 from ..batch.record import Death
 from ..batch.work import WorkItem
 from ..errors import WireError
-from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, Piece, pieces
 from ..messages import brief, first_problem, one_line
 from ..store.keys import ShardKeys
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from ..trajectory.members import Positions, offsets
-from ..trajectory.reference import Reference
 
 _RESULT_FIELDS: Final = (b"batch", b"header", b"output", b"output_bytes")
 _RESULTS: Final[dict[str, np.dtype[Any]]] = {
@@ -216,73 +214,3 @@ class BatchResults:
         """How an output column of the `members`, end to end, is put together: pieces by position in `results`."""
         positions = np.asarray(members, np.int64)
         return pieces(self.result[positions], self.first_token[positions], self._length["token"][positions])
-
-
-class ComputedMember(NamedTuple):
-    """A computed trajectory: its reference, and where its numbers are in the results of a work item."""
-
-    reference: Reference
-    result: Result
-    position: int  # among the trajectories of the result
-    first_row: int
-    first_step: int
-    first_token: int
-
-    @property
-    def identity(self) -> tuple[str, int]:
-        return self.reference.group_id, self.reference.rollout_index
-
-    @property
-    def columns(self) -> list[str]:
-        """Its columns in the output hash."""
-        return self.result.header.columns
-
-    def span(self, name: str) -> tuple[int, int]:
-        """The span of its numbers in the result of this name."""
-        level = _level_of(name, self.result.header.level)
-        if level == "trajectory":
-            return self.position, self.position + 1
-        if level == "row":
-            return self.first_row, self.first_row + len(self.reference.row_lengths)
-        return self.first_step, self.first_step + len(self.reference.steps)
-
-
-def numbers_of(members: Sequence[ComputedMember], name: str) -> Array:
-    """The numbers of this name of all members, in their order. Those that lie side by side are copied at once."""
-    parts: list[Array] = []
-    result, start, stop = members[0].result, 0, 0
-    for member in members:
-        begin, end = member.span(name)
-        if member.result is not result or begin != stop:
-            parts.append(result.numbers[name][start:stop])
-            result, start = member.result, begin
-        stop = end
-    parts.append(result.numbers[name][start:stop])
-    return np.concatenate(parts)
-
-
-def assign(
-    items: Sequence[WorkItem], results: Mapping[int, Result], groups: Sequence[LoggedGroup]
-) -> list[ComputedMember]:
-    """Find the results of every member of `groups`, the batch's living ones in batch order.
-
-    A group that became a dead letter after it was computed keeps its place in the results: it is skipped.
-    """
-    by_id = {group.group_id: group for group in groups}
-    members: dict[str, list[ComputedMember]] = {}
-    for item in items:
-        result = results[item.number]
-        position, first_row, first_step, first_token = 0, 0, 0, 0
-        for group_id, trajectories, rows, steps, tokens in result.header.groups:
-            if group_id in by_id:
-                row, step, token = first_row, first_step, first_token
-                members[group_id] = []
-                for number, reference in enumerate(by_id[group_id].references):
-                    place = (position + number, row, step, token)
-                    members[group_id].append(ComputedMember(reference, result, *place))
-                    row += len(reference.row_lengths)
-                    step += len(reference.steps)
-                    token += reference.num_tokens
-            position, first_row, first_step = position + trajectories, first_row + rows, first_step + steps
-            first_token += tokens
-    return [member for group in groups for member in members[group.group_id]]

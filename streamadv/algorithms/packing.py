@@ -338,10 +338,12 @@ def _column(name: str, column: Array | Tensor, num_tokens: int) -> Tensor:
     return torch.as_tensor(column)
 
 
-def empty_column(length: int, dtype: np.dtype[Any], device: torch.device) -> Tensor:
-    """[length] uninitialised, on the host. For a CUDA device pinned, so that the copy runs beside the host."""
+def empty_column(
+    length: int, dtype: np.dtype[Any], device: torch.device, shape: tuple[int, ...] = ()
+) -> Tensor:
+    """[length, *shape] uninitialised, on the host. For a CUDA device pinned: the copy then runs beside the host."""
     torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-    return torch.empty(length, dtype=torch_dtype, pin_memory=device.type == "cuda")
+    return torch.empty((length, *shape), dtype=torch_dtype, pin_memory=device.type == "cuda")
 
 
 def _end_to_end(arrays: Sequence[Array], device: torch.device) -> Tensor:

@@ -37,18 +37,30 @@ def fetch_columns(
     header = header or not all(wanted)  # a read names one field at least
     if not set().union(*wanted) <= KNOWN_COLUMNS.keys() | run.manifest.columns.keys():
         run.refresh()  # somebody has registered an extra column since
+    fields = [[HEADER, *(name.encode() for name in names)][not header :] for names in wanted]
+    replies = fetch_replies(
+        run, [packet.key for packet in packets], [packet.size for packet in packets], fields
+    )
+    for packet, columns, reply in zip(packets, wanted, replies, strict=True):
+        yield _decode(packet, columns, header, reply, run.manifest.columns)
+
+
+def fetch_replies(
+    run: Run, keys: Sequence[str], sizes: Sequence[int], fields: Sequence[Sequence[bytes]]
+) -> Iterator[Sequence[bytes | None] | None]:
+    """The values of `fields` of each of the hashes `keys`; None where the key holds something else.
+
+    sizes: bytes of each. Asks for at most REPLY_BYTES before it reads the replies.
+    """
     start = 0
-    while start < len(packets):
+    while start < len(keys):
         stop, size = start, 0
         pipe = run.connection.scripts.pipeline(transaction=False)
-        while stop < len(packets) and (stop == start or size + packets[stop].size <= REPLY_BYTES):
-            size += packets[stop].size
-            pipe.hmget(packets[stop].key, [HEADER, *(name.encode() for name in wanted[stop])][not header :])
+        while stop < len(keys) and (stop == start or size + sizes[stop] <= REPLY_BYTES):
+            size += sizes[stop]
+            pipe.hmget(keys[stop], fields[stop])
             stop += 1
-        for packet, columns, reply in zip(
-            packets[start:stop], wanted[start:stop], replies_of(pipe), strict=True
-        ):
-            yield _decode(packet, columns, header, reply, run.manifest.columns)
+        yield from replies_of(pipe)
         start = stop
 
 

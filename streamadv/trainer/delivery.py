@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..advantage.results import ComputedMember, Result, numbers_of
+from ..advantage.results import BatchResults
 from ..algorithms.chain import Chain, cut_chain, run_chain
 from ..algorithms.chain_metrics import MEAN_KL, merge_metrics
 from ..algorithms.packed import PackedBatch, expand
-from ..algorithms.packing import pack
+from ..algorithms.packing import pack_members
 from ..batch.record import BatchRecord
 from ..errors import SettingError, UndecodableGroupError
-from ..grouping.groups_log import LoggedGroup
+from ..grouping.layout import Layout
 from ..run import Run
-from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
-from ..trajectory.payload import Payload
+from ..trajectory.columns import OUTPUT_COLUMNS
 from ..trajectory.schema import TOKEN_COLUMNS
-from .fetch import FetchedShare, Prefetched, fetch
+from .cut import RowExtras, cut
+from .delivered import delivered
+from .fetch import FetchedShare, Problems, fetch, fetch_outputs
 from .late_columns import LateColumn, make_late_columns
-from .microbatch import Batch, Delivered, cut
+from .microbatch import Batch
 from .plan import Rank, Share, share_of
 
 Metrics = tuple[Mapping[str, float], Mapping[str, float]]  # values, and the weights to merge them by
@@ -34,154 +31,101 @@ Metrics = tuple[Mapping[str, float], Mapping[str, float]]  # values, and the wei
 
 @dataclass(frozen=True, slots=True)
 class ComputedBatch:
-    """A named batch that the workers have computed. `groups` are its living ones, in the record's order."""
+    """A named batch that the workers have computed."""
 
     record: BatchRecord
-    groups: Sequence[LoggedGroup]
-    members: Sequence[ComputedMember]  # of these groups, each with its part of the results
-    results: Sequence[Result]  # one for each work item
-    left_out: Container[tuple[str, int]]  # (group_id, rollout_index) that some rank could not read
+    layout: Layout  # of its living groups, in the record's order
+    results: BatchResults  # of the members of `layout`
+    left_out: Collection[tuple[str, int]]  # (group_id, rollout_index) that some rank could not read
 
 
 @dataclass(frozen=True, slots=True)
 class PackedShare:
-    """One rank's share of a batch with everything that belongs to it, all in the order of the share's references."""
+    """One rank's share of a batch with everything that belongs to it, all in the order of the share."""
 
     share: Share
-    members: Sequence[ComputedMember]
-    payloads: Sequence[Payload]
+    fetched: FetchedShare
     batch: PackedBatch  # [N] columns: pushed ones, the workers' and late ones; rewards as shaped so far
+    extras: Mapping[str, Tensor]  # pushed columns per token that the library does not interpret, [N, ...]
+    row_extras: RowExtras
     results: Mapping[str, Tensor]  # advantages and returns [N], as far as they are computed
 
 
 def deliver(
-    run: Run, computed: ComputedBatch, rank: Rank, late: Mapping[str, LateColumn], prefetched: Prefetched
+    run: Run, computed: ComputedBatch, rank: Rank, late: Mapping[str, LateColumn], ahead: FetchedShare | None
 ) -> Batch:
     """One rank's part of a batch.
 
-    late: suppliers by column. Raises UndecodableGroupError if a payload or a result is gone or cannot be read,
-    LateColumnError, and SettingError if this world size cannot run the late part of the chain.
+    late: suppliers by column. ahead: what was read ahead. Raises UndecodableGroupError if a payload or a result is gone
+    or cannot be read, LateColumnError, and SettingError if this world size cannot run the late part of the chain.
     """
-    share = _plan(computed, rank)
-    members = _members_of(computed, share)
-    fetched = fetch(run, members, prefetched)
-    packed = _pack(run, computed, share, members, fetched, rank.device)
-    packed, late_metrics = _run_late_part(computed.record, packed, late, rank.world_size)
+    record = computed.record
+    share = share_of(computed.layout, record.tokens_per_micro_batch, rank, computed.left_out)
+    fetched = fetch(run, share, rank.device, ahead)
+    outputs = fetch_outputs(run, computed.results, share, rank.device)
+    packed = _pack(computed.results, fetched, outputs, rank.device)
+    packed, late_metrics = _run_late_part(record, packed, late, rank.world_size)
     return _cut(computed, packed, late_metrics)
-
-
-def _plan(computed: ComputedBatch, rank: Rank) -> Share:
-    references = [member.reference for member in computed.members]
-    return share_of(references, computed.record.tokens_per_micro_batch, rank, computed.left_out)
-
-
-def _members_of(computed: ComputedBatch, share: Share) -> list[ComputedMember]:
-    by_key = {member.reference.key: member for member in computed.members}
-    return [by_key[reference.key] for reference in share.references]
 
 
 # Pack
 
 
 def _pack(
-    run: Run,
-    computed: ComputedBatch,
-    share: Share,
-    members: Sequence[ComputedMember],
-    fetched: FetchedShare,
-    device: torch.device,
+    results: BatchResults, fetched: FetchedShare, outputs: Mapping[str, Tensor], device: torch.device
 ) -> PackedShare:
     """The share end to end, with every known column per token. Raises UndecodableGroupError for wrong results."""
-    batch = _pack_columns(members, fetched, device)
-    if members:
-        batch = replace(batch, rewards=torch.tensor(numbers_of(members, "rewards"), device=device))
-        batch = batch.with_step_rewards(torch.tensor(numbers_of(members, "step_rewards"), device=device))
-        results = _results_per_token(batch, members)
-        _check_finite(batch, members, results, fetched.outputs)
-    else:
-        results = {}
-        if share.batch_references:
-            batch = batch.with_columns(**_empty_columns(run, computed.members, share, device))
-    return PackedShare(share, members, fetched.payloads, batch, results)
+    share = fetched.share
+    known = {name: column for name, column in fetched.columns.items() if name in TOKEN_COLUMNS}
+    extras = {
+        name: column.to(device, non_blocking=True)
+        for name, column in fetched.columns.items()
+        if name not in known
+    }
+    # The workers' results replace pushed columns of their name.
+    batch = pack_members(share.own, dict(sorted({**known, **outputs}.items())), device)
+    per_token: dict[str, Tensor] = {}
+    if len(share.trained):
+        shaped = (results.numbers(name, share.positions) for name in ("rewards", "step_rewards"))
+        rewards, step_rewards = (torch.from_numpy(numbers).to(device) for numbers in shaped)
+        batch = replace(batch, rewards=rewards).with_step_rewards(step_rewards)
+        per_token = _results_per_token(batch, results, share)
+        _check_finite(batch, share, per_token, outputs)
+    return PackedShare(share, fetched, batch, extras, fetched.row_extras(), per_token)
 
 
-def _pack_columns(
-    members: Sequence[ComputedMember], fetched: FetchedShare, device: torch.device
-) -> PackedBatch:
-    """Pushed columns and the workers' results per token, which replace pushed ones of their name."""
-    columns = [
-        {**payload.columns, **outputs} if outputs else payload.columns
-        for payload, outputs in zip(fetched.payloads, fetched.outputs, strict=True)
-    ]
-    common = set(TOKEN_COLUMNS).intersection(*columns) if columns else set()
-    replaced = {name for outputs in fetched.outputs for name in outputs}
-    end_to_end = {name: column for name, column in fetched.columns.items() if name not in replaced}
-    names = sorted(common - end_to_end.keys())
-    batch = pack([member.reference for member in members], columns, device, names=names)
-    if end_to_end:
-        placed = {name: column.to(device, non_blocking=True) for name, column in end_to_end.items()}
-        batch = replace(batch, columns=dict(sorted({**batch.columns, **placed}.items())))
-    return batch
-
-
-def _results_per_token(batch: PackedBatch, members: Sequence[ComputedMember]) -> dict[str, Tensor]:
+def _results_per_token(batch: PackedBatch, results: BatchResults, share: Share) -> dict[str, Tensor]:
     """The workers' advantages and returns, [N] each."""
-    results = {}
+    per_token: dict[str, Tensor] = {}
     for name in ("advantages", "returns"):
-        if all(name in member.result.numbers for member in members):
-            values = torch.tensor(numbers_of(members, name), device=batch.device)
-            results[name] = expand(batch, members[0].result.header.level, values)
-        elif all(name in member.columns for member in members):
-            results[name] = batch.columns[name]
-    return results
+        if name in results.names:
+            values = torch.from_numpy(results.numbers(name, share.positions)).to(batch.device)
+            per_token[name] = expand(batch, results.level, values)
+        elif name in results.columns:
+            per_token[name] = batch.columns[name]
+    return per_token
 
 
 def _check_finite(
-    batch: PackedBatch,
-    members: Sequence[ComputedMember],
-    results: Mapping[str, Tensor],
-    outputs: Sequence[Mapping[str, Array]],
+    batch: PackedBatch, share: Share, results: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> None:
     """Raise UndecodableGroupError for trajectories whose results are not finite: no worker publishes such."""
-    owner = batch.row_trajectory[batch.token_row]  # of each token
     trained = batch.columns["response_mask"].bool()
-    per_token = {name: batch.columns[name] for name in sorted(set().union(*outputs))} | dict(results)
+    per_token = {name: batch.columns[name] for name in outputs} | dict(results)
     checks = [
-        ("reward", batch.rewards.isfinite(), torch.arange(len(members), device=batch.device)),
+        ("reward", batch.rewards.isfinite(), torch.arange(len(share.own), device=batch.device)),
         ("step reward", batch.steps.rewards.isfinite(), batch.steps.trajectory),
-        *((name, ~trained | values.isfinite(), owner) for name, values in per_token.items()),
+        *((name, ~trained | values.isfinite(), None) for name, values in per_token.items()),
     ]
-    problems: dict[tuple[str, int], str] = {}
+    problems: Problems = {}
     for name, is_right, trajectory in checks:
         if not bool(is_right.all()):
-            for position in set(trajectory[~is_right].tolist()):
-                member = members[position]
-                rollout = f"rollout {member.reference.rollout_index}"
-                problems[member.identity] = f"{name} of {rollout} is not finite"
+            owner = batch.row_trajectory[batch.token_row] if trajectory is None else trajectory
+            for position in set(owner[~is_right].tolist()):
+                group_id, index = share.own.identity(position)
+                problems[group_id, index] = f"{name} of rollout {index} is not finite"
     if problems:
         raise UndecodableGroupError(problems)
-
-
-def _empty_columns(
-    run: Run, members: Sequence[ComputedMember], share: Share, device: torch.device
-) -> dict[str, Tensor]:
-    """Every column that a rank without trajectories would have, empty: its loop runs as on the other ranks."""
-    run.refresh()  # the manifest knows the extra columns
-    trained_keys = {reference.key for reference in share.batch_references}
-    names = [
-        {*member.reference.columns, *member.columns, *member.result.numbers}
-        for member in members
-        if member.reference.key in trained_keys
-    ]
-    columns = {}
-    for name in sorted(set.intersection(*names)):
-        dtype, shape, per_token = json.loads(run.manifest.columns.get(name, "[null, [], true]"))
-        column_dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS.get(name) or (dtype and np.dtype(dtype))
-        if column_dtype is not None and per_token:
-            columns[name] = torch.tensor(np.zeros((0, *shape), column_dtype), device=device)
-    if "advantages" in columns:
-        columns.setdefault("returns", columns["advantages"])
-    return columns
 
 
 # Late
@@ -192,8 +136,9 @@ def _run_late_part(
 ) -> tuple[PackedShare, Metrics | None]:
     """Make the late columns and run the steps of the chain after them; the batch gets advantages and returns."""
     batch, results, metrics = packed.batch, dict(packed.results), None
-    if packed.share.batch_references:  # else all groups are dead: no rank has a micro-batch
-        batch = batch.with_columns(**make_late_columns(late, batch, packed.share, packed.payloads))
+    if len(packed.share.trained):  # else all groups are dead: no rank has a micro-batch
+        columns = {**batch.columns, **packed.extras}
+        batch = batch.with_columns(**make_late_columns(late, packed.share, columns, packed.row_extras))
         chain = cut_chain(record.chain, record.late)[1]
         if chain.steps:
             _check_scope(chain, record, world_size)
@@ -221,39 +166,23 @@ def _check_scope(chain: Chain, record: BatchRecord, world_size: int) -> None:
 
 
 def _cut(computed: ComputedBatch, packed: PackedShare, late_metrics: Metrics | None) -> Batch:
-    record, references = computed.record, packed.share.batch_references
-    metrics: list[Metrics] = [(result.header.metrics, result.header.weights) for result in computed.results]
+    record, trained = computed.record, packed.share.trained
+    metrics: list[Metrics] = [
+        (result.header.metrics, result.header.weights) for result in computed.results.results
+    ]
     merged, _ = merge_metrics([*metrics, *([late_metrics] if late_metrics else [])])
-    logged_s = {group.group_id: group.logged_ms / 1000 for group in computed.groups}
+    pushed = packed.fetched.columns.keys()
+    made = [name for name in packed.batch.columns if name in OUTPUT_COLUMNS and name not in pushed]
+    outputs = {name: packed.batch.columns[name] for name in dict.fromkeys([*packed.results, *made])}
     return Batch(
         version=record.k,
         id=record.id,
-        micro_batches=cut(packed.batch, packed.share, packed.payloads),
-        num_tokens=sum(sum(reference.row_trainable) for reference in references),
-        num_rows=sum(len(reference.row_lengths) for reference in references),
-        num_trajectories=len(references),
-        references=references,
-        staleness=[reference.staleness(record.k) for reference in references],
-        logged_s=[logged_s[reference.group_id] for reference in references],
+        micro_batches=cut(packed.share, {**packed.batch.columns, **packed.extras}, packed.row_extras),
+        num_tokens=int(trained.members.table["trainable"].sum()),
+        num_rows=len(trained.members.rows),
+        num_trajectories=len(trained),
         kl=merged.get(MEAN_KL),
         metrics=merged,
-        make_delivered=lambda: _delivered(packed, record.k),
+        layout=trained,
+        make_delivered=lambda: delivered(packed.fetched, outputs, record.k),
     )
-
-
-def _delivered(packed: PackedShare, k: int) -> list[Delivered]:
-    """The share trajectory by trajectory, with the outputs that were not pushed."""
-    pushed = set(packed.payloads[0].columns) if packed.payloads else set()
-    made = [name for name in packed.batch.columns if name in OUTPUT_COLUMNS and name not in pushed]
-    outputs = _split(packed.batch, dict.fromkeys([*packed.results, *made]))
-    return [
-        Delivered(reference, payload, arrays, reference.staleness(k))
-        for reference, payload, arrays in zip(packed.share.references, packed.payloads, outputs, strict=True)
-    ]
-
-
-def _split(batch: PackedBatch, names: Sequence[str] | Mapping[str, Any]) -> list[dict[str, Array]]:
-    """Columns of the packed batch, cut into trajectories."""
-    bounds = batch.cu_seqlens[batch.row_offsets].tolist()
-    arrays = {name: batch.columns[name].cpu().numpy() for name in names}
-    return [{name: array[start:stop] for name, array in arrays.items()} for start, stop in pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""Payloads and results per token of one rank's trajectories: fetched when they are due, or read ahead.
+"""Payloads of one rank's trajectories: fetched when they are due, or read ahead.
 
 A thread reads the payloads of the next batch ahead while the trainer works on the one before. They are neither
 delivered nor counted: if the batch comes out differently (a group died, the server was another one), its payloads are
@@ -8,103 +8,226 @@ fetched when they are due. So are payloads that the thread could not read: `fetc
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
 from redis.exceptions import RedisError
 from torch import Tensor
 
-from ..advantage.results import ComputedMember
+from ..advantage.results import BatchResults
 from ..algorithms.packing import empty_column
 from ..batch.record import BatchRecord
 from ..errors import StreamadvError, UndecodableGroupError, WireError
-from ..grouping.groups_log import LoggedGroup
+from ..grouping.groups_log import LoggedGroup, reference_of
+from ..grouping.layout import Layout, Piece, place
 from ..messages import log_fields
 from ..run import Run
-from ..run.payloads import fetch_payloads
-from ..store.replies import replies_of
-from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array, check_values
-from ..trajectory.payload import Payload
-from ..trajectory.reference import Reference
-from .plan import Rank, share_of
+from ..run.payloads import fetch_replies
+from ..trajectory.columns import HEADER, KNOWN_COLUMNS, OUTPUT_COLUMNS, REQUIRED_COLUMNS, Array, check_values
+from ..trajectory.members import offsets
+from ..trajectory.packet import ColumnKind, StoredPacket, column_kind
+from ..trajectory.payload import Header, decode_payload
+from .plan import Rank, Share, share_of
 
 logger = logging.getLogger(__name__)
 
 #: A batch's payloads are read ahead up to this size.
 MAX_BYTES: Final = 512 << 20
-#: Payloads between two looks at whether to stop.
-SLICE: Final = 64
+
+Problems = dict[tuple[str, int], str]  # by (group_id, rollout_index)
 
 
-class Prefetched(NamedTuple):
-    """Payloads read before they are due, by key, and columns that lie end to end for the trajectories of `keys`."""
+class FetchedShare:
+    """What the server has of a rank's trajectories.
 
-    payloads: dict[str, Payload]
-    keys: Sequence[str] = ()
-    columns: Mapping[str, Tensor] = {}
+    Columns per token that all packets of the batch have lie end to end, in the order of the share: they are copied
+    once, from the reply to their place. What else a packet has stays as it came.
+    """
+
+    def __init__(self, run: Run, share: Share, device: torch.device) -> None:
+        """Raises UndecodableGroupError for packets that announce more than their bytes, or lack a required column."""
+        self.share = share
+        self.columns: dict[str, Tensor] = {}  # name -> [N, ...] on the host
+        self.others: dict[int, dict[str, Array]] = {}  # further columns, by the packet's number in the layout
+        self.headers: dict[int, bytes] = {}  # likewise
+        self._pieces = share.own.pieces()
+        self.missing = list(self._pieces)  # packets that are yet to be read
+        common = _kinds(run, share)
+        kinds = {name: kind for name, kind in common.items() if kind.per_token}
+        self._row_extras = common.keys() - kinds.keys()
+        self._widths = {name: math.prod(kind.shape) * kind.dtype.itemsize for name, kind in kinds.items()}
+        self._check_sizes()
+        for name, kind in kinds.items():
+            self.columns[name] = empty_column(share.own.num_tokens, kind.dtype, device, kind.shape)
+        self._bytes = {
+            name: column.numpy().reshape(-1).view(np.uint8) for name, column in self.columns.items()
+        }
+        self._is_right = False  # all values were checked
+
+    def is_of(self, share: Share) -> bool:
+        """Whether `share` has the same trajectories, read from the same entries of the log."""
+        mine, other = self.share.own, share.own
+        return (
+            len(mine.groups) == len(other.groups)
+            and all(a is b for a, b in zip(mine.groups, other.groups, strict=True))
+            and np.array_equal(self.share.positions, share.positions)
+        )
+
+    def read(self, run: Run, max_bytes: int | None = None, stop: threading.Event | None = None) -> Problems:
+        """Read the packets that are missing. Returns what is wrong with those that cannot be read: they stay missing.
+
+        max_bytes: of all of them together. stop: reads no more when it is set.
+        """
+        due = list(self.missing)
+        packets = [self.share.own.packets[number] for number in due]
+        if max_bytes is not None:
+            sizes = accumulate(packet.size for packet in packets)
+            packets = packets[: sum(size <= max_bytes for size in sizes)]
+        replies = fetch_replies(
+            run,
+            [packet.key for packet in packets],
+            [packet.size for packet in packets],
+            [[HEADER, *(name.encode() for name in packet.columns)] for packet in packets],
+        )
+        read: set[int] = set()
+        problems: Problems = {}
+        for number, reply in zip(due, replies, strict=False):
+            try:
+                self._take(run, number, reply)
+                read.add(number)
+            except WireError as error:
+                problems |= self._problems(np.flatnonzero(self.share.own.packet == number), str(error))
+            if stop is not None and stop.is_set():
+                break
+        self.missing = [number for number in due if number not in read]
+        return problems
+
+    def check(self) -> Problems:
+        """Check the values of what was read: which trajectories have wrong ones. Looks at each value once."""
+        own, problems = self.share.own, dict[tuple[str, int], str]()
+        if self._is_right:
+            return problems
+        bounds = offsets(own.members.table["tokens"])
+        for name in KNOWN_COLUMNS.keys() & self.columns.keys():
+            array = self.columns[name].numpy()
+            if _problem(name, array) is None:
+                continue
+            for member, (start, stop) in enumerate(pairwise(bounds.tolist())):
+                problem = _problem(name, array[start:stop])
+                if problem is not None and own.packet[member] not in self.missing:
+                    problems |= self._problems([member], problem)
+        problems = self._mask_problems() | problems
+        self._is_right = not problems and not self.missing
+        return problems
+
+    def row_extras(self) -> dict[str, list[Array]]:
+        """Columns not per token that all packets of the batch have: name -> an array for each row of the share."""
+        own, extras = self.share.own, {name: list[Array]() for name in self._row_extras}
+        for name, arrays in extras.items():
+            for number, position in zip(own.packet.tolist(), own.position.tolist(), strict=True):
+                column, header = self.others[number][name], self.headers[number]
+                arrays += rows_of(own.packets[number], name, column, position, header)
+        return extras
+
+    def _check_sizes(self) -> None:
+        own, problems = self.share.own, dict[tuple[str, int], str]()
+        width = sum(self._widths.values())
+        for number in self.missing:
+            packet = own.packets[number]
+            lacking = [name for name in REQUIRED_COLUMNS if name not in packet.columns]
+            if lacking or _tokens(packet) * width > packet.size:
+                text = f"column {lacking[0]} is missing" if lacking else "columns are larger than the payload"
+                problems |= self._problems(np.flatnonzero(own.packet == number), text)
+        if problems:
+            raise UndecodableGroupError(problems)
+
+    def _take(self, run: Run, number: int, reply: Sequence[bytes | None] | None) -> None:
+        """reply: header and columns of a packet; None where the key is no hash. Raises WireError."""
+        packet = self.share.own.packets[number]
+        if reply is None or all(value is None for value in reply):
+            raise WireError("payload is gone, or is no hash")
+        if reply[0] is None:
+            raise WireError("payload has no header field")
+        others: dict[str, bytes | None] = {}
+        for name, raw in zip(packet.columns, reply[1:], strict=True):
+            if name in self._widths:
+                self._place(packet, name, raw, self._pieces[number])
+            else:
+                others[name] = raw
+        self.others[number] = _decode_others(run, self.share.own, number, reply[0], others)
+        self.headers[number] = reply[0]
+
+    def _place(self, packet: StoredPacket, name: str, raw: bytes | None, pieces: Sequence[Piece]) -> None:
+        width, needed = self._widths[name], _tokens(packet) * self._widths[name]
+        if name in packet.members.entries:
+            raise WireError(f"column {name} is per token in the manifest, not in the packet")
+        if raw is None:
+            raise WireError(f"column {name} is missing in the payload")
+        if len(raw) != needed:
+            raise WireError(f"column {name} has {len(raw)} bytes, its packet says {needed}")
+        source, column = np.frombuffer(raw, np.uint8), self._bytes[name]
+        for start, stop, first in pieces:
+            column[start * width : stop * width] = source[first * width : (first + stop - start) * width]
+
+    def _mask_problems(self) -> Problems:
+        own, members = self.share.own, self.share.own.members
+        if not len(own):
+            return {}
+        mask = self.columns["response_mask"].numpy()
+        ones = np.add.reduceat(mask, offsets(members.rows["tokens"])[:-1], dtype=np.int64)
+        wrong_rows = np.flatnonzero(ones != members.rows["trainable"])
+        owner = np.unique(np.repeat(np.arange(len(members)), members.table["rows"])[wrong_rows])
+        read = [member for member in owner.tolist() if own.packet[member] not in self.missing]
+        return self._problems(read, "column response_mask has other numbers of ones than its packet says")
+
+    def _problems(self, positions: Sequence[int] | Array, text: str) -> Problems:
+        identities = [self.share.own.identity(int(position)) for position in positions]
+        return {(group_id, index): f"rollout {index}: {text}" for group_id, index in identities}
 
 
-class FetchedShare(NamedTuple):
-    """What the server has of a rank's trajectories, in the order of its share."""
-
-    payloads: list[Payload]
-    outputs: list[dict[str, Array]]  # the workers' results per token, by column
-    columns: Mapping[str, Tensor]  # pushed columns [N] that lie end to end already
-
-
-def fetch(run: Run, members: Sequence[ComputedMember], prefetched: Prefetched) -> FetchedShare:
-    """Fetch everything that was not read ahead. Raises UndecodableGroupError for what is gone or cannot be read."""
-    references = [member.reference for member in members]
-    columns = prefetched.columns if [reference.key for reference in references] == prefetched.keys else {}
-    return FetchedShare(
-        _fetch_missing(run, references, prefetched.payloads), _fetch_outputs(run, members), columns
-    )
-
-
-def _fetch_missing(
-    run: Run, references: Sequence[Reference], prefetched: Mapping[str, Payload]
-) -> list[Payload]:
-    missing = [reference for reference in references if reference.key not in prefetched]
-    fetched = zip((reference.key for reference in missing), fetch_payloads(run, missing, None), strict=True)
-    by_key = {**prefetched, **dict(fetched)}
-    return [by_key[reference.key] for reference in references]
-
-
-def _fetch_outputs(run: Run, members: Sequence[ComputedMember]) -> list[dict[str, Array]]:
-    """The workers' results per token for each member. Raises UndecodableGroupError."""
-    pipe = run.connection.scripts.pipeline(transaction=False)
-    results = list({id(member.result): member.result for member in members if member.columns}.values())
-    for result in results:
-        pipe.hmget(result.output, result.header.columns)
-    columns = dict(zip(map(id, results), replies_of(pipe) if results else [], strict=True))
-    outputs = []
-    problems: dict[tuple[str, int], str] = {}
-    for member in members:
-        try:
-            outputs.append(_decode_outputs(member, columns.get(id(member.result))))
-        except WireError as error:
-            problems[member.identity] = str(error)
+def fetch(run: Run, share: Share, device: torch.device, ahead: FetchedShare | None) -> FetchedShare:
+    """Fetch what was not read ahead. Raises UndecodableGroupError for what is gone or cannot be read."""
+    fetched = ahead if ahead is not None and ahead.is_of(share) else FetchedShare(run, share, device)
+    problems = fetched.read(run)
+    problems |= fetched.check()
     if problems:
         raise UndecodableGroupError(problems)
-    return outputs
+    return fetched
 
 
-def _decode_outputs(member: ComputedMember, reply: Sequence[bytes | None] | None) -> dict[str, Array]:
-    """reply: a value for each output column; None where the key holds no hash. Raises WireError."""
-    arrays: dict[str, Array] = {}
-    tokens = sum(group.tokens for group in member.result.header.groups)
-    start, stop = member.first_token, member.first_token + member.reference.num_tokens
-    for name, value in zip(member.columns, reply or [None] * len(member.columns), strict=True):
-        dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name]
-        if value is None or len(value) != tokens * dtype.itemsize:
-            rollout = f"rollout {member.reference.rollout_index}"
-            raise WireError(f"output column {name} of {rollout} has the wrong size or is missing")
-        arrays[name] = np.frombuffer(value, dtype)[start:stop]
-    return arrays
+def fetch_outputs(run: Run, results: BatchResults, share: Share, device: torch.device) -> dict[str, Tensor]:
+    """The workers' results per token, [N] each on the host. Raises UndecodableGroupError."""
+    own = share.own
+    dtypes = {name: KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name] for name in results.columns}
+    columns = {name: empty_column(own.num_tokens, dtype, device) for name, dtype in dtypes.items()}
+    places = {name: column.numpy() for name, column in columns.items()}
+    pieces = results.pieces(share.positions) if columns else {}
+    width = sum(dtype.itemsize for dtype in dtypes.values())
+    replies = fetch_replies(
+        run,
+        [results.results[number].output for number in pieces],
+        [results.num_tokens[number] * width for number in pieces],
+        [[name.encode() for name in dtypes]] * len(pieces),
+    )
+    problems: Problems = {}
+    for number, reply in zip(pieces, replies, strict=True):
+        for (name, dtype), raw in zip(dtypes.items(), reply or [None] * len(dtypes), strict=True):
+            if raw is not None and len(raw) == results.num_tokens[number] * dtype.itemsize:
+                place(np.frombuffer(raw, dtype), pieces[number], places[name])
+                continue
+            for member in np.flatnonzero(results.result[share.positions] == number).tolist():
+                group_id, index = own.identity(member)
+                text = f"output column {name} of rollout {index} has the wrong size or is missing"
+                problems[group_id, index] = text
+    if problems:
+        raise UndecodableGroupError(problems)
+    return columns
 
 
 class ReadAhead:
@@ -113,21 +236,20 @@ class ReadAhead:
     def __init__(self, run: Run, record: BatchRecord, groups: Sequence[LoggedGroup], rank: Rank) -> None:
         self.batch = record.id
         self._run = run
-        self._device = rank.device
         self._stopped = threading.Event()
-        self._prefetched = Prefetched({})
+        self._fetched: FetchedShare | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(
             target=self._fetch, args=(groups, record, rank), name="streamadv-read-ahead", daemon=True
         )
         self._thread.start()
 
-    def result(self) -> Prefetched:
-        """Wait for the thread and return everything that it could fetch. Raises what no server brought about."""
+    def result(self) -> FetchedShare | None:
+        """Wait for the thread and return what it has fetched. Raises what no server brought about."""
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._prefetched
+        return self._fetched
 
     def stop(self) -> None:
         """Fetch no more. Does not wait for a server that does not answer."""
@@ -135,48 +257,59 @@ class ReadAhead:
 
     def _fetch(self, groups: Sequence[LoggedGroup], record: BatchRecord, rank: Rank) -> None:
         try:
-            in_batch = [reference for group in groups for reference in group.references]
-            references = share_of(in_batch, record.tokens_per_micro_batch, rank).references
-            sizes = accumulate(reference.size for reference in references)
-            self._fetch_into_columns(references[: sum(size <= MAX_BYTES for size in sizes)])
+            share = share_of(Layout.of(groups), record.tokens_per_micro_batch, rank)
+            self._fetched = FetchedShare(self._run, share, rank.device)
+            self._fetched.read(self._run, MAX_BYTES, self._stopped)
+            self._fetched.check()
         except (StreamadvError, RedisError) as error:
             fields = log_fields("not_read_ahead", role="trainer", batch=record.k)
             logger.debug("not read ahead: %s", error, extra=fields)
         except BaseException as error:  # raised where the batch is asked for
             self._error = error
 
-    def _fetch_into_columns(self, references: Sequence[Reference]) -> None:
-        """Fetch slice by slice. Known columns are decoded into their place in the batch: no copy packs them later."""
-        columns = _empty_columns(references, self._device)
-        arrays = {name: column.numpy() for name, column in columns.items()}
-        bounds = [0, *accumulate(reference.num_tokens for reference in references)]
-        for first in range(0, len(references), SLICE):
-            if self._stopped.is_set():
-                return
-            part = references[first : first + SLICE]
-            spans = list(pairwise(bounds[first : first + SLICE + 1]))
-            places = [{name: a[start:stop] for name, a in arrays.items()} for start, stop in spans]
-            payloads = fetch_payloads(self._run, part, None, places)
-            _check_finite({name: array[spans[0][0] : spans[-1][1]] for name, array in arrays.items()})
-            keys = (reference.key for reference in part)
-            self._prefetched.payloads.update(zip(keys, payloads, strict=True))
-        keys_in_order = [reference.key for reference in references]
-        self._prefetched = Prefetched(self._prefetched.payloads, keys_in_order, columns)
+
+def _kinds(run: Run, share: Share) -> dict[str, ColumnKind]:
+    """Columns that every trajectory trained on was pushed with, on whatever rank it is."""
+    packets = [share.trained.packets[number] for number in np.unique(share.trained.packet).tolist()]
+    names = [set(columns) for columns in {packet.columns for packet in packets}]
+    common = sorted(set.intersection(*names)) if names else []
+    if not set().union(*names) <= KNOWN_COLUMNS.keys() | run.manifest.columns.keys():
+        run.refresh()  # somebody has registered an extra column since
+    kinds = {}
+    for name in common:
+        with suppress(KeyError, WireError):  # each packet with such a column will be refused
+            known = KNOWN_COLUMNS.get(name)
+            kinds[name] = ColumnKind(known, (), True) if known else column_kind(run.manifest.columns[name])
+    return kinds
 
 
-def _check_finite(columns: Mapping[str, Array]) -> None:
-    """Raise WireError for wrong values. `fetch` finds out later which trajectory has them."""
-    for name, array in columns.items():
-        try:
-            check_values(name, array)
-        except ValueError as error:
-            raise WireError(f"column {name} {error}") from error
+def _problem(name: str, array: Array) -> str | None:
+    try:
+        check_values(name, array)
+    except ValueError as error:
+        return f"column {name} {error}"
+    return None
 
 
-def _empty_columns(references: Sequence[Reference], device: torch.device) -> dict[str, Tensor]:
-    """Space for the known columns that all of these have; none where references announce more than their bytes."""
-    tokens = sum(reference.num_tokens for reference in references)
-    common = set(KNOWN_COLUMNS).intersection(*(r.columns for r in references)) if references else ()
-    if tokens * sum(KNOWN_COLUMNS[name].itemsize for name in common) > sum(r.size for r in references):
-        return {}
-    return {name: empty_column(tokens, KNOWN_COLUMNS[name], device) for name in sorted(common)}
+def _tokens(packet: StoredPacket) -> int:
+    return int(packet.members.table["tokens"].sum())
+
+
+# Until packets have several members
+
+
+def rows_of(packet: StoredPacket, name: str, column: Array, position: int, header: bytes) -> list[Array]:
+    """The rows of the member at `position`, which is 0."""
+    lengths = Header.model_validate_json(header).columns[name].lengths
+    return list(np.split(column, np.cumsum(lengths or ())[:-1]))
+
+
+def _decode_others(
+    run: Run, own: Layout, number: int, header: bytes, others: Mapping[str, bytes | None]
+) -> dict[str, Array]:
+    group = own.groups[own.group[int(np.flatnonzero(own.packet == number)[0])]]
+    packet = own.packets[number]
+    reference = reference_of(group, group.packets.index(packet), packet)
+    fields = {HEADER: header, **{name.encode(): raw for name, raw in others.items() if raw is not None}}
+    payload = decode_payload(fields, list(others), reference)
+    return payload.columns

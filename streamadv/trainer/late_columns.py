@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from ..algorithms.chain import Chain
-from ..algorithms.packed import PackedBatch
 from ..errors import LateColumnError, SettingError
 from ..messages import brief, one_line
 from ..trajectory.columns import COLUMN_NAME, OUTPUT_COLUMNS
-from ..trajectory.payload import Payload
-from .microbatch import MicroBatch, cut, token_spans
+from .cut import RowExtras, cut, token_spans
+from .microbatch import MicroBatch, with_other_columns
 from .plan import Share
 
 #: A supplier: gets a micro-batch and returns one number per token, [N] of any real dtype, on any device.
@@ -38,21 +37,23 @@ def check_late(late: Mapping[str, LateColumn]) -> None:
 
 
 def make_late_columns(
-    suppliers: Mapping[str, LateColumn], batch: PackedBatch, share: Share, payloads: Sequence[Payload]
+    suppliers: Mapping[str, LateColumn], share: Share, columns: Mapping[str, Tensor], extras: RowExtras
 ) -> dict[str, Tensor]:
     """Call each supplier on every micro-batch of a rank's packed share: name -> [N] float32, in packed order.
 
-    Rows that are in no micro-batch keep 0: nobody trains on them. Raises LateColumnError.
+    columns, extras: see `cut`. Rows that are in no micro-batch keep 0: nobody trains on them. Raises LateColumnError.
     """
-    columns = {name: torch.zeros(batch.num_tokens, device=batch.device) for name in suppliers}
-    micro_batches = cut(batch, share, payloads) if suppliers else []
-    for spans, micro_batch in zip(token_spans(share), micro_batches, strict=False):
+    if not suppliers:
+        return {}
+    mask = columns["response_mask"]
+    made = {name: torch.zeros(len(mask), device=mask.device) for name in suppliers}
+    for spans, micro_batch in zip(token_spans(share), cut(share, columns, extras), strict=True):
         for name, supplier in suppliers.items():
             values = late_values(name, supplier, micro_batch)
             parts = torch.split(values, [stop - start for start, stop in spans])
             for (start, stop), part in zip(spans, parts, strict=True):
-                columns[name][start:stop] = part
-    return columns
+                made[name][start:stop] = part
+    return made
 
 
 def late_values(name: str, supplier: LateColumn, micro_batch: MicroBatch) -> Tensor:
@@ -81,7 +82,7 @@ def _supplied(name: str, supplier: LateColumn, micro_batch: MicroBatch) -> Tenso
     """[N] of real numbers: what the supplier returns for a copy of the micro-batch. Raises LateColumnError."""
     where, by = f"late column {name}", f"function {_name_of(supplier)}"
     columns = {column: values.clone() for column, values in micro_batch.columns.items()}
-    copy = MicroBatch(columns, micro_batch.row_lengths, micro_batch.references, micro_batch.extras)
+    copy = with_other_columns(micro_batch, columns)
     try:
         values: Any = supplier(copy)
     except (Exception, SystemExit) as error:

@@ -1,22 +1,21 @@
-"""What a training loop gets: a batch of micro-batches, packed or padded, and how a rank's share is cut into them."""
+"""What a training loop gets: a batch of micro-batches, packed or padded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..algorithms.packed import PackedBatch
-from ..trajectory.columns import KNOWN_COLUMNS, Array
+from ..grouping.layout import Layout
+from ..trajectory.columns import Array
 from ..trajectory.payload import Payload, payload_trajectory
 from ..trajectory.reference import Reference
 from ..trajectory.schema import Trajectory
-from .plan import Share
+from .references import References
 
 
 class Columns:
@@ -67,8 +66,6 @@ class MicroBatch(Columns):
     """[R + 1] int32: row r holds tokens cu_seqlens[r] : cu_seqlens[r + 1], as variable-length attention takes it."""
     row_lengths: list[int]
     """Tokens of each row, R numbers on the host."""
-    references: list[Reference]
-    """The trajectory of each row: group_id, rollout_index, reward, versions, data_source and more."""
     extras: dict[str, list[Array]]
     """Extra columns that do not have one value per token: name -> one numpy array for each row."""
 
@@ -79,13 +76,14 @@ class MicroBatch(Columns):
         references: Sequence[Reference],
         extras: Mapping[str, list[Array]],
     ) -> None:
+        """references: kept as it is until `references` is asked for, so it may make them only then."""
         super().__init__(columns)
         device = next(iter(columns.values())).device if columns else torch.device("cpu")
         lengths = torch.tensor(row_lengths, dtype=torch.int64, device=device)
         ends = torch.cumsum(lengths, 0)
         self.cu_seqlens = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
         self.row_lengths = list(row_lengths)
-        self.references = list(references)
+        self._references = references
         self.extras = dict(extras)
 
     def __repr__(self) -> str:
@@ -93,6 +91,11 @@ class MicroBatch(Columns):
             f"MicroBatch(rows={self.num_rows}, tokens={self.num_tokens}, device={str(self.cu_seqlens.device)!r}, "
             f"columns={list(self.columns)}, extras={list(self.extras)})"
         )
+
+    @cached_property
+    def references(self) -> list[Reference]:
+        """The trajectory of each row: group_id, rollout_index, reward, versions, data_source and more."""
+        return list(self._references)
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -122,6 +125,11 @@ class MicroBatch(Columns):
         for name, values in {**self.columns, "position_ids": self.position_ids}.items():
             padded[name] = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])[index]
         return PaddedBatch({**padded, "attention_mask": mask.to(torch.uint8)})
+
+
+def with_other_columns(micro_batch: MicroBatch, columns: Mapping[str, Tensor]) -> MicroBatch:
+    """The same rows with `columns` instead of their own."""
+    return MicroBatch(columns, micro_batch.row_lengths, micro_batch._references, micro_batch.extras)
 
 
 @dataclass(frozen=True)
@@ -167,16 +175,12 @@ class Batch:
     """Rows of the whole batch."""
     num_trajectories: int
     """Trajectories of the whole batch."""
-    references: list[Reference] = field(repr=False)
-    """All trajectories of the whole batch, sorted by (group_id, rollout_index)."""
-    staleness: list[int | None] = field(repr=False)
-    """For each of `references`, k minus the oldest version that made its tokens; None for one without a version."""
-    logged_s: list[float] = field(repr=False)
-    """For each of `references`, when its group was complete: seconds since the epoch, by the server's clock."""
     kl: float | None
     """Mean KL to the reference policy, by which the KL coefficient adapts; None if the chain has no KL step."""
     metrics: dict[str, float]
     """Means over the batch by name, such as `critic/rewards/mean`, and what was dropped since the batch before."""
+    layout: Layout = field(repr=False)
+    """For the library: the trajectories of the whole batch as arrays."""
     make_delivered: Callable[[], list[Delivered]] = field(repr=False)
     """For the library: makes `delivered`."""
 
@@ -185,6 +189,23 @@ class Batch:
             f"Batch(version={self.version}, id={self.id!r}, micro_batches={len(self.micro_batches)}, "
             f"trajectories={self.num_trajectories}, rows={self.num_rows}, tokens={self.num_tokens})"
         )
+
+    @cached_property
+    def references(self) -> list[Reference]:
+        """All trajectories of the whole batch, sorted by (group_id, rollout_index). Made when first asked for."""
+        return list(References(self.layout))
+
+    @cached_property
+    def staleness(self) -> list[int | None]:
+        """For each of `references`, k minus the oldest version that made its tokens; None for one without a version."""
+        values = self.layout.members.staleness(self.version).tolist()
+        return [None if np.isnan(value) else int(value) for value in values]
+
+    @cached_property
+    def logged_s(self) -> list[float]:
+        """For each of `references`, when its group was complete: seconds since the epoch, by the server's clock."""
+        logged_s = [group.logged_ms / 1000 for group in self.layout.groups]
+        return [logged_s[number] for number in self.layout.group.tolist()]
 
     @cached_property
     def delivered(self) -> list[Delivered]:
@@ -200,68 +221,3 @@ class Batch:
     def trajectories(self) -> Iterator[Trajectory]:
         """This rank's trajectories with all columns and outputs, as interchange files have them."""
         return (item.trajectory(self.version) for item in self.delivered)
-
-
-def cut(batch: PackedBatch, share: Share, payloads: Sequence[Payload]) -> list[MicroBatch]:
-    """Cut a rank's packed share into its micro-batches.
-
-    batch, payloads: in the order of the share's references. Extra columns that every payload has come along.
-    """
-    per_token, per_row = _extras(payloads)
-    columns = dict(batch.columns)
-    for name, arrays in per_token.items():
-        columns[name] = torch.tensor(np.concatenate(arrays), device=batch.device)
-    micro_batches = []
-    for refs, spans in zip(share.rows, token_spans(share), strict=True):
-        references = [share.references[ref.trajectory] for ref in refs]
-        lengths = [reference.row_lengths[ref.row] for reference, ref in zip(references, refs, strict=True)]
-        extras = {name: [rows[ref.trajectory][ref.row] for ref in refs] for name, rows in per_row.items()}
-        parts = {name: _tokens(values, spans) for name, values in columns.items()}
-        micro_batches.append(MicroBatch(parts, lengths, references, extras))
-    return micro_batches
-
-
-def token_spans(share: Share) -> list[list[tuple[int, int]]]:
-    """For each micro-batch, the token spans of its rows in the packed share; rows side by side make one span."""
-    starts: list[list[int]] = []  # of each trajectory's rows, and its end
-    for reference in share.references:
-        first = starts[-1][-1] if starts else 0
-        starts.append(list(accumulate(reference.row_lengths, initial=first)))
-    spans_by_micro_batch = []
-    for refs in share.rows:
-        spans: list[tuple[int, int]] = []
-        for ref in refs:
-            start, stop = starts[ref.trajectory][ref.row : ref.row + 2]
-            if spans and spans[-1][1] == start:
-                start = spans.pop()[0]
-            spans.append((start, stop))
-        spans_by_micro_batch.append(spans)
-    return spans_by_micro_batch
-
-
-def _tokens(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """[N of the spans, ...]: the values of these tokens; a view if one span holds them all."""
-    parts = [values[start:stop] for start, stop in spans]
-    return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else values[:0]
-
-
-def _extras(payloads: Sequence[Payload]) -> tuple[dict[str, list[Array]], dict[str, list[list[Array]]]]:
-    """Extra columns that every payload has.
-
-    First columns with one value per token, name -> one array per trajectory; then further ones, name -> for each
-    trajectory one array per row.
-    """
-    names = set.intersection(*(set(p.columns) - set(KNOWN_COLUMNS) for p in payloads)) if payloads else set()
-    per_token: dict[str, list[Array]] = {}
-    per_row: dict[str, list[list[Array]]] = {}
-    specs_by_payload = [payload.header.columns for payload in payloads] if names else []
-    for name in sorted(names):
-        lengths = [specs[name].lengths for specs in specs_by_payload]
-        if all(row_lengths is None for row_lengths in lengths):
-            per_token[name] = [payload.columns[name] for payload in payloads]
-        else:
-            per_row[name] = [
-                np.split(payload.columns[name], np.cumsum(row_lengths or ())[:-1])
-                for payload, row_lengths in zip(payloads, lengths, strict=True)
-            ]
-    return per_token, per_row

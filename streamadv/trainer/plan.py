@@ -1,20 +1,22 @@
 """Who trains on what: a batch's rows split over ranks and micro-batches, as a pure function.
 
-Every rank computes the same plan from the same references, so nothing has to be agreed on over the network,
-and another world size after a restart simply plans again.
+Every rank computes the same plan from the same member tables, so nothing has to be agreed on over the network, and
+another world size after a restart simply plans again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from heapq import heapreplace
-from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ..batch.commit import terminal_states
-from ..trajectory.reference import Reference
+from ..grouping.layout import Layout
+from ..trajectory.columns import Array
+from ..trajectory.members import Members, Positions, offsets, spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,102 +28,135 @@ class Rank:
     device: torch.device  # of its micro-batches
 
 
-class Sized(Protocol):
-    """What a plan needs to know of a trajectory: the token counts of its rows."""
-
-    @property
-    def row_lengths(self) -> Sequence[int]: ...
-
-
-class RowRef(NamedTuple):
-    """A row: the position of its trajectory in the list that the plan is made for, and its own number in that."""
-
-    trajectory: int
-    row: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Share:
     """One rank's part of a batch.
 
-    Everything the rank makes for the batch (payloads, packed columns, outputs) has the order of `references`, and
-    `rows` count in it.
+    Everything the rank makes for the batch (columns, results) has the order of `own`, and `rows` count in it.
     """
 
-    batch_references: list[
-        Reference
-    ]  # of the trajectories trained on, all ranks together: the batch's counts
-    references: list[Reference]  # of this rank's trajectories
-    rows: list[list[RowRef]]  # of each micro-batch
+    trained: Layout  # what is trained on, all ranks together: the batch's counts
+    own: Layout  # this rank's trajectories
+    positions: Positions  # of `own` in the batch
+    rows: list[Positions]  # of each micro-batch, ascending
 
 
 def share_of(
-    references: Sequence[Reference],
-    budget: int | None,
-    rank: Rank,
-    left_out: Container[tuple[str, int]] = frozenset(),
+    batch: Layout, budget: int | None, rank: Rank, left_out: Collection[tuple[str, int]] = frozenset()
 ) -> Share:
-    """This rank's share of a batch, given all references of its living groups in batch order.
+    """This rank's share of a batch, given all its living groups.
 
     left_out: (group_id, rollout_index) of trajectories that some rank could not read. Their rows are in no
     micro-batch, but the plan counts them: the other ranks, which share it, do not know of them.
     """
-    states = terminal_states(references, budget)
-    trained = [reference for reference, state in zip(references, states, strict=True) if state == "trained"]
-    planned = plan(trained, rank.world_size, budget)[rank.number]
-    positions = [
-        position
-        for position in sorted({ref.trajectory for refs in planned for ref in refs})
-        if (trained[position].group_id, trained[position].rollout_index) not in left_out
-    ]
-    index_of = {position: index for index, position in enumerate(positions)}
-    rows = [
-        [RowRef(index_of[ref.trajectory], ref.row) for ref in refs if ref.trajectory in index_of]
-        for refs in planned
-    ]
-    return Share(trained, [trained[position] for position in positions], rows)
+    positions = np.flatnonzero(is_trained(batch.members, budget))
+    trained = batch.select(positions)
+    members, first_row = trained.members, trained.members.first_row
+    planned = plan(members.rows["tokens"], first_row, trained.packet, rank.world_size, budget)[rank.number]
+    owner = np.repeat(np.arange(len(members)), members.table["rows"])
+    own = np.unique(owner[np.concatenate([*planned, np.zeros(0, np.int64)])])
+    if left_out:
+        own = own[[trained.identity(member) not in left_out for member in own.tolist()]]
+    number = np.full(len(owner), -1)
+    of_own = spans(first_row, own)
+    number[of_own] = np.arange(len(of_own))
+    rows = [numbers[numbers >= 0] for numbers in (number[rows] for rows in planned)]
+    return Share(trained, trained.select(own), positions[own], rows)
 
 
-def plan(trajectories: Sequence[Sized], world_size: int, budget: int | None) -> list[list[list[RowRef]]]:
-    """Rows of each micro-batch of each rank: `plan(...)[rank][micro_batch]`.
+def is_trained(members: Members, budget: int | None) -> NDArray[np.bool_]:
+    """[M]: not a baseline, and without a row above the token budget."""
+    fits = ~members.is_baseline
+    if budget is not None and len(members):
+        longest = np.maximum.reduceat(members.rows["tokens"], members.first_row[:-1])
+        fits &= longest <= budget
+    return fits
 
-    A trajectory stays on one rank; ranks are balanced by tokens (largest first, to the emptiest rank). Rows
-    fill micro-batches of at most `budget` tokens (first fit, largest first; None = one micro-batch). Every
-    rank gets the same number of micro-batches, the last ones of a short rank being empty. Raises ValueError
-    for a row above the budget.
+
+def plan(
+    row_tokens: Array, first_row: Positions, packet_of: Positions, world_size: int, budget: int | None
+) -> list[list[Positions]]:
+    """Rows of each micro-batch of each rank, ascending: `plan(...)[rank][micro_batch]`.
+
+    row_tokens: [R] tokens of each row. first_row: [M + 1], trajectory m has the rows first_row[m] : first_row[m + 1].
+    packet_of: [M], equal numbers = in one packet.
+
+    A trajectory stays on one rank. Ranks are balanced by tokens: whole packets first (largest first, to the emptiest
+    rank), because each rank reads all of a packet, then single trajectories until the fullest rank is within 1 % of the
+    mean. Rows fill micro-batches of at most `budget` tokens (first fit, largest first; None = one micro-batch). Every
+    rank gets the same number of micro-batches, the last ones of a short rank being empty. Raises ValueError for a row
+    above the budget.
     """
-    tokens = [sum(trajectory.row_lengths) for trajectory in trajectories]
+    if budget is not None and len(row_tokens) and int(row_tokens.max()) > budget:
+        row = int(row_tokens.argmax())
+        raise ValueError(f"row {row} has {int(row_tokens[row])} tokens, budget {budget}")
+    row_tokens = row_tokens.astype(np.int64)
+    sums = offsets(row_tokens)[first_row]
+    rank_of = _ranks_of(np.diff(sums), packet_of, world_size)
+    planned = []
+    for rank in range(world_size):
+        rows = spans(first_row, np.flatnonzero(rank_of == rank))
+        planned.append(_fill(rows, row_tokens[rows], budget))
+    count = max(map(len, planned), default=0)
+    no_rows = np.zeros(0, np.int64)
+    return [micro_batches + [no_rows] * (count - len(micro_batches)) for micro_batches in planned]
+
+
+def _ranks_of(tokens: Positions, packet_of: Positions, world_size: int) -> Positions:
+    """[M]: the rank of each trajectory."""
+    rank_of = np.zeros(len(tokens), np.int64)
+    if world_size == 1 or not len(tokens):
+        return rank_of
+    packets, packet_of = np.unique(packet_of, return_inverse=True)
+    sizes = np.zeros(len(packets), np.int64)
+    np.add.at(sizes, packet_of, tokens)
+    rank_of_packet = np.zeros(len(packets), np.int64)
     loads = [(0, rank) for rank in range(world_size)]  # a heap
-    positions_of: list[list[int]] = [[] for _ in range(world_size)]  # by rank
-    for position in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
+    for packet in np.argsort(-sizes, kind="stable").tolist():
         load, rank = loads[0]
-        heapreplace(loads, (load + tokens[position], rank))
-        positions_of[rank].append(position)
-    planned = [_fill(trajectories, sorted(positions), budget) for positions in positions_of]
-    count = max((len(micro_batches) for micro_batches in planned), default=0)
-    return [micro_batches + [[] for _ in range(count - len(micro_batches))] for micro_batches in planned]
+        heapreplace(loads, (load + int(sizes[packet]), rank))
+        rank_of_packet[packet] = rank
+    rank_of = rank_of_packet[packet_of]
+    _even_out(rank_of, tokens, world_size)
+    return rank_of
 
 
-def _fill(trajectories: Sequence[Sized], positions: Sequence[int], budget: int | None) -> list[list[RowRef]]:
-    """Micro-batches of one rank, which has the trajectories at these positions."""
-    rows = [
-        (length, RowRef(position, row))
-        for position in positions
-        for row, length in enumerate(trajectories[position].row_lengths)
-    ]
-    if budget is None:
-        return [[ref for _, ref in rows]] if rows else []
-    fill: list[int] = []  # tokens of each micro-batch
-    micro_batches: list[list[RowRef]] = []
-    for length, ref in sorted(rows, key=lambda row: (-row[0], row[1])):
-        if length > budget:
-            raise ValueError(
-                f"row {ref.row} of trajectory {ref.trajectory} has {length} tokens, budget {budget}"
-            )
-        first_fit = next((n for n, tokens in enumerate(fill) if tokens + length <= budget), len(fill))
-        if first_fit == len(fill):
-            fill.append(0)
-            micro_batches.append([])
-        fill[first_fit] += length
-        micro_batches[first_fit].append(ref)
-    return [sorted(refs) for refs in micro_batches]
+def _even_out(rank_of: Positions, tokens: Positions, world_size: int) -> None:
+    """Move single trajectories from the fullest rank to the emptiest, in place.
+
+    Ends because every move makes the sum of the squares of the ranks' tokens smaller.
+    """
+    loads = np.zeros(world_size, np.int64)
+    np.add.at(loads, rank_of, tokens)
+    total, largest = int(loads.sum()), int(tokens.max())
+    while True:
+        fullest, emptiest = int(loads.argmax()), int(loads.argmin())
+        gap = int(loads[fullest] - loads[emptiest])
+        if 100 * world_size * int(loads[fullest]) <= 101 * total and gap <= largest:
+            return
+        own = np.flatnonzero(rank_of == fullest)
+        moved = own[np.abs(gap - 2 * tokens[own]).argmin()]
+        if tokens[moved] >= gap:
+            return
+        rank_of[moved] = emptiest
+        loads[fullest] -= tokens[moved]
+        loads[emptiest] += tokens[moved]
+
+
+def _fill(rows: Positions, tokens: Positions, budget: int | None) -> list[Positions]:
+    """Micro-batches of one rank, which has these rows with so many tokens each."""
+    total = int(tokens.sum())
+    if not len(rows):
+        return []
+    if budget is None or total <= budget:
+        return [rows]
+    # No two micro-batches would fit into one, so they are fewer than twice what the tokens fill.
+    room = np.full(2 * total // budget + 1, budget)
+    micro_batch_of = np.zeros(len(rows), np.int64)
+    order = np.argsort(-tokens, kind="stable")
+    for position, length in zip(order.tolist(), tokens[order].tolist(), strict=True):
+        first_fit = (room >= length).argmax()
+        room[first_fit] -= length
+        micro_batch_of[position] = first_fit
+    order = np.argsort(micro_batch_of, kind="stable")
+    return np.split(rows[order], np.flatnonzero(np.diff(micro_batch_of[order])) + 1)

@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-from ..advantage.results import Result, assign, counts_of, misfit
+from ..advantage.results import BatchResults, Result, counts_of, misfit
 from ..batch import recovery
 from ..batch.record import BatchRecord, Death
 from ..batch.session import Session
 from ..batch.work import WorkItem, work_items
 from ..errors import BatchLostError, UndecodableGroupError
-from ..grouping.groups_log import LoggedGroup, Pointer, read_groups
+from ..grouping.groups_log import Pointer, read_groups
 from ..grouping.layout import Layout
 from ..messages import log_fields
 from ..run.malformed import reject
 from ..store.retry import RETRYABLE
 from .delivery import ComputedBatch, deliver
-from .fetch import Prefetched, ReadAhead
+from .fetch import ReadAhead
 from .late_columns import LateColumn
 from .microbatch import Batch
 from .plan import Rank
@@ -63,9 +63,9 @@ class BatchReader:
         computed = self._computed(record)
         if computed is None:
             return None
-        prefetched = self.ahead.result() if self.ahead else Prefetched({})
+        fetched = self.ahead.result() if self.ahead else None
         try:
-            batch = deliver(session.run, computed, self._rank, self._late, prefetched)
+            batch = deliver(session.run, computed, self._rank, self._late, fetched)
         except UndecodableGroupError as error:
             read_groups(session.run, _pointers(record, error))  # BatchLostError: they are gone, not broken
             raise
@@ -129,11 +129,10 @@ class BatchReader:
         while (results := self._log.results_of(record.id, items)) is not None:
             deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
             dead, left_out = self.session.dead_letter(record, deaths)
-            groups = self.session.read_groups(record, dead)
-            foreign = _first_misfit(items, results, groups)
+            layout = Layout.of(self.session.read_groups(record, dead))
+            foreign = _first_misfit(items, results, layout)
             if foreign is None:
-                by_number = {result.header.unit: result for result in results}
-                return ComputedBatch(record, groups, assign(items, by_number, groups), results, left_out)
+                return ComputedBatch(record, layout, BatchResults(results, layout), left_out)
             result, problem = foreign
             fields = self._log_fields("results_unusable", record)
             logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem, extra=fields)
@@ -145,10 +144,10 @@ class BatchReader:
 
 
 def _first_misfit(
-    items: Sequence[WorkItem], results: Sequence[Result], groups: Sequence[LoggedGroup]
+    items: Sequence[WorkItem], results: Sequence[Result], layout: Layout
 ) -> tuple[Result, str] | None:
     """A result that is not of its work item, and why; None if all fit. Only foreign processes publish such."""
-    counts = {count.group_id: count for count in counts_of(Layout.of(groups))}
+    counts = {count.group_id: count for count in counts_of(layout)}
     for item, result in zip(items, results, strict=True):
         problem = misfit(result, item, counts)
         if problem is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from .. import metrics
 from ..batch.dropped import DroppedGroups
 from .microbatch import Batch
@@ -25,18 +27,18 @@ def observe(batch: Batch, wait_s: float) -> None:
 
     Staleness is split into versions that passed while the rollout was played, and while it was queued.
     """
-    in_flight = [None if r.versions is None else r.versions[1] - r.versions[0] for r in batch.references]
+    members = batch.layout.members
+    staleness = members.staleness(batch.version)  # NaN without a version
+    in_flight = np.where(np.isnan(staleness), np.nan, members.table["newest"] - members.table["oldest"])
+    logged_s = np.array([group.logged_ms for group in batch.layout.groups]) / 1000
     metrics.training_metrics(batch.metrics)
     metrics.batch_delivered(
         version=batch.version,
-        staleness=batch.staleness,
+        staleness=staleness,
         in_flight_lag=in_flight,
-        in_queue_lag=[
-            None if lag is None or total is None else max(0, total - lag)
-            for total, lag in zip(batch.staleness, in_flight, strict=True)
-        ],
+        in_queue_lag=np.maximum(0, staleness - in_flight),
         num_tokens=batch.num_tokens,
         num_trajectories=batch.num_trajectories,
         wait_s=wait_s,
-        e2e_s=[time.time() - logged for logged in batch.logged_s],
+        e2e_s=time.time() - logged_s[batch.layout.group],
     )

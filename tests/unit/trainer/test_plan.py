@@ -6,107 +6,137 @@ import itertools
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.trainer.plan import Rank, RowRef, plan, share_of
-from streamadv.trajectory.reference import Reference
-from streamadv.trajectory.schema import Role
+from streamadv.grouping.layout import Layout
+from streamadv.trainer.plan import Rank, plan, share_of
+from streamadv.trajectory.columns import Array
+from streamadv.trajectory.members import offsets
+from tests.support import CPU
+from tests.unit.grouping.layouts import StoredGroups
 
-from ...support import CPU
+BUDGET = 16
 
 
 @dataclass(frozen=True)
-class Sized:
-    row_lengths: list[int]
+class Rows:
+    """What a plan is made for."""
+
+    tokens: list[list[int]]  # of each trajectory's rows
+    packet_of: list[int]
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        counts = np.array([len(rows) for rows in self.tokens], np.int64)
+        tokens = np.array([length for rows in self.tokens for length in rows], np.uint32)
+        return tokens, offsets(counts), np.array(self.packet_of, np.int64)
+
+    @property
+    def owner(self) -> list[int]:
+        """The trajectory of each row."""
+        return [member for member, rows in enumerate(self.tokens) for _ in rows]
+
+    def plan(self, world_size: int, budget: int | None) -> list[list[list[int]]]:
+        planned = plan(*self.arrays, world_size, budget)
+        return [[rows.tolist() for rows in rank] for rank in planned]
+
+    def loads(self, ranks: list[list[list[int]]]) -> list[int]:
+        tokens = self.arrays[0].tolist()
+        return [sum(tokens[row] for rows in rank for row in rows) for rank in ranks]
 
 
-BUDGET = 16
-batches = st.lists(
-    st.builds(Sized, st.lists(st.integers(1, BUDGET), min_size=1, max_size=4)), min_size=0, max_size=12
-)
+@st.composite
+def batches(draw: st.DrawFn, least: int = 0) -> Rows:
+    rows = st.lists(st.integers(1, BUDGET), min_size=1, max_size=4)
+    tokens = draw(st.lists(rows, min_size=least, max_size=12))
+    numbers = st.integers(0, draw(st.integers(0, 12)))
+    return Rows(tokens, draw(st.lists(numbers, min_size=len(tokens), max_size=len(tokens))))
 
 
 @settings(max_examples=200, deadline=None)
-@given(batch=batches, world_size=st.integers(1, 5), budget=st.sampled_from([None, BUDGET, 40]))
-def test_every_row_is_planned_once_and_fits(batch: list[Sized], world_size: int, budget: int | None) -> None:
-    ranks = plan(batch, world_size, budget)
+@given(batch=batches(), world_size=st.integers(1, 5), budget=st.sampled_from([None, BUDGET, 40]))
+def test_every_row_is_planned_once_and_fits(batch: Rows, world_size: int, budget: int | None) -> None:
+    ranks = batch.plan(world_size, budget)
     assert len(ranks) == world_size
     assert len({len(micro_batches) for micro_batches in ranks}) == 1
-    planned = [ref for rank in ranks for micro_batch in rank for ref in micro_batch]
-    rows = [RowRef(i, row) for i, item in enumerate(batch) for row in range(len(item.row_lengths))]
-    assert sorted(planned) == rows
+    planned = [row for rank in ranks for micro_batch in rank for row in micro_batch]
+    assert sorted(planned) == list(range(len(batch.owner)))
+    tokens = batch.arrays[0].tolist()
     for rank in ranks:
         for micro_batch in rank:
             assert micro_batch == sorted(micro_batch)
             if budget is not None:
-                assert sum(batch[ref.trajectory].row_lengths[ref.row] for ref in micro_batch) <= budget
-    owners = [{ref.trajectory for micro_batch in rank for ref in micro_batch} for rank in ranks]
+                assert sum(tokens[row] for row in micro_batch) <= budget
+    owners = [{batch.owner[row] for micro_batch in rank for row in micro_batch} for rank in ranks]
     assert not any(a & b for a, b in itertools.combinations(owners, 2)), "a trajectory stays on one rank"
-    assert plan(batch, world_size, budget) == ranks
+    assert batch.plan(world_size, budget) == ranks
 
 
-@settings(max_examples=100, deadline=None)
-@given(batch=batches.filter(bool), world_size=st.integers(1, 5))
-def test_no_rank_has_an_empty_place_that_another_could_fill(batch: list[Sized], world_size: int) -> None:
-    ranks = plan(batch, world_size, BUDGET)
-    loads = [sum(batch[r.trajectory].row_lengths[r.row] for m in rank for r in m) for rank in ranks]
-    assert max(loads) - min(loads) <= max(sum(item.row_lengths) for item in batch)
+@settings(max_examples=200, deadline=None)
+@given(batch=batches(least=1), world_size=st.integers(1, 5))
+def test_no_rank_has_an_empty_place_that_another_could_fill(batch: Rows, world_size: int) -> None:
+    ranks = batch.plan(world_size, BUDGET)
+    loads, tokens = batch.loads(ranks), batch.arrays[0].tolist()
+    assert max(loads) - min(loads) <= max(map(sum, batch.tokens))
     for rank in ranks:
-        sums = [sum(batch[r.trajectory].row_lengths[r.row] for r in m) for m in rank if m]
+        sums = [sum(tokens[row] for row in rows) for rows in rank if rows]
         assert all(a + b > BUDGET for a, b in itertools.combinations(sums, 2)), "two would fit into one"
         assert all(rank[: len(sums)]), "empty ones come last"
     assert any(all(rank) for rank in ranks), "no more micro-batches than the fullest rank needs"
 
 
+@pytest.mark.parametrize(("world_size", "most_reads"), [(8, 1.1), (16, 1.2), (32, 1.5)])
+def test_few_packets_are_read_by_several_ranks(world_size: int, most_reads: float) -> None:
+    lengths = np.random.default_rng(0).lognormal(6.5, 0.6, 512).astype(int).tolist()
+    batch = Rows([[length] for length in lengths], [number // 8 for number in range(512)])
+    ranks = batch.plan(world_size, None)
+    loads = batch.loads(ranks)
+    assert max(loads) <= 1.01 * np.mean(loads) or world_size == 32
+    reads = sum(len({batch.packet_of[row] for rows in rank for row in rows}) for rank in ranks)
+    assert reads / 64 <= most_reads
+
+
 def test_without_a_budget_a_rank_runs_its_part_at_once() -> None:
-    assert plan([Sized([3, 2]), Sized([9])], 1, None) == [[[RowRef(0, 0), RowRef(0, 1), RowRef(1, 0)]]]
-    assert plan([Sized([3])], 2, None) == [[[RowRef(0, 0)]], [[]]]
-    assert plan([], 3, None) == [[], [], []]
+    assert Rows([[3, 2], [9]], [0, 0]).plan(1, None) == [[[0, 1, 2]]]
+    assert Rows([[3]], [0]).plan(2, None) == [[[0]], [[]]]
+    assert Rows([], []).plan(3, None) == [[], [], []]
 
 
 def test_a_row_above_the_budget_is_an_error() -> None:
-    with pytest.raises(ValueError, match="has 17 tokens, budget 16"):
-        plan([Sized([17])], 1, BUDGET)
-
-
-def reference(number: int, rows: list[int], role: Role = Role.TRAIN) -> Reference:
-    return Reference(
-        **{"group_id": f"g{number // 2}", "rollout_index": number % 2, "key": f"k{number}", "size": 1},
-        **{"row_lengths": tuple(rows), "row_trainable": tuple(rows), "role": role},
-    )
+    with pytest.raises(ValueError, match="row 1 has 17 tokens, budget 16"):
+        Rows([[3], [17]], [0, 0]).plan(1, BUDGET)
 
 
 @settings(max_examples=100, deadline=None)
-@given(batch=batches, world_size=st.integers(1, 4), chance=st.randoms(use_true_random=False))
+@given(seed=st.integers(0, 99), world_size=st.integers(1, 4), budget=st.sampled_from([None, 40, 20]))
 def test_shares_have_every_trajectory_once_without_those_left_out(
-    batch: list[Sized], world_size: int, chance: random.Random
+    seed: int, world_size: int, budget: int | None
 ) -> None:
-    references = [reference(number, item.row_lengths) for number, item in enumerate(batch)]
-    left_out = {(r.group_id, r.rollout_index) for r in references if chance.random() < 0.3}
-    ranks = [Rank(number, world_size, CPU) for number in range(world_size)]
-    shares = [share_of(references, BUDGET, rank, left_out) for rank in ranks]
-    rest = [r.key for r in references if (r.group_id, r.rollout_index) not in left_out]
-    assert sorted(r.key for share in shares for r in share.references) == sorted(rest)
-    for share, rank in zip(shares, ranks, strict=True):
-        assert share.batch_references == references, "the counts of a batch are those of all ranks"
-        rows = sorted(ref for refs in share.rows for ref in refs)
-        assert rows == [
-            RowRef(i, n) for i, r in enumerate(share.references) for n in range(len(r.row_lengths))
-        ]
-        whole = share_of(references, BUDGET, rank)
-        assert len(share.rows) == len(whole.rows), "the ranks stay in step"
-        assert [r.key for r in share.references] == [r.key for r in whole.references if r.key in rest]
-
-
-def test_baselines_and_rows_above_the_budget_are_in_no_share() -> None:
-    references = [
-        reference(0, [4]),
-        reference(1, [4], Role.BASELINE),
-        reference(2, [BUDGET + 1]),
-        reference(3, [2]),
+    batch = Layout.of(StoredGroups(seed, 5).groups)
+    longest = [int(batch.members.select([m]).rows["tokens"].max()) for m in range(len(batch))]
+    trained = [
+        batch.identity(member)
+        for member in range(len(batch))
+        if not batch.members.is_baseline[member] and (budget is None or longest[member] <= budget)
     ]
-    share = share_of(references, BUDGET, Rank(0, 1, CPU))
-    assert share.batch_references == share.references == [references[0], references[3]]
-    assert share.rows == [[RowRef(0, 0), RowRef(1, 0)]]
+    chance = random.Random(seed)
+    left_out = {identity for identity in trained if chance.random() < 0.3}
+    ranks = [Rank(number, world_size, CPU) for number in range(world_size)]
+    shares = [share_of(batch, budget, rank, left_out) for rank in ranks]
+    rest = sorted(set(trained) - left_out)
+    assert sorted(identity for share in shares for identity in identities(share.own)) == rest
+    for share, rank in zip(shares, ranks, strict=True):
+        assert identities(share.trained) == trained, "the counts of a batch are those of all ranks"
+        assert [batch.identity(position) for position in share.positions] == identities(share.own)
+        rows = sorted(row for rows in share.rows for row in rows.tolist())
+        assert rows == list(range(len(share.own.members.rows)))
+        whole = share_of(batch, budget, rank)
+        assert len(share.rows) == len(whole.rows), "the ranks stay in step"
+        assert identities(share.own) == [each for each in identities(whole.own) if each in rest]
+
+
+def identities(layout: Layout) -> list[tuple[str, int]]:
+    return [layout.identity(member) for member in range(len(layout))]
