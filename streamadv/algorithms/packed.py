@@ -7,7 +7,7 @@ order, whatever else is in the batch: neither the number of workers nor the orde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 
@@ -67,6 +67,7 @@ class PackedBatch:
     scores: Tensor | None = None  # [M] float64: the trajectory's reward as pushed; None = `rewards`
     truncated: Tensor | None = None  # [M] bool: status is truncated; None = nobody's
     given_mask: Tensor | None = None  # [N] response_mask as packed; None = no step has narrowed it
+    group_sources: Sequence[str | None] = ()  # data_source of each of the G groups; () = not known
     #: The tensors whose values were checked; a copy that holds the same objects is not checked again.
     layout: tuple[Any, ...] | None = field(default=None, repr=False, compare=False)
 

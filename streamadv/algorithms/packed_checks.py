@@ -69,6 +69,10 @@ def check_shapes(batch: PackedBatch) -> None:
                 raise ArgumentError(
                     f"{name} is on {tensor.device}, rewards on {batch.rewards.device}: give both on one device"
                 )
+    if len(batch.group_sources) not in (0, batch.num_groups):
+        raise ArgumentError(
+            f"group_sources has {len(batch.group_sources)} entries, needs one for each of {batch.num_groups} groups"
+        )
 
 
 def check_values(batch: PackedBatch) -> None:

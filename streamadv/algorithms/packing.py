@@ -43,7 +43,8 @@ class StepLike(Protocol):
 class Packable(Protocol):
     """What `pack` reads of a trajectory; its columns come separately.
 
-    A trajectory with named rewards also has `rewards`, Mapping[str, float]; one with a status has `status`.
+    A trajectory with named rewards also has `rewards`, Mapping[str, float]; one with a status has `status`, and
+    `data_source`, a text or None, where statistics are taken by source.
     """
 
     @property
@@ -96,6 +97,7 @@ def pack(
         [getattr(member, "status", None) == "truncated" for member in members],
         _steps(members, cu_seqlens, first_row),
         _components(members),
+        _sources(members),
     )
     device = torch.device(device)
     if columns is None:
@@ -129,6 +131,7 @@ def pack_members(
         table["status"] == STATUSES.index(Status.TRUNCATED),
         _steps_of(members, cu_seqlens, first_row),
         _components_of(members),
+        [layout.groups[number].data_source for number in dict.fromkeys(layout.group.tolist())],
     )
     tensors = {name: _column(name, column, batch.num_tokens) for name, column in (columns or {}).items()}
     if "response_mask" in tensors:
@@ -147,6 +150,7 @@ def _batch(
     truncated: Any,
     steps: Steps,
     components: Mapping[str, Any],
+    sources: Sequence[str | None],
 ) -> PackedBatch:
     """A batch on the host without columns."""
     return PackedBatch(
@@ -162,6 +166,7 @@ def _batch(
         components={name: _tensor(values, np.float64) for name, values in components.items()},
         scores=_tensor(rewards, np.float64),
         truncated=_tensor(truncated, np.bool_),
+        group_sources=sources,
     )
 
 
@@ -226,6 +231,14 @@ def _components(members: Sequence[Packable]) -> dict[str, list[float]]:
     named: list[Mapping[str, float]] = [getattr(member, "rewards", {}) for member in members]
     names = sorted({name for rewards in named for name in rewards})
     return {name: [rewards.get(name, 0.0) for rewards in named] for name in names}
+
+
+def _sources(members: Sequence[Packable]) -> list[str | None]:
+    """The data source of each group: that of its first member."""
+    sources: dict[str, str | None] = {}
+    for member in members:
+        sources.setdefault(member.group_id, getattr(member, "data_source", None))
+    return list(sources.values())
 
 
 def _components_of(members: Members) -> dict[str, Array]:

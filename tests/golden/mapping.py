@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .compare import Function
+from .mapping_flow import FLOWS
 from .mapping_losses import LOSSES
 from .mapping_others import OTHERS
 from .mapping_outcomes import OUTCOMES
@@ -10,7 +11,7 @@ from .mapping_roll import ROLL
 from .mapping_verl import VERL
 from .mapping_verl091 import VERL091
 
-MAPPING: dict[str, Function] = {**LOSSES, **OTHERS, **OUTCOMES, **ROLL, **VERL, **VERL091}
+MAPPING: dict[str, Function] = {**FLOWS, **LOSSES, **OTHERS, **OUTCOMES, **ROLL, **VERL, **VERL091}
 
 #: Mapped functions whose metrics are not compared, and why.
 METRICS_NOT_OFFERED: dict[str, str] = {
@@ -30,7 +31,6 @@ NOT_IN_CATALOGUE: dict[str, str] = {
     "roll2026_policy_loss_agentic_pg": "losses of a whole worker; the trainer's",
     "roll2026_policy_loss_rlvr": "a loss of a whole worker; sequence ratios without GSPO's gradient are the trainer's",
     "roll2026_policy_loss_rlvr_pg": "losses of a whole worker; the trainer's",
-    "roll2026_rlvr_domain_flow": "a pipeline run per domain; its steps are offered, one domain at a time",
     "roll2026_teacher_routing": "which teacher reads which rows is the scorer's; padded takes teacher_rows_NAME",
     "roll2026_value_loss": "a loss of critics: the trainer's",
     "skyrl_off_policy_correction": "outlier masks of SkyRL are not offered, and its metric names",

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from streamadv.algorithms import ChainResult, PackedBatch, build_chain, expand, preset_names, run_chain
+from streamadv.algorithms.chain.sources import run_by_source, split_by_source
+from streamadv.algorithms.kl import adapted_coefficient
 from streamadv.trajectory.columns import Array
 from streamadv.trajectory.schema import Step
 
@@ -61,6 +63,7 @@ class Rows:
         baselines: Array | None = None,
     ) -> None:
         codes = {label: code for code, label in enumerate(dict.fromkeys(labels))}
+        self.labels = list(codes)  # of each group
         self.order = sorted(range(len(labels)), key=lambda i: (codes[labels[i]], i))
         self.mask = mask
         pairs = []
@@ -410,6 +413,84 @@ def test_roll_step_reinforce() -> None:
         assert_close(advantages.numpy(), want["step_rewards"][order], where)
         compared += 1
     assert compared
+
+
+def flow_config(kwargs: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """ROLL's RLVR pipeline as one chain: masks, rewards, KL, token rewards, estimator, whitening, domain by domain."""
+    estimator = kwargs.get("adv_estimator", "reinforce")
+    scopes = kwargs.get("norm_mean_type"), kwargs.get("norm_std_type")
+    reward: dict[str, Any] = {"mean": scopes[0], "std": scopes[1], "statistics": "row"}
+    if estimator == "grpo":
+        reward = dict(build_chain("roll/grpo").config.reward)
+    kl = {"penalty": kwargs.get("kl_penalty", "kl"), "log_probs": "old_log_probs"}
+    masks = {"difficulty_low": 0.1, "difficulty_high": 0.95} if kwargs.get("difficulty_mask") else {}
+    masks |= {"max_length": width} if kwargs.get("max_len_mask") else {}
+    return config_of(
+        f"roll/{estimator}",
+        by_source=True,
+        reward={**reward, "clip": kwargs.get("reward_clip")},
+        masks=masks or None,
+        token_reward_clip=kwargs.get("reward_clip"),
+        kl={**kl, "coefficient": kwargs["kl"]["init_kl_coef"]} if kwargs.get("add_token_level_kl") else None,
+        whiten_rewards=kwargs.get("whiten_rewards"),
+        whiten_advantages=kwargs.get("whiten_advantages"),
+        advantage_clip=kwargs.get("advantage_clip"),
+        gamma=kwargs.get("gamma"),
+        lam=kwargs.get("lambd"),
+    )
+
+
+def test_roll_flow_by_domain() -> None:
+    compared = 0
+    for where, z, kwargs, want in calls("roll2026_rlvr_domain_flow"):
+        mask = z["response_mask"][:, 1:]
+        columns = {key: z[key] for key in ("old_log_probs", "ref_log_probs", "values")}
+        rows = Rows(mask, z["prompt_id"].tolist(), z["response_level_rewards"], columns)
+        domains = dict(zip(z["prompt_id"].tolist(), z["domain"].tolist(), strict=True))
+        rows.batch = replace(rows.batch, group_sources=[domains[label] for label in rows.labels])
+        config = flow_config(kwargs, mask.shape[1])
+        found = by_domain_in_turn(rows, config, kwargs["kl"], want["domain_order"].tolist())
+        if "target_kl" not in kwargs["kl"]:
+            found = rows.run(config)
+        assert found.advantages is not None
+        trained = want["final_response_mask"] != 0
+        if config["masks"]:
+            assert_close(rows.padded(found.columns["response_mask"]), trained, f"{where} mask")
+        got, returns = rows.advantages(found)
+        known = mask != 0
+        assert_close(got[known], want["advantages"][known], f"{where} advantages")
+        assert_close(returns[known], want["returns"][known], f"{where} returns")
+        metrics = dict(zip(want["metric_names"].tolist(), want["metric_values"], strict=True))
+        for domain in want["domain_order"].tolist():
+            name = f"{domain}/critic/reward_clip_frac"
+            if name in found.metrics:
+                assert_close(np.array(found.metrics[name]), metrics[name], f"{where} {name}")
+        compared += 1
+    assert compared
+
+
+def by_domain_in_turn(
+    rows: Rows, config: dict[str, Any], kl: Mapping[str, float], domains: Sequence[str]
+) -> ChainResult:
+    """The chain domain by domain, with a coefficient that moves after each, as ROLL's shared controller does.
+
+    In a run it moves from batch to batch: a batch record carries one.
+    """
+    moved = {"coefficient": kl["init_kl_coef"]}
+    coefficients: dict[str, float] = {}
+    parts = dict(split_by_source(rows.batch))
+    for domain in domains:
+        coefficients[domain] = moved["coefficient"]
+        part = run_chain(
+            build_chain({**config, "by_source": False}), parts[domain].batch, coefficients[domain]
+        )
+        if "target_kl" in kl:
+            moved["coefficient"] = adapted_coefficient(
+                *(moved["coefficient"], part.metrics["critic/kl"], kl["target_kl"], kl["kl_horizon"]),
+                parts[domain].batch.num_trajectories,
+            )
+    chain = build_chain({**config, "by_source": False})
+    return run_by_source(lambda source, part: run_chain(chain, part, coefficients[source]), rows.batch)
 
 
 def test_every_preset_of_a_peer_is_compared() -> None:

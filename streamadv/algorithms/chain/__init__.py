@@ -24,8 +24,10 @@ from .config import ChainConfig, parse_config
 from .correction import correction_step
 from .estimating import check_finite
 from .presets import preset
+from .result import ChainResult as ChainResult
 from .rewards import shaping_steps
 from .samples import sample_steps
+from .sources import run_by_source
 from .step import ChainStep, State
 
 #: Steps that change the estimator's advantages.
@@ -80,20 +82,6 @@ class Chain:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class ChainResult:
-    """The result of a chain. `advantages` is None after the first part of a chain cut before its estimator."""
-
-    level: Level
-    advantages: Tensor | None  # [R], [S] or [N] float32
-    returns: Tensor | None  # same shape; None where they equal the advantages
-    rewards: Tensor  # [M] float64, as shaped so far
-    step_rewards: Tensor  # [S] float64
-    columns: Mapping[str, Tensor]  # made or changed by a step, [N]
-    metrics: Mapping[str, float]
-    weights: Mapping[str, float]  # what each metric is a mean over; see merge_metrics
-
-
 def build_chain(source: ChainConfig | str | Mapping[str, Any]) -> Chain:
     """The chain of a configuration, a preset's name or a mapping. Raises SettingError if it is wrong."""
     config = preset(source) if isinstance(source, str) else parse_config(source)
@@ -120,20 +108,32 @@ def run_chain(
     chain: Chain,
     batch: PackedBatch,
     kl_coefficient: float | None = None,
-    running: RunningMoments | None = None,
+    running: RunningMoments | Mapping[str, RunningMoments] | None = None,
 ) -> ChainResult:
     """Run the steps on `batch`. Pure: `batch` is not changed.
 
     Args:
       batch: whole rows, groups or batches, by `chain.scope`, with the columns `chain.needs`.
       kl_coefficient: the coefficient in the batch record; None = the configuration's.
-      running: for the scope "running", the moments of the rewards of all batches up to this one, from the record.
+      running: for the scope "running", the moments of the rewards of all batches up to this one, from the record; by
+        source if the configuration says `by_source`.
 
     Raises TrajectoryError for a missing column, and EstimatorError if the estimator raises, or returns anything except
     one finite number per row, step or trainable token.
     """
     if kl_coefficient is None:
         kl_coefficient = chain.config.kl.coefficient if chain.config.kl is not None else 0.0
+    if chain.config.by_source:
+        moments = running if isinstance(running, Mapping) else {}
+        return run_by_source(
+            lambda source, part: _run(chain, part, kl_coefficient, moments.get(source)), batch
+        )
+    return _run(chain, batch, kl_coefficient, None if isinstance(running, Mapping) else running)
+
+
+def _run(
+    chain: Chain, batch: PackedBatch, kl_coefficient: float, running: RunningMoments | None
+) -> ChainResult:
     state = State(batch, chain.level, kl_coefficient, running).recounted()
     for step in chain.steps:
         state = step.run(state)

@@ -140,6 +140,7 @@ class ChainConfig(_Section):
     whiten_advantages: bool = False
     advantage_clip: Positive | None = None
     raw_advantages: bool = False  # deliver the advantages before distillation, whitening and clipping too
+    by_source: bool = False  # everything over the batch is over the groups of one data_source instead
     correction: CorrectionConfig | None = None
 
     @model_validator(mode="before")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import EstimatorError
-from ..packed import PackedBatch, Steps
+from ..packed import PackedBatch
+from ..parts import part_of
 from ..registry import get_estimator
-from . import ChainResult, build_chain, run_chain
+from . import build_chain, run_chain
+from .result import ChainResult
 
 
 def check_estimator(name: str, batch: PackedBatch, **options: Any) -> ChainResult:
@@ -31,8 +31,9 @@ def check_estimator(name: str, batch: PackedBatch, **options: Any) -> ChainResul
     whole = run_chain(chain, batch)
     if scope == "batch":
         return whole
-    bounds = batch.group_offsets.tolist() if scope == "group" else range(batch.num_trajectories + 1)
-    parts = [run_chain(chain, _part(batch, *pair)) for pair in itertools.pairwise(bounds)]
+    number = batch.trajectory_group if scope == "group" else torch.arange(batch.num_trajectories)
+    count = batch.num_groups if scope == "group" else batch.num_trajectories
+    parts = [run_chain(chain, part_of(batch, number == k).batch) for k in range(count)]
     for field in ("advantages", "returns"):
         together = getattr(whole, field)
         alone = [getattr(part, field) for part in parts]
@@ -44,46 +45,6 @@ def check_estimator(name: str, batch: PackedBatch, **options: Any) -> ChainResul
                 f"scope {scope!r} is too narrow"
             )
     return whole
-
-
-def _part(batch: PackedBatch, first: int, last: int) -> PackedBatch:
-    """The trajectories first .. last - 1 as a batch."""
-    row, end_row = batch.row_offsets[[first, last]].tolist()
-    token, end_token = batch.cu_seqlens[[row, end_row]].tolist()
-    members, rows, tokens = slice(first, last), slice(row, end_row), slice(token, end_token)
-    groups = batch.trajectory_group[members]
-    groups = groups - groups[0]
-    return replace(
-        batch,
-        cu_seqlens=batch.cu_seqlens[row : end_row + 1] - token,
-        row_trajectory=batch.row_trajectory[rows] - first,
-        row_trainable=batch.row_trainable[rows],
-        trajectory_group=groups,
-        rewards=batch.rewards[members],
-        baseline=batch.baseline[members],
-        steps=_steps(batch.steps, first, last, row, token),
-        num_tokens=end_token - token,
-        num_groups=int(groups[-1]) + 1,
-        columns={name: column[tokens] for name, column in batch.columns.items()},
-        components={name: rewards[members] for name, rewards in batch.components.items()},
-        scores=None if batch.scores is None else batch.scores[members],
-        truncated=None if batch.truncated is None else batch.truncated[members],
-        given_mask=None if batch.given_mask is None else batch.given_mask[tokens],
-    )
-
-
-def _steps(steps: Steps, first: int, last: int, row: int, token: int) -> Steps:
-    inside = (steps.trajectory >= first) & (steps.trajectory < last)
-    start, end = steps.start[inside] - token, steps.end[inside] - token
-    return Steps(
-        trajectory=steps.trajectory[inside] - first,
-        row=steps.row[inside] - row,
-        start=start,
-        end=end,
-        rewards=steps.rewards[inside],
-        state=steps.state[inside],
-        num_tokens=int((end - start).sum()),
-    )
 
 
 def _split(together: Tensor, alone: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
