@@ -179,7 +179,12 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
         """As `Group.touch`."""
         return await self._producer.touch(self.group_id, deadline_s)
 
-    async def _leave(self, error: BaseException | None) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         if isinstance(error, Exception):
             for rollout in self:
                 await rollout._until_left()

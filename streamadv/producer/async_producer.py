@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +15,7 @@ from ..store.retry import RETRYABLE, closed_under_way
 from ..trajectory.schema import Trajectory
 from .admission import BeginCall
 from .async_group import AsyncGroup, AsyncRollout
+from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
 from .requests import (
@@ -33,7 +34,7 @@ from .slots import Slots
 from .tickets import PushResult, Ticket
 
 
-class AsyncProducer:
+class AsyncProducer(BaseProducer["BeginGroup"]):
     """What `async with Producer(...)` gives. Any number of tasks may use it at once."""
 
     def __init__(self, connection: AsyncConnection, logic: ProducerLogic) -> None:
@@ -73,53 +74,10 @@ class AsyncProducer:
             await self._carry_through(self._logic.goodbye(), patient=False, closed=True)
         await self._connection.close()
 
-    def group(
-        self,
-        size: int,
-        *,
-        group_id: str | None = None,
-        data_source: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        deadline_s: float | None = None,
-        redundancy: int | None = None,
-        timeout: float | None = None,
-    ) -> BeginGroup:
-        """`async with producer.group(size) as group`: on leaving, rollouts not pushed are failed. See `AsyncGroup`."""
-        request = GroupRequest(
-            size=size,
-            group_id=group_id,
-            data_source=data_source,
-            metadata=metadata,
-            deadline_s=deadline_s,
-            redundancy=redundancy,
-            timeout=timeout,
-        )
-        return BeginGroup(self, request)
+    def _begin(self, request: GroupRequest) -> BeginGroup:
+        return BeginGroup(self._admit(request))
 
-    async def begin_group(
-        self,
-        size: int,
-        *,
-        group_id: str | None = None,
-        data_source: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        deadline_s: float | None = None,
-        redundancy: int | None = None,
-        timeout: float | None = None,  # noqa: ASYNC109  covers waiting for admission, not a lost server
-    ) -> AsyncGroup:
-        """As `Producer.begin_group`. A group that the server opens after this was cancelled is withdrawn."""
-        request = GroupRequest(
-            size=size,
-            group_id=group_id,
-            data_source=data_source,
-            metadata=metadata,
-            deadline_s=deadline_s,
-            redundancy=redundancy,
-            timeout=timeout,
-        )
-        return await self._begin(request)
-
-    async def _begin(self, request: GroupRequest) -> AsyncGroup:
+    async def _admit(self, request: GroupRequest) -> AsyncGroup:
         call = BeginCall()
         beginning = asyncio.create_task(self._drive(self._logic.admission.begin(request, call)))
         try:
@@ -234,18 +192,32 @@ class AsyncProducer:
         return await run_script_async(self._connection.pipelined or self._connection.scripts, request)
 
 
-class BeginGroup:
-    """A group that is admitted when its `async with` block is entered."""
+class BeginGroup(Coroutine[Any, Any, AsyncGroup]):
+    """A group that is admitted when this is awaited, or when its `async with` block is entered.
 
-    def __init__(self, producer: AsyncProducer, request: GroupRequest) -> None:
-        self._producer = producer
-        self._request = request
+    If the server opens it after its caller was cancelled, it is withdrawn.
+    """
+
+    def __init__(self, admitting: Coroutine[Any, Any, AsyncGroup]) -> None:
+        self._admitting = admitting
+
+    def send(self, value: Any) -> Any:
+        return self._admitting.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._admitting.throw(*error)
+
+    def close(self) -> None:
+        self._admitting.close()
+
+    def __await__(self) -> Generator[Any, Any, AsyncGroup]:
+        return self._admitting.__await__()
 
     async def __aenter__(self) -> AsyncGroup:
-        self._group = await self._producer._begin(self._request)
-        return self._group
+        self._group = await self._admitting
+        return await self._group.__aenter__()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        await self._group._leave(error)
+        await self._group.__aexit__(kind, error, tb)

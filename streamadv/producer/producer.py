@@ -14,6 +14,7 @@ from ..store.calls import run_script, run_transaction, server_ids
 from ..store.connection import AsyncConnection, Connection
 from ..store.retry import RETRYABLE
 from ..trajectory.schema import Trajectory
+from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .group import Group, Rollout
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from .async_producer import AsyncProducer
 
 
-class Producer:
+class Producer(BaseProducer[Group]):
     """Begins groups of one run and pushes their rollouts. Thread-safe.
 
     `with Producer(...)` gives this blocking producer, `async with Producer(...)` an `AsyncProducer` with the same
@@ -108,68 +109,7 @@ class Producer:
         if self._owned:
             self._connection.close()
 
-    def group(
-        self,
-        size: int,
-        *,
-        group_id: str | None = None,
-        data_source: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        deadline_s: float | None = None,
-        redundancy: int | None = None,
-        timeout: float | None = None,
-    ) -> Group:
-        """`begin_group` for use in a with block: on leaving it, rollouts not pushed are failed. See `Group`."""
-        return self.begin_group(
-            size,
-            group_id=group_id,
-            data_source=data_source,
-            metadata=metadata,
-            deadline_s=deadline_s,
-            redundancy=redundancy,
-            timeout=timeout,
-        )
-
-    def begin_group(
-        self,
-        size: int,
-        *,
-        group_id: str | None = None,
-        data_source: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        deadline_s: float | None = None,
-        redundancy: int | None = None,
-        timeout: float | None = None,
-    ) -> Group:
-        """Admit a group of `size` rollouts of one prompt, and get its tickets.
-
-        Waits while the run is at its byte budget or as far ahead as max_staleness allows. An open `group_id` gives its
-        tickets again.
-
-        Args:
-            size: usable rollouts that make the group complete, 1 to 4096.
-            group_id: unique in the run, at most 200 characters without spaces; default a UUIDv7.
-            data_source: name of the data set, for metrics; at most 200 characters.
-            metadata: a small JSON object that all rollouts of the group carry; at most 64 KiB.
-            deadline_s: seconds from now after which the group ends with what it has; default the run's
-                group_deadline_s.
-            redundancy: rollouts beyond `size`; the first `size` usable ones count. Default the run's.
-            timeout: seconds to wait for admission; None = for ever, 0 = ask once.
-
-        Raises:
-            Busy: not admitted within `timeout`.
-            GroupEndedError: `group_id` names a group that has ended.
-            TrajectoryError, SettingError: a wrong argument, or a group larger than the run's whole byte budget.
-        """
-        request = GroupRequest(
-            size=size,
-            group_id=group_id,
-            data_source=data_source,
-            metadata=metadata,
-            deadline_s=deadline_s,
-            redundancy=redundancy,
-            timeout=timeout,
-        )
+    def _begin(self, request: GroupRequest) -> Group:
         return Group(self, self._drive(self._logic.admission.begin(request)))
 
     def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
