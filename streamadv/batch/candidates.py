@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator
+import heapq
+from collections.abc import Collection, Iterable, Iterator
+from operator import attrgetter
 
 from ..grouping.groups_log import LoggedGroup, Pointer, read_log
 from ..run import Run
@@ -11,47 +13,44 @@ from ..run import Run
 class Candidates:
     """Groups for the next batches, oldest first.
 
-    Invariant: every entry of a shard's log up to `seen` is a candidate, in a named batch, or was dropped.
+    Invariant: every entry of a shard's log up to its cursor is a candidate, in a named batch, or was dropped.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, named: Iterable[Pointer]) -> None:
+        """named: groups of the batches that the session began with, which are in the logs still."""
         self._run = run
+        self._named = {(pointer.shard, pointer.entry) for pointer in named}
         #: Last entry read of each shard's groups log. Every session reads from the start: a shard that lost recent
         #: writes has older groups again, see "Going back in time" in docs/reliability.md.
         self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
-        self._groups: list[LoggedGroup] = []
+        self._groups: dict[int, list[LoggedGroup]] = {shard: [] for shard in self.cursors}  # in log order
         self._read_to_end: set[int] = set()  # shards
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return sum(map(len, self._groups.values()))
 
     def __iter__(self) -> Iterator[LoggedGroup]:
-        return iter(self._groups)
+        return heapq.merge(*self._groups.values(), key=attrgetter("position"))
 
     @property
     def has_read_all(self) -> bool:
         """Whether it has come to the end of every log, at least once."""
         return len(self._read_to_end) == len(self.cursors)
 
-    def read_on(self, limit: int, named: Container[tuple[int, str]]) -> None:
-        """Read until there are `limit` candidates of each shard, or its log ends.
-
-        named: shard and entry of groups in batches. A new session reads them again.
-        """
-        for shard in self.cursors:
-            missing = limit - sum(group.shard == shard for group in self._groups)
-            while missing > 0:
+    def read_on(self, limit: int) -> None:
+        """Read until there are `limit` candidates of each shard, or its log ends."""
+        for shard, groups in self._groups.items():
+            while (missing := limit - len(groups)) > 0:
                 page = read_log(self._run, shard, self.cursors[shard], missing)
                 if page:
                     self.cursors[shard] = page[-1].entry
-                new = [group for group in page if (shard, group.entry) not in named]
-                self._groups += new
+                groups += [group for group in page if (shard, group.entry) not in self._named]
                 if len(page) < missing:
                     self._read_to_end.add(shard)
                     break
-                missing -= len(new)
-        self._groups.sort(key=lambda group: group.position)
 
-    def remove(self, pointers: Collection[Pointer]) -> None:
+    def remove(self, groups: Collection[LoggedGroup] | Collection[Pointer]) -> None:
         """Take groups off the list: they were named, or dropped."""
-        self._groups = [group for group in self._groups if group.pointer not in pointers]
+        removed = {(group.shard, group.entry) for group in groups}
+        for shard, candidates in self._groups.items():
+            self._groups[shard] = [group for group in candidates if (shard, group.entry) not in removed]

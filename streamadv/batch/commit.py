@@ -5,9 +5,10 @@ Repeating it changes nothing: only the call that deletes the entry of the groups
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
 from ..run import Run
@@ -15,8 +16,9 @@ from ..run.run import Shard
 from ..trajectory.reference import Reference
 from ..trajectory.schema import Role
 from .record import BatchRecord
+from .sums import GroupSums
 
-COMMIT_SLICE: Final = 64  # trajectories deleted in one call
+COMMIT_SLICE: Final = 64  # packets deleted in one call
 
 
 def terminal_states(members: Iterable[Reference], tokens_per_micro_batch: int | None) -> Iterator[str]:
@@ -31,31 +33,46 @@ def terminal_states(members: Iterable[Reference], tokens_per_micro_batch: int | 
 
 
 class CommitArguments(NamedTuple):
-    """What commit needs of a group: arguments of `commit.lua` after its entry id, and its payloads' keys."""
+    """What commit needs of a group: its argument of `commit.lua`, and its payloads' keys."""
 
-    args: list[Any]
-    payloads: list[str]
+    group: str
+    payloads: tuple[str, ...]
 
 
-def commit_arguments(group: LoggedGroup, tokens_per_micro_batch: int | None) -> CommitArguments:
-    """How a group's members are counted at commit, and what is deleted."""
-    states = Counter(terminal_states(group.references, tokens_per_micro_batch))
-    trained = states.pop("trained", 0)
-    untrained = [part for pair in states.items() for part in pair]
-    keys = [key for key, _ in group.payloads]
-    return CommitArguments([trained, len(states), *untrained, group.size_bytes, len(keys)], keys)
+def commit_arguments(
+    groups: Sequence[LoggedGroup], tokens_per_micro_batch: int | None
+) -> dict[str, CommitArguments]:
+    """How the members of each group, by id, are counted at commit, and what is deleted.
+
+    A baseline member, and one with a row above the token budget, is not trained on.
+    """
+    if not groups:
+        return {}
+    sums = GroupSums(groups)
+    is_baseline = sums.members.is_baseline
+    is_oversize = np.zeros(len(sums.members), np.bool_)
+    if tokens_per_micro_batch is not None:
+        is_oversize = ~is_baseline & (sums.members.longest_row > tokens_per_micro_batch)
+    counts = zip(*map(sums.count, (~is_baseline & ~is_oversize, is_baseline, is_oversize)), strict=True)
+    return {
+        group.group_id: CommitArguments(
+            f"{group.entry} {trained} {baseline} {oversize} {group.size_bytes} {len(group.payloads)}",
+            tuple(key for key, _ in group.payloads),
+        )
+        for group, (trained, baseline, oversize) in zip(groups, counts, strict=True)
+    }
 
 
 def commit(
     run: Run,
     record: BatchRecord,
     epoch: int,
-    arguments: Mapping[Pointer, CommitArguments] | None = None,
+    arguments: Mapping[str, CommitArguments] | None = None,
     results: Sequence[StoredResult] | None = None,
 ) -> None:
     """Count a batch as trained and delete what is stored of it.
 
-    arguments: of groups that need not be read from the log again. results: `read_results`, if done already.
+    arguments: by id, of groups that need not be read from the log again. results: `read_results`, if done already.
     The session hash must say already that the batch is committed (`commit_session.lua`).
     """
     results = read_results(run) if results is None else results
@@ -64,7 +81,7 @@ def commit(
         if pointers:
             commit_groups(run, shard, record, pointers, epoch, arguments or {})
             close(shard, record.id, epoch, results)
-    run.home.call("forget_batch", [epoch, record.k, record.model_dump_json()])
+    run.home.call("forget_batch", [epoch, record.k, record.id])
 
 
 def commit_groups(
@@ -73,27 +90,23 @@ def commit_groups(
     record: BatchRecord,
     pointers: Sequence[Pointer],
     epoch: int,
-    arguments: Mapping[Pointer, CommitArguments],
+    arguments: Mapping[str, CommitArguments],
 ) -> None:
     """Commit groups of one shard, in slices. Groups that the log no longer has were committed before."""
-    unread = [pointer for pointer in pointers if pointer not in arguments]
-    budget = record.tokens_per_micro_batch
-    from_log = {
-        pointer: commit_arguments(group, budget)
-        for pointer, group in zip(unread, find_groups(run, unread), strict=True)
-        if group is not None
-    }
-    args: list[Any] = []
+    unread = [pointer for pointer in pointers if pointer.group_id not in arguments]
+    from_log = [group for group in find_groups(run, unread) if group is not None]
+    known = {**arguments, **commit_arguments(from_log, record.tokens_per_micro_batch)}
+    args: list[str] = []
     payloads: list[str] = []
     for pointer in pointers:
-        group = arguments.get(pointer) or from_log.get(pointer)
-        if group is not None:
-            args += [pointer.entry, *group.args]
+        if pointer.group_id in known:
+            group = known[pointer.group_id]
+            args.append(group.group)
             payloads += group.payloads
         if len(payloads) >= COMMIT_SLICE:
             shard.call("commit", [epoch, record.id, *args], payloads=payloads)
             args, payloads = [], []
-    if payloads:
+    if args:
         shard.call("commit", [epoch, record.id, *args], payloads=payloads)
 
 

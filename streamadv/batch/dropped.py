@@ -27,8 +27,8 @@ class DroppedGroups:
         name = f"dropped/{reason}/{group.data_source or 'unknown'}"
         name = name if name in self._groups or len(self._groups) < MAX_NAMES else f"dropped/{reason}/other"
         self._groups[name] += 1
-        self._trajectories[name] += len(group.references)
-        self._tokens[name] += sum(sum(member.row_trainable) for member in group.references)
+        self._trajectories[name] += len(group.members)
+        self._tokens[name] += int(group.members.table["trainable"].sum())
 
     def __len__(self) -> int:
         """Groups."""

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from .. import metrics
-from ..algorithms.chain.config import ChainConfig
 from ..grouping.groups_log import LoggedGroup
 from ..messages import log_fields
 from ..run import Run
@@ -46,7 +45,8 @@ class Leader(Session):
         super().__init__(run, settings, progress, server_ids)
         self.published_version = progress.version
         self._attendance = Attendance(run)
-        self._candidates = Candidates(run)
+        named = [pointer for batch in progress.batches.values() for pointer in batch.record.groups]
+        self._candidates = Candidates(run, named)
         self.cursors = self._candidates.cursors
 
     def _is_held(self) -> bool:
@@ -87,13 +87,13 @@ class Leader(Session):
         if not name_batch(self.run, record, self.epoch):
             # The reply to an earlier try was lost: the record there is ours, since it bears our epoch.
             record = read_records(self.run)[k]
-        self.batches[k] = NamedBatch(record, groups={group.pointer: group for group in groups})
-        self._candidates.remove(set(record.groups))
+        self.batches[k] = NamedBatch(record, groups={group.group_id: group for group in groups})
+        self._candidates.remove(record.groups)
         return True
 
     def _choose(self, k: int, limit: int) -> tuple[list[LoggedGroup], bool]:
         """Up to `limit` groups for batch k, and whether others were dropped in front of them."""
-        self._read_on(limit)
+        self._candidates.read_on(limit)
         rules = NamingRules(
             drop_after=self._settings.drop_after,
             needs=self._settings.needs,
@@ -110,7 +110,8 @@ class Leader(Session):
             logger.warning("group %s is not trained on: %s", group.group_id, reason, extra=fields)
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.dropped.add(group, reason)
-        self._candidates.remove({group.pointer for group, _ in unfit})
+        if unfit:
+            self._candidates.remove([group for group, _ in unfit])
         return fit, bool(unfit)
 
     def _make_record(self, k: int, groups: Sequence[LoggedGroup]) -> BatchRecord:
@@ -123,7 +124,7 @@ class Leader(Session):
             late=list(settings.late),
             tokens_per_micro_batch=settings.tokens_per_micro_batch,
             kl_coefficient=self._kl.of_batch(k),
-            running=running_with(ChainConfig.model_validate(settings.chain), running, groups),
+            running=running_with(self._chain, running, groups),
             running_before=running,
         )
 
@@ -132,16 +133,12 @@ class Leader(Session):
         return self.version + self._settings.prefetch not in self.batches
 
     def could_name(self, max_groups: int | None = None) -> bool:
-        self._read_on(max_groups or self._settings.batch_groups)
+        self._candidates.read_on(max_groups or self._settings.batch_groups)
         return self.missing_fraction(max_groups) < 0
 
     def missing_fraction(self, max_groups: int | None = None) -> float:
         needed = min(self._settings.min_groups, max_groups or self._settings.batch_groups)
         return (needed - len(self._candidates) - 1) / needed
-
-    def _read_on(self, limit: int) -> None:
-        named = {(p.shard, p.entry) for batch in self.batches.values() for p in batch.record.groups}
-        self._candidates.read_on(limit, named)
 
     def find(self, k: int) -> BatchRecord | None:
         batch = self.batches.get(k)
@@ -162,9 +159,8 @@ class Leader(Session):
         for shard in self.run.shards:
             living = sum(pointer.shard == shard.index for pointer in batch.living)
             shard.call("trained", [self.epoch, version, living, ""], version=shard.keys.trainer)
-        budget = record.tokens_per_micro_batch
-        for pointer, group in batch.groups.items():
-            batch.commit_arguments[pointer] = commit_arguments(group, budget)
+        groups = list(batch.groups.values())
+        batch.commit_arguments.update(commit_arguments(groups, record.tokens_per_micro_batch))
         batch.groups.clear()
         self.published_version = version
 

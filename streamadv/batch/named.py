@@ -18,10 +18,10 @@ class NamedBatch:
     dead: dict[str, Death] = field(default_factory=dict)
     #: Whether `name_ahead` has seen to it that all its shards know it, see `work.apply`.
     is_applied: bool = False
-    #: Groups as they were read from the log, until the batch is trained.
-    groups: dict[Pointer, LoggedGroup] = field(default_factory=dict)
+    #: Groups by id, as they were read from the log, until the batch is trained.
+    groups: dict[str, LoggedGroup] = field(default_factory=dict)
     #: What commit needs of them, once the batch is trained.
-    commit_arguments: dict[Pointer, CommitArguments] = field(default_factory=dict)
+    commit_arguments: dict[str, CommitArguments] = field(default_factory=dict)
 
     @property
     def living(self) -> list[Pointer]:

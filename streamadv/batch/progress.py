@@ -57,7 +57,7 @@ class Progress:
 
     def __contains__(self, group_id: object) -> bool:
         """Whether the group is in the weights."""
-        return any(group_id in ids for ids in (self._uncommitted, self._committed, self._returning))
+        return group_id in self._uncommitted or group_id in self._committed or group_id in self._returning
 
     @property
     def groups(self) -> list[str]:

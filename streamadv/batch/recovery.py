@@ -26,7 +26,7 @@ from .settings import NamingSettings
 from .work import apply
 
 #: Groups counted in one call of `set_trainer.lua`.
-TRAINED_SLICE: Final = 1000
+TRAINED_SLICE: Final = 256
 
 logger = logging.getLogger(__name__)
 
@@ -158,14 +158,14 @@ def undo_batches(run: Run, records: Iterable[BatchRecord], epoch: int) -> None:
         for shard in {pointer.shard for pointer in record.groups}:
             undo_in_shard(run, run.shard(shard), record.id, epoch)
         running = json.dumps(record.running_before) if record.running_before else ""
-        run.home.call("unname_batch", [epoch, record.k, record.model_dump_json(), running])
+        run.home.call("unname_batch", [epoch, record.k, record.id, running])
 
 
 def undo_unknown(run: Run, records: Collection[BatchRecord], epoch: int) -> None:
     """Undo batches that a shard knows and the home shard does not: it lost their naming."""
     ids = {record.id for record in records}
     for shard in run.shards:
-        for batch_id in applied_ids(run, shard) - ids:
+        for batch_id in (applied_ids(run, shard) | _owner_ids(run, shard)) - ids:
             undo_in_shard(run, shard, batch_id, epoch)
 
 
@@ -176,6 +176,12 @@ def undo_in_shard(run: Run, shard: Shard, batch_id: str, epoch: int) -> None:
 
 
 def applied_ids(run: Run, shard: Shard) -> set[str]:
-    """Ids of the batches that a shard knows."""
+    """Ids of the batches that a shard knows whole."""
     ids: Any = run.connection.scripts.hkeys(shard.keys.applied)
     return {batch_id.decode(errors="replace") for batch_id in ids}
+
+
+def _owner_ids(run: Run, shard: Shard) -> set[str]:
+    """Ids of the batches that own groups of a shard: it may have learned only a part of one."""
+    owners: Any = run.connection.scripts.hgetall(shard.keys.owners)
+    return {owner.decode(errors="replace").partition(" ")[0] for owner in owners.values()}

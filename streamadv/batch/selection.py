@@ -6,10 +6,12 @@ import re
 import secrets
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from ..grouping.groups_log import LoggedGroup
 from .record import BatchRecord
+from .sums import GroupSums
 
 BATCH_ID: Final = re.compile(r"[0-9]+-[0-9a-f]{12}")
 
@@ -25,8 +27,19 @@ class NamingRules:
     #: Epoch that load_state_dict took. Epochs taken again after a restart of the server do not count.
     branch: int = 0
 
-    def reason_against(self, group: LoggedGroup, k: int) -> str | None:
-        """Why the group is dropped instead of trained on at version k, or None."""
+    def reasons_against(self, groups: Sequence[LoggedGroup], k: int) -> list[str | None]:
+        """Why each of the groups is dropped instead of trained on at version k, or None."""
+        oldest_allowed = 0 if self.drop_after is None else k - self.drop_after
+        is_stale = [False] * len(groups) if oldest_allowed <= 0 else GroupSums(groups).oldest < oldest_allowed
+        return [
+            self._reason_against(group)
+            or ("stale" if stale else None)
+            or ("dead:missing_column" if self._misses_column(group) else None)
+            for group, stale in zip(groups, is_stale, strict=True)
+        ]
+
+    def _reason_against(self, group: LoggedGroup) -> str | None:
+        """Why the group is dropped, whatever its members are, or None."""
         if group.malformed:
             return "malformed"
         if group.group_id in self.trained:
@@ -36,17 +49,15 @@ class NamingRules:
         restored = self.rolled_back_above
         if (
             restored is not None
-            and group.begun_epoch < self.branch
             and group.version is not None
             and group.version > restored
+            and group.begun_epoch < self.branch
         ):
             return "rolled_back"
-        staleness = group.staleness(k)
-        if self.drop_after is not None and staleness is not None and staleness > self.drop_after:
-            return "stale"
-        if any(not self.needs <= set(member.columns) for member in group.references):
-            return "dead:missing_column"
         return None
+
+    def _misses_column(self, group: LoggedGroup) -> bool:
+        return not all(self.needs.issubset(packet.columns) for packet in group.packets)
 
 
 def choose(
@@ -55,14 +66,13 @@ def choose(
     """The first `batch_groups` groups fit for batch k, and those before them to be dropped, with the reason."""
     fit: list[LoggedGroup] = []
     unfit: list[tuple[LoggedGroup, str]] = []
-    for group in candidates:
-        if len(fit) == batch_groups:
-            break
-        reason = rules.reason_against(group, k)
-        if reason is None:
-            fit.append(group)
-        else:
-            unfit.append((group, reason))
+    remaining = iter(candidates)
+    while page := list(islice(remaining, batch_groups - len(fit))):
+        for group, reason in zip(page, rules.reasons_against(page, k), strict=True):
+            if reason is None:
+                fit.append(group)
+            else:
+                unfit.append((group, reason))
     return fit, unfit
 
 

@@ -44,7 +44,8 @@ class Session(ABC):
         self.cursors: dict[int, str] = {}
         self._settings = settings
         self._server_ids = server_ids
-        self._kl = KLCoefficients(ChainConfig.model_validate(settings.chain), settings.prefetch, progress.kl)
+        self._chain = ChainConfig.model_validate(settings.chain)
+        self._kl = KLCoefficients(self._chain, settings.prefetch, progress.kl)
         progress.kl = self._kl.to_json()
 
     @property
@@ -114,9 +115,9 @@ class Session(ABC):
         """
         groups = self.progress.batch(record).groups
         living = [pointer for pointer in record.groups if pointer.group_id not in dead]
-        unread = [pointer for pointer in living if pointer not in groups]
-        groups.update(zip(unread, read_groups(self.run, unread), strict=True))
-        return [groups[pointer] for pointer in living]
+        unread = [pointer for pointer in living if pointer.group_id not in groups]
+        groups.update((group.group_id, group) for group in read_groups(self.run, unread))
+        return [groups[pointer.group_id] for pointer in living]
 
     def dead_letter(self, record: BatchRecord, deaths: Mapping[str, Death]) -> Exclusions:
         """Groups of a batch that cannot be computed become dead letters. Returns all that is excluded from it."""

@@ -9,10 +9,17 @@ from pydantic import BaseModel, ConfigDict
 from ..algorithms.chain import cut_chain
 from ..grouping.groups_log import Pointer
 from ..run import Run
+from ..trajectory.columns import KNOWN_COLUMNS
 from .record import BatchRecord
 
-#: Trajectories in one work item, for chains that need no more than a group.
-ITEM_TRAJECTORIES: Final = 128
+#: Of one work item, for chains that need no more than a group: trajectories, and bytes of the columns that are read.
+ITEM_TRAJECTORIES: Final = 4096
+ITEM_BYTES: Final = 8 << 20
+#: Taken for a token of an extra column.
+EXTRA_BYTES: Final = 4
+
+#: Groups that a shard learns of in one call.
+APPLY_SLICE: Final = 128
 
 
 class WorkItem(BaseModel):
@@ -34,16 +41,19 @@ class WorkItem(BaseModel):
 def work_items(record: BatchRecord) -> list[WorkItem]:
     """The work items of a batch, numbered.
 
-    Each has some groups of one shard. If the workers' part of the chain has to see the whole batch, there is one item
-    per shard, over all groups.
+    Each has some groups of one shard: as many as a worker can well hold the needed columns of. If the workers' part of
+    the chain has to see the whole batch, there is one item per shard, over all groups.
     """
-    batch_scope = cut_chain(record.chain, record.late)[0].scope == "batch"
+    chain = cut_chain(record.chain, record.late)[0]
+    token_bytes = sum(
+        KNOWN_COLUMNS[name].itemsize if name in KNOWN_COLUMNS else EXTRA_BYTES for name in chain.needs
+    )
     parts: list[tuple[int, list[Pointer]]] = []
     for shard in sorted({pointer.shard for pointer in record.groups}):
-        if batch_scope:
+        if chain.scope == "batch":
             parts.append((shard, record.groups))
         else:
-            parts += [(shard, part) for part in _parts(record.in_shard(shard))]
+            parts += [(shard, part) for part in _parts(record.in_shard(shard), token_bytes)]
     return [
         WorkItem(
             batch=record.id,
@@ -60,16 +70,17 @@ def work_items(record: BatchRecord) -> list[WorkItem]:
     ]
 
 
-def _parts(pointers: list[Pointer]) -> list[list[Pointer]]:
-    """Consecutive groups of at most ITEM_TRAJECTORIES trajectories together; a larger group is a part of its own."""
+def _parts(pointers: list[Pointer], token_bytes: int) -> list[list[Pointer]]:
+    """Consecutive groups within the bounds of an item together; a larger group is a part of its own."""
     parts: list[list[Pointer]] = []
-    trajectories = 0
+    trajectories = size = 0
     for pointer in pointers:
-        if not parts or trajectories + pointer.trajectories > ITEM_TRAJECTORIES:
-            parts.append([])
-            trajectories = 0
-        parts[-1].append(pointer)
         trajectories += pointer.trajectories
+        size += pointer.tokens * token_bytes
+        if not parts or trajectories > ITEM_TRAJECTORIES or size > ITEM_BYTES:
+            parts.append([])
+            trajectories, size = pointer.trajectories, pointer.tokens * token_bytes
+        parts[-1].append(pointer)
     return parts
 
 
@@ -77,8 +88,9 @@ def apply(run: Run, record: BatchRecord, epoch: int) -> None:
     """Make a named batch known to the shards: who owns its groups, counters, work. Repeating it changes nothing."""
     items = work_items(record)
     for shard in run.shards:
-        pointers = record.in_shard(shard.index)
-        if pointers:
-            work = [item.model_dump_json() for item in items if item.shard == shard.index]
-            groups = [part for pointer in pointers for part in (pointer.entry, pointer.trajectories)]
-            shard.call("apply_batch", [epoch, record.id, len(pointers), *groups, *work])
+        groups = [f"{pointer.entry} {pointer.trajectories}" for pointer in record.in_shard(shard.index)]
+        work = [item.model_dump_json() for item in items if item.shard == shard.index]
+        for start in range(0, len(groups), APPLY_SLICE):
+            part = groups[start : start + APPLY_SLICE]
+            is_last = start + APPLY_SLICE >= len(groups)
+            shard.call("apply_batch", [epoch, record.id, len(part), *part, *(work if is_last else ())])

@@ -59,6 +59,7 @@ class Pointer(NamedTuple):
     entry: str
     group_id: str
     trajectories: int
+    tokens: int = 0  # of all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ class LoggedGroup:
 
     @property
     def pointer(self) -> Pointer:
-        return Pointer(self.shard, self.entry, self.group_id, len(self.members))
+        tokens = int(self.members.table["tokens"].sum())
+        return Pointer(self.shard, self.entry, self.group_id, len(self.members), tokens)
 
     @property
     def references(self) -> list[Reference]:
@@ -115,11 +117,6 @@ class LoggedGroup:
     def begun_epoch(self) -> int:
         """Fencing epoch in which the group was begun. Its tickets tell it if a server has lost it with the group."""
         return max([self.epoch, *(packet.epoch for packet in self.packets)])
-
-    def staleness(self, k: int) -> int | None:
-        """Staleness at version k of the stalest member that has a version; None if none has one."""
-        values = self.members.staleness(k)
-        return None if np.isnan(values).all() else int(np.nanmax(values))
 
 
 def parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> LoggedGroup:

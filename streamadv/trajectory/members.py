@@ -100,6 +100,13 @@ class Members:
         mask: NDArray[np.bool_] = (self.table["flags"] & BASELINE) != 0
         return mask
 
+    @property
+    def longest_row(self) -> Positions:
+        """[M]: tokens of the longest row of each."""
+        if len(self.rows) == len(self):
+            return self.table["tokens"]
+        return np.maximum.reduceat(self.rows["tokens"].astype(np.int64), self.first_row[:-1])
+
     def staleness(self, k: int) -> NDArray[np.float64]:
         """[M]: k minus the oldest version, at least 0; NaN without a version."""
         has_version = (self.table["flags"] & HAS_VERSION) != 0

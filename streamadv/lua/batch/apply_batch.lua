@@ -1,22 +1,26 @@
--- A shard learns of a named batch: the batch owns its groups, advantage workers get its work. Done once for each batch
--- id. A group that another batch owns changes its owner; groups that the log no longer has (dead letters, or data loss)
--- are not counted.
+-- A shard learns of a named batch: the batch owns its groups, and with the last of them advantage workers get its work.
+-- Done once for each batch id. A group that another batch owns changes its owner; groups that the log no longer has (dead
+-- letters, or data loss) are not counted.
 -- KEYS  void, trainer, applied, owners, ledger, work, groups
 -- fenced by trainer
--- ARGV  epoch, batch id, number of groups of the batch in this shard, then for each of them: entry id, trajectories;
---       then work items JSON ...
+-- ARGV  epoch, batch id, number of groups, then for each of them: '<entry id> <trajectories>';
+--       then work items JSON ...: with them the batch is complete in this shard
 -- Returns  1, 0 when it was applied before
-if redis.call('HSETNX', keys.applied, ARGV[2], '{}') == 0 then return 0 end
-local work, count = 4 + 2 * tonumber(ARGV[3]), 0
-for i = 4, work - 1, 2 do
-  if #redis.call('XRANGE', keys.groups, ARGV[i], ARGV[i]) > 0 then
-    local is_new = redis.call('HSET', keys.owners, ARGV[i], ARGV[2] .. ' ' .. ARGV[i + 1]) == 1
-    if is_new then count = count + tonumber(ARGV[i + 1]) end
+if redis.call('HEXISTS', keys.applied, ARGV[2]) == 1 then return 0 end
+local last, count, owned = 3 + tonumber(ARGV[3]), 0, {}
+for i = 4, last do
+  local entry, trajectories = string.match(ARGV[i], '^(%S+) (%d+)$')
+  if #redis.call('XRANGE', keys.groups, entry, entry) > 0 then
+    owned[#owned + 1], owned[#owned + 2] = entry, ARGV[2] .. ' ' .. trajectories
+    if redis.call('HEXISTS', keys.owners, entry) == 0 then count = count + trajectories end
   end
 end
+if #owned > 0 then redis.call('HSET', keys.owners, unpack(owned)) end
 redis.pcall('HINCRBY', keys.ledger, 'grouped', string.format('%d', -count))
 redis.pcall('HINCRBY', keys.ledger, 'in_flight', string.format('%d', count))
-for i = work, #ARGV do redis.call('XADD', keys.work, '*', 'work', ARGV[i]) end
+if last == #ARGV then return 1 end
+for i = last + 1, #ARGV do redis.call('XADD', keys.work, '*', 'work', ARGV[i]) end
+redis.call('HSET', keys.applied, ARGV[2], '{}')
 -- How groups had ended by now: what comes of them from here on is what the next batch waits for.
 local flat, ended = redis.call('HGETALL', keys.ledger), {}
 for i = 1, #flat, 2 do

@@ -2,35 +2,39 @@
 -- deleted. Idempotent for each group, since only the call that deletes the log entry counts it.
 -- KEYS  void, trainer, groups, ledger, applied, owners, payloads: payload ...
 -- fenced by trainer
--- ARGV  epoch, batch id, then for each group: entry id, number trained, number of other terminal states, reason, count, ...,
---       bytes, number of payloads
+-- ARGV  epoch, batch id, then of each group one text: entry id, numbers of members that are trained on, baselines, and
+--       oversize, bytes, number of payloads
 -- Returns  number of groups committed
 -- include owners
-local groups, bytes, at, payload = 0, 0, 3, 1
+local UNLINKED = 1000  -- keys in one UNLINK
+local sums, gone, at, groups = {}, {}, 0, 0
+local function count(name, number) sums[name] = (sums[name] or 0) + number end
 local exclusions = cjson.decode(redis.call('HGET', keys.applied, ARGV[2]) or '{}')
-while at <= #ARGV do
-  local entry, trained, others = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
-  local tail = at + 3 + 2 * others
-  local payloads = tonumber(ARGV[tail + 1])
+for i = 3, #ARGV do
+  local entry, trained, baseline, oversize, bytes, payloads =
+    string.match(ARGV[i], '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
+  payloads = tonumber(payloads)
   if redis.call('XDEL', keys.groups, entry) == 1 then
-    groups, bytes = groups + 1, bytes + tonumber(ARGV[tail])
-    local count, dead = trained, math.min(trained, #(exclusions[entry] or {}))
-    if trained > dead then redis.pcall('HINCRBY', keys.ledger, 'trained', trained - dead) end
-    if dead > 0 then redis.pcall('HINCRBY', keys.ledger, 'dead:undecodable', dead) end
-    for i = 0, others - 1 do
-      local n = tonumber(ARGV[at + 4 + 2 * i])
-      redis.pcall('HINCRBY', keys.ledger, 'dropped:' .. ARGV[at + 3 + 2 * i], n)
-      count = count + n
-    end
-    redis.pcall('HINCRBY', keys.ledger, disown(keys.owners, entry), -count)
-    for i = 0, payloads - 1 do redis.call('UNLINK', keys.payloads[payload + i]) end
+    groups = groups + 1
+    local left_out = math.min(tonumber(trained), #(exclusions[entry] or {}))
+    count('trained', trained - left_out)
+    count('dead:undecodable', left_out)
+    count('dropped:baseline', baseline)
+    count('dropped:oversize', oversize)
+    count('live_bytes', -bytes)
+    count(disown(keys.owners, entry), -trained - baseline - oversize)
+    for payload = at + 1, at + payloads do gone[#gone + 1] = keys.payloads[payload] end
   end
-  payload = payload + payloads
-  at = tail + 2
+  at = at + payloads
+end
+for first = 1, #gone, UNLINKED do
+  redis.call('UNLINK', unpack(gone, first, math.min(#gone, first + UNLINKED - 1)))
 end
 if groups > 0 then
-  redis.pcall('HINCRBY', keys.ledger, 'groups_logged', -groups)
-  redis.pcall('HINCRBY', keys.ledger, 'live_bytes', string.format('%d', -bytes))
+  count('groups_logged', -groups)
   redis.pcall('HINCRBY', keys.trainer, 'held', -groups)
+end
+for name, number in pairs(sums) do
+  if number ~= 0 then redis.pcall('HINCRBY', keys.ledger, name, string.format('%d', number)) end
 end
 return groups

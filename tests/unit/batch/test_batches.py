@@ -4,52 +4,74 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.algorithms import build_chain
 from streamadv.batch import commit as batch_commit
-from streamadv.batch import exclusion, recovery, selection
+from streamadv.batch import exclusion, recovery, selection, work
 from streamadv.batch import record as batch_record
 from streamadv.batch.record import BatchRecord, Death
 from streamadv.batch.selection import NamingRules
-from streamadv.batch.work import ITEM_TRAJECTORIES, apply, work_items
+from streamadv.batch.work import ITEM_BYTES, ITEM_TRAJECTORIES, apply, work_items
 from streamadv.errors import BatchLostError, EpochFencedError
-from streamadv.grouping.groups_log import LoggedGroup, Pointer, packets_of, read_groups, read_log
+from streamadv.grouping.groups_log import LoggedGroup, Pointer, read_groups, read_log
 from streamadv.run import Run
 from streamadv.store.connection import Connection
-from streamadv.trajectory.reference import Reference
+from streamadv.trajectory.members import (
+    BASELINE,
+    HAS_REWARD,
+    HAS_VERSION,
+    MEMBER,
+    NO_MEMBERS,
+    ROW,
+    Members,
+)
+from streamadv.trajectory.packet import StoredPacket
 from tests.support import compute_all, group_all, join, ledger, problems, producing, push_groups
 
 CHAIN = build_chain("grpo").config.model_dump(mode="json")
+WITH_KL = build_chain({"estimator": "grpo", "kl": {"coefficient": 0.1}}).config.model_dump(mode="json")
 WHOLE_BATCH = build_chain("verl/gpg").config.model_dump(mode="json")
 
 
-def reference(
-    group_id: str, versions: tuple[int, int] | None = None, columns: tuple[str, ...] = ()
-) -> Reference:
-    return Reference(
-        **{"group_id": group_id, "rollout_index": 0, "key": "k", "size": 1, "versions": versions},
-        **{"row_lengths": [3], "row_trainable": [2], "columns": list(columns)},
-    )
+def members(
+    versions: Sequence[tuple[int, int] | None] = (None,),
+    tokens: Sequence[Sequence[int]] = (),
+    baseline: Sequence[bool] = (),
+) -> Members:
+    """Trajectories with these versions, tokens of rows (default: one row of 3), and roles."""
+    table = np.zeros(len(versions), MEMBER)
+    tokens = tokens or [[3]] * len(versions)
+    table["index"], table["rows"] = np.arange(len(versions)), [len(rows) for rows in tokens]
+    table["tokens"] = [sum(rows) for rows in tokens]
+    table["flags"] = [HAS_REWARD | HAS_VERSION * (each is not None) for each in versions]
+    table["flags"] |= BASELINE * np.array(baseline or [False] * len(versions), np.uint8)
+    table["oldest"], table["newest"] = zip(*(each or (0, 0) for each in versions), strict=True)
+    rows = np.zeros(sum(map(len, tokens)), ROW)
+    rows["tokens"] = rows["trainable"] = [length for rows in tokens for length in rows]
+    return Members(table, rows)
 
 
-def group(number: int, **changes: Any) -> LoggedGroup:
-    members = changes.pop("members", (reference(f"g{number}"),))
+ONE_MEMBER = members()
+
+
+def group(
+    number: int, members: Members = ONE_MEMBER, columns: tuple[str, ...] = (), **changes: Any
+) -> LoggedGroup:
+    """A group that came in one packet."""
+    key, count = f"payload-{number}", len(members)
     fields: dict[str, Any] = {
         **{"shard": 0, "entry": f"5-{number}", "group_id": f"g{number}", "size": 1, "data_source": None},
-        **{
-            "outcome": "complete",
-            "opened_ms": 0,
-            "epoch": 1,
-            "version": None,
-            "count": len(members),
-            "payloads": (),
-            **packets_of(members),
-        },
+        **{"outcome": "complete", "opened_ms": 0, "epoch": 1, "version": None, "count": count},
+        **{"payloads": ((key, 100),), "packets": (StoredPacket(key, 100, 1, columns, members),)},
+        **{"members": members, "packet_of": (0,) * count, "position_of": tuple(range(count))},
     }
     return LoggedGroup(**{**fields, **changes})
 
@@ -64,23 +86,95 @@ def test_groups_of_one_millisecond_stay_in_the_order_of_the_log() -> None:
     [
         ({}, {}, None),
         ({"trained": frozenset({"g0"})}, {}, "trained"),
-        ({"drop_after": 2}, {"members": (reference("g0", (8, 9)),)}, None),
-        ({"drop_after": 2}, {"members": (reference("g0", (9, 9)), reference("g0", (7, 20)))}, "stale"),
-        ({"drop_after": 2}, {"members": (reference("g0"),)}, None),
-        ({"drop_after": 0}, {"members": (reference("g0", (11, 11)),)}, None),
-        ({"drop_after": None}, {"members": (reference("g0", (0, 0)),)}, None),
+        ({"drop_after": 2}, {"members": members([(8, 9)])}, None),
+        ({"drop_after": 2}, {"members": members([(9, 9), (7, 20)])}, "stale"),
+        ({"drop_after": 2}, {"members": members([None])}, None),
+        ({"drop_after": 0}, {"members": members([(11, 11)])}, None),
+        ({"drop_after": None}, {"members": members([(0, 0)])}, None),
         ({"needs": frozenset({"values"})}, {}, "dead:missing_column"),
-        ({"needs": frozenset({"values"})}, {"members": (reference("g0", None, ("values",)),)}, None),
+        ({"needs": frozenset({"values"})}, {"columns": ("values",)}, None),
         ({"rolled_back_above": 5, "branch": 2}, {"version": 6}, "rolled_back"),
         ({"rolled_back_above": 5, "branch": 2}, {"version": 5}, None),
         ({"rolled_back_above": 5, "branch": 1}, {"version": 6}, None),
         ({"rolled_back_above": 5, "branch": 2}, {}, None),
+        ({}, {"members": NO_MEMBERS, "problem": "of any kind"}, "dead:undecodable"),
+        ({}, {"members": NO_MEMBERS, "malformed": True}, "malformed"),
     ],
 )
 def test_why_a_group_is_not_trained_on(
     rules: dict[str, Any], changes: dict[str, Any], reason: str | None
 ) -> None:
-    assert NamingRules(**{"drop_after": None, **rules}).reason_against(group(0, **changes), 10) == reason
+    found = NamingRules(**{"drop_after": None, **rules}).reasons_against([group(0, **changes)], 10)
+    assert found == [reason]
+
+
+some_versions = st.none() | st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda v: (min(v), max(v)))
+some_members = st.lists(
+    st.tuples(some_versions, st.lists(st.integers(1, 9), min_size=1, max_size=3), st.booleans()),
+    min_size=1,
+    max_size=4,
+).map(lambda each: members(*map(list, zip(*each, strict=True))))
+some_groups = st.lists(
+    st.fixed_dictionaries(
+        {"members": some_members, "columns": st.sampled_from([(), ("a",), ("a", "b"), ("b", "values")])},
+        optional={"version": st.integers(0, 9), "problem": st.just("broken"), "epoch": st.integers(0, 3)},
+    ),
+    max_size=12,
+).map(lambda found: [group(number, **changes) for number, changes in enumerate(found)])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    groups=some_groups,
+    k=st.integers(0, 12),
+    limit=st.integers(1, 12),
+    drop_after=st.none() | st.integers(0, 6),
+    restored=st.none() | st.integers(0, 6),
+    needs=st.sampled_from([frozenset[str](), frozenset({"a"}), frozenset({"b"})]),
+)
+def test_rules_for_many_groups_are_those_for_each(
+    groups: list[LoggedGroup],
+    k: int,
+    limit: int,
+    drop_after: int | None,
+    restored: int | None,
+    needs: frozenset[str],
+) -> None:
+    def expected(each: LoggedGroup) -> str | None:
+        if each.group_id == "g3":
+            return "trained"
+        if each.problem:
+            return "dead:undecodable"
+        if restored is not None and each.version is not None and each.version > restored and each.epoch < 2:
+            return "rolled_back"
+        for flags, oldest in each.members.table[["flags", "oldest"]].tolist():
+            if drop_after is not None and flags & HAS_VERSION and max(0, k - oldest) > drop_after:
+                return "stale"
+        return None if needs <= set(each.packets[0].columns) else "dead:missing_column"
+
+    rules = NamingRules(drop_after, needs, frozenset({"g3"}), restored, 2)
+    chosen, refused = selection.choose(groups, k, limit, rules)
+    fit = [each for each in groups if expected(each) is None]
+    before = groups if len(fit) < limit else groups[: groups.index(fit[limit - 1])]
+    assert chosen == fit[:limit]
+    assert refused == [(each, reason) for each in before if (reason := expected(each))]
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups=some_groups, budget=st.none() | st.integers(1, 10))
+def test_commit_counts_each_member_once(groups: list[LoggedGroup], budget: int | None) -> None:
+    found = batch_commit.commit_arguments(groups, budget)
+    assert list(found) == [each.group_id for each in groups]
+    for each in groups:
+        states = Counter[str]()
+        rows = iter(each.members.rows["tokens"].tolist())
+        for count, flags in each.members.table[["rows", "flags"]].tolist():
+            longest = max(itertools.islice(rows, count))
+            oversize = "oversize" if budget is not None and longest > budget else "trained"
+            states["baseline" if flags & BASELINE else oversize] += 1
+        numbers = [states[state] for state in ("trained", "baseline", "oversize")]
+        text = " ".join(map(str, [each.entry, *numbers, 100, 1]))
+        assert found[each.group_id] == (text, (f"payload-{each.group_id[1:]}",))
 
 
 def test_the_first_fit_groups_are_chosen_and_only_those_before_them_refused() -> None:
@@ -90,23 +184,19 @@ def test_the_first_fit_groups_are_chosen_and_only_those_before_them_refused() ->
     assert [(each.group_id, reason) for each, reason in refused] == [("g0", "trained"), ("g2", "trained")]
 
 
-pointers = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 150)), min_size=1, max_size=20)
+pointers = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 1500), st.integers(1, 1 << 21)), min_size=1, max_size=20
+)
 
 
-@settings(max_examples=80, deadline=None)
-@given(found=pointers, batch_scope=st.booleans())
+@settings(max_examples=120, deadline=None)
+@given(found=pointers, chain=st.sampled_from([CHAIN, WITH_KL, WHOLE_BATCH]))
 def test_every_group_is_in_one_work_item_of_its_shard(
-    found: list[tuple[int, int]], batch_scope: bool
+    found: list[tuple[int, int, int]], chain: dict[str, Any]
 ) -> None:
-    groups = [Pointer(shard, f"1-{n}", f"g{n:02}", size) for n, (shard, size) in enumerate(found)]
+    groups = [Pointer(shard, f"1-{n}", f"g{n:02}", *sizes) for n, (shard, *sizes) in enumerate(found)]
     record = BatchRecord(
-        k=3,
-        id="3-x",
-        epoch=1,
-        groups=groups,
-        chain=WHOLE_BATCH if batch_scope else CHAIN,
-        late=["values"],
-        kl_coefficient=0.5,
+        k=3, id="3-x", epoch=1, groups=groups, chain=chain, late=["values"], kl_coefficient=0.5
     )
     items = work_items(record)
     assert [item.number for item in items] == list(range(len(items)))
@@ -115,14 +205,29 @@ def test_every_group_is_in_one_work_item_of_its_shard(
     assert {(item.k, item.batch, tuple(item.late), item.kl_coefficient) for item in items} == {
         (3, "3-x", ("values",), 0.5)
     }
-    if batch_scope:
+    if chain is WHOLE_BATCH:
         assert all(item.groups == groups for item in items)
         return
-    for item in items:
-        assert len(item.groups) == 1 or sum(p.trajectories for p in item.groups) <= ITEM_TRAJECTORIES
+    token_bytes = 0 if chain is CHAIN else 1 + 4 + 4  # response_mask, rollout_log_probs, ref_log_probs
+
+    def fits(parts: list[Pointer]) -> bool:
+        size = sum(p.tokens for p in parts) * token_bytes
+        return sum(p.trajectories for p in parts) <= ITEM_TRAJECTORIES and size <= ITEM_BYTES
+
+    assert all(len(item.groups) == 1 or fits(item.groups) for item in items)
     for one, two in itertools.pairwise(items):
-        if one.shard == two.shard:
-            assert sum(p.trajectories for p in one.groups) + two.groups[0].trajectories > ITEM_TRAJECTORIES
+        assert one.shard != two.shard or not fits([*one.groups, two.groups[0]])
+
+
+def test_a_chain_without_columns_computes_a_batch_as_one_item_of_each_shard() -> None:
+    groups = [Pointer(n % 2, f"1-{n}", f"g{n:03}", 8, 8 << 20) for n in range(512)]
+    record = BatchRecord(k=0, id="0-x", epoch=1, groups=groups, chain=CHAIN)
+    assert [item.shard for item in work_items(record)] == [0, 1]
+
+
+def test_a_record_whose_groups_have_no_tokens_is_read() -> None:
+    text = '{"k":0,"id":"0-x","epoch":1,"groups":[[0,"1-0","g",8]],"chain":{}}'
+    assert BatchRecord.model_validate_json(text).groups == [Pointer(0, "1-0", "g", 8, 0)]
 
 
 @pytest.fixture
@@ -160,6 +265,30 @@ def test_naming_applying_and_committing_may_be_repeated(named: tuple[Run, BatchR
     assert batch_record.read_records(run) == {}
     with pytest.raises(BatchLostError, match="is gone: restart the trainer"):
         read_groups(run, record.groups)
+
+
+@pytest.mark.parametrize("undone", [False, True])
+def test_a_shard_may_learn_of_a_batch_in_parts(
+    named: tuple[Run, BatchRecord], undone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer may die in between, and the home shard may lose the batch's record then."""
+    run, record = named
+    shard = run.shard(record.groups[0].shard)
+    first = record.in_shard(shard.index)[0]
+    shard.call("apply_batch", [1, record.id, 1, f"{first.entry} {first.trajectories}"])
+    assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (2, 14)
+    assert problems(run) == []
+    assert not run.connection.scripts.xlen(shard.keys.work)
+    if undone:
+        recovery.undo_unknown(run, [], 1)
+        assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (0, 16)
+        assert problems(run) == []
+    monkeypatch.setattr(work, "APPLY_SLICE", 2)
+    for _ in range(2):
+        apply(run, record, 1)
+        assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (12, 4)
+        assert problems(run) == []
+    assert compute_all(run) == 2
 
 
 def test_the_ledger_holds_in_the_middle_of_a_commit(named: tuple[Run, BatchRecord]) -> None:
