@@ -13,9 +13,10 @@ from typing import Any
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.chain.rewards import raw_rewards
 from ..algorithms.kl import adapted_coefficient
-from ..algorithms.packing import pack
+from ..algorithms.packing import pack_members
 from ..algorithms.running_moments import RunningMoments
 from ..grouping.groups_log import LoggedGroup
+from ..grouping.layout import Layout
 from .record import BatchRecord
 from .work import WorkItem
 
@@ -26,8 +27,7 @@ def running_with(
     """The moments of all rewards up to and with those of `groups`; None if the chain does not ask for them."""
     if "running" not in (config.reward.mean, config.reward.std):
         return None
-    members = [member for group in sorted(groups, key=lambda g: g.group_id) for member in group.references]
-    batch = pack(members)
+    batch = pack_members(Layout.of(sorted(groups, key=lambda group: group.group_id)))
     rewards = raw_rewards(config.reward, batch)[~batch.baseline]
     return asdict(RunningMoments(**(before or {})).updated(rewards))
 

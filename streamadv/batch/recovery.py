@@ -22,6 +22,7 @@ from .leader import Leader
 from .named import NamedBatch
 from .progress import Progress
 from .record import BatchRecord, name_batch, read_records
+from .selection import BATCH_ID
 from .settings import NamingSettings
 from .work import apply
 
@@ -184,4 +185,5 @@ def applied_ids(run: Run, shard: Shard) -> set[str]:
 def _owner_ids(run: Run, shard: Shard) -> set[str]:
     """Ids of the batches that own groups of a shard: it may have learned only a part of one."""
     owners: Any = run.connection.scripts.hgetall(shard.keys.owners)
-    return {owner.decode(errors="replace").partition(" ")[0] for owner in owners.values()}
+    ids = {owner.decode(errors="replace").partition(" ")[0] for owner in owners.values()}
+    return {batch_id for batch_id in ids if BATCH_ID.fullmatch(batch_id)}  # others were never counted
