@@ -104,6 +104,21 @@ def _trl_mask(z: Inputs, kwargs: dict[str, Any]) -> Result:
     return {"keep": keep[:, :1]}
 
 
+def _trl116_mask(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    """Without a sampling log-prob there is no evidence: the difference is 0."""
+    sampling, current = z["sampling_per_token_logps_nan"], z["per_token_logps"]
+    known = torch.where(sampling.isnan(), current, sampling)
+    columns = {"sampling_per_token_logps": known, "mask": z["tool_mask"]}
+    return _trl_mask({**z, **columns, "advantages": z["advantages"][:, None]}, kwargs)
+
+
+def _trl116_ratio(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    sampling, old = z["sampling_per_token_logps_nan"], z["old_per_token_logps"]
+    known = torch.where(sampling.isnan(), old, sampling)
+    mask = z["completion_mask"] * z["tool_mask"]
+    return _trl_ratio({**z, "sampling_per_token_logps": known, "completion_mask": mask}, kwargs)
+
+
 def _slime_opsm(z: Inputs, kwargs: dict[str, Any]) -> Result:
     mask = z["loss_masks"]
     keep = padded.off_policy_sequence_mask(
@@ -115,7 +130,7 @@ def _slime_opsm(z: Inputs, kwargs: dict[str, Any]) -> Result:
 
 
 def _trl_ratio(z: Inputs, kwargs: dict[str, Any]) -> Result:
-    level, mode = kwargs["mode"].split("_")
+    level, _, mode = kwargs["mode"].partition("_")
     low = kwargs["clip_min"]
     tokens = padded_tokens(z["completion_mask"])
     log_ratio = z["old_per_token_logps"] - z["sampling_per_token_logps"]
@@ -185,6 +200,8 @@ OTHERS: dict[str, Function] = {
     "slime_discounted_returns": _slime_returns,
     "slime_mis_weights": _slime_mis,
     "slime_opsm_mask": _slime_opsm,
+    "trl116_off_policy_mask": _trl116_mask,
+    "trl116_vllm_is_ratio": _trl116_ratio,
     "trl_off_policy_mask": _trl_mask,
     "trl_vllm_is_ratio": _trl_ratio,
 }

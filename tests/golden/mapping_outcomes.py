@@ -72,7 +72,7 @@ def _trl_grpo(z: Inputs, kwargs: dict[str, Any]) -> Result:
         return {"advantages": advantages, "std_rewards": _gdpo_std(z, index)}
     rewards = _summed(z)
     known = ~rewards.isnan()
-    scale = {"group": "group", "batch": "batch", "none": None}[kwargs["scale_rewards"]]
+    scale = {"none": None}.get(kwargs["scale_rewards"], kwargs["scale_rewards"])
     chosen = padded.reward_norm(
         rewards[known],
         norm_mean_type="group",
@@ -86,6 +86,11 @@ def _trl_grpo(z: Inputs, kwargs: dict[str, Any]) -> Result:
     none = 0.0 if len(rewards) == 1 or (size == 1 and scale != "batch") else torch.nan
     std = torch.where(stats.size > 1, stats.std, none)
     return {"advantages": advantages, "std_rewards": std.repeat_interleave(whole.diff())}
+
+
+def _trl116_grpo(z: Inputs, kwargs: dict[str, Any]) -> Result:
+    options = {**kwargs, "multi_objective_aggregation": kwargs["aggregation"]}
+    return _trl_grpo({**z, "rewards_per_func": z["rewards_per_func_nan"]}, options)
 
 
 def _gdpo_std(z: Inputs, index: list[int]) -> Tensor:
@@ -133,6 +138,7 @@ def _trl_rloo(z: Inputs, kwargs: dict[str, Any]) -> Result:
 OUTCOMES: dict[str, Function] = {
     "pipelinerl_advantages": _pipelinerl,
     "primerl_advantages": _primerl,
+    "trl116_grpo_advantages": _trl116_grpo,
     "trl_grpo_advantages": _trl_grpo,
     "trl_rloo_advantages": _trl_rloo,
 }
