@@ -10,31 +10,57 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from torch import Tensor
+
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.chain.rewards import raw_rewards
+from ..algorithms.chain.sources import split_by_source
 from ..algorithms.kl import adapted_coefficient
+from ..algorithms.packed import PackedBatch
 from ..algorithms.packing import pack_members
 from ..algorithms.running_moments import RunningMoments
 from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout
-from .record import BatchRecord
+from .record import BatchRecord, Running
 from .work import WorkItem
 
 
 def running_with(
-    config: ChainConfig, before: Mapping[str, float] | None, groups: Sequence[LoggedGroup]
-) -> dict[str, float] | None:
-    """The moments of all rewards up to and with those of `groups`; None if the chain does not ask for them."""
+    config: ChainConfig, before: Running | None, groups: Sequence[LoggedGroup]
+) -> Running | None:
+    """The moments of all rewards up to and with those of `groups`, by source if the chain works by source.
+
+    None if the chain does not ask for them. Moments of the other kind, from before the chain changed, do not count.
+    """
     if "running" not in (config.reward.mean, config.reward.std):
         return None
     batch = pack_members(Layout.of(sorted(groups, key=lambda group: group.group_id)))
-    rewards = raw_rewards(config.reward, batch)[~batch.baseline]
-    return asdict(RunningMoments(**(before or {})).updated(rewards))
+    moments = _moments(before)
+    if not config.by_source:
+        old = RunningMoments() if isinstance(moments, dict) else moments
+        return asdict(old.updated(_counted(config, batch)))
+    by_source = moments if isinstance(moments, dict) else {}
+    for source, part in split_by_source(batch):
+        old = by_source.get(source, RunningMoments())
+        by_source[source] = old.updated(_counted(config, part.batch))
+    return {source: asdict(of_source) for source, of_source in by_source.items()}
 
 
-def running_of(stamped: BatchRecord | WorkItem) -> RunningMoments | None:
-    """The moments stamped into a record or a work item."""
-    return None if stamped.running is None else RunningMoments(**stamped.running)
+def _counted(config: ChainConfig, batch: PackedBatch) -> Tensor:
+    """[K] float64: the rewards that count in the moments."""
+    return raw_rewards(config.reward, batch)[~batch.baseline]
+
+
+def running_of(stamped: BatchRecord | WorkItem) -> RunningMoments | dict[str, RunningMoments] | None:
+    """The moments stamped into a record or a work item, as `run_chain` takes them."""
+    return None if stamped.running is None else _moments(stamped.running)
+
+
+def _moments(stored: Running | None) -> RunningMoments | dict[str, RunningMoments]:
+    by_source = {source: value for source, value in (stored or {}).items() if isinstance(value, dict)}
+    if by_source:
+        return {source: RunningMoments(**value) for source, value in by_source.items()}
+    return RunningMoments(**(stored or {}))
 
 
 class KLCoefficients:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from .. import clock
 from .named import NamedBatch
-from .record import BatchRecord
+from .record import BatchRecord, Running
 
 #: A server may lose writes this recent.
 DURABILITY_WINDOW_S: Final = 10.0
@@ -48,7 +48,7 @@ class Progress:
         self.ends = 0  # how often iteration has ended before batch `delivered`: a push opens the run again
         # What one batch hands on to the next, see `carryover.py`.
         self.kl: Mapping[str, float] | None = None  # coefficients after the last batches
-        self.running: Mapping[str, float] | None = None  # reward moments of all batches below `version`
+        self.running: Running | None = None  # reward moments of all batches below `version`
         self.knows_running = False
         # Ids of the groups in the weights.
         self._uncommitted: dict[str, int] = {}  # group -> its batch, in the order of the batches
@@ -99,7 +99,7 @@ class Progress:
         return batch
 
     @property
-    def running_named(self) -> Mapping[str, float] | None:
+    def running_named(self) -> Running | None:
         """Moments of the rewards of all named batches: the next one goes on from them."""
         last = max(self.batches, default=-1)
         return self.batches[last].record.running if last >= self.version else self.running

@@ -25,6 +25,10 @@ class Death(NamedTuple):
     detail: str
 
 
+#: Moments of rewards as JSON: their fields, or source -> fields where a chain works by source.
+Running = dict[str, float] | dict[str, dict[str, float]]
+
+
 class BatchRecord(BaseModel):
     """Everything that is decided about a batch, once."""
 
@@ -38,8 +42,8 @@ class BatchRecord(BaseModel):
     late: list[str] = []  # columns the trainer supplies: the chain is cut before the first step needing one
     tokens_per_micro_batch: int | None = None  # rows above it are not delivered
     kl_coefficient: float | None = None
-    running: dict[str, float] | None = None  # moments of all rewards up to and with this batch
-    running_before: dict[str, float] | None = None  # those it was named with
+    running: Running | None = None  # moments of all rewards up to and with this batch
+    running_before: Running | None = None  # those it was named with
 
     @property
     def trajectories(self) -> int:

@@ -10,7 +10,7 @@ from ..algorithms.chain import cut_chain
 from ..grouping.groups_log import Pointer
 from ..run import Run
 from ..trajectory.columns import KNOWN_COLUMNS
-from .record import BatchRecord
+from .record import BatchRecord, Running
 
 #: Of one work item, for chains that need no more than a group: trajectories, and bytes of the columns that are read.
 ITEM_TRAJECTORIES: Final = 4096
@@ -35,7 +35,7 @@ class WorkItem(BaseModel):
     chain: dict[str, Any]
     late: list[str] = []
     kl_coefficient: float | None = None
-    running: dict[str, float] | None = None
+    running: Running | None = None
 
 
 def work_items(record: BatchRecord) -> list[WorkItem]:

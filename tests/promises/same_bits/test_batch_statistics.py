@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamadv.algorithms import RunningMoments
 from streamadv.algorithms.chain.config import parse_config
 from streamadv.algorithms.kl import adapted_coefficient
 from streamadv.batch.carryover import KLCoefficients
@@ -59,6 +60,30 @@ def test_moments_grow_batch_by_batch_and_once(
         assert record.running["count"] == len(rewards)
         assert record.running["mean"] == pytest.approx(rewards.mean())
         assert record.running["squares"] == pytest.approx(((rewards - rewards.mean()) ** 2).sum())
+
+
+def test_moments_of_a_source_are_its_own(redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = records_of(monkeypatch)
+    connection = Connection(redis_url)
+    with producing(connection, run) as producer:
+        push_groups(producer, 2, size=3, prefix="a", data_source="math")
+        push_groups(producer, 2, size=2, prefix="b", data_source="code")
+        push_groups(producer, 2, size=3, prefix="c", data_source="math")
+        producer.finish()
+    joined = join(connection, run)
+    queue = TrainerQueue(connection, run, batch_groups=2, chain={**RUNNING, "by_source": True}, prefetch=0)
+    seen: dict[str, list[float]] = {"math": [], "code": []}
+    for own, rewards in (("math", [0.0, 1.0, 2.0]), ("code", [0.0, 1.0]), ("math", [0.0, 1.0, 2.0])):
+        batch = next_batch(queue, joined)
+        assert batch is not None
+        seen[own] += 2 * rewards
+        running = named[-1].running
+        assert running is not None
+        for source, values in seen.items():
+            if values:
+                moments = RunningMoments(**running[source])  # type: ignore[arg-type]
+                assert (moments.count, moments.mean) == (len(values), pytest.approx(np.mean(values)))
+        assert f"{own}/critic/rewards/mean" in batch.metrics
 
 
 def coefficients(start: float, kls: list[float], trajectories: int) -> list[float]:
