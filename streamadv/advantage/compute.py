@@ -100,8 +100,9 @@ def lay_out(
                 f"column {name} is needed, and has not one number per token: push another one"
             )
         columns[name] = empty_column(layout.num_tokens, first.dtype, device)
-        for column_by_name, parts in sources:
-            place(column_by_name[name], parts, columns[name].numpy())
+        out = columns[name].numpy()
+        for packet_columns, parts in sources:
+            place(packet_columns[name], parts, out)
     return columns
 
 

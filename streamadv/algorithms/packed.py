@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, OptionError, TrajectoryError
 from ..messages import brief
-from .packed_checks import check_shapes, check_steps, check_values, layout_of
+from .packed_checks import check_changed, check_shapes, check_steps, layout_of
 from .segments import segment_sum
 from .trainable import Trainable, spread_rows, tokens_where
 
@@ -74,10 +74,7 @@ class PackedBatch:
     def __post_init__(self) -> None:
         check_shapes(self)
         layout = layout_of(self)
-        if self.layout is None or (
-            self.layout and any(now is not before for now, before in zip(layout, self.layout, strict=True))
-        ):
-            check_values(self)
+        check_changed(self, layout)
         object.__setattr__(self, "layout", layout)
 
     @property

@@ -20,7 +20,7 @@ BUILT: tuple[Any, ...] = ()
 
 
 def layout_of(batch: PackedBatch) -> tuple[Any, ...]:
-    """The objects that `check_values` reads: a copy of a checked batch that holds the same ones needs no check."""
+    """The objects whose values are checked: a copy of a checked batch that holds the same ones needs no check."""
     steps = batch.steps
     indices = (batch.cu_seqlens, batch.row_trajectory, batch.trajectory_group)
     spans = (steps.trajectory, steps.row, steps.start, steps.end, steps.state)
@@ -75,13 +75,22 @@ def check_shapes(batch: PackedBatch) -> None:
         )
 
 
-def check_values(batch: PackedBatch) -> None:
-    """Raise ArgumentError unless rows, trajectories, groups and steps refer to each other correctly.
+def check_changed(batch: PackedBatch, layout: tuple[Any, ...]) -> None:
+    """Check the values of what is not the object that was checked already. layout: of `batch`.
 
     The host waits for a device here, so `pack` checks on the host and passes `BUILT` on.
     """
-    if batch.rewards.is_meta:
+    if batch.layout == BUILT or batch.rewards.is_meta:
         return
+    checked = batch.layout or (object(),) * len(layout)
+    if any(now is not before for now, before in zip(layout[:-1], checked[:-1], strict=True)):
+        _check_indices(batch)
+    if layout[-1] is not checked[-1]:
+        _check_mask(batch)
+
+
+def _check_indices(batch: PackedBatch) -> None:
+    """Raise ArgumentError unless rows, trajectories, groups and steps refer to each other correctly."""
     offsets, row_trajectory, group, trainable = _arrays(
         (batch.cu_seqlens, batch.row_trajectory, batch.trajectory_group, batch.row_trainable)
     )
@@ -96,15 +105,21 @@ def check_values(batch: PackedBatch) -> None:
         )
     _ascending("row_trajectory", row_trajectory, len(group), "trajectories")
     _ascending("trajectory_group", group, batch.num_groups, "groups")
-    if len(np.unique(group)) != batch.num_groups:
+    if np.count_nonzero(np.diff(group)) + bool(len(group)) != batch.num_groups:
         raise ArgumentError(
             f"trajectory_group leaves out some of the {batch.num_groups} groups: number without gaps"
         )
     if (trainable < -1).any() or (trainable > lengths).any():
         raise ArgumentError("row_trainable is not in 0 .. length of the row (-1: not known)")
     _check_spans(batch, offsets, row_trajectory)
+
+
+def _check_mask(batch: PackedBatch) -> None:
     mask = batch.columns.get("response_mask")
-    if mask is not None and mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+    if mask is None or mask.dtype == torch.bool or not len(mask):
+        return
+    is_right = mask.max() <= 1 if mask.dtype == torch.uint8 else ((mask == 0) | (mask == 1)).all()
+    if not bool(is_right):
         raise ArgumentError("columns['response_mask'] holds values other than 0 and 1")
 
 
