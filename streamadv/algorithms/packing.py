@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import TrajectoryError
 from ..grouping.layout import Layout
-from ..trajectory.columns import Array
+from ..trajectory.columns import Array, count_ones
 from ..trajectory.members import HAS_REWARD, NO_STATE, STATUSES, Members, Positions, offsets
 from ..trajectory.schema import Status
 from .packed import PackedBatch, Steps
@@ -385,10 +385,11 @@ def _check_mask(
     A mask with fewer ones is valid: a step of the chain may have narrowed it.
     """
     cu_seqlens, row_trajectory = batch.cu_seqlens.numpy(), batch.row_trajectory.numpy()
-    has_tokens = np.diff(cu_seqlens) > 0  # reduceat gives an empty row the next one's first token
+    has_tokens = np.diff(cu_seqlens) > 0
     ones = np.zeros(len(has_tokens), np.int64)
     if has_tokens.any():
-        ones[has_tokens] = np.add.reduceat(mask != 0, cu_seqlens[:-1][has_tokens], dtype=np.int32)
+        bounds = np.append(cu_seqlens[:-1][has_tokens], cu_seqlens[-1])
+        ones[has_tokens] = count_ones((mask != 0).view(np.uint8), bounds)
     if (ones > announced).any():
         row = int(np.flatnonzero(ones > announced)[0])
         member = int(row_trajectory[row])

@@ -5,31 +5,28 @@ Repeating it changes nothing: only the call that deletes the entry of the groups
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
 from ..run import Run
 from ..run.run import Shard
-from ..trajectory.reference import Reference
-from ..trajectory.schema import Role
+from ..trajectory.members import Members
 from .record import BatchRecord
 from .sums import GroupSums
 
 COMMIT_SLICE: Final = 64  # packets deleted in one call
 
 
-def terminal_states(members: Iterable[Reference], tokens_per_micro_batch: int | None) -> Iterator[str]:
-    """What commit counts each member as: trained, baseline, or oversize (a row above the token budget)."""
-    for member in members:
-        if member.role is Role.BASELINE:
-            yield "baseline"
-        elif tokens_per_micro_batch is not None and max(member.row_lengths) > tokens_per_micro_batch:
-            yield "oversize"
-        else:
-            yield "trained"
+def is_oversize(members: Members, tokens_per_micro_batch: int | None) -> NDArray[np.bool_]:
+    """[M]: not a baseline, and with a row above the token budget: neither is trained on."""
+    if tokens_per_micro_batch is None:
+        return np.zeros(len(members), np.bool_)
+    mask: NDArray[np.bool_] = ~members.is_baseline & (members.longest_row > tokens_per_micro_batch)
+    return mask
 
 
 class CommitArguments(NamedTuple):
@@ -42,18 +39,12 @@ class CommitArguments(NamedTuple):
 def commit_arguments(
     groups: Sequence[LoggedGroup], tokens_per_micro_batch: int | None
 ) -> dict[str, CommitArguments]:
-    """How the members of each group, by id, are counted at commit, and what is deleted.
-
-    A baseline member, and one with a row above the token budget, is not trained on.
-    """
+    """How the members of each group, by id, are counted at commit, and what is deleted."""
     if not groups:
         return {}
     sums = GroupSums(groups)
-    is_baseline = sums.members.is_baseline
-    is_oversize = np.zeros(len(sums.members), np.bool_)
-    if tokens_per_micro_batch is not None:
-        is_oversize = ~is_baseline & (sums.members.longest_row > tokens_per_micro_batch)
-    counts = zip(*map(sums.count, (~is_baseline & ~is_oversize, is_baseline, is_oversize)), strict=True)
+    baselines, large = sums.members.is_baseline, is_oversize(sums.members, tokens_per_micro_batch)
+    counts = zip(*map(sums.count, (~baselines & ~large, baselines, large)), strict=True)
     return {
         group.group_id: CommitArguments(
             f"{group.entry} {trained} {baseline} {oversize} {group.size_bytes} {len(group.payloads)}",

@@ -110,20 +110,23 @@ def _check_finite(
     batch: PackedBatch, share: Share, results: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> None:
     """Raise UndecodableGroupError for trajectories whose results are not finite: no worker publishes such."""
-    trained = batch.columns["response_mask"].bool()
-    per_token = {name: batch.columns[name] for name in outputs} | dict(results)
-    checks = [
-        ("reward", batch.rewards.isfinite(), torch.arange(len(share.own), device=batch.device)),
-        ("step reward", batch.steps.rewards.isfinite(), batch.steps.trajectory),
-        *((name, ~trained | values.isfinite(), None) for name, values in per_token.items()),
-    ]
+    numbers = {"reward": batch.rewards, "step reward": batch.steps.rewards}
+    numbers |= {name: batch.columns[name] for name in outputs} | dict(results)
     problems: Problems = {}
-    for name, is_right, trajectory in checks:
-        if not bool(is_right.all()):
-            owner = batch.row_trajectory[batch.token_row] if trajectory is None else trajectory
-            for position in set(owner[~is_right].tolist()):
-                group_id, index = share.own.identity(position)
-                problems[group_id, index] = f"{name} of rollout {index} is not finite"
+    for name, values in numbers.items():
+        if bool(values.sum().isfinite()):
+            continue
+        is_right = values.isfinite()
+        if name == "reward":
+            owner = torch.arange(len(share.own), device=batch.device)
+        elif name == "step reward":
+            owner = batch.steps.trajectory
+        else:
+            owner = batch.row_trajectory[batch.token_row]
+            is_right |= ~batch.columns["response_mask"].bool()
+        for position in set(owner[~is_right].tolist()):
+            group_id, index = share.own.identity(position)
+            problems[group_id, index] = f"{name} of rollout {index} is not finite"
     if problems:
         raise UndecodableGroupError(problems)
 

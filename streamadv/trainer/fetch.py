@@ -25,11 +25,18 @@ from ..algorithms.packing import empty_column
 from ..batch.record import BatchRecord
 from ..errors import StreamadvError, UndecodableGroupError, WireError
 from ..grouping.groups_log import LoggedGroup, reference_of
-from ..grouping.layout import Layout, Piece, place
+from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
 from ..run.payloads import fetch_replies
-from ..trajectory.columns import HEADER, KNOWN_COLUMNS, OUTPUT_COLUMNS, REQUIRED_COLUMNS, Array, check_values
+from ..trajectory.columns import (
+    HEADER,
+    KNOWN_COLUMNS,
+    OUTPUT_COLUMNS,
+    REQUIRED_COLUMNS,
+    Array,
+    check_values,
+)
 from ..trajectory.members import offsets
 from ..trajectory.packet import ColumnKind, StoredPacket, column_kind
 from ..trajectory.payload import Header, decode_payload
@@ -58,6 +65,8 @@ class FetchedShare:
         self.headers: dict[int, bytes] = {}  # likewise
         self._pieces = share.own.pieces()
         self.missing = list(self._pieces)  # packets that are yet to be read
+        packets = {number: share.own.packets[number] for number in self.missing}
+        self._tokens = {n: int(packet.members.table["tokens"].sum()) for n, packet in packets.items()}
         common = _kinds(run, share)
         kinds = {name: kind for name, kind in common.items() if kind.per_token}
         self._row_extras = common.keys() - kinds.keys()
@@ -115,7 +124,10 @@ class FetchedShare:
             return problems
         bounds = offsets(own.members.table["tokens"])
         for name in KNOWN_COLUMNS.keys() & self.columns.keys():
-            array = self.columns[name].numpy()
+            column, array = self.columns[name], self.columns[name].numpy()
+            # A sum of finite numbers is finite, or has overflowed: it takes a third of the time of looking at each.
+            if column.is_floating_point() and bool(column.sum().isfinite()):
+                continue
             if _problem(name, array) is None:
                 continue
             for member, (start, stop) in enumerate(pairwise(bounds.tolist())):
@@ -141,7 +153,7 @@ class FetchedShare:
         for number in self.missing:
             packet = own.packets[number]
             lacking = [name for name in REQUIRED_COLUMNS if name not in packet.columns]
-            if lacking or _tokens(packet) * width > packet.size:
+            if lacking or self._tokens[number] * width > packet.size:
                 text = f"column {lacking[0]} is missing" if lacking else "columns are larger than the payload"
                 problems |= self._problems(np.flatnonzero(own.packet == number), text)
         if problems:
@@ -157,22 +169,23 @@ class FetchedShare:
         others: dict[str, bytes | None] = {}
         for name, raw in zip(packet.columns, reply[1:], strict=True):
             if name in self._widths:
-                self._place(packet, name, raw, self._pieces[number])
+                self._place(number, name, raw)
             else:
                 others[name] = raw
         self.others[number] = _decode_others(run, self.share.own, number, reply[0], others)
         self.headers[number] = reply[0]
 
-    def _place(self, packet: StoredPacket, name: str, raw: bytes | None, pieces: Sequence[Piece]) -> None:
-        width, needed = self._widths[name], _tokens(packet) * self._widths[name]
-        if name in packet.members.entries:
+    def _place(self, number: int, name: str, raw: bytes | None) -> None:
+        width = self._widths[name]
+        needed = self._tokens[number] * width
+        if name in self.share.own.packets[number].members.entries:
             raise WireError(f"column {name} is per token in the manifest, not in the packet")
         if raw is None:
             raise WireError(f"column {name} is missing in the payload")
         if len(raw) != needed:
             raise WireError(f"column {name} has {len(raw)} bytes, its packet says {needed}")
         source, column = np.frombuffer(raw, np.uint8), self._bytes[name]
-        for start, stop, first in pieces:
+        for start, stop, first in self._pieces[number]:
             column[start * width : stop * width] = source[first * width : (first + stop - start) * width]
 
     def _mask_problems(self) -> Problems:
@@ -289,10 +302,6 @@ def _problem(name: str, array: Array) -> str | None:
     except ValueError as error:
         return f"column {name} {error}"
     return None
-
-
-def _tokens(packet: StoredPacket) -> int:
-    return int(packet.members.table["tokens"].sum())
 
 
 # Until packets have several members

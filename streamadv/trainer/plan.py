@@ -12,11 +12,11 @@ from heapq import heapreplace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from ..batch.commit import is_oversize
 from ..grouping.layout import Layout
 from ..trajectory.columns import Array
-from ..trajectory.members import Members, Positions, offsets, spans
+from ..trajectory.members import Positions, offsets, spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def share_of(
     left_out: (group_id, rollout_index) of trajectories that some rank could not read. Their rows are in no
     micro-batch, but the plan counts them: the other ranks, which share it, do not know of them.
     """
-    positions = np.flatnonzero(is_trained(batch.members, budget))
+    positions = np.flatnonzero(~batch.members.is_baseline & ~is_oversize(batch.members, budget))
     trained = batch.select(positions)
     members, first_row = trained.members, trained.members.first_row
     planned = plan(members.rows["tokens"], first_row, trained.packet, rank.world_size, budget)[rank.number]
@@ -62,15 +62,6 @@ def share_of(
     number[of_own] = np.arange(len(of_own))
     rows = [numbers[numbers >= 0] for numbers in (number[rows] for rows in planned)]
     return Share(trained, trained.select(own), positions[own], rows)
-
-
-def is_trained(members: Members, budget: int | None) -> NDArray[np.bool_]:
-    """[M]: not a baseline, and without a row above the token budget."""
-    fits = ~members.is_baseline
-    if budget is not None and len(members):
-        longest = np.maximum.reduceat(members.rows["tokens"], members.first_row[:-1])
-        fits &= longest <= budget
-    return fits
 
 
 def plan(

@@ -17,8 +17,8 @@ import numpy as np
 
 from ..errors import WireError
 from ..messages import brief
-from .columns import EXTRA_DTYPES, KNOWN_COLUMNS, MAX_DIMENSIONS, Array, check_values
-from .members import Members
+from .columns import EXTRA_DTYPES, KNOWN_COLUMNS, MAX_DIMENSIONS, Array, check_values, count_ones
+from .members import Members, offsets
 
 #: Of one packet; a single larger trajectory is a packet of its own.
 MAX_PACKET_MEMBERS: Final = 64
@@ -101,8 +101,7 @@ def check_column(packet: StoredPacket, name: str, values: Array) -> None:
     except ValueError as error:
         raise WireError(f"column {name} {error}") from error
     if name == "response_mask":
-        first = np.concatenate([[0], np.cumsum(packet.members.rows["tokens"][:-1], dtype=np.int64)])
-        ones = np.add.reduceat(values, first, dtype=np.int64)
+        ones = count_ones(values, offsets(packet.members.rows["tokens"]))
         if not (ones == packet.members.rows["trainable"]).all():
             raise WireError("column response_mask has other numbers of ones than its packet says")
 
