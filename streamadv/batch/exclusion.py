@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
 from ..run import Run
 from ..run.malformed import reject
 from .record import BatchRecord, Death
+
+#: Groups dropped in one call.
+DROP_SLICE: Final = 64
 
 _DEAD = "dead:"  # of reasons that make dead letters
 
@@ -30,12 +33,12 @@ def drop(run: Run, unfit: Sequence[tuple[LoggedGroup, str]], epoch: int) -> None
         else:
             dropped.append((group, reason))
     for shard in run.shards:
-        args: list[Any] = [epoch]
-        for group, reason in dropped:
-            if group.shard == shard.index:
+        in_shard = [(group, reason) for group, reason in dropped if group.shard == shard.index]
+        for start in range(0, len(in_shard), DROP_SLICE):
+            args: list[Any] = [epoch]
+            for group, reason in in_shard[start : start + DROP_SLICE]:
                 payloads = [f"{key} {size}" for key, size in group.payloads]
-                args += [group.entry, reason, len(payloads), *payloads]
-        if len(args) > 1:
+                args += [group.entry, reason, group.count, len(payloads), *payloads]
             shard.call("drop_groups", args)
 
 
@@ -45,7 +48,7 @@ def dead_letter(run: Run, group: LoggedGroup, death: Death, batch_id: str, epoch
     A shard that does not know the batch does nothing, see "Going back in time" in docs/reliability.md: rank 0 applies
     the batch again and repeats this.
     """
-    args = [epoch, group.entry, group.group_id, batch_id, *death, len(group.payloads), group.size_bytes]
+    args = [epoch, group.entry, group.group_id, batch_id, *death, group.count, group.size_bytes]
     run.shard(group.shard).call("dead_letter_group", args, dead_group=group.group_id)
 
 

@@ -2,20 +2,20 @@
 -- KEYS  void, trainer, groups, ledger, garbage, owners
 -- fenced by trainer
 -- ARGV  epoch, then for each group: entry id, reason ('trained': in the checkpoint already; others count as
---       dropped), number of trajectories, 'payload key bytes' ...
+--       dropped), number of trajectories, number of payloads, 'payload key bytes' ...
 -- Returns  number of groups dropped; one that is gone from the log is skipped
 -- include owners
 local dropped, at = 0, 2
 while at <= #ARGV do
-  local entry, reason, count = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2])
+  local entry, reason, count, payloads = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
   if redis.call('XDEL', keys.groups, entry) == 1 then
     redis.pcall('HINCRBY', keys.ledger, disown(keys.owners, entry), -count)
     redis.pcall('HINCRBY', keys.ledger, 'groups_logged', -1)
     redis.pcall('HINCRBY', keys.ledger, reason == 'trained' and reason or 'dropped:' .. reason, count)
     redis.pcall('HINCRBY', keys.ledger, 'outcome:' .. reason, 1)
-    for i = 1, count do redis.call('RPUSH', keys.garbage, ARGV[at + 2 + i]) end
+    for i = 1, payloads do redis.call('RPUSH', keys.garbage, ARGV[at + 3 + i]) end
     dropped = dropped + 1
   end
-  at = at + 3 + count
+  at = at + 4 + payloads
 end
 return dropped
