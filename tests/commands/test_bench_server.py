@@ -12,7 +12,7 @@ import pytest
 
 from streamadv import cli
 from streamadv.algorithms.chain import build_chain
-from streamadv.bench import latency, memory
+from streamadv.bench import backlog, latency, memory, stages
 from streamadv.bench.lines import KINDS, Line, make_columns, make_groups
 from streamadv.bench.others import PEERS
 from streamadv.errors import SettingError
@@ -79,6 +79,8 @@ def test_stages_backlog_and_memory_are_measured(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "LEAST_BYTES", 8 << 20)
+    for module in (stages, backlog):
+        monkeypatch.setattr(module, "BATCHES", 1)
     file = tmp_path / "bench.json"
 
     def results(*words: str) -> list[dict[str, Any]]:
@@ -86,12 +88,12 @@ def test_stages_backlog_and_memory_are_measured(
         found: list[dict[str, Any]] = json.loads(file.read_text())["results"]
         return found
 
-    stages = results("stages", "--tokens", "64", "--chain", "gae+kl", "--repeat", "1")
-    assert [each["stage"] for each in stages] == ["producer", "grouper", "name", "advantage", "trainer"]
-    assert all(each["million_tokens_per_core_second"] > 0 for each in stages)
-    backlog = results("backlog", "--open", "10", "--queued", "1000", "--repeat", "1")
+    measured = results("stages", "--tokens", "64", "--chain", "gae+kl", "--repeat", "1")
+    assert [each["stage"] for each in measured] == ["producer", "grouper", "name", "advantage", "trainer"]
+    assert all(each["million_tokens_per_core_second"] > 0 for each in measured)
+    queued = results("backlog", "--open", "10", "--queued", "1000", "--repeat", "1")
     names = ["10 open groups", "push, none queued", "push, 1000 queued"]
-    assert [each["name"] for each in backlog] == names
+    assert [each["name"] for each in queued] == names
     (held,) = results("memory", "--tokens", "4096")
     assert 1 < held["ratio_to_payload"] < 1.5
     with Connection(redis_url) as connection:

@@ -16,6 +16,15 @@ import pytest
 pytestmark = [pytest.mark.server, pytest.mark.processes, pytest.mark.slow]
 
 COMMAND = [sys.executable, "-m", "streamadv", "demo"]
+#: The groups of a killed process end soon: the demo stands still at its end until they do.
+IMPATIENT = """
+import sys
+from streamadv.cli import main
+from streamadv.demo import supervisor
+
+supervisor.GROUP_DEADLINE_S = 5.0
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def gone(pid: int) -> bool:
@@ -35,7 +44,19 @@ def started(output: str) -> list[int]:
 def test_a_small_run_with_kills_accounts_for_every_trajectory(tmp_path: Path) -> None:
     """The demo kills three of its processes, and here somebody kills its trainer as well."""
     files = ["--json", str(tmp_path / "demo.json"), "--picture", str(tmp_path / "curve.png")]
-    command = [*COMMAND, "--maps", "random", "--updates", "10", "--seed", "3", *files]
+    command = [
+        sys.executable,
+        "-c",
+        IMPATIENT,
+        "demo",
+        "--maps",
+        "random",
+        "--updates",
+        "10",
+        "--seed",
+        "3",
+        *files,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
         output = ""

@@ -71,10 +71,11 @@ def streamadv(folder: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def outcome(folder: Path, *words: str) -> tuple[int, str, str]:
-    child = streamadv(folder, *words)
-    out, err = child.communicate(timeout=60)
-    return child.returncode, out, err
+def outcomes(folder: Path, *commands: Sequence[str]) -> list[tuple[int, str, str]]:
+    """Exit status, stdout and stderr of commands that run side by side: each imports torch."""
+    children = [streamadv(folder, *words) for words in commands]
+    printed = [child.communicate(timeout=60) for child in children]
+    return [(child.returncode, *texts) for child, texts in zip(children, printed, strict=True)]
 
 
 @pytest.fixture
@@ -98,11 +99,11 @@ def recorded(folder: Path) -> Path:
 @pytest.mark.slow
 def test_an_imported_estimator_computes_and_is_shown(folder: Path, recorded: Path) -> None:
     words = ("--import", "my_estimators", "--preset", "mine")
-    status, _, err = outcome(folder, "compute", "in.jsonl", "-o", "out.jsonl", *words)
-    assert status == 0, err
+    commands = (["compute", "in.jsonl", "-o", "out.jsonl", *words], ["config", *words])
+    (computed, _, error), (status, out, err) = outcomes(folder, *commands)
+    assert computed == 0, error
     advantages = [json.loads(line)["advantages"] for line in (folder / "out.jsonl").read_text().splitlines()]
     assert advantages == [[0, 0], [0, 2]]
-    status, out, err = outcome(folder, "config", *words)
     assert (status, err) == (0, "")
     assert "mine" in out
 
@@ -197,12 +198,14 @@ def test_a_worker_leaves_a_chain_that_it_does_not_know(
         while "estimator 'mine' is unknown" not in (line := early.stderr.readline()):
             assert line, "the worker has ended"
         assert "--import" in line
-        status, _, err = outcome(folder, *words)
-        assert status == 1
-        (error,) = [line for line in err.splitlines() if "error" in line]
-        assert f"batch 0 of run {run}: estimator 'mine' is unknown: bring it with --import" in error
-        knowing = streamadv(folder, *words, "--import", "my_estimators")
+        knowing = streamadv(
+            folder, *words, "--import", "my_estimators"
+        )  # batch 0 stays until it is committed
         try:
+            ((status, _, err),) = outcomes(folder, words)
+            assert status == 1
+            (error,) = [line for line in err.splitlines() if "error" in line]
+            assert f"batch 0 of run {run}: estimator 'mine' is unknown: bring it with --import" in error
             batch = queue.next_batch(timeout=60)
         finally:
             knowing.terminate()
@@ -225,7 +228,8 @@ def test_a_worker_in_a_computation_that_does_not_end_ends_on_a_signal(
 ) -> None:
     queue = name_batch(redis_url, run, folder, monkeypatch, estimator="stuck")
     words = ("worker", "advantage", "--device", "cpu", "--redis", redis_url, "--run", run)
-    worker = streamadv(folder, *words, "--import", "my_estimators")
+    (folder / "impatient.py").write_text("from streamadv.run import hangs\nhangs.GRACE_S = 0.5\n")
+    worker = streamadv(folder, *words, "--import", "my_estimators", "--import", "impatient")
     assert worker.stdout is not None
     assert worker.stdout.readline() == "stuck\n"
     worker.terminate()
@@ -258,8 +262,8 @@ def test_a_scorer_from_the_command_line(redis_url: str, run: str, folder: Path) 
         scorer.terminate()
         _, err = scorer.communicate(timeout=30)
     assert scorer.returncode == 0, err
-    assert [member.reward for member in log[0].members] == [2.5, 3.0]
-    assert [member.rewards for member in log[0].members] == [{"judge": 2.5}, {"judge": 3.0}]
+    assert [member.reward for member in log[0].references] == [2.5, 3.0]
+    assert [member.rewards for member in log[0].references] == [{"judge": 2.5}, {"judge": 3.0}]
     assert problems(joined) == []
 
 
@@ -275,12 +279,19 @@ def test_a_scorer_from_the_command_line(redis_url: str, run: str, folder: Path) 
         (["my_scorers:halves", "--name", "one", "--tries", "0"], "tries is 0, needs 1 or more"),
     ],
 )
-@pytest.mark.slow
 def test_a_scorer_that_cannot_start_says_why(
-    redis_url: str, run: str, folder: Path, words: Sequence[str], text: str
+    *,
+    redis_url: str,
+    run: str,
+    folder: Path,
+    words: Sequence[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     with producing(redis_url, run, {"scorers": ("one", "two")}):
-        status, _, err = outcome(folder, "worker", "scorer", *words, "--redis", redis_url, "--run", run)
-    assert status == 1
-    (error,) = [line for line in err.splitlines() if line.startswith("streamadv: error")]
+        assert main(["worker", "scorer", *words, "--redis", redis_url, "--run", run]) == 1
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("streamadv: error")]
     assert text in error

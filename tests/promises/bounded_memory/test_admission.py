@@ -18,7 +18,7 @@ from streamadv.grouping.groups_log import read_log
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
-from streamadv.status import read_status
+from streamadv.status import read_shard
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
@@ -39,11 +39,11 @@ CHAIN = {"estimator": "reinforce"}
 
 
 def reserved(run: Run) -> int:
-    return read_status(run).bytes.reserved
+    return sum(read_shard(run, keys).reservation.total_bytes for keys in run.keys.shards)
 
 
 def live(run: Run) -> int:
-    return read_status(run).bytes.live
+    return sum(read_shard(run, keys).count("live_bytes") for keys in run.keys.shards)
 
 
 def started(
@@ -313,7 +313,7 @@ def test_tickets_given_before_the_first_trainer_carry_version_0_and_age(fake: Co
         assert batch is not None
         assert [reference.group_id for reference in batch.references] == ["unversioned"]
     assert versions == [(0, 0)] * 4
-    assert read_status(run).ledger.dropped == {"stale": 4}
+    assert ledger(run)["dropped"] == {"stale": 4}
 
 
 def test_a_record_pushed_under_a_ticket_has_its_version_unless_it_says_none(fake: Connection) -> None:
