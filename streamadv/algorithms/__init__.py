@@ -29,7 +29,7 @@ from .chain.presets import preset_names
 from .chain.scope_check import check_estimator
 from .chain_metrics import merge_metrics
 from .packed import PackedBatch, Steps, expand
-from .packing import pack
+from .packing import pack, pack_trajectories
 from .registry import Estimate, estimator, estimator_names
 from .running_moments import RunningMoments
 
@@ -48,6 +48,7 @@ __all__ = [
     "expand",
     "merge_metrics",
     "pack",
+    "pack_trajectories",
     "preset_names",
     "run_chain",
 ]

@@ -7,7 +7,7 @@ arrays of trajectories, as the streams have them, whose columns lie end to end a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from ..errors import TrajectoryError
 from ..grouping.layout import Layout
 from ..trajectory.columns import Array, count_ones
 from ..trajectory.members import HAS_REWARD, NO_STATE, STATUSES, Members, Positions, offsets
-from ..trajectory.schema import Status
+from ..trajectory.schema import Status, Trajectory
 from .packed import PackedBatch, Steps
 from .packed_checks import BUILT
 
@@ -103,6 +103,24 @@ def pack(
     if columns is None:
         return _moved(batch, device, {})
     return _moved(batch, device, _columns(members, columns, names, batch, device))
+
+
+def pack_trajectories(
+    trajectories: Iterable[Trajectory], names: Iterable[str] = ("response_mask",)
+) -> PackedBatch:
+    """Whole trajectories as a batch, with the columns `names`; sorted, so they may come in any order.
+
+    Raises TrajectoryError for a missing column or reward, and for two trajectories of one group_id and rollout_index.
+    """
+    members, names = sorted(trajectories, key=_identity), list(dict.fromkeys(names))
+    columns: list[dict[str, Array]] = []
+    for member in members:
+        rows = [row.columns for row in member.rows]
+        for name in names:
+            if not all(name in row for row in rows):
+                raise TrajectoryError(f"{_where(member)} has no column {name}: give it to all rows")
+        columns.append({name: np.concatenate([row[name] for row in rows]) for name in names})
+    return pack(members, columns)
 
 
 def pack_members(

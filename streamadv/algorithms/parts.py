@@ -8,41 +8,39 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .packed import Level, PackedBatch, Steps
+from .packed import Level, PackedBatch, Steps, offsets_of
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Trajectories of a batch, and where their values stand in the whole one: int64 indices, ascending."""
+    """Trajectories of a batch, and where their values stand in the whole one: int64 indices."""
 
     batch: PackedBatch
     trajectories: Tensor
     indices: Mapping[Level, Tensor]  # of rows, steps and tokens
 
 
-def part_of(batch: PackedBatch, selection: Tensor) -> Part:
-    """The trajectories for which `selection` [M] bool is set; the host waits for a device to know how many.
+def part_of(batch: PackedBatch, trajectories: Tensor) -> Part:
+    """The trajectories [K] int64, in this order; those of a group must follow each other.
 
-    Groups are numbered anew. Columns are copied; where the mask is set throughout, the part is the batch itself.
+    Groups are numbered anew, columns copied. The host waits for a device to know how many rows and tokens there are.
     """
-    of_row = selection[batch.row_trajectory]
-    masks = (selection, of_row, of_row[batch.token_row], selection[batch.steps.trajectory])
-    trajectories, rows, tokens, steps = (mask.nonzero().flatten() for mask in masks)
-    indices: dict[Level, Tensor] = {"row": rows, "step": steps, "token": tokens}
-    if len(trajectories) == batch.num_trajectories:
-        return Part(batch, trajectories, indices)
-    lengths = batch.row_lengths[rows]
-    cu_seqlens = torch.cat([lengths.new_zeros(1), torch.cumsum(lengths, 0)])
+    steps = batch.steps
+    rows = _spans(batch.row_offsets, trajectories)
+    tokens = _spans(batch.cu_seqlens, rows)
+    step_offsets = offsets_of(steps.trajectory, batch.num_trajectories)
+    positions = _spans(step_offsets, trajectories)
+    cu_seqlens = _offsets(batch.row_lengths[rows])
     present, groups = torch.unique_consecutive(batch.trajectory_group[trajectories], return_inverse=True)
     part = replace(
         batch,
         cu_seqlens=cu_seqlens,
-        row_trajectory=torch.searchsorted(trajectories, batch.row_trajectory[rows]),
+        row_trajectory=_owners(batch.row_offsets, trajectories),
         row_trainable=batch.row_trainable[rows],
         trajectory_group=groups,
         rewards=batch.rewards[trajectories],
         baseline=batch.baseline[trajectories],
-        steps=_steps(batch, trajectories, rows, steps, cu_seqlens),
+        steps=_steps(batch, rows, positions, _owners(step_offsets, trajectories), cu_seqlens),
         num_tokens=len(tokens),
         num_groups=len(present),
         columns={name: column[tokens] for name, column in batch.columns.items()},
@@ -54,19 +52,19 @@ def part_of(batch: PackedBatch, selection: Tensor) -> Part:
         if batch.group_sources
         else (),
     )
-    return Part(part, trajectories, indices)
+    return Part(part, trajectories, {"row": rows, "step": positions, "token": tokens})
 
 
-def _steps(
-    batch: PackedBatch, trajectories: Tensor, rows: Tensor, positions: Tensor, cu_seqlens: Tensor
-) -> Steps:
-    """The steps at `positions`. cu_seqlens: of the part that consists of `rows`."""
+def _steps(batch: PackedBatch, rows: Tensor, positions: Tensor, owners: Tensor, cu_seqlens: Tensor) -> Steps:
+    """The steps at `positions`, of the trajectories `owners`; rows and cu_seqlens: of the part."""
     steps = batch.steps
-    row = torch.searchsorted(rows, steps.row[positions])
+    row_in_part = torch.empty_like(batch.row_trajectory)
+    row_in_part[rows] = torch.arange(len(rows), device=rows.device)
+    row = row_in_part[steps.row[positions]]
     shift = cu_seqlens[row] - batch.cu_seqlens[steps.row[positions]]
     start, end = steps.start[positions] + shift, steps.end[positions] + shift
     return Steps(
-        trajectory=torch.searchsorted(trajectories, steps.trajectory[positions]),
+        trajectory=owners,
         row=row,
         start=start,
         end=end,
@@ -74,3 +72,20 @@ def _steps(
         state=steps.state[positions],
         num_tokens=int((end - start).sum()),
     )
+
+
+def _spans(offsets: Tensor, positions: Tensor) -> Tensor:
+    """The indices offsets[p] : offsets[p + 1] of all `positions`, one after another."""
+    lengths = offsets[positions + 1] - offsets[positions]
+    shift = offsets[positions] - _offsets(lengths)[:-1]
+    spread = torch.repeat_interleave(shift, lengths)
+    return spread + torch.arange(len(spread), device=spread.device)
+
+
+def _owners(offsets: Tensor, positions: Tensor) -> Tensor:
+    """For each index of `_spans` the number of its position."""
+    return torch.repeat_interleave(offsets[positions + 1] - offsets[positions])
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), torch.cumsum(lengths, 0)])

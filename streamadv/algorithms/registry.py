@@ -123,6 +123,18 @@ def get_estimator(name: str) -> Estimator:
         ) from None
 
 
+def find_estimator(estimator: str | Callable[..., Estimate]) -> Estimator:
+    """The registered estimator of this name or function. Raises SettingError."""
+    if isinstance(estimator, str):
+        return get_estimator(estimator)
+    for definition in _REGISTRY.values():
+        if definition.function is estimator:
+            return definition
+    raise SettingError(
+        f"estimator {brief(estimator)} is not registered: put @estimator(name, scope=...) above the function"
+    )
+
+
 def estimator_names() -> list[str]:
     """Names of all registered estimators, sorted."""
     load_estimators()

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, TrajectoryError
 from ..trajectory.interchange import read_trajectories, write_trajectory
-from ..trajectory.schema import Role, Status, Step, Trajectory
+from ..trajectory.schema import Trajectory
 from . import add_import_option
 
 if TYPE_CHECKING:
     from ..algorithms import Chain, ChainResult, PackedBatch
-    from ..trajectory.columns import Array
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -62,7 +61,8 @@ def run(file: Path, output: Path, preset: str = "grpo", config: Path | None = No
     chain = build_chain(chain_from(preset, config))
     lines = list(_read(file))
     usable = sorted(
-        (line for line in lines if line.counts), key=lambda line: (line.group_id, line.rollout_index)
+        (line for line in lines if line.counts),
+        key=lambda line: (line.trajectory.group_id, line.trajectory.rollout_index),
     )
     if not usable:
         raise TrajectoryError(f"{file}: holds no trajectory with a reward")
@@ -76,7 +76,7 @@ def run(file: Path, output: Path, preset: str = "grpo", config: Path | None = No
 
 @dataclass(frozen=True)
 class _Line:
-    """A trajectory and where it stands; what `pack` asks for."""
+    """A trajectory and where it stands."""
 
     where: str
     trajectory: Trajectory
@@ -84,42 +84,6 @@ class _Line:
     @property
     def counts(self) -> bool:
         return self.trajectory.status.usable and self.trajectory.reward is not None
-
-    @property
-    def group_id(self) -> str:
-        return self.trajectory.group_id
-
-    @property
-    def rollout_index(self) -> int:
-        return self.trajectory.rollout_index
-
-    @property
-    def reward(self) -> float | None:
-        return self.trajectory.reward
-
-    @property
-    def is_baseline(self) -> bool:
-        return self.trajectory.role is Role.BASELINE
-
-    @property
-    def status(self) -> Status:
-        return self.trajectory.status
-
-    @property
-    def row_lengths(self) -> Sequence[int]:
-        return [len(row) for row in self.trajectory.rows]
-
-    @property
-    def row_trainable(self) -> Sequence[int]:
-        return [int(row.response_mask.sum()) for row in self.trajectory.rows]
-
-    @property
-    def rewards(self) -> Mapping[str, float]:
-        return self.trajectory.rewards
-
-    @property
-    def steps(self) -> Sequence[Step]:
-        return self.trajectory.steps
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -140,7 +104,7 @@ def _read(path: Path) -> Iterator[_Line]:
         line = _Line(f"{path}: trajectory {number}", trajectory)  # not its line: blank ones are skipped
         if trajectory.status.usable and not trajectory.scored:
             raise TrajectoryError(f"{line.where}: reward is missing: add it, or null for an unscorable one")
-        first = seen.setdefault((line.group_id, line.rollout_index), number)
+        first = seen.setdefault((trajectory.group_id, trajectory.rollout_index), number)
         if first != number:
             raise TrajectoryError(f"{line.where}: repeats group_id and rollout_index of trajectory {first}")
         yield line
@@ -162,21 +126,16 @@ def _write(output: Path, trajectories: Iterable[Trajectory]) -> None:
 
 
 def _pack(lines: Sequence[_Line], chain: Chain) -> PackedBatch:
-    import numpy as np
+    from ..algorithms import pack_trajectories
 
-    from ..algorithms import pack
-
-    names = dict.fromkeys(("response_mask", *chain.needs))
-    columns: list[dict[str, Array]] = []
+    names = ["response_mask", *chain.needs]
     for line in lines:
-        rows = [row.columns for row in line.trajectory.rows]
-        for name in names:
-            if name not in rows[0]:
-                raise TrajectoryError(
-                    f"{line.where}: column {name} is missing, the chain needs it: write it, or choose another preset"
-                )
-        columns.append({name: np.concatenate([row[name] for row in rows]) for name in names})
-    return pack(lines, columns)
+        missing = [name for name in names if name not in line.trajectory.rows[0].columns]
+        if missing:
+            raise TrajectoryError(
+                f"{line.where}: column {missing[0]} is missing, the chain needs it: write it, or choose another preset"
+            )
+    return pack_trajectories([line.trajectory for line in lines], names)
 
 
 def _finished(

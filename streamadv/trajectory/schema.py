@@ -265,6 +265,20 @@ class Trajectory(BaseModel):
         return sum(len(row) for row in self.rows)
 
     @property
+    def is_baseline(self) -> bool:
+        return self.role is Role.BASELINE
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [len(row) for row in self.rows]
+
+    @property
+    def row_trainable(self) -> list[int]:
+        """Trainable tokens of each row."""
+        return [int(np.count_nonzero(row.response_mask)) for row in self.rows]
+
+    @property
     def version_span(self) -> tuple[int, int] | None:
         """Oldest and newest policy version over trainable tokens; None when the source has no version."""
         spans: list[tuple[int, int]] = []

@@ -1,8 +1,8 @@
-"""A test for a user's estimator: does it read only what its scope allows?"""
+"""A test for a user's estimator: does it read only what its scope allows, and is it a function of the batch?"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,45 +10,60 @@ from torch import Tensor
 
 from ...errors import EstimatorError
 from ..packed import PackedBatch
-from ..parts import part_of
-from ..registry import get_estimator
+from ..parts import Part, part_of
+from ..registry import Estimate, find_estimator
 from . import build_chain, run_chain
 from .result import ChainResult
 
 
-def check_estimator(name: str, batch: PackedBatch, **options: Any) -> ChainResult:
-    """Run the estimator `name` on `batch` and on its parts, compare, and return the result for the whole batch.
+def check_estimator(
+    estimator: str | Callable[..., Estimate], batch: PackedBatch, **options: Any
+) -> ChainResult:
+    """Run an estimator on `batch` again, on its parts, and on its groups in another order; return the first result.
 
     The pipeline calls an estimator of scope "group" with any groups of a batch, and one of scope "row" with any
-    trajectories. So a group's or trajectory's numbers must not depend on the others: this runs every part alone. Pass a
-    batch of several uneven groups (`pack`) with the columns that the estimator needs, and the estimator's options.
+    trajectories, and computes again what a worker did not finish. So the numbers of a group or trajectory must not
+    depend on the others, on the order of the groups, or on earlier calls.
 
-    Raises EstimatorError if the numbers differ or the result is no valid `registry.Estimate`, SettingError for a wrong
-    option.
+    Args:
+      estimator: the function, or its name.
+      batch: several uneven groups (`pack`), with the columns that the estimator needs.
+      options: the estimator's.
+
+    Raises EstimatorError if numbers differ or a result is no valid `Estimate` (level, lengths, finite numbers),
+    SettingError for a wrong option and for a function that is not registered.
     """
-    chain = build_chain({"estimator": name, "options": options})
-    scope = get_estimator(name).scope
+    definition = find_estimator(estimator)
+    chain = build_chain({"estimator": definition.name, "options": options})
     whole = run_chain(chain, batch)
-    if scope == "batch":
-        return whole
-    number = batch.trajectory_group if scope == "group" else torch.arange(batch.num_trajectories)
-    count = batch.num_groups if scope == "group" else batch.num_trajectories
-    parts = [run_chain(chain, part_of(batch, number == k).batch) for k in range(count)]
-    for field in ("advantages", "returns"):
-        together = getattr(whole, field)
-        alone = [getattr(part, field) for part in parts]
-        if together is not None and not _alike(torch.cat(alone), together):
-            part = next(i for i, pair in enumerate(_split(together, alone)) if not _alike(*pair))
-            what = "group" if scope == "group" else "trajectory"
-            raise EstimatorError(
-                f"estimator {name}: {field} of {what} {part} differ when it is alone in the batch: "
-                f"scope {scope!r} is too narrow"
-            )
+    every = torch.arange(batch.num_trajectories, device=batch.device)
+
+    def compare(trajectories: Tensor, problem: str) -> None:
+        part = part_of(batch, trajectories)
+        field = _difference(whole, run_chain(chain, part.batch), part)
+        if field is not None:
+            raise EstimatorError(f"estimator {definition.name}: {field} {problem}")
+
+    compare(every, "differ in another call with the same batch: it must depend on nothing else")
+    groups = [every[batch.trajectory_group == group] for group in range(batch.num_groups)]
+    if definition.scope != "batch":
+        parts = groups if definition.scope == "group" else list(every[:, None])
+        what = "group" if definition.scope == "group" else "trajectory"
+        for number, trajectories in enumerate(parts):
+            problem = f"of {what} {number} differ when it is alone in the batch"
+            compare(trajectories, f"{problem}: scope {definition.scope!r} is too narrow")
+    backwards = torch.cat(groups[::-1]) if groups else every
+    compare(backwards, "differ when the groups come in another order: no group may depend on its place")
     return whole
 
 
-def _split(together: Tensor, alone: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(alone, torch.split(together, [len(part) for part in alone]), strict=True))
+def _difference(whole: ChainResult, alone: ChainResult, part: Part) -> str | None:
+    """The first result of the part that differs from its values in the whole batch."""
+    for field in ("advantages", "returns"):
+        together, values = getattr(whole, field), getattr(alone, field)
+        if together is not None and not _alike(values, together[part.indices[whole.level]]):
+            return field
+    return None
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

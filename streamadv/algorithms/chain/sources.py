@@ -58,7 +58,7 @@ def split_by_source(batch: PackedBatch) -> Iterator[tuple[str, Part]]:
     sources = sorted(set(names)) or [UNKNOWN]
     number = torch.tensor([sources.index(name) for name in names], dtype=torch.int64, device=batch.device)
     for k, source in enumerate(sources):
-        yield source, part_of(batch, (number == k)[batch.trajectory_group])
+        yield source, part_of(batch, (number == k)[batch.trajectory_group].nonzero().flatten())
 
 
 def _joined(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,13 @@ from streamadv.algorithms import (
     check_estimator,
     estimator,
     estimator_names,
+    pack_trajectories,
+    registry,
     run_chain,
 )
+from streamadv.algorithms.registry import get_estimator
 from streamadv.errors import EstimatorError, SettingError, StreamadvError, TrajectoryError
-from streamadv.trajectory.schema import Step
+from streamadv.trajectory.schema import Step, Trajectory
 
 from .reference import batch_of, member, random_pairs
 
@@ -271,6 +276,37 @@ def test_a_scope_that_is_too_narrow_is_found(own: Callable[..., str]) -> None:
         check_estimator(own(lambda batch: Estimate("row", torch.zeros(3))), uneven)
 
 
+def test_another_order_and_another_call_are_found(own: Callable[..., str]) -> None:
+    uneven = batch_of(random_pairs(3, 4, longest=8))
+
+    def first_counts(batch: PackedBatch) -> Estimate:
+        rewards = batch.rewards[batch.row_trajectory]
+        return Estimate("row", rewards + rewards[0])
+
+    with pytest.raises(EstimatorError, match="another order"):
+        check_estimator(own(first_counts, scope="batch"), uneven)
+    with pytest.raises(EstimatorError, match="another call"):
+        check_estimator(own(lambda batch: Estimate("row", torch.rand(batch.num_rows)), scope="batch"), uneven)
+
+
+def test_the_check_takes_the_function(own: Callable[..., str]) -> None:
+    uneven = batch_of(random_pairs(3, 4, longest=8))
+    with pytest.raises(SettingError, match="not registered"):
+        check_estimator(over_the_group, uneven)
+    name = own(over_the_group, scope="group")
+    assert torch.equal(
+        check_estimator(get_estimator(name).function, uneven).rewards, check_estimator(name, uneven).rewards
+    )
+
+
+def test_the_example_of_the_page_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "own-estimators.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(block.splitlines()) < 40
+    monkeypatch.setattr(registry, "_REGISTRY", {**registry._REGISTRY})  # forgets it again
+    exec(block, {})
+
+
 @pytest.mark.parametrize(
     "name", [name for name in estimator_names() if not name.startswith(("own_", "test_"))]
 )
@@ -284,3 +320,18 @@ def test_the_check_takes_options(own: Callable[..., str]) -> None:
     check_estimator("grpo", batch, norm_by_std=False)
     with pytest.raises(SettingError, match="by_std"):
         check_estimator("grpo", batch, by_std=False)
+
+
+def test_whole_trajectories_are_packed_in_order() -> None:
+    def rollout(group_id: str, index: int, **fields: Any) -> Trajectory:
+        row = {"input_ids": [1, 2, 3], "response_mask": [0, 1, 1], **fields}
+        return Trajectory(group_id=group_id, group_size=2, rollout_index=index, reward=float(index), **row)
+
+    packed = pack_trajectories([rollout("b", 0), rollout("a", 1), rollout("a", 0)])
+    assert packed.trajectory_group.tolist() == [0, 0, 1]
+    assert packed.rewards.tolist() == [0, 1, 0]
+    assert packed.column("response_mask").tolist() == 3 * [0, 1, 1]
+    with pytest.raises(TrajectoryError, match=r"\('a', 0\) has no column values"):
+        pack_trajectories([rollout("b", 0, values=[0.0] * 3), rollout("a", 0)], ["values"])
+    with pytest.raises(TrajectoryError, match="follows"):
+        pack_trajectories([rollout("a", 0), rollout("a", 0)])

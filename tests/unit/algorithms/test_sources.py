@@ -38,9 +38,9 @@ def batch(seed: int, sources: list[str | None]) -> PackedBatch:
 
 
 def of_source(whole: PackedBatch, source: str) -> torch.Tensor:
-    """[M] bool."""
+    """Positions of its trajectories."""
     flags = torch.tensor([(name or "unknown") == source for name in whole.group_sources])
-    return flags[whole.trajectory_group]
+    return flags[whole.trajectory_group].nonzero().flatten()
 
 
 @settings(max_examples=30, deadline=None)
