@@ -36,6 +36,7 @@ from ..trajectory.columns import (
     REQUIRED_COLUMNS,
     Array,
     check_values,
+    count_ones,
 )
 from ..trajectory.members import offsets
 from ..trajectory.packet import ColumnKind, StoredPacket, column_kind
@@ -193,7 +194,7 @@ class FetchedShare:
         if not len(own):
             return {}
         mask = self.columns["response_mask"].numpy()
-        ones = np.add.reduceat(mask, offsets(members.rows["tokens"])[:-1], dtype=np.int64)
+        ones = count_ones(mask, offsets(members.rows["tokens"]))
         wrong_rows = np.flatnonzero(ones != members.rows["trainable"])
         owner = np.unique(np.repeat(np.arange(len(members)), members.table["rows"])[wrong_rows])
         read = [member for member in owner.tolist() if own.packet[member] not in self.missing]

@@ -13,7 +13,19 @@ from streamadv.store.connection import Connection
 from streamadv.trainer import fetch
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import compute_all, identities, join, ledger, next_batch, problems, producing, push_groups
+from tests.support import (
+    compute_all,
+    identities,
+    join,
+    ledger,
+    next_batch,
+    problems,
+    producing,
+    push_groups,
+)
+from tests.support import (
+    logged as logged_groups,
+)
 
 
 @pytest.fixture
@@ -34,25 +46,22 @@ def first_batch(joined: Run) -> tuple[TrainerQueue, Batch]:
     return queue, batch
 
 
-def read_through(queue: TrainerQueue) -> int:
-    """Wait for what is being read ahead; payloads found."""
+def missing(queue: TrainerQueue) -> int:
+    """Wait for what is being read ahead; payloads that were not read."""
     assert queue._reader is not None
     assert queue._reader.ahead is not None
     fetched = queue._reader.ahead.result()
     assert fetched is not None
-    return len(fetched.headers)
+    return len(fetched.missing)
 
 
 def payload_keys(joined: Run, group_id: str) -> list[str]:
-    keys = joined.keys.shard(0)
-    entries = joined.connection.scripts.xrange(keys.groups)
-    (lines,) = [f[b"payloads"].decode() for _, f in entries if f[b"group_id"].decode() == group_id]
-    return [line.rpartition(" ")[0] for line in lines.split("\n")]
+    return [packet.key for packet in logged_groups(joined)[group_id].packets]
 
 
 def test_payloads_come_over_the_network_once(joined: Run) -> None:
     queue, _ = first_batch(joined)
-    assert read_through(queue) == 4
+    assert missing(queue) == 0
     for group_id in ("g0002", "g0003"):
         joined.connection.scripts.delete(*payload_keys(joined, group_id))
     compute_all(joined)
@@ -64,7 +73,7 @@ def test_payloads_come_over_the_network_once(joined: Run) -> None:
 
 def test_what_was_read_ahead_is_not_delivered(joined: Run) -> None:
     queue, _ = first_batch(joined)
-    read_through(queue)
+    missing(queue)
     queue.commit(queue.state_dict())
     queue.close()
     assert ledger(joined)["trained"] == 0
@@ -78,14 +87,14 @@ def test_what_was_read_ahead_is_not_delivered(joined: Run) -> None:
 @pytest.mark.parametrize("wrong", ["size", "values"])
 def test_what_cannot_be_read_ahead_is_a_dead_letter_when_it_is_due(wrong: str, joined: Run) -> None:
     queue, _ = first_batch(joined)
-    read_through(queue)
+    missing(queue)
     first, *_ = payload_keys(joined, "g0005")
     mask: Any = joined.connection.scripts.hget(first, "response_mask")
     damaged = mask[:-1] if wrong == "size" else mask.replace(b"\1", b"\2")
     joined.connection.scripts.hset(first, "response_mask", damaged)
     compute_all(joined)
     assert queue.next_batch(timeout=0) is not None
-    assert read_through(queue) == (3 if wrong == "size" else 4), "values are looked at later"
+    assert missing(queue) == (1 if wrong == "size" else 0), "values are looked at when all are there"
     compute_all(joined)
     batch = queue.next_batch(timeout=0)
     assert batch is not None
@@ -98,7 +107,7 @@ def test_a_batch_too_large_to_hold_is_fetched_when_it_is_due(
 ) -> None:
     monkeypatch.setattr(fetch, "MAX_BYTES", 1)
     queue, _ = first_batch(joined)
-    assert read_through(queue) == 0
+    assert missing(queue) == sum(len(payload_keys(joined, group_id)) for group_id in ("g0002", "g0003"))
     compute_all(joined)
     assert queue.next_batch(timeout=0) is not None
 

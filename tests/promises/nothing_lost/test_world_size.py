@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from streamadv.batch.exclusion import leave_out
 from streamadv.batch.record import read_records
 from streamadv.errors import StreamadvError
+from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
 from streamadv.store.connection import Connection
@@ -28,6 +29,9 @@ from tests.support import (
     producing,
     push_groups,
     trajectory,
+)
+from tests.support import (
+    logged as logged_groups,
 )
 
 Identity = tuple[str, int]
@@ -88,29 +92,39 @@ def test_another_world_size_after_a_restart(redis_url: str, run: str, before: in
 
 @pytest.fixture
 def logged(redis_url: str, run: str) -> Run:
-    """A run with four groups of four in the log, of different lengths."""
+    """A run with four groups of four in the log, of different lengths, pushed one by one or two at once."""
     connection = Connection(redis_url)
     with producing(connection, run) as producer:
         for number in range(4):
-            producer.push([trajectory(f"g{number}", i, 4, tokens=5 + number + i) for i in range(4)])
+            push_apart(producer, f"g{number}", 4, 1 + number % 2)
         producer.finish()
     joined = join(connection, run)
     group_all(joined)
     return joined
 
 
+def push_apart(producer: Producer, group_id: str, size: int, at_once: int) -> None:
+    members = [trajectory(group_id, i, size, tokens=5 + int(group_id[1:]) + i) for i in range(size)]
+    for start in range(0, size, at_once):
+        producer.push(members[start : start + at_once])
+
+
 def payload_keys(run: Run) -> dict[Identity, str]:
-    found = {}
-    for _, fields in run.connection.scripts.xrange(run.keys.home.groups):
-        for index, line in enumerate(fields[b"payloads"].decode().split("\n")):
-            found[fields[b"group_id"].decode(), index] = line.rpartition(" ")[0]
-    return found
+    """The key of the payload that has a trajectory, perhaps with others."""
+    return {
+        (group.group_id, index): group.packets[packet].key
+        for group in logged_groups(run).values()
+        for index, packet in zip(group.members.table["index"].tolist(), group.packet_of, strict=True)
+    }
 
 
-def lose(run: Run, lost: Sequence[Identity]) -> None:
+def lose(run: Run, wanted: Sequence[Identity]) -> list[Identity]:
+    """Delete the payloads of these trajectories; all that are lost with them."""
     keys = payload_keys(run)
-    for identity in lost:
-        run.connection.scripts.delete(keys[identity])
+    deleted = {keys[identity] for identity in wanted}
+    for key in deleted:
+        run.connection.scripts.delete(key)
+    return sorted(identity for identity, key in keys.items() if key in deleted)
 
 
 def all_next(ranks: Sequence[TrainerQueue], run: Run) -> list[Batch]:
@@ -126,11 +140,11 @@ def in_step(parts: Sequence[Batch]) -> None:
     assert len({frozenset(mb.columns) for part in parts for mb in part}) <= 1
 
 
-@pytest.mark.parametrize("lost", [[("g1", 2)], [("g0", 0), ("g0", 3), ("g3", 1)]], ids=["one", "three"])
+@pytest.mark.parametrize("wanted", [[("g1", 2)], [("g0", 0), ("g0", 3), ("g3", 1)]], ids=["one", "three"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_a_rank_cannot_read_stops_nobody(logged: Run, world_size: int, lost: list[Identity]) -> None:
+def test_what_a_rank_cannot_read_stops_nobody(logged: Run, world_size: int, wanted: list[Identity]) -> None:
     everything = sorted(payload_keys(logged))
-    lose(logged, lost)
+    lost = lose(logged, wanted)
     ranks = start_job(logged.connection, logged.name, world_size, tokens_per_micro_batch=16, batch_groups=4)
     parts = all_next(ranks, logged)
     in_step(parts)
@@ -150,8 +164,9 @@ def test_what_a_rank_cannot_read_stops_nobody(logged: Run, world_size: int, lost
     assert {dead.group_id: dead.trajectories for dead in list_dead(logged)} == {
         group_id: sum(each == group_id for each, _ in lost) for group_id, _ in lost
     }
-    group_id, index = lost[0]
-    assert show_dead(logged, group_id).detail == f"rollout {index}: payload is gone, or is no hash"
+    group_id = lost[0][0]
+    details = {f"rollout {i}: payload is gone, or is no hash" for each, i in lost if each == group_id}
+    assert show_dead(logged, group_id).detail in details
     with pytest.raises(StreamadvError, match="cannot be requeued"):
         requeue(logged, group_id)
     purge(logged, group_id)
@@ -165,13 +180,12 @@ def test_a_rank_that_can_read_nothing_keeps_in_step(logged: Run) -> None:
         ranks = start_job(logged.connection, logged.name, 2, batch_groups=4, late=late)
         return all_next(ranks, logged)
 
-    own = delivered(job()[1])
-    lose(logged, own)
+    lost = lose(logged, delivered(job()[1]))
     parts = job()
     in_step(parts)
     assert [mb.num_rows for mb in parts[1]] == [0]
     assert parts[1].delivered == []
-    assert len(parts[0].delivered) == 16 - len(own)
+    assert len(parts[0].delivered) == 16 - len(lost)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -246,7 +260,7 @@ def test_whatever_is_lost_between_restarts_what_is_trained_on_is_what_the_ledger
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     with producing(connection, "r") as producer:
         for number, size in enumerate(sizes):
-            producer.push([trajectory(f"g{number}", i, size, tokens=4 + i) for i in range(size)])
+            push_apart(producer, f"g{number}", size, data.draw(st.integers(1, size)))
         producer.finish()
     run = join(connection, "r")
     group_all(run)
@@ -254,8 +268,7 @@ def test_whatever_is_lost_between_restarts_what_is_trained_on_is_what_the_ledger
     lost: set[Identity] = set()
     for world_size in data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)):
         fresh = data.draw(st.sets(st.sampled_from(everything), max_size=3))
-        lose(run, sorted(fresh & payload_keys(run).keys()))
-        lost |= fresh
+        lost |= {*fresh, *lose(run, sorted(fresh & payload_keys(run).keys()))}
         ranks = start_job(connection, "r", world_size, batch_groups=3, chain="grpo")
         parts = all_next(ranks, run)
         if parts:
