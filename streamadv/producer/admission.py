@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from .. import metrics
@@ -55,17 +56,8 @@ class Admission:
         Returns [] if `call` is no longer wanted. Raises Busy, GroupEndedError, TrajectoryError, SettingError.
         """
         call = call or BeginCall()
-        manifest = self._membership.manifest
-        redundancy = manifest.redundancy if request.redundancy is None else request.redundancy
         has_given_id = request.group_id is not None
-        shared = check_group(request, redundancy)
-        spec = GroupSpec(
-            shared.group_id,
-            request.size,
-            request.size + redundancy,
-            shared.data_source,
-            request.deadline_s,
-        )
+        shared, spec = self.check(request)
         yield from self._membership.reopen()
         yield from self.withdraw()
         wait = Wait(self._not_admitted, timeout=request.timeout, base=ADMISSION_WAIT_S)
@@ -78,7 +70,7 @@ class Admission:
                     self.leave_unclaimed(call, spec.group_id)
                     self._membership.check_open()
                     return []
-                return self._tickets(shared, spec, reply)
+                return self.tickets(shared, spec, reply)
             if reply[0] == b"ended":
                 raise GroupEndedError(f"group {spec.group_id} has ended: begin another one")
             check_group_reply(reply, spec)
@@ -92,6 +84,14 @@ class Admission:
             yield Pause(delay)
             if not call.wanted:
                 return []
+
+    def check(self, request: GroupRequest) -> tuple[Trajectory, GroupSpec]:
+        """What all rollouts of the group share, and what the scripts need to know of it. Raises as `check_group`."""
+        manifest = self._membership.manifest
+        redundancy = manifest.redundancy if request.redundancy is None else request.redundancy
+        shared = check_group(request, redundancy)
+        slots = request.size + redundancy
+        return shared, GroupSpec(shared.group_id, request.size, slots, shared.data_source, request.deadline_s)
 
     def _ask_to_begin(
         self, spec: GroupSpec, call: BeginCall, has_given_id: bool
@@ -111,19 +111,20 @@ class Admission:
         return spec, reply
 
     def _begin(self, spec: GroupSpec, call: BeginCall, groups_elsewhere: int | None = None) -> Steps[Reply]:
-        keys = self._membership.keys_of(spec.group_id)
-
-        def make() -> ScriptCall:
-            arguments = self._arguments(spec, self.budget_for_new(spec.group_id), groups_elsewhere)
-            return script_call("begin", keys, [*arguments, call.nonce], group=spec.group_id)
-
         try:
-            return (yield from self._ask(GroupCall(make)))
+            return (yield from self._ask(GroupCall(partial(self.begin_call, spec, call, groups_elsewhere))))
         except BaseException:  # also when the steps are closed: no reply has come, and the group may be open
             self.leave_unclaimed(call, spec.group_id)
             raise
 
-    def _tickets(self, shared: Trajectory, spec: GroupSpec, reply: Reply) -> list[Ticket]:
+    def begin_call(self, spec: GroupSpec, call: BeginCall, groups_elsewhere: int | None = None) -> ScriptCall:
+        """One attempt to open a group. groups_elsewhere: groups that count in the other shards."""
+        keys = self._membership.keys_of(spec.group_id)
+        arguments = self._arguments(spec, self.budget_for_new(spec.group_id), groups_elsewhere)
+        return script_call("begin", keys, [*arguments, call.nonce], group=spec.group_id)
+
+    def tickets(self, shared: Trajectory, spec: GroupSpec, reply: Reply) -> list[Ticket]:
+        """The tickets of a group that a reply of `begin` says is open. shared: see `check_group`."""
         _, epoch, version, slots = reply
         self._membership.version = model_version = int(version or 0)
         return [

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 from ..errors import StreamadvError
-from ..store.calls import run_script_async, run_transaction_async, server_ids_async
+from ..store.calls import Companion, run_script_async, run_transaction_async, server_ids_async
 from ..store.connection import AsyncConnection
 from ..store.retry import RETRYABLE, closed_under_way
+from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
 from .admission import BeginCall
 from .async_group import AsyncGroup, AsyncRollout
 from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
+from .next_group import NextGroup
 from .requests import (
     ATTEMPT_ERRORS,
     Attempt,
@@ -34,7 +36,7 @@ from .slots import Slots
 from .tickets import PushResult, Ticket
 
 
-class AsyncProducer(BaseProducer["BeginGroup"]):
+class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
     """What `async with Producer(...)` gives. Any number of tasks may use it at once."""
 
     def __init__(self, connection: AsyncConnection, logic: ProducerLogic) -> None:
@@ -46,7 +48,7 @@ class AsyncProducer(BaseProducer["BeginGroup"]):
         self._over: asyncio.Future[None] = (
             asyncio.get_running_loop().create_future()
         )  # done once it is closed
-        self._forgetting: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     async def open(self) -> Self:
         """As `Producer.open`."""
@@ -77,6 +79,15 @@ class AsyncProducer(BaseProducer["BeginGroup"]):
     def _begin(self, request: GroupRequest) -> BeginGroup:
         return BeginGroup(self._admit(request))
 
+    async def _groups(self, next_group: NextGroup, ahead: int) -> AsyncGenerator[AsyncGroup, None]:
+        try:
+            while True:
+                group = AsyncGroup(self, await self._drive(next_group.begin()))
+                group._slots.next_group = next_group if ahead else None
+                yield group
+        finally:
+            next_group.close()
+
     async def _admit(self, request: GroupRequest) -> AsyncGroup:
         call = BeginCall()
         beginning = asyncio.create_task(self._drive(self._logic.admission.begin(request, call)))
@@ -84,9 +95,7 @@ class AsyncProducer(BaseProducer["BeginGroup"]):
             tickets = await asyncio.shield(beginning)
         except asyncio.CancelledError:
             call.wanted = False
-            forgetting = asyncio.create_task(self._forget(beginning, call))
-            self._forgetting.add(forgetting)
-            forgetting.add_done_callback(self._forgetting.discard)
+            self._in_background(self._forget(beginning, call))
             raise
         return AsyncGroup(self, tickets)
 
@@ -188,8 +197,30 @@ class AsyncProducer(BaseProducer["BeginGroup"]):
         if isinstance(request, ServerIds):
             return await server_ids_async(self._connection, request.shards)
         if isinstance(request, Transaction):
-            return await run_transaction_async(self._connection, request.payloads, request.call)
-        return await run_script_async(self._connection.pipelined or self._connection.scripts, request)
+            companion = request.companion
+            accompanying = [] if companion is None else [self._in_background(self._accompany(companion))]
+            reply = await run_transaction_async(self._connection, request.payloads, request.call)
+            for task in accompanying:
+                await asyncio.wait({task})
+            return reply
+        return await self._run_script(request)
+
+    async def _run_script(self, call: ScriptCall) -> Any:
+        return await run_script_async(self._connection.pipelined or self._connection.scripts, call)
+
+    async def _accompany(self, companion: Companion) -> None:
+        try:
+            companion.hear(await self._run_script(companion.call))
+        except BaseException as error:
+            companion.hear(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
 
 
 class BeginGroup(Coroutine[Any, Any, AsyncGroup]):

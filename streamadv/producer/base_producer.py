@@ -6,13 +6,20 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
+from ..errors import SettingError
+from ..messages import brief
 from .checks import GroupRequest
+from .logic import ProducerLogic
+from .next_group import NextGroup
 
 GroupT = TypeVar("GroupT")
+GroupsT = TypeVar("GroupsT")
 
 
-class BaseProducer(Generic[GroupT]):
-    """What the two kinds of producer share. GroupT: what beginning a group returns."""
+class BaseProducer(Generic[GroupT, GroupsT]):
+    """What the two kinds of producer share. GroupT, GroupsT: what beginning one and many returns."""
+
+    _logic: ProducerLogic
 
     def begin_group(
         self,
@@ -60,5 +67,43 @@ class BaseProducer(Generic[GroupT]):
     #: `begin_group` for use in a with block: on leaving it, rollouts not pushed are failed.
     group = begin_group
 
+    def groups(
+        self,
+        size: int,
+        *,
+        data_source: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        redundancy: int | None = None,
+        timeout: float | None = None,
+        ahead: int = 1,
+    ) -> GroupsT:
+        """Groups without end, each begun as by `begin_group` when the iterator is asked for it.
+
+        With `ahead`, the push that ends the last rollout of a group asks for the next one in the same round trip. If
+        that is refused, the push succeeds nevertheless, and the iterator waits. A group that was opened and not asked
+        for is withdrawn with the next heartbeat at the latest, once the iterator is closed or forgotten.
+
+        Args:
+            ahead: groups begun before they are asked for, 0 or 1.
+
+        The other arguments, and what a step raises, are those of `begin_group`.
+        """
+        if ahead not in (0, 1):
+            raise SettingError(f"ahead is {brief(ahead)}, needs 0 or 1")
+        request = GroupRequest(
+            size=size,
+            group_id=None,
+            data_source=data_source,
+            metadata=metadata,
+            deadline_s=deadline_s,
+            redundancy=redundancy,
+            timeout=timeout,
+        )
+        return self._groups(NextGroup(self._logic.admission, request), ahead)
+
     @abstractmethod
     def _begin(self, request: GroupRequest) -> GroupT: ...
+
+    @abstractmethod
+    def _groups(self, next_group: NextGroup, ahead: int) -> GroupsT: ...

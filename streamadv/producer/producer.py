@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -18,6 +18,7 @@ from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .group import Group, Rollout
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
+from .next_group import NextGroup
 from .requests import (
     ATTEMPT_ERRORS,
     Attempt,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from .async_producer import AsyncProducer
 
 
-class Producer(BaseProducer[Group]):
+class Producer(BaseProducer[Group, Iterator[Group]]):
     """Begins groups of one run and pushes their rollouts. Thread-safe.
 
     `with Producer(...)` gives this blocking producer, `async with Producer(...)` an `AsyncProducer` with the same
@@ -111,6 +112,15 @@ class Producer(BaseProducer[Group]):
 
     def _begin(self, request: GroupRequest) -> Group:
         return Group(self, self._drive(self._logic.admission.begin(request)))
+
+    def _groups(self, next_group: NextGroup, ahead: int) -> Iterator[Group]:
+        try:
+            while True:
+                group = Group(self, self._drive(next_group.begin()))
+                group._slots.next_group = next_group if ahead else None
+                yield group
+        finally:
+            next_group.close()
 
     def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
         """Push trajectories of one group; opens an unknown group.
@@ -208,7 +218,12 @@ class Producer(BaseProducer[Group]):
         if isinstance(request, ServerIds):
             return server_ids(self._connection, request.shards)
         if isinstance(request, Transaction):
-            return run_transaction(self._connection, request.payloads, request.call)
+            try:
+                return run_transaction(self._connection, *request)
+            except BaseException as error:
+                if request.companion is not None:
+                    request.companion.hear(error)
+                raise
         return run_script(self._connection.scripts, request)
 
     def __enter__(self) -> Self:

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from redis.exceptions import OutOfMemoryError
 
+from ..store.calls import Companion
 from ..store.keys import ShardKeys
 from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import ScriptCall
@@ -23,6 +24,7 @@ class Transaction(NamedTuple):
 
     payloads: Sequence[tuple[str, dict[Any, Any]]]
     call: ScriptCall
+    companion: Companion | None = None
 
 
 class GroupCall(NamedTuple):

@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds before the last check of an unchanged server: what was sent since then is sent again to another one.
 RESEND_WINDOW_S: Final = 5.0
-#: Of all payloads that are kept.
+#: Of all payloads that are kept, and how many things there may be.
 MAX_RESEND_BYTES: Final = 256 << 20
+MAX_RESEND_COUNT: Final = 1 << 16
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class ResendWindow:
     ) -> None:
         """Keep something just sent; `send` sends it once more (idempotent by rollout index).
 
-        Forgets the oldest for it, so that at most MAX_RESEND_BYTES are kept.
+        Forgets the oldest for it, so that at most MAX_RESEND_BYTES and MAX_RESEND_COUNT things are kept.
         """
         if self._seconds <= 0:
             return
@@ -69,15 +70,16 @@ class ResendWindow:
             self._sent.append(Sent(shard, server_id, clock.now(), size, send))
             self._bytes += size
             youngest_forgotten = -math.inf
-            while self._bytes > MAX_RESEND_BYTES:
+            while self._bytes > MAX_RESEND_BYTES or len(self._sent) > MAX_RESEND_COUNT:
                 youngest_forgotten = self._forget_oldest().when
             is_short = youngest_forgotten > clock.now() - self._seconds and not self._warned_short
             self._warned_short |= is_short
         if is_short:
             logger.warning(
-                "resend_window is %g s, of which pushes fill %d MiB in less: what a server loses may not be sent again",
+                "resend_window is %g s, pushes fill %d MiB or %d calls in less: what a server loses may stay lost",
                 self._seconds,
                 MAX_RESEND_BYTES >> 20,
+                MAX_RESEND_COUNT,
                 extra=log_fields("resend_window_short", role="producer"),
             )
 

@@ -12,6 +12,7 @@ from ..trajectory.schema import Trajectory
 from .checks import check_records
 from .failures import CANCELLED, NOT_PUSHED, Outcome, describe
 from .logic import ProducerLogic
+from .next_group import NextGroup
 from .requests import Steps
 from .tickets import PushResult, Ticket
 
@@ -30,6 +31,7 @@ class Slots:
         self.ended: set[int] = set()
         self.cancelled: set[int] = set()  # cancelled while they may still be played here
         self.failures: dict[int, str] = {}
+        self.next_group: NextGroup | None = None  # asked for with the push that ends the last slot
 
     @classmethod
     def of_received(cls, logic: ProducerLogic, ticket: Ticket) -> Self:
@@ -57,8 +59,12 @@ class Slots:
     def push(self, records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket) -> Steps[PushResult]:
         """Push rollouts of the group; `ticket` fills in what a record leaves out."""
         trajectories = check_records(records, ticket)
-        result = yield from self.logic.pushes.push(trajectories, ticket)
-        self.ended.update(trajectory.rollout_index for trajectory in trajectories)
+        pushing = self.logic.pushes.push(trajectories, ticket)
+        indices = {trajectory.rollout_index for trajectory in trajectories}
+        if self.next_group is not None and indices.issuperset(self.unfinished):
+            pushing = self.next_group.carried_by(pushing)
+        result = yield from pushing
+        self.ended.update(indices)
         return result
 
     def end(

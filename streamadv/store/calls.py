@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from redis.exceptions import NoScriptError
 
@@ -13,6 +13,13 @@ from .keys import ShardKeys
 from .resp import UNREGISTERED_MS, Payloads, as_buffer
 from .retry import RETRYABLE, closed_under_way, not_now
 from .scripts import ScriptCall, script_call
+
+
+class Companion(NamedTuple):
+    """A call that travels with a transaction, if the client can do that, and whoever hears its reply or its error."""
+
+    call: ScriptCall
+    hear: Callable[[Any], object]
 
 
 def run_script(client: Any, call: ScriptCall) -> Any:
@@ -32,23 +39,41 @@ async def run_script_async(client: Any, call: ScriptCall) -> Any:
             return await client.eval(*call.by_text)
 
 
-def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall) -> Any:
+def run_transaction(
+    connection: Connection, payloads: Payloads, call: ScriptCall, companion: Companion | None = None
+) -> Any:
     """MULTI: write the hashes, then run `call`, whose reply is returned. Never sends a hash twice.
 
-    A server that does not know the script is sent its text: the hashes are there, or the script finds them gone.
+    A server that does not know the script is sent its text: the hashes are there, or the script finds them gone. When
+    this raises, the companion may have heard nothing.
     """
     client = connection.push
     try:
         with not_now():
             try:
-                if isinstance(client, Client):
+                if not isinstance(client, Client):
+                    reply = _fill(client.pipeline(transaction=True), payloads, call).execute()[-1]
+                elif companion is None:
                     return client.transact(payloads, ("EVALSHA", *call.by_hash))
-                return _fill(client.pipeline(transaction=True), payloads, call).execute()[-1]
+                else:
+                    also = ("EVALSHA", *companion.call.by_hash)
+                    return client.transact(payloads, ("EVALSHA", *call.by_hash), also, companion.hear)
             except NoScriptError:
-                return client.eval(*call.by_text)
+                reply = client.eval(*call.by_text)
     except RETRYABLE:
         connection.note_failed_push()
         raise
+    if companion is not None:
+        _accompany(connection, companion)
+    return reply
+
+
+def _accompany(connection: Connection, companion: Companion) -> None:
+    try:
+        reply = run_script(connection.scripts, companion.call)
+    except Exception as error:  # for whoever hears it: the transaction has succeeded
+        reply = error
+    companion.hear(reply)
 
 
 async def run_transaction_async(connection: AsyncConnection, payloads: Payloads, call: ScriptCall) -> Any:

@@ -6,7 +6,8 @@ cuts reads off after 5 s).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, cast
 
@@ -100,24 +101,37 @@ class _ClusterClient(_Classified, redis.cluster.RedisCluster):
 class Client(_Classified, redis.Redis):
     """A client of one server, with transactions that cost less than a pipeline's: packed and sent in one piece."""
 
-    def transact(self, payloads: Payloads, call: Sequence[Any]) -> Any:
-        """MULTI: write the hashes, then make `call`, whose reply is returned. Raises the first error there was."""
+    def transact(
+        self,
+        payloads: Payloads,
+        call: Sequence[Any],
+        also: Sequence[Any] = (),
+        hear: Callable[[Any], object] | None = None,
+    ) -> Any:
+        """MULTI: write the hashes, then make `call`, whose reply is returned. Raises the first error there was.
+
+        also: a command that is sent behind EXEC. hear: gets its reply or its error, unless the connection breaks.
+        """
         chunks = pack_transaction(payloads, call)
-        return self.execute_command(TRANSACTION, chunks, replies=replies_to_transaction(payloads))
+        packed = itertools.chain(chunks, Packer().pack(*also)) if also else chunks
+        return self.execute_command(TRANSACTION, packed, replies=replies_to_transaction(payloads), hear=hear)
 
     def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
         if command_name != TRANSACTION:
             return super().parse_response(connection, command_name, **options)  # type: ignore[no-untyped-call]
-        replies: list[Any] = []
-        for _ in range(options["replies"]):
-            try:
-                replies.append(connection.read_response())
-            except redis.exceptions.ResponseError as error:
-                replies.append(error)
-        result = transaction_result(replies)
+        result = transaction_result([_reply_or_error(connection) for _ in range(options["replies"])])
+        if options["hear"] is not None:
+            options["hear"](_reply_or_error(connection))
         if isinstance(result, Exception):
             raise result
         return result
+
+
+def _reply_or_error(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except redis.exceptions.ResponseError as error:
+        return error
 
 
 class _MasterConnection(redis.sentinel.SentinelManagedConnection):

@@ -1,0 +1,109 @@
+"""The next group of `Producer.groups`: its admission travels with the push that ends the group before."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from ..store.calls import Companion
+from ..store.scripts import ScriptCall
+from ..trajectory.schema import Trajectory
+from .admission import Admission, BeginCall
+from .checks import GroupRequest
+from .requests import GroupCall, Steps, T, Transaction
+from .tickets import GroupSpec, Ticket
+
+
+class _Asked:
+    """A group that was asked for with a push, and what has come of it."""
+
+    def __init__(self, admission: Admission, shared: Trajectory, spec: GroupSpec) -> None:
+        self._admission = admission
+        self._shared = shared
+        self._spec = spec
+        self._call = BeginCall()
+        self._lock = threading.Lock()
+        self._tickets: list[Ticket] | None = None
+        self._is_answered = False
+
+    def companion(self) -> Companion:
+        return Companion(self._admission.begin_call(self._spec, self._call), self._hear)
+
+    def _hear(self, reply: Any) -> None:
+        with self._lock:
+            if self._is_answered:
+                return
+            self._is_answered = True
+            is_error = isinstance(reply, BaseException)  # it may be open, or not
+            if not is_error and reply[0] not in (b"ok", b"open"):
+                return
+            if self._call.wanted and not is_error:
+                self._tickets = self._admission.tickets(self._shared, self._spec, reply)
+            else:
+                self.withdraw()
+
+    def take(self) -> list[Ticket] | None:
+        """The tickets if they have come; a group that is opened later is withdrawn."""
+        with self._lock:
+            self._call.wanted = False
+            return self._tickets
+
+    def withdraw(self) -> None:
+        self._admission.leave_unclaimed(self._call, self._spec.group_id)
+
+
+class NextGroup:
+    """Groups that are begun one after another, each asked for with a push if there is one. Threads may share it.
+
+    A refusal costs the push nothing: `begin` asks again, and waits. A group that was opened and not taken is withdrawn.
+    """
+
+    def __init__(self, admission: Admission, request: GroupRequest) -> None:
+        self._admission = admission
+        self._request = request
+        self._lock = threading.Lock()
+        self._asked: _Asked | None = None
+
+    def begin(self) -> Steps[list[Ticket]]:
+        """The tickets of the next group: at once if a push has brought them, else as `Admission.begin`."""
+        asked = self._forget()
+        tickets = asked.take() if asked is not None else None
+        if tickets is None:
+            tickets = yield from self._admission.begin(self._request)
+        return tickets
+
+    def close(self) -> None:
+        """Nobody wants a next group."""
+        asked = self._forget()
+        if asked is not None and asked.take() is not None:
+            asked.withdraw()
+
+    def carried_by(self, steps: Steps[T]) -> Steps[T]:
+        """The same steps, of which the first push asks for the next group."""
+        reply: Any = None
+        try:
+            while True:
+                try:
+                    request = steps.send(reply)
+                except StopIteration as stop:
+                    result: T = stop.value
+                    return result
+                if isinstance(request, GroupCall):
+                    request = GroupCall(lambda make=request.make: self._with_companion(make()))  # type: ignore[misc]
+                reply = yield request
+        finally:
+            steps.close()
+
+    def _with_companion(self, attempt: ScriptCall | Transaction) -> ScriptCall | Transaction:
+        if not isinstance(attempt, Transaction):
+            return attempt
+        with self._lock:
+            if self._asked is not None:
+                return attempt
+            asked = self._asked = _Asked(self._admission, *self._admission.check(self._request))
+        return attempt._replace(companion=asked.companion())
+
+    def _forget(self) -> _Asked | None:
+        with self._lock:
+            asked, self._asked = self._asked, None
+            return asked
