@@ -79,6 +79,21 @@ class Flags:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckedLater:
+    """`kind`, except that on a CPU nobody has looked at the elements yet; see `entrance.checked_while_read`."""
+
+    kind: Values | Flags
+
+    def take(self, name: str, value: Any, call: Call) -> Tensor:
+        tensor = _tensor(name, value, call)
+        dtypes = FLAG_DTYPES if isinstance(self.kind, Flags) else (torch.float32, torch.float64)
+        if not kernels.on_cpu(tensor) or tensor.dtype not in dtypes:
+            return self.kind.take(name, value, call)
+        _fit(name, tensor.shape, self.kind.dims, None, call)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Whole:
     """Whole numbers in any integer dtype; int64 behind the door."""
 
@@ -120,6 +135,8 @@ class LabelsOf:
             raise ArgumentError(f"{name} has shape {_listed(value.shape)}, needs one label per row")
         _fit(name, (len(value),), (self.size,), None, call)
         items = value.tolist() if isinstance(value, Tensor | np.ndarray) else list(value)  # type: ignore[call-overload]
+        if set(map(type, items)) <= {str, int}:  # nearly always
+            return items
         for index, label in enumerate(items):
             if getattr(label, "__hash__", None) is None:
                 raise ArgumentError(

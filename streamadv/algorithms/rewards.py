@@ -42,17 +42,18 @@ def normalise(
     offsets = {"batch": whole(values), "group": group_offsets}
     if running is None and "running" in (mean, std):
         raise SettingError("reward mean or std is 'running', but no running moments were given")
-    result = values
+    result, stats = values, None
     if mean == "running" and running is not None:
         result = values - running.mean
     elif mean is not None:
-        result = moments(values, offsets[mean], weight).centred
+        stats = moments(values, offsets[mean], weight)
+        result = stats.centred
     if std is None:
         return result
     if std == "running" and running is not None:
         divisor = torch.full_like(values, running.std)
     else:
-        stats = moments(values, offsets[std], weight)
+        stats = stats if stats is not None and mean == std else moments(values, offsets[std], weight)
         group_std = stats.std if std_floor is not None else torch.where(stats.size > 1, stats.std, torch.nan)
         divisor = spread(group_std, offsets[std], len(values))
     if std_floor is None:

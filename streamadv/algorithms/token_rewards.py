@@ -55,7 +55,9 @@ def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     if not kernels.on_cpu(rewards):
         return torch.where((mask != 0) | ~rewards.isnan(), rewards, 0.0).sum(1, dtype=torch.float64)
     sums = torch.empty(len(rewards), dtype=torch.float64)
-    reward_kernels.row_rewards(*map(kernels.as_array, (rewards, mask, sums)))
+    array, counted = kernels.as_array(rewards), kernels.as_array(mask)
+    bits = array.view(np.uint32 if array.itemsize == 4 else np.uint64)
+    reward_kernels.row_rewards(array, bits, counted, kernels.as_array(sums))
     return sums
 
 

@@ -7,8 +7,8 @@ calls them in this order:
     batch, metrics = compute_token_reward(batch, add_token_level_kl=True, kl_coef=0.01)
     batch, metrics = compute_advantage(batch, adv_estimator="grpo", gamma=1.0)
 
-Modules: `rewards`, `token_rewards` and `advantage` are ROLL's three stages, `estimators`, `named_rewards` and
-`sessions` verl's estimators, `outcomes` those of other peers; `masked` has statistics and losses; `sample_masks`,
+Modules: `rewards`, `token_rewards` and `advantage` are ROLL's three stages, `estimators`, `grouped`, `named_rewards`
+and `sessions` verl's estimators, `outcomes` those of other peers; `masked` has statistics and losses; `sample_masks`,
 `staleness`, `off_policy` (verl's rollout correction) and `train_infer` (ROLL's) decide what counts. Below them `layout`
 goes from padded to packed and back, and `entrance` is the door at which every function checks its arguments:
 
@@ -33,18 +33,20 @@ from . import entrance
 from .advantage import compute_advantage, compute_agentic_reinforce_return
 from .estimators import (
     compute_gae_advantage_return,
+    compute_optimal_token_baseline_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+    compute_tir_optimal_token_baseline_advantage,
+)
+from .grouped import (
     compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
     compute_grpo_vectorized_outcome_advantage,
     compute_maxrl_outcome_advantage,
     compute_opo_outcome_advantage,
-    compute_optimal_token_baseline_advantage,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
-    compute_reinforce_plus_plus_outcome_advantage,
-    compute_remax_outcome_advantage,
     compute_rloo_outcome_advantage,
-    compute_tir_optimal_token_baseline_advantage,
 )
 from .masked import (
     agg_loss,

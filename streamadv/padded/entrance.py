@@ -1,9 +1,9 @@
 """The door of the padded surface: a call's arguments are checked once, and its results belong to the caller.
 
-A decorator puts a function behind the door: `@checked`, or `@differentiable` if a loss is made of its results. It reads
-what each argument must be from the annotations (`algorithms.arguments`). Behind the door nobody checks again: tensors
-are contiguous, on one device and of shapes that fit, masks are bool, options are in range. So functions behind the door
-call each other through `unchecked`.
+A decorator puts a function behind the door: `@checked`, `@checked_while_read`, or `@differentiable` if a loss is made
+of its results. It reads what each argument must be from the annotations (`algorithms.arguments`). Behind the door
+nobody checks again: tensors are contiguous, on one device and of shapes that fit, masks are bool, options are in range.
+So functions behind the door call each other through `unchecked`.
 
 Functions of a whole mapping `batch` know only when they run which columns they read. They begin with `Call()`,
 `take_columns` and `check_numbers`, and end with `with_results`.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import (
     Annotated,
     Any,
@@ -32,7 +32,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algorithms.arguments import GREATEST, Call, Choice, Instance, Number, Optional, Values, not_a_mask
+from ..algorithms.arguments import (
+    GREATEST,
+    Call,
+    CheckedLater,
+    Choice,
+    Flags,
+    Instance,
+    Number,
+    Optional,
+    Values,
+    not_a_mask,
+)
 from ..errors import ArgumentError
 from ..messages import brief
 
@@ -56,15 +67,25 @@ def differentiable(function: Callable[P, R]) -> Callable[P, R]:
     return _behind_door(function, with_gradient=True)
 
 
+def checked_while_read(function: Callable[P, R]) -> Callable[P, R]:
+    """Put `function` behind the door as `checked` does, except that on a CPU it checks the elements of tensors itself.
+
+    For functions that read each element once: a check of its own would read them a second time.
+    """
+    return _behind_door(function, with_gradient=False, later=True)
+
+
 def unchecked(function: Callable[P, R]) -> Callable[P, R]:
-    """The function that `checked` or `differentiable` has wrapped, for callers behind the door."""
+    """The function that a decorator above has wrapped, for callers behind the door."""
     return cast("Callable[P, R]", function.__wrapped__)  # type: ignore[attr-defined]
 
 
-def _behind_door(function: Callable[P, R], with_gradient: bool) -> Callable[P, R]:
+def _behind_door(function: Callable[P, R], with_gradient: bool, later: bool = False) -> Callable[P, R]:
     signature = inspect.signature(function)
     hints = get_type_hints(function, include_extras=True)
     kinds = {name: kind_of(hints[name]) for name in signature.parameters}
+    if later:
+        kinds = {n: CheckedLater(k) if isinstance(k, Values | Flags) else k for n, k in kinds.items()}
     names = tuple(kinds)
     positional = sum(p.kind is not p.KEYWORD_ONLY for p in signature.parameters.values())
 
@@ -125,7 +146,7 @@ def take_columns(batch: Mapping[str, Tensor], kinds: Mapping[str, Any], call: Ca
 
 def with_results(batch: Mapping[str, Tensor], results: Mapping[str, Tensor], call: Call) -> dict[str, Tensor]:
     """A new mapping: the columns of `batch` as they are, and `results` as `as_result` makes them."""
-    return {**batch, **{name: as_result(tensor, call.memory) for name, tensor in results.items()}}
+    return {**batch, **dict(zip(results, _as_results(results.values(), call.memory), strict=True))}
 
 
 def check_numbers(call: Call) -> None:
@@ -152,17 +173,35 @@ def check_numbers(call: Call) -> None:
 
 def as_result(result: R, memory: set[int]) -> R:
     """`result` with tensors in float32, contiguous, that share no memory with `memory` or each other."""
-    if isinstance(result, Tensor):
-        tensor = (result if torch.is_grad_enabled() else result.detach()).to(torch.float32).contiguous()
-        address = tensor.untyped_storage().data_ptr()
-        if address and address in memory:
-            tensor = tensor.clone()
-            address = tensor.untyped_storage().data_ptr()
-        memory.add(address)
-        return tensor  # type: ignore[return-value]
     if isinstance(result, tuple):
-        return tuple(as_result(item, memory) for item in result)  # type: ignore[return-value]
-    return result
+        return tuple(_as_results(result, memory))  # type: ignore[return-value]
+    if not isinstance(result, Tensor):
+        return result
+    tensor = (result if torch.is_grad_enabled() else result.detach()).to(torch.float32).contiguous()
+    address = tensor.untyped_storage().data_ptr()
+    if address and address in memory:
+        tensor = tensor.clone()
+        address = tensor.untyped_storage().data_ptr()
+    memory.add(address)
+    return tensor  # type: ignore[return-value]
+
+
+def _as_results(results: Iterable[Any], memory: set[int]) -> Iterator[Any]:
+    """Each as a result. Of equal advantages and returns few callers read both: one is copied when it is written to."""
+    made: dict[int, Any] = {}
+    for result in results:
+        if isinstance(made.get(id(result)), Tensor):
+            yield _copy_when_written(made[id(result)])
+        else:
+            made[id(result)] = as_result(result, memory)
+            yield made[id(result)]
+
+
+def _copy_when_written(tensor: Tensor) -> Tensor:
+    try:
+        return torch._lazy_clone(tensor)
+    except (AttributeError, RuntimeError):  # another torch, or memory that torch has not allocated
+        return tensor.clone()
 
 
 def _check_finite(name: str, tensor: Tensor, kind: Values, call: Call) -> None:

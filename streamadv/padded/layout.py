@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -29,19 +30,40 @@ def padded_tokens(mask: Tensor) -> Trainable:
 
 
 def label_codes(labels: Labels) -> Tensor:
-    """[B] int64: the number of each label; equal labels share one, counted from 0 in order of appearance."""
-    items = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else list(labels)
+    """[B] int64: the number of each label; equal labels share one, counted from 0 in order of appearance.
+
+    A tensor is taken as such numbers: the door hands on labels as lists.
+    """
+    if isinstance(labels, Tensor):
+        return labels
     numbers = defaultdict[object, int](itertools.count().__next__)
-    return torch.from_numpy(np.fromiter(map(numbers.__getitem__, items), np.int64, len(items)))
+    return torch.from_numpy(np.fromiter(map(numbers.__getitem__, labels), np.int64, len(labels)))
+
+
+def pair_codes(first: Tensor, second: Tensor) -> Tensor:
+    """[B] int64: `label_codes` of the pairs of two label codes [B]."""
+    if not len(first):
+        return first
+    pairs = (first * (second.max() + 1) + second).numpy()
+    _, appearance, inverse = np.unique(pairs, return_index=True, return_inverse=True)
+    rank = np.empty_like(appearance)
+    rank[np.argsort(appearance)] = np.arange(len(rank))
+    return torch.from_numpy(rank[inverse])
 
 
 def group_order(labels: Labels, device: torch.device) -> tuple[Tensor, Tensor]:
     """(order [B], offsets [G + 1]) int64: the rows group by group, inside a group in their order."""
-    codes = label_codes(labels)
-    order = torch.argsort(codes, stable=True)
-    count = int(codes.max()) + 1 if len(codes) else 0
-    offsets = torch.searchsorted(codes[order], torch.arange(count + 1))
+    order, codes = sorted_labels(labels)
+    count = int(codes[-1]) + 1 if len(codes) else 0
+    offsets = torch.searchsorted(codes, torch.arange(count + 1))
     return order.to(device), offsets.to(device)
+
+
+def sorted_labels(labels: Labels) -> tuple[Tensor, Tensor]:
+    """(order [B], numbers [B]) int64 on the host: the rows label by label, and the number of each row's label there."""
+    codes = label_codes(labels).numpy()
+    order = np.argsort(codes, kind="stable")
+    return torch.from_numpy(order), torch.from_numpy(codes[order])
 
 
 def as_batch(
@@ -77,18 +99,18 @@ def as_batch(
     if index is not None:
         if len(index) != rows:
             raise ArgumentError(f"index has {len(index)} labels, response_mask {rows} rows: one each")
-        codes = label_codes(index)
-        groups = int(codes.max()) + 1 if rows else 0
-        codes = codes.to(device)
-        order = torch.argsort(codes, stable=True)
-        group = codes[order]
+        order, group = (numbers.to(device) for numbers in sorted_labels(index))
+        groups = int(group[-1]) + 1 if rows else 0
 
     def laid_out(tensor: Tensor) -> Tensor:
         return (tensor if index is None else tensor.index_select(0, order)).reshape(-1)
 
     token_columns = {} if columns is None else {"response_mask": as_bool(mask).view(torch.uint8), **columns}
-    no_steps = torch.zeros(0, dtype=torch.int64, device=device)
-    row_trainable = padded_tokens(mask).counts[order] if counted else torch.full((rows,), -1, device=device)
+    row_trainable = (
+        Trainable(mask.reshape(-1), padded_offsets(mask)).counts[order]
+        if counted
+        else torch.full((rows,), -1, device=device)
+    )
     row_rewards = torch.zeros(rows, device=device) if rewards is None else rewards
     batch = PackedBatch(
         cu_seqlens=padded_offsets(mask),
@@ -97,13 +119,19 @@ def as_batch(
         trajectory_group=group,
         rewards=row_rewards[order].to(torch.float64),
         baseline=torch.zeros(rows, dtype=torch.bool, device=device),
-        steps=Steps(no_steps, no_steps, no_steps, no_steps, no_steps.double(), no_steps, num_tokens=0),
+        steps=_no_steps(device),
         num_tokens=rows * width,
         num_groups=groups,
         columns={name: laid_out(column) for name, column in token_columns.items()},
         layout=BUILT,
     )
     return batch, order
+
+
+@lru_cache(maxsize=16)
+def _no_steps(device: torch.device) -> Steps:
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return Steps(none, none, none, none, none.double(), none, num_tokens=0)
 
 
 def to_padded(values: Tensor, order: Tensor, shape: torch.Size) -> Tensor:

@@ -28,7 +28,7 @@ from ..algorithms.scan import scan_segments
 from ..algorithms.segments import moments, spread
 from ..errors import ArgumentError, OptionError
 from .entrance import check_numbers, checked, take_columns, unchecked, with_results
-from .layout import group_order, label_codes
+from .layout import group_order, label_codes, pair_codes
 
 AdvEstimator = Literal["gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce"]
 Batch = Mapping[str, Tensor]
@@ -198,11 +198,9 @@ def compute_discounted_returns(step_scores: Rows, traj_id: Labels, step: Rows, g
     step_scores and step [K], traj_id K labels; the result is in the order of the rows. A gap in the step numbers does
     not discount.
     """
-    codes = label_codes(traj_id).to(step_scores.device)
-    order = torch.argsort(step.to(step_scores.device), stable=True)
-    order = order[torch.argsort(codes[order], stable=True)]
-    count = int(codes.max()) + 1 if len(codes) else 0
-    offsets = torch.searchsorted(codes[order], torch.arange(count + 1, device=codes.device))
+    in_time = torch.argsort(step.cpu(), stable=True)
+    order, offsets = group_order(label_codes(traj_id)[in_time], step.device)
+    order = in_time.to(step.device)[order]
     return _ungrouped(scan_segments(step_scores[order].to(torch.float64), gamma, offsets), order)
 
 
@@ -238,11 +236,12 @@ def compute_response_level_rewards(
     columns = take_columns(batch, _REWARD_COLUMNS.get(adv_estimator, {"scores": TOKENS}), call)
     check_numbers(call)
     normalised: dict[str, Tensor] = {}
+    groups = None if traj_group_id is None else label_codes(traj_group_id)
 
     def episode_norm(values: Tensor) -> Tensor:
         return unchecked(agentic_reward_norm)(
             values,
-            traj_group_id,
+            groups,
             norm_mean_type=norm_mean_type,
             norm_std_type=norm_std_type,
             peer_quirks=peer_quirks,
@@ -254,7 +253,7 @@ def compute_response_level_rewards(
         episode = episode_norm(columns["episode_scores"])
         step = unchecked(agentic_reward_norm)(
             columns["step_rewards"],
-            _state_labels(state_hash, None if peer_quirks else traj_group_id, len(episode)),
+            _state_codes(state_hash, None if peer_quirks else groups, len(episode)),
             norm_mean_type=step_norm_mean_type,
             norm_std_type=step_norm_std_type,
             peer_quirks=peer_quirks,
@@ -277,13 +276,11 @@ _REWARD_COLUMNS: Final = {
 }
 
 
-def _state_labels(state_hash: Labels, traj_group_id: Labels | None, rows: int) -> Labels:
-    """Labels of state groups: the states within a group, or with None the states of all groups together."""
+def _state_codes(state_hash: Labels, groups: Labels | None, rows: int) -> Labels:
+    """Numbers of state groups: the states within a group, or with None the states of all groups together."""
     _one_each("state_hash", state_hash, rows)
-    if traj_group_id is None:
-        return state_hash
-    groups, states = label_codes(traj_group_id).tolist(), label_codes(state_hash).tolist()
-    return list(zip(groups, states, strict=True))
+    states = label_codes(state_hash)
+    return states if groups is None else pair_codes(label_codes(groups), states)
 
 
 def _clip(rewards: Tensor, limit: float | None) -> tuple[Tensor, float]:

@@ -11,7 +11,7 @@ from ..algorithms.arguments import Labels, Mask, NotNegative, TokenRewards, Whol
 from ..algorithms.quirks import PeerQuirks
 from ..algorithms.token_rewards import row_rewards
 from .entrance import checked, unchecked
-from .estimators import compute_grpo_outcome_advantage
+from .grouped import compute_grpo_outcome_advantage
 from .layout import label_codes
 
 

@@ -87,19 +87,19 @@ def even_sum(values):
 
 
 @kernel
-def row_rewards(rewards, mask, sums):
-    """sums [B] float64: row sums of `rewards` [B, T]; a NaN outside the mask is no reward."""
+def row_rewards(rewards, bits, mask, sums):
+    """sums [B] float64: row sums of `rewards` [B, T]; a NaN outside the mask is no reward. `bits`: of the rewards."""
     for row in range(len(rewards)):
-        reward = rewards[row]
+        reward, bit = rewards[row], bits[row]
         whole = len(reward) - len(reward) % 128
         total = even_sum(reward[whole:])
         for first in range(0, whole, 128):
-            block = reward[first : first + 128]
-            nonzero = np.int32(0)  # as wide as float32, so that the loop vectorises well
+            block = bit[first : first + 128]
+            nonzero = block[0]
             for t in range(128):
-                nonzero += np.int32(block[t] != 0)
-            if nonzero:  # most rewards are 0
-                total += even_sum(block)
+                nonzero |= block[t]
+            if nonzero != 0:  # most rewards are 0
+                total += even_sum(reward[first : first + 128])
         if math.isnan(total):
             total = 0.0
             for t in range(len(reward)):

@@ -7,7 +7,7 @@ import torch
 
 from streamadv import padded
 from streamadv.algorithms.off_policy import importance_weights
-from streamadv.errors import SettingError
+from streamadv.errors import ArgumentError, SettingError
 from streamadv.losses import AGGREGATIONS
 from streamadv.padded import agg_loss
 from streamadv.padded.layout import padded_tokens
@@ -141,3 +141,29 @@ def test_a_reward_stands_on_the_last_trainable_token_or_on_rolls_last_attended_o
     assert here["token_level_rewards"].tolist() == [[2, 0, 0]]
     theirs, _ = padded.compute_token_reward(batch, peer_quirks="roll")
     assert theirs["token_level_rewards"].tolist() == [[0, 2, 0]]
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_equal_advantages_and_returns_are_written_to_apart(written: int) -> None:
+    results = padded.compute_grpo_outcome_advantage(
+        torch.tensor([[1.0], [0.0]]), torch.ones(2, 1), ["a", "a"]
+    )
+    assert torch.equal(*results)
+    before = results[0].clone()
+    results[written][0] = 7
+    assert torch.equal(results[1 - written], before)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.float64])
+def test_a_grouped_estimator_refuses_a_mask_of_weights(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[1, 0], [1, 2]]).to(dtype)
+    with pytest.raises(ArgumentError, match="response_mask holds values other than 0 and 1"):
+        padded.compute_opo_outcome_advantage(torch.ones(2, 2), mask, ["a", "a"])
+
+
+def test_a_grouped_estimator_takes_nan_outside_the_mask_alone() -> None:
+    rewards, mask = torch.tensor([[1.0, torch.nan], [0.0, 0.0]]), torch.tensor([[1, 0], [1, 1]])
+    advantages, _ = padded.compute_rloo_outcome_advantage(rewards, mask, ["a", "a"])
+    assert torch.equal(advantages, torch.tensor([[1.0, 0.0], [-1.0, -1.0]]))
+    with pytest.raises(ArgumentError, match=r"token_level_rewards\[0, 1\] is nan"):
+        padded.compute_rloo_outcome_advantage(rewards, torch.ones(2, 2), ["a", "a"])
