@@ -19,6 +19,7 @@ from ..run.consumer import ADVANTAGE, Entry
 from ..run.malformed import reject
 from ..run.payloads import fetch_columns
 from ..trajectory.columns import Array
+from ..trajectory.packet import StoredPacket
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +88,15 @@ def prepare(run: Run, entry: Entry) -> PreparedItem:
             columns[fetched.packet.key] = fetched.columns
             problem = fetched.problem or _missing(chain.needs, fetched.columns)
             if problem is not None:
-                dead.setdefault(group_id, Death("undecodable", problem))
-    # A batch that was committed meanwhile has no payloads any more, and nothing is wrong: BatchLostError.
-    read_groups(run, [pointer for pointer in item.groups if pointer.group_id in dead])
+                dead.setdefault(group_id, Death("undecodable", f"{_name(fetched.packet)}: {problem}"))
+    if dead:  # a batch that was committed meanwhile has no payloads any more, and nothing is wrong
+        read_groups(run, [pointer for pointer in item.groups if pointer.group_id in dead])
     return PreparedItem(entry, item, groups, columns, dead)
+
+
+def _name(packet: StoredPacket) -> str:
+    first, *others = packet.members.table["index"].tolist()
+    return f"rollouts {first} to {others[-1]}" if others else f"rollout {first}"
 
 
 def _missing(names: Sequence[str], columns: Mapping[str, Array]) -> str | None:
