@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -297,6 +297,8 @@ def _steps(members: Sequence[Packable], cu_seqlens: Positions, first_row: Positi
 def _steps_of(members: Members, cu_seqlens: Positions, first_row: Positions) -> Steps:
     """The steps of `members`, counted in the batch. States are numbered in order of appearance."""
     steps = members.steps
+    if not len(steps):
+        return _NO_STEPS
     trajectory = np.repeat(np.arange(len(members)), members.table["steps"])
     row = first_row[trajectory] + steps["row"]
     start, end = cu_seqlens[row] + steps["start"], cu_seqlens[row] + steps["end"]
@@ -324,6 +326,9 @@ def _packed_steps(trajectory: Any, row: Any, start: Any, end: Any, rewards: Any,
         state=_tensor(state, np.int64),
         num_tokens=int(sum(end) - sum(start)),
     )
+
+
+_NO_STEPS: Final = _packed_steps([], [], [], [], [], [])
 
 
 def _columns(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -120,5 +121,5 @@ def place(column: Array, parts: Iterable[Piece], out: Array) -> None:
         out[start:stop] = column[source : source + stop - start]
 
 
-def _end_to_end(parts: Iterable[Sequence[int]]) -> Positions:
-    return np.concatenate([np.zeros(0, np.int64), *(np.asarray(part, np.int64) for part in parts)])
+def _end_to_end(parts: Iterable[Iterable[int]]) -> Positions:
+    return np.fromiter(chain.from_iterable(parts), np.int64)
