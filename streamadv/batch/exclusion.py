@@ -33,10 +33,10 @@ def drop(run: Run, unfit: Sequence[tuple[LoggedGroup, str]], epoch: int) -> None
         else:
             dropped.append((group, reason))
     for shard in run.shards:
-        in_shard = [(group, reason) for group, reason in dropped if group.shard == shard.index]
-        for start in range(0, len(in_shard), DROP_SLICE):
+        own = [(group, reason) for group, reason in dropped if group.shard == shard.index]
+        for start in range(0, len(own), DROP_SLICE):
             args: list[Any] = [epoch]
-            for group, reason in in_shard[start : start + DROP_SLICE]:
+            for group, reason in own[start : start + DROP_SLICE]:
                 payloads = [f"{key} {size}" for key, size in group.payloads]
                 args += [group.entry, reason, group.count, len(payloads), *payloads]
             shard.call("drop_groups", args)
