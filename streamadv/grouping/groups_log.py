@@ -305,10 +305,33 @@ def read_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup]:
 
 def find_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup | None]:
     """The groups pointed at, None where the log has no such entry (any more)."""
+    entries = _read_ranges(run, pointers)
+    others = [pointer for pointer in pointers if (pointer.shard, pointer.entry) not in entries]
     pipe = run.connection.scripts.pipeline(transaction=False)
-    for pointer in pointers:
+    for pointer in others:
         pipe.xrange(run.keys.shard(pointer.shard).groups, pointer.entry, pointer.entry)
+    for pointer, reply in zip(others, pipe.execute() if others else (), strict=True):
+        if reply:
+            entries[pointer.shard, pointer.entry] = reply[0][1]
+    places = [(pointer.shard, pointer.entry) for pointer in pointers]
     return [
-        parse_group(run.keys, pointer.shard, *entries[0]) if entries else None
-        for pointer, entries in zip(pointers, pipe.execute(), strict=True)
+        parse_group(run.keys, place[0], place[1].encode(), entries[place]) if place in entries else None
+        for place in places
     ]
+
+
+def _read_ranges(run: Run, pointers: Sequence[Pointer]) -> dict[tuple[int, str], Mapping[bytes, bytes]]:
+    """Entries by shard and id, as far as they follow each other in the log: one read for each shard.
+
+    Those of a batch mostly do, because groups are named in the order of the log.
+    """
+    ids: dict[int, list[str]] = {}
+    for pointer in pointers:
+        ids.setdefault(pointer.shard, []).append(pointer.entry)
+    entries = {}
+    for shard, in_shard in ids.items():
+        in_shard.sort(key=lambda entry: [int(part) for part in entry.split("-")])
+        key = run.keys.shard(shard).groups
+        reply: Any = run.connection.scripts.xrange(key, in_shard[0], in_shard[-1], len(in_shard))
+        entries |= {(shard, entry.decode()): fields for entry, fields in reply}
+    return entries
