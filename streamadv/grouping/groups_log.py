@@ -328,7 +328,7 @@ def _read_ranges(run: Run, pointers: Sequence[Pointer]) -> dict[tuple[int, str],
     ids: dict[int, list[str]] = {}
     for pointer in pointers:
         ids.setdefault(pointer.shard, []).append(pointer.entry)
-    entries = {}
+    entries: dict[tuple[int, str], Mapping[bytes, bytes]] = {}
     for shard, in_shard in ids.items():
         in_shard.sort(key=lambda entry: [int(part) for part in entry.split("-")])
         key = run.keys.shard(shard).groups
