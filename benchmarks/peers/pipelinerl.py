@@ -3,8 +3,8 @@
 `python pipelinerl.py actor | preprocessor | trainer LINE FORMAT`. The actor adds a group's record to one stream, the
 preprocessor reads it, takes it apart, puts it together again and adds it to the next, the trainer reads that. No
 consumer groups, no acknowledgements; positions live in memory. The actor stops when too many groups are under way,
-as the trainer's own stream of processed ones tells it. Records are pickled there; here they are, as FORMAT says,
-`lists` (tokens as JSON lists) or `arrays` (a JSON header and raw arrays behind each other in one field).
+as the trainer's own stream of processed ones tells it. FORMAT: `pickle` (its own: lists of numbers, pickled), `lists`
+(the same as JSON) or `arrays` (a JSON header and raw arrays behind each other in one field).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import sys
 import time
 from typing import Any
@@ -31,17 +32,29 @@ REPORT_S = 0.25
 
 
 def encode_lists(record: Record) -> bytes:
-    return json.dumps(
-        [
-            {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in each.items()}
-            for each in record
-        ]
-    ).encode()
+    return json.dumps(as_lists(record)).encode()
 
 
 def decode_lists(data: bytes) -> Record:
     record: Record = json.loads(data)
     return record
+
+
+def encode_pickle(record: Record) -> bytes:
+    return pickle.dumps(record)
+
+
+def decode_pickle(data: bytes) -> Record:
+    record: Record = pickle.loads(data)
+    return record
+
+
+def as_lists(record: Record) -> Record:
+    """What it has in memory, so that making lists of arrays is not measured."""
+    return [
+        {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in each.items()}
+        for each in record
+    ]
 
 
 def encode_arrays(record: Record) -> bytes:
@@ -76,8 +89,16 @@ def decode_arrays(data: bytes) -> Record:
     return record
 
 
+FORMS = {
+    "lists": (encode_lists, decode_lists),
+    "arrays": (encode_arrays, decode_arrays),
+    "pickle": (encode_pickle, decode_pickle),
+}
+
+
 def act(client: Any, prefix: str, line: Line, encode: Any, decode: Any) -> None:
-    pool = itertools.cycle(make_groups(line))
+    groups = make_groups(line)
+    pool = itertools.cycle([as_lists(group) for group in groups] if encode is encode_pickle else groups)
     pace = Pace()
     ahead = max(4, min(MAX_AHEAD, (1 << 19) // (GROUP_SIZE * line.tokens)))
     done, last = 0, "0"
@@ -120,7 +141,7 @@ def follow(client: Any, stream: str) -> Any:
 def main(role: str, text: str, form: str) -> None:
     line = Line.from_json(text)
     client = redis.Redis.from_url(os.environ["STREAMADV_REDIS_URL"], protocol=2, socket_timeout=None)
-    encode, decode = (encode_lists, decode_lists) if form == "lists" else (encode_arrays, decode_arrays)
+    encode, decode = FORMS[form]
     work = {"actor": act, "preprocessor": preprocess, "trainer": train}[role]
     work(client, f"streamadv-bench:{line.run}:{form}:", line, encode, decode)
 

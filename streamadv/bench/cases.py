@@ -74,8 +74,11 @@ def cases() -> list[Case]:
 
 def token_cases() -> list[Case]:
     """Those that go through columns of tokens."""
+    return [*_gae_cases(), *_reinforce_cases(), *_column_cases()]
+
+
+def _gae_cases() -> list[Case]:
     mask, rewards, value = "response_mask", "token_level_rewards", "values"
-    policy = ("old_log_probs", "ref_log_probs")
     return [
         Case(
             "gae",
@@ -100,6 +103,12 @@ def token_cases() -> list[Case]:
             padded=_padded_gae,
             verl=_verl_gae_whitened,
         ),
+    ]
+
+
+def _reinforce_cases() -> list[Case]:
+    mask, rewards = "response_mask", "token_level_rewards"
+    return [
         Case(
             "reinforce",
             (mask, rewards),
@@ -123,6 +132,13 @@ def token_cases() -> list[Case]:
             verl=lambda w: verl.reinforce_plus_plus(*_padded(w, rewards, mask), gamma=GAMMA),
             one_turn=frozenset({"verl"}),
         ),
+    ]
+
+
+def _column_cases() -> list[Case]:
+    mask, rewards, value = "response_mask", "token_level_rewards", "values"
+    policy = ("old_log_probs", "ref_log_probs")
+    return [
         Case("v-trace", (mask, rewards, value, "old_log_probs", "rollout_log_probs"), _vtrace),
         Case(
             "whitening",

@@ -1,9 +1,9 @@
 """What the machine can do at best: the columns of a line moved as often, by plain pipelined redis-py.
 
-One writer and one reader process: `python -m streamadv.bench.ceiling writer | reader LINE`. The writer sends
-slices of trajectories as hashes, one field per column. The reader does what worker and trainer do to them: reads
-the worker's columns, writes the made ones, reads all, deletes. The two meet on two lists: names of slices, and
-permits to write one more. Nothing is validated, grouped, computed or counted.
+One writer and one reader process: `python -m streamadv.bench.ceiling writer | reader LINE MEMBERS`. The writer sends
+slices of hashes, one field per column, of so many trajectories each. The reader does what worker and trainer do to
+them: reads the worker's columns, writes the made ones, reads all, deletes. The two meet on two lists: names of slices,
+and permits to write one more. Nothing is validated, grouped, computed or counted.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ AHEAD: Final = 4
 REPORT_S: Final = 0.25
 
 
-def write(line: Line, client: Any, prefix: str) -> None:
+def write(line: Line, members: int, client: Any, prefix: str) -> None:
     pool = [
-        {name: record[name].tobytes() for name in line.columns}
+        {name: b"".join(record[name].tobytes() for record in together) for name in line.columns}
         for group in make_groups(line)
-        for record in group
+        for together in (group[first : first + members] for first in range(0, len(group), members))
     ]
     records = itertools.cycle(pool)
     pace = Pace()
@@ -41,21 +41,21 @@ def write(line: Line, client: Any, prefix: str) -> None:
         pace.wait_for_turn()
         client.blpop([f"{prefix}permits"])
         pipe = client.pipeline(transaction=False)
-        for index in range(slice_of(line)):
+        for index in range(slice_of(line, members)):
             pipe.hset(f"{prefix}{number}:{index}", mapping=next(records))
         pipe.rpush(f"{prefix}slices", number)
         pipe.execute()
 
 
-def read(line: Line, client: Any, prefix: str) -> None:
+def read(line: Line, members: int, client: Any, prefix: str) -> None:
     kind = KINDS[line.kind]
-    made = {name: bytes(4 * line.tokens) for name in kind.made}
+    made = {name: bytes(4 * line.tokens * members) for name in kind.made}
     count, due = 0, time.monotonic() + REPORT_S
     client.rpush(f"{prefix}permits", *[1] * AHEAD)
     messages.send("ready")
     while True:
         _, number = client.blpop([f"{prefix}slices"])
-        keys = [f"{prefix}{int(number)}:{index}" for index in range(slice_of(line))]
+        keys = [f"{prefix}{int(number)}:{index}" for index in range(slice_of(line, members))]
         if kind.read:
             pipe = client.pipeline(transaction=False)
             for key in keys:
@@ -71,22 +71,23 @@ def read(line: Line, client: Any, prefix: str) -> None:
         pipe.unlink(*keys)
         pipe.rpush(f"{prefix}permits", 1)
         pipe.execute()
-        count += len(keys)
+        count += len(keys) * members
         if time.monotonic() > due:
             messages.send("received", at=time.monotonic(), count=count)
             count, due = 0, time.monotonic() + REPORT_S
 
 
-def slice_of(line: Line) -> int:
-    """Trajectories of a slice."""
-    return max(GROUP_SIZE // 2, min(MAX_SLICE, SLICE_BYTES // line.size(line.columns)))
+def slice_of(line: Line, members: int) -> int:
+    """Hashes of a slice."""
+    trajectories = max(GROUP_SIZE // 2, min(MAX_SLICE, SLICE_BYTES // line.size(line.columns)))
+    return max(1, trajectories // members)
 
 
-def main(role: str, text: str) -> None:
+def main(role: str, text: str, members: str) -> None:
     line = Line.from_json(text)
     client = redis.Redis.from_url(os.environ["STREAMADV_REDIS_URL"], protocol=2, socket_timeout=None)
-    prefix = f"streamadv-bench:{line.run}:"
-    {"writer": write, "reader": read}[role](line, client, prefix)
+    prefix = f"streamadv-bench:{line.run}:{members}:"
+    {"writer": write, "reader": read}[role](line, int(members), client, prefix)
 
 
 if __name__ == "__main__":

@@ -41,18 +41,18 @@ class Window:
 
 
 class Crew:
-    """Named processes, one of them a source that keeps a `Pace`, one a sink that sends `received` messages.
+    """Named processes: sources that keep a `Pace`, of which one works at a time, and a sink that sends `received`.
 
-    `ready`: how many of them say `ready`. `servers`: URLs of the servers behind `url`, if it names a cluster. Context
-    manager: all have ended when it is left. The servers' processor time is counted with theirs.
+    `sources`: their names. `ready`: how many of all say `ready`. `servers`: URLs of the servers behind `url`, if it
+    names a cluster. Context manager: all have ended when it is left. The servers' processor time is counted with
+    theirs.
     """
 
     def __init__(
         self,
         commands: Mapping[str, Sequence[str]],
         url: str,
-        source: str,
-        *,
+        *sources: str,
         run: str | None = None,
         ready: int = 2,
         servers: Sequence[str] = (),
@@ -65,7 +65,7 @@ class Crew:
             "OMP_NUM_THREADS": "1",
             **({} if run is None else {"STREAMADV_RUN": run}),
         }
-        self._source = source
+        self._sources = sources
         self._ready = ready
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._children: dict[str, Child] = {}
@@ -103,9 +103,11 @@ class Crew:
             while self._hear(STALL_S)["kind"] != "ready":
                 pass
 
-    def measure(self, seconds: float, warm_up: float, pace: str = GO) -> Window:
-        """Work at this pace for so many seconds after a warm-up, then let it run dry."""
-        self.set_pace(pace)
+    def measure(self, seconds: float, warm_up: float, pace: str = GO, source: str | None = None) -> Window:
+        """Work at this pace for so many seconds after a warm-up, then let it run dry. `source`: None = the first."""
+        source = source or self._sources[0]
+        idle = set(self._sources) - {source}
+        self.set_pace(pace, source)
         first = self._receive(time.monotonic() + STALL_S)
         end = time.monotonic() + warm_up
         while first["at"] < end:
@@ -119,20 +121,20 @@ class Crew:
             reports += 1
             waits += last.get("waits", ())
         after, traffic_after = self._cpu(), self._traffic()
-        self.run_dry()
+        self.run_dry(source)
         return Window(
             count / (last["at"] - first["at"]),
-            {name: (spent - before[name]) / count for name, spent in after.items()},
+            {name: (spent - before[name]) / count for name, spent in after.items() if name not in idle},
             waits,
             {way: (number - traffic[way]) / count for way, number in traffic_after.items()},
         )
 
-    def set_pace(self, pace: str) -> None:
-        self._children[self._source].ask(pace)
+    def set_pace(self, pace: str, source: str | None = None) -> None:
+        self._children[source or self._sources[0]].ask(pace)
 
-    def run_dry(self) -> None:
+    def run_dry(self, source: str | None = None) -> None:
         """Stop the source, and wait for what is under way."""
-        self.set_pace(WAIT)
+        self.set_pace(WAIT, source)
         while True:
             try:
                 self._hear(QUIET_S)

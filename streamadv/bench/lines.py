@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self, get_args
 
 import numpy as np
 
@@ -18,6 +18,12 @@ TOKENS: Final = (512, 4096, 32768)
 #: A batch holds about so many tokens, and MAX_BATCH_GROUPS groups at most.
 BATCH_TOKENS: Final = 1 << 20
 MAX_BATCH_GROUPS: Final = 64
+#: How a producer pushes: groups of 8 begun and pushed one after another; the same with the next group's admission in
+#: the push; or asyncio, trajectory by trajectory.
+Way = Literal["push", "ahead", "asyncio"]
+WAYS: Final[tuple[Way, ...]] = get_args(Way)
+#: Trajectories under way at once of "asyncio".
+IN_FLIGHT: Final = 256
 #: Groups made up in advance and pushed in turn, so that making them up is not measured.
 POOL_GROUPS: Final = 4
 

@@ -1,33 +1,64 @@
-"""The two ends of the pipeline as processes: `python -m streamadv.bench.load producer | trainer LINE`.
+"""The two ends of the pipeline as processes: `python -m streamadv.bench.load producer LINE WAY | trainer LINE`.
 
 Server and run come from the environment, as for the workers between them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from ..processes import messages
 from ..producer.producer import Producer
-from .lines import GROUP_SIZE, KINDS, Line, make_groups
+from .lines import GROUP_SIZE, IN_FLIGHT, KINDS, Line, make_groups
 from .pace import Pace
 
+Records = list[dict[str, Any]]
 
-def produce(line: Line, url: str) -> None:
-    """Push group after group as the pace says, each in one piece, until killed."""
+
+def produce(line: Line, url: str, way: str, pace: Pace) -> None:
+    """Push group after group as the pace says, in one of the ways of `lines.WAYS`, until killed."""
     pool = itertools.cycle(make_groups(line))
-    pace = Pace()
+    if way == "asyncio":
+        asyncio.run(_one_by_one(line, url, pool, pace))
+        return
     with Producer(url, line.run) as producer:
         messages.send("ready")
-        while True:
-            group = producer.begin_group(GROUP_SIZE)
-            # The moment it was due: a push that is late because the one before took long has waited too.
-            ended = {"ended": pace.wait_for_turn()}
-            group.push([{**record, "metadata": ended} for record in next(pool)])
+        {"push": _group_by_group, "ahead": _ahead}[way](producer, pool, pace)
+
+
+def _group_by_group(producer: Producer, pool: Iterator[Records], pace: Pace) -> None:
+    while True:
+        group = producer.begin_group(GROUP_SIZE)
+        # The moment it was due: a push that is late because the one before took long has waited too.
+        ended = {"ended": pace.wait_for_turn()}
+        group.push([{**record, "metadata": ended} for record in next(pool)])
+
+
+def _ahead(producer: Producer, pool: Iterator[Records], pace: Pace) -> None:
+    for group in producer.groups(GROUP_SIZE, ahead=1):
+        ended = {"ended": pace.wait_for_turn()}
+        group.push([{**record, "metadata": ended} for record in next(pool)])
+
+
+async def _one_by_one(line: Line, url: str, pool: Iterator[Records], pace: Pace) -> None:
+    async with Producer(url, line.run) as producer:
+        messages.send("ready")
+
+        async def play() -> None:
+            while True:
+                if not pace.going:
+                    await asyncio.to_thread(pace.wait_until_going)
+                group = await producer.begin_group(GROUP_SIZE)
+                ended = {"ended": time.monotonic()}
+                await asyncio.gather(*(group.push([{**record, "metadata": ended}]) for record in next(pool)))
+
+        await asyncio.gather(*(play() for _ in range(IN_FLIGHT // GROUP_SIZE)))
 
 
 def train(line: Line, url: str) -> None:
@@ -55,9 +86,12 @@ def train(line: Line, url: str) -> None:
         messages.send("received", at=now, count=batch.num_trajectories, waits=waits)
 
 
-def main(role: str, text: str) -> None:
-    line = Line.from_json(text)
-    {"producer": produce, "trainer": train}[role](line, os.environ["STREAMADV_REDIS_URL"])
+def main(role: str, text: str, way: str = "push") -> None:
+    line, url = Line.from_json(text), os.environ["STREAMADV_REDIS_URL"]
+    if role == "producer":
+        produce(line, url, way, Pace())
+    else:
+        train(line, url)
 
 
 if __name__ == "__main__":

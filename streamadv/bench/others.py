@@ -19,6 +19,9 @@ from .lines import Line
 PEERS: Final = Path(__file__).parents[2] / "benchmarks" / "peers"
 NO_PEERS: Final = "no peers: benchmarks/peers comes with the source, not with the package"
 INSTALL_S: Final = 300
+#: PipelineRL's records: JSON, arrays behind a JSON header, pickled lists (its own).
+PIPELINERL_FORMS: Final = ("lists", "arrays", "pickle")
+TRANSFERQUEUE: Final = "0.1.11"
 #: Trajectories TransferQueue puts and gets at once: the fastest of 1, 8, 64.
 PUT_TOGETHER: Final = 64
 
@@ -43,7 +46,7 @@ def peer_module(name: str) -> Any:
 
 
 def pipelinerl_crews(url: str, line: Line) -> dict[str, Crew]:
-    """PipelineRL's way in both formats, not started; none without the checkout."""
+    """PipelineRL's way in each format, not started; none without the checkout."""
     script = PEERS / "pipelinerl.py"
     if not script.exists():
         return {}
@@ -52,7 +55,7 @@ def pipelinerl_crews(url: str, line: Line) -> dict[str, Crew]:
         f"pipelinerl_{form}": Crew(
             {role: [str(script), role, line.to_json(), form] for role in roles}, url, "actor"
         )
-        for form in ("lists", "arrays")
+        for form in PIPELINERL_FORMS
     }
 
 
@@ -71,12 +74,12 @@ def transferqueue_python(say: Callable[[str], None]) -> Path | None:
         return None
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "streamadv" / "transferqueue"
-    python, done = folder / "bin" / "python", folder / "installed"
+    python, done = folder / "bin" / "python", folder / f"installed-{TRANSFERQUEUE}"
     if done.exists():
         return python
-    say(f"installing TransferQueue into {folder}, once")
+    say(f"installing TransferQueue {TRANSFERQUEUE} into {folder}, once")
     torch = version("torch").partition("+")[0]  # the version that is here already, not a newer and larger one
-    packages = ["TransferQueue", f"torch=={torch}"]
+    packages = [f"TransferQueue=={TRANSFERQUEUE}", f"torch=={torch}"]
     try:
         for command in (
             [sys.executable, "-m", "venv", "--clear", str(folder)],

@@ -33,6 +33,15 @@ class Pace:
                     return due
                 self._changed.wait(self._due - now if self._rate else None)
 
+    @property
+    def going(self) -> bool:
+        """Whether there is any pace, for sources that have no thread to wait in."""
+        return self._rate > 0
+
+    def wait_until_going(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.going)
+
     def _listen(self) -> None:
         for text in sys.stdin:
             with self._changed:

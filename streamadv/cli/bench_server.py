@@ -19,13 +19,21 @@ def add_parsers(kinds: Any) -> None:
         kinds,
         "pipeline",
         run_pipeline,
-        "trajectories per second through all stages as processes, beside the ceiling",
-        "Trajectories per second through producer, grouper, advantage worker and trainer as processes, in turns "
-        "with the same columns moved as often by plain redis-py. One line a chain and size.",
+        "processor time and trajectories per second through all stages as processes, beside the ceiling",
+        "What a trajectory costs in producer, grouper, advantage worker, trainer and server, and how many pass in a "
+        "second, in turns with the same columns moved as often by plain redis-py. One line a chain, size and way of "
+        "pushing; with --chain, --tokens or --way all their combinations, without: the usual ones.",
     )
     _add_windows(pipeline)
     _add_sizes(pipeline, "512 4096 32768")
     _add_chains(pipeline)
+    pipeline.add_argument(
+        "--way",
+        nargs="+",
+        metavar="WAY",
+        help="push (groups begun and pushed one after another), ahead (with the next group's admission) or "
+        "asyncio (one trajectory a push, 256 under way); default: push",
+    )
     stages = _add(
         kinds,
         "stages",
@@ -72,16 +80,21 @@ def add_parsers(kinds: Any) -> None:
 
 def run_pipeline(arguments: argparse.Namespace) -> int:
     """Print the table line by line; exit status 0."""
-    from ..bench.lines import TOKENS
-    from ..bench.pipeline import COLUMNS, measure_pipeline
+    from ..bench.lines import TOKENS, WAYS
+    from ..bench.pipeline import CASES, COLUMNS, measure_pipeline
 
-    chains, tokens = _chains(arguments), _tokens(arguments, TOKENS)
+    cases: Any = CASES
+    if arguments.chain or arguments.tokens or arguments.way:
+        ways = tuple(arguments.way or ("push",))
+        if unknown := set(ways) - set(WAYS):
+            raise SettingError(f"--way is {min(unknown)}, needs one of {', '.join(WAYS)}")
+        cases = [(kind, size, ways) for kind in _chains(arguments) for size in _tokens(arguments, TOKENS)]
     seconds, repeat = arguments.seconds, arguments.repeat
 
     def say(text: str) -> None:
         print(text, flush=True)
 
-    return _run(arguments, COLUMNS, lambda url: measure_pipeline(url, chains, tokens, seconds, repeat, say))
+    return _run(arguments, COLUMNS, lambda url: measure_pipeline(url, cases, seconds, repeat, say))
 
 
 def run_stages(arguments: argparse.Namespace) -> int:

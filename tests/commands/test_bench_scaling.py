@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from streamadv.bench import crew as crews
 from streamadv.bench import scaling
 from streamadv.bench.cluster import cluster
 from streamadv.bench.lines import Line
@@ -41,10 +42,12 @@ def test_a_plan_has_a_core_for_what_is_spent() -> None:
 @pytest.mark.processes
 @pytest.mark.server
 @pytest.mark.slow
-def test_a_pipeline_is_measured_on_a_cluster() -> None:
+def test_a_pipeline_is_measured_on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crews, "QUIET_S", 0.2)
+    monkeypatch.setattr(crews, "LEAST_REPORTS", 2)
     line = Line(scaling.KIND, 64, "scaling-test")
     with cluster(2) as (url, servers), scaling._crew(line, url, servers) as crew:
-        record = scaling._record("two", line, len(servers), crew.measure(1.0, 0.5))
+        record = scaling._record("two", line, len(servers), crew.measure(0.2, 0.1))
         with Connection(url) as connection:
             sizes = [
                 connection.scripts.dbsize(target_nodes=node) for node in connection.scripts.get_primaries()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,36 +11,82 @@ import pytest
 
 from streamadv import cli
 from streamadv.algorithms.chain import build_chain
-from streamadv.bench import backlog, latency, memory, stages
-from streamadv.bench.lines import KINDS, Line, make_columns, make_groups
-from streamadv.bench.others import PEERS
+from streamadv.bench import backlog, crew, latency, load, memory, stages
+from streamadv.bench.lines import GROUP_SIZE, KINDS, WAYS, Line, make_columns, make_groups
+from streamadv.bench.others import PIPELINERL_FORMS, peer_module
+from streamadv.bench.pace import Pace
 from streamadv.errors import SettingError
+from streamadv.run import find_run
+from streamadv.status import read_status
 from streamadv.store.connection import Connection
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_line_of_the_pipeline_is_measured(
-    redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(crew, "QUIET_S", 0.2)
+    monkeypatch.setattr(crew, "LEAST_REPORTS", 2)
     file = tmp_path / "bench.json"
     words = ["bench", "pipeline", "--redis", redis_url, "--tokens", "64", "--chain", "gae+kl"]
     assert cli.main([*words, "--seconds", "0.2", "--repeat", "1", "--json", str(file)]) == 0
-    assert "gae+kl 64" in capsys.readouterr().out
+    printed = capsys.readouterr().out
     written = json.loads(file.read_text())
     assert written["aof"] == "no"
     (record,) = written["results"]
-    assert (record["chain"], record["tokens"]) == ("gae+kl", 64)
+    assert record["name"] in printed
+    assert (record["chain"], record["tokens"], record["way"]) == ("gae+kl", 64, "push")
     assert record["per_second"] > 0
-    assert record["ratio_to_ceiling"] == record["per_second"] / record["ceiling_per_second"]
+    for name in ("ceiling", "packet_ceiling"):
+        assert record[f"ratio_to_{name}"] == record["per_second"] / record[f"{name}_per_second"]
+        spent = record[f"{name}_cpu_microseconds_of_all"]
+        assert record[f"cpu_ratio_to_{name}"] == spent / record["cpu_microseconds_of_all"]
     assert set(record["cpu_microseconds"]) == {"server", "producer", "grouper", "advantage", "trainer"}
+    assert record["slowest_script_milliseconds"] > 0
+    assert record["commands"]["evalsha"]["calls"] > 0
     with Connection(redis_url) as connection:
         assert connection.scripts.dbsize() == 0
 
 
+class Turns(Pace):
+    """So many turns, then an interruption."""
+
+    def __init__(self, turns: int) -> None:
+        self.left = turns
+
+    def wait_for_turn(self) -> float:
+        if not self.left:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return 0.0
+
+    @property
+    def going(self) -> bool:
+        return self.wait_for_turn() == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_pushing_pushes_whole_groups(
+    way: str, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "IN_FLIGHT", GROUP_SIZE)
+    line = Line("grpo", 16, f"run-{way}")
+    with pytest.raises(KeyboardInterrupt):
+        load.produce(line, redis_url, way, Turns(4))
+    with Connection(redis_url) as connection:
+        assert read_status(find_run(connection, line.run)).ledger.pushed == 4 * GROUP_SIZE
+
+
 @pytest.mark.parametrize(
     "words",
-    [["--chain", "ppo"], ["--tokens", "1"], ["--repeat", "0"], ["--redis", "redis://x", "--aof", "no"]],
+    [
+        ["--chain", "ppo"],
+        ["--way", "fax"],
+        ["--tokens", "1"],
+        ["--repeat", "0"],
+        ["--redis", "redis://x", "--aof", "no"],
+    ],
 )
 def test_what_cannot_be_measured_is_refused(words: list[str]) -> None:
     arguments = cli.make_parser(["bench"]).parse_args(["bench", "pipeline", *words])
@@ -58,14 +103,9 @@ def test_the_columns_of_a_kind_are_those_its_chain_reads(name: str) -> None:
     assert sum(array.nbytes for array in columns.values()) == Line(name, 64).size(kind.columns) == 17 * 64
 
 
-@pytest.mark.parametrize("form", ["lists", "arrays"])
+@pytest.mark.parametrize("form", PIPELINERL_FORMS)
 def test_a_peer_moves_what_it_is_given(form: str) -> None:
-    path = PEERS / "pipelinerl.py"
-    spec = importlib.util.spec_from_file_location("pipelinerl", path)
-    assert spec is not None
-    assert spec.loader is not None
-    peer = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(peer)
+    peer = peer_module("pipelinerl")
     record = make_groups(Line("grpo", 64))[0]
     found = getattr(peer, f"decode_{form}")(getattr(peer, f"encode_{form}")(record))
     for given, got in zip(record, found, strict=True):
@@ -106,11 +146,12 @@ def test_latency_is_measured_at_each_share(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(latency, "LEAST_GROUPS", 5)
-    monkeypatch.setattr(latency, "SHARES", (0.2, 0.5))
+    monkeypatch.setattr(crew, "QUIET_S", 0.2)
+    monkeypatch.setattr(latency, "SHARES", (0.5,))
     file = tmp_path / "bench.json"
     words = ["--tokens", "64", "--seconds", "0.2", "--repeat", "1", "--json", str(file)]
     assert cli.main(["bench", "latency", "--redis", redis_url, *words]) == 0
     records = json.loads(file.read_text())["results"]
-    assert [record["share"] for record in records] == [0.2, 0.5]
+    assert [record["share"] for record in records] == [0.5]
     for record in records:
         assert 0 < record["p50_milliseconds"] <= record["p99_milliseconds"] <= record["max_milliseconds"]
