@@ -78,15 +78,15 @@ def prepare(run: Run, entry: Entry) -> PreparedItem:
     """
     item = _work_item_of(run, entry)
     groups = read_groups(run, item.groups)
-    chain = worker_chain(item)
+    needs = worker_chain(item).needs
     columns: dict[str, dict[str, Array]] = {}
     dead: dict[str, Death] = {}
-    if chain.needs:
+    if needs:
         group_ids = [group.group_id for group in groups for _ in group.packets]
         packets = [packet for group in groups for packet in group.packets]
-        for group_id, fetched in zip(group_ids, fetch_columns(run, packets, chain.needs), strict=True):
+        for group_id, fetched in zip(group_ids, fetch_columns(run, packets, needs), strict=True):
             columns[fetched.packet.key] = fetched.columns
-            problem = fetched.problem or _missing(chain.needs, fetched.columns)
+            problem = fetched.problem or _missing(needs, fetched.columns)
             if problem is not None:
                 dead.setdefault(group_id, Death("undecodable", f"{_name(fetched.packet)}: {problem}"))
     if dead:  # a batch that was committed meanwhile has no payloads any more, and nothing is wrong
