@@ -12,10 +12,18 @@ import torch
 
 from streamadv.advantage.compute import ComputedItem, compute
 from streamadv.advantage.prepare import PreparedItem
-from streamadv.algorithms import build_chain, pack, run_chain
+from streamadv.algorithms import (
+    Estimate,
+    PackedBatch,
+    build_chain,
+    estimator,
+    pack,
+    registry,
+    run_chain,
+)
 from streamadv.batch.record import Death
 from streamadv.batch.work import WorkItem
-from streamadv.errors import TrajectoryError
+from streamadv.errors import EstimatorError, TrajectoryError
 from streamadv.grouping.groups_log import Pointer
 from streamadv.run.consumer import Entry
 from streamadv.trajectory.columns import Array
@@ -135,3 +143,21 @@ def test_a_column_that_is_not_per_token_is_named() -> None:
         columns["response_mask"] = columns["response_mask"][:, None]
     with pytest.raises(TrajectoryError, match="column response_mask is needed, and has not one number"):
         compute(prepared, CPU)
+
+
+def test_an_estimator_that_writes_into_columns_spoils_no_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A work item that fails is computed again group by group, from what was fetched."""
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+    @estimator("writing", scope="group", needs=["response_mask"])
+    def write(batch: PackedBatch) -> Estimate:
+        batch.column("response_mask").zero_()
+        raise ValueError("no number for these")
+
+    stored = StoredGroups(0, 3)
+    prepared = prepared_item(stored, {"estimator": "writing"}, 0, [])
+    before = {key: columns["response_mask"].copy() for key, columns in prepared.columns.items()}
+    with pytest.raises(EstimatorError, match="no number for these"):
+        compute(prepared, CPU)
+    for key, columns in prepared.columns.items():
+        assert columns["response_mask"].tolist() == before[key].tolist()
