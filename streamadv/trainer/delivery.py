@@ -45,7 +45,8 @@ class PackedShare:
 
     share: Share
     fetched: FetchedShare
-    batch: PackedBatch  # [N] columns: pushed ones, the workers' and late ones; rewards as shaped so far
+    batch: PackedBatch  # rewards as shaped so far
+    columns: Mapping[str, Tensor]  # [N]: pushed ones, the workers' and late ones
     extras: Mapping[str, Tensor]  # pushed columns per token that the library does not interpret, [N, ...]
     row_extras: RowExtras
     results: Mapping[str, Tensor]  # advantages and returns [N], as far as they are computed
@@ -88,10 +89,10 @@ def _pack(
     if len(share.trained):
         shaped = (results.numbers(name, share.positions) for name in ("rewards", "step_rewards"))
         rewards, step_rewards = (torch.from_numpy(numbers).to(device) for numbers in shaped)
-        batch = replace(batch, rewards=rewards).with_step_rewards(step_rewards)
+        batch = replace(batch, rewards=rewards, steps=replace(batch.steps, rewards=step_rewards))
         per_token = _results_per_token(batch, results, share)
         _check_finite(batch, share, per_token, outputs)
-    return PackedShare(share, fetched, batch, extras, fetched.row_extras(), per_token)
+    return PackedShare(share, fetched, batch, batch.columns, extras, fetched.row_extras(), per_token)
 
 
 def _results_per_token(batch: PackedBatch, results: BatchResults, share: Share) -> dict[str, Tensor]:
@@ -138,22 +139,24 @@ def _run_late_part(
     record: BatchRecord, packed: PackedShare, late: Mapping[str, LateColumn], world_size: int
 ) -> tuple[PackedShare, Metrics | None]:
     """Make the late columns and run the steps of the chain after them; the batch gets advantages and returns."""
-    batch, results, metrics = packed.batch, dict(packed.results), None
+    columns, results, metrics = dict(packed.columns), dict(packed.results), None
     if len(packed.share.trained):  # else all groups are dead: no rank has a micro-batch
-        columns = {**batch.columns, **packed.extras}
-        batch = batch.with_columns(**make_late_columns(late, packed.share, columns, packed.row_extras))
+        all_columns = {**columns, **packed.extras}
+        columns |= make_late_columns(late, packed.share, all_columns, packed.row_extras)
         chain = cut_chain(record.chain, record.late)[1]
         if chain.steps:
             _check_scope(chain, record, world_size)
+            batch = packed.batch.with_columns(**columns)
             result = run_chain(chain, batch, record.kl_coefficient)
             metrics = (result.metrics, result.weights)
             batch = batch.with_columns(**result.columns)
+            columns = dict(batch.columns)
             for name, values in (("advantages", result.advantages), ("returns", result.returns)):
                 if values is not None:
                     results[name] = expand(batch, result.level, values)
     if "advantages" in results:
         results.setdefault("returns", results["advantages"].clone())
-    return replace(packed, batch=batch.with_columns(**results), results=results), metrics
+    return replace(packed, columns={**columns, **results}, results=results), metrics
 
 
 def _check_scope(chain: Chain, record: BatchRecord, world_size: int) -> None:
@@ -175,12 +178,12 @@ def _cut(computed: ComputedBatch, packed: PackedShare, late_metrics: Metrics | N
     ]
     merged, _ = merge_metrics([*metrics, *([late_metrics] if late_metrics else [])])
     pushed = packed.fetched.columns.keys()
-    made = [name for name in packed.batch.columns if name in OUTPUT_COLUMNS and name not in pushed]
-    outputs = {name: packed.batch.columns[name] for name in dict.fromkeys([*packed.results, *made])}
+    made = [name for name in packed.columns if name in OUTPUT_COLUMNS and name not in pushed]
+    outputs = {name: packed.columns[name] for name in dict.fromkeys([*packed.results, *made])}
     return Batch(
         version=record.k,
         id=record.id,
-        micro_batches=cut(packed.share, {**packed.batch.columns, **packed.extras}, packed.row_extras),
+        micro_batches=cut(packed.share, {**packed.columns, **packed.extras}, packed.row_extras),
         num_tokens=int(trained.members.table["trainable"].sum()),
         num_rows=len(trained.members.rows),
         num_trajectories=len(trained),

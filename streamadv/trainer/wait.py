@@ -12,19 +12,21 @@ from .. import clock
 from ..batch.session import Session
 
 #: How long rank 0 leaves the groups logs alone while a whole batch is missing, in seconds.
-REST_S: Final = 0.05
+REST_S: Final = 0.1
 
 
 class GroupPolls:
-    """When rank 0 looks at the groups logs again: one look costs three round trips, too many for each new group.
+    """When rank 0 looks at the groups logs again: a look for each new group would cost more than reading the group.
 
-    The rest between two looks shrinks to 0 as the next batch fills, so the group that fills it is seen at once.
+    The rest between two looks shrinks to 0 as the next batch fills, so the group that fills it is seen at once. While
+    groups come, the next look follows the rest; after one that found none, rank 0 waits until the server has a group.
     """
 
     def __init__(self, session: Session, max_groups: int | None) -> None:
         self._session = session
         self._max_groups = max_groups
         self._due = 0.0
+        self.are_coming = False
         self.rest()
 
     def rest(self) -> None:
@@ -38,8 +40,10 @@ class GroupPolls:
 
     def look(self) -> bool:
         """Read on in the groups logs. True if another batch can be named."""
+        missing = self._session.missing_fraction(self._max_groups)
         if self._session.could_name(self._max_groups):
             return True
+        self.are_coming = self._session.missing_fraction(self._max_groups) < missing
         self.rest()
         return False
 
@@ -69,6 +73,10 @@ def _wait_in_shard(session: Session, shard: int, cursor: str, part_ms: int, poll
         streams: dict[Any, Any] = {keys.results: cursor}
         rest_ms = polls.rest_ms
         if session.waits_for_groups and not rest_ms:
+            if polls.are_coming:
+                if polls.look():
+                    return True
+                continue
             streams[keys.groups] = session.cursors[shard]
         reply = _read_streams(session, streams, part_ms, min(left_ms, rest_ms or left_ms))
         if keys.results.encode() in reply or (reply and polls.look()):

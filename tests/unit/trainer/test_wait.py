@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,15 @@ from streamadv.trainer.wait import GroupPolls, wait_for_news
 class Session:
     """A session of one shard whose server answers as told."""
 
-    def __init__(self, replies: list[Any], missing: float = 1.0, waits_for_groups: bool = True) -> None:
+    def __init__(
+        self,
+        replies: list[Any],
+        missing: float = 1.0,
+        waits_for_groups: bool = True,
+        found: Sequence[float] = (),
+    ) -> None:
+        """found: what each look finds of a batch."""
+        self.found = list(found)
         self.replies = replies
         self.asked: list[tuple[set[str], int]] = []
         self.missing = missing
@@ -44,6 +53,7 @@ class Session:
 
     def could_name(self, _: int | None) -> bool:
         self.looks += 1
+        self.missing -= self.found.pop(0) if self.found else 0.0
         return self.missing <= 0
 
 
@@ -64,11 +74,17 @@ def test_a_group_that_fills_the_batch_ends_the_wait() -> None:
     assert session.looks == 1
 
 
-def test_after_a_look_that_fills_no_batch_the_groups_rest_again() -> None:
-    session = Session([None, "groups", None, "results"])
+def test_while_groups_come_a_look_follows_the_rest() -> None:
+    session = Session([None, "groups", None, None, None, "results"], found=[0.25, 0.25, 0.0])
     streams = [streams for streams, _ in waited(session)]
-    assert streams == [{"results"}, {"results", "groups"}, {"results"}, {"results", "groups"}]
-    assert session.looks == 1
+    assert streams == [{"results"}, {"results", "groups"}, *[{"results"}] * 3, {"results", "groups"}]
+    assert session.looks == 3, "the last one found nothing, so the server is to say when a group comes"
+
+
+def test_the_look_that_fills_a_batch_ends_the_wait() -> None:
+    session = Session([None, "groups", None], found=[0.5, 0.5])
+    assert [streams for streams, _ in waited(session)] == [{"results"}, {"results", "groups"}, {"results"}]
+    assert session.looks == 2
 
 
 def test_a_rank_that_names_nothing_waits_for_results_only() -> None:
