@@ -1,4 +1,4 @@
-"""The grouper: takes records from the rollouts stream into their groups and ends groups.
+"""The grouper: takes packets from the rollouts stream into their groups and ends groups.
 
 A group ends when it has enough usable, scored members, when nothing more can come (`lua/lib/complete.lua`), or at its
 deadline (`housekeeping.py`). Groupers keep no state of their own: start any number, kill any of them.
@@ -14,18 +14,18 @@ from .. import clock, metrics
 from ..run import Run
 from ..run.consumer import GROUPER, Consumer, Entry
 from ..run.malformed import reject
-from ..run.records import RECORD_FIELDS, record_problem
+from ..run.packets import PACKET_FIELDS, packet_problem
 from ..store.retry import RETRYABLE, Outage
 from .housekeeping import Housekeeping, apply_scores, count_ended
 
 STAGE: Final = GROUPER
 LEASE_S: Final = 5.0
-#: Records of one script call: some 2 ms, in which the server does nothing else.
+#: Packets of one script call: some 2 ms, in which the server does nothing else.
 TAKE_COUNT: Final = 64
-#: Pause after a read that emptied the stream, so that the next read shares its two round trips among more records.
+#: Pause after a read that emptied the stream, so that the next read shares its two round trips among more packets.
 GATHER_S: Final = 0.010
 HOUSEKEEPING_S: Final = 1.0
-#: How often the list of scores is looked at, while records come.
+#: How often the list of scores is looked at, while packets come.
 SCORES_S: Final = 0.05
 
 
@@ -76,15 +76,15 @@ def take(run: Run, entries: Sequence[Entry]) -> list[str]:
     args: list[Any] = [STAGE, *run.manifest.policy_args]
     payloads = []
     for entry in entries:
-        problem = record_problem(run, entry.shard, entry.fields)
+        problem = packet_problem(run, entry.shard, entry.fields)
         if problem is not None:
             reject(shard, keys.rollouts, entry.id, problem, entry.fields, stage=STAGE)
             continue
         group_id = entry.fields["group_id"].decode()
         position = positions.setdefault(group_id, len(positions) + 1)
-        args += [entry.id, position, *(entry.fields[name] for name in RECORD_FIELDS)]
-        if entry.fields["bytes"] != b"0":
-            payloads.append(entry.fields["key"].decode())
+        args += [entry.id, position, group_id, *(entry.fields[name] for name in PACKET_FIELDS[1:])]
+        if entry.fields["payload"]:
+            payloads.append(entry.fields["payload"].decode())
     if not positions:
         return []
     taken, *ended = shard.call("take", args, group_hashes=map(keys.group, positions), payloads=payloads)

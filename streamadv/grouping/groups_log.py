@@ -1,4 +1,4 @@
-"""The groups log of a shard: complete groups with the references of their members, until a trainer commits them.
+"""The groups log of a shard: complete groups with their packets, until a trainer commits them.
 
 The grouper appends to it (`lua/lib/complete.lua`), rank 0 of the trainer names batches from it, and whoever works on a
 batch reads its groups here again by their pointers.
@@ -7,6 +7,7 @@ batch reads its groups here again by their pointers.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
-from ..errors import BatchLostError
+from ..errors import BatchLostError, WireError
 from ..messages import brief, first_problem
 from ..run import Run
 from ..store.keys import RunKeys
@@ -22,16 +23,15 @@ from ..trajectory.members import (
     BASELINE,
     HAS_REWARD,
     HAS_VERSION,
-    MEMBER,
     NO_MEMBERS,
     NO_STATE,
-    ROW,
     STATUSES,
-    STEP,
     Members,
+    decode_table,
+    members_problem,
 )
 from ..trajectory.packet import StoredPacket
-from ..trajectory.reference import Reference, StepSpan, reference_problem
+from ..trajectory.reference import Reference, StepSpan
 from ..trajectory.schema import Role
 
 ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
@@ -46,10 +46,10 @@ class StoredScore(BaseModel):
 
 _SCORES: Final = TypeAdapter(dict[str, StoredScore])
 _GROUP_FIELDS: Final = (
-    *("group_id", "size", "data_source", "opened_ms", "outcome", "epoch", "version"),
-    *("members", "scores", "payloads"),
+    *(b"group_id", b"size", b"data_source", b"opened_ms", b"outcome", b"epoch", b"version", b"count"),
+    *(b"payloads", b"tables", b"scores"),
 )
-_REFERENCES: Final = TypeAdapter(list[Reference])
+_TABLE_SIZE: Final = struct.Struct("<I")
 
 
 class Pointer(NamedTuple):
@@ -78,7 +78,7 @@ class LoggedGroup:
     opened_ms: int
     epoch: int
     version: int | None
-    payloads: tuple[tuple[str, int], ...]  # key and bytes of every packet, as the push script saw them
+    payloads: tuple[tuple[str, int], ...]  # key and bytes of every packet
     count: int  # of trajectories, also where the members cannot be read
     packets: tuple[StoredPacket, ...] = ()
     members: Members = NO_MEMBERS
@@ -96,7 +96,12 @@ class LoggedGroup:
     def references(self) -> list[Reference]:
         """The members one by one. Costs some microseconds each: loops over a batch use `members`."""
         return [
-            reference_of(self, member, self.packets[packet]) for member, packet in enumerate(self.packet_of)
+            replace(
+                reference_of(self.group_id, self.data_source, self.members, member),
+                packet=self.packets[packet],
+                position=position,
+            )
+            for member, (packet, position) in enumerate(zip(self.packet_of, self.position_of, strict=True))
         ]
 
     @property
@@ -125,9 +130,9 @@ def parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, 
     An entry that is no group is `malformed`; a group whose members cannot be read has a `problem`.
     """
     try:
-        missing = [name for name in _GROUP_FIELDS if name.encode() not in fields]
+        missing = [name for name in _GROUP_FIELDS if name not in fields]
         if missing:
-            raise ValueError(f"{missing[0]} is missing")
+            raise ValueError(f"{missing[0].decode()} is missing")
         return _parse_group(keys, shard, entry, fields)
     except ValueError as error:
         return LoggedGroup(
@@ -147,21 +152,27 @@ def parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, 
         )
 
 
+class _PayloadLine(NamedTuple):
+    """A packet of a group as scripts log it: all that commit needs to know of it."""
+
+    key: str
+    size: int
+    epoch: int
+    mask: str  # '1' for each member that counts for the group, else '0'
+
+
 def _parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> LoggedGroup:
     group_id = fields[b"group_id"].decode()
     if not group_id or keys.shard_of(group_id) != shard:
         raise ValueError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
-    lines = [line.rpartition(" ") for line in fields[b"payloads"].decode().split("\n")]
-    payloads = tuple((key, int(size)) for key, _, size in lines)
-    prefix = keys.shard(shard).payload("")
-    if not all(key.startswith(prefix) and 0 < size < 1 << 40 for key, size in payloads):
-        raise ValueError("payloads is not a list of payload keys and their bytes")
-    members: list[Reference] = []
+    lines = _payload_lines(fields[b"payloads"].decode(), keys.shard(shard).payload(""))
+    count = int(fields[b"count"])
+    members: _Members | None = None
+    problem = None
     try:
-        members = _parse_members(fields)
-        problem = _members_problem(group_id, members, payloads)
-    except ValueError as error:
-        problem = first_problem(error)
+        members = _read_members(lines, fields[b"tables"], fields[b"scores"], count)
+    except (ValueError, WireError) as error:
+        problem = first_problem(error) if isinstance(error, ValueError) else str(error)
     return LoggedGroup(
         shard=shard,
         entry=entry.decode(),
@@ -172,116 +183,115 @@ def _parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes,
         opened_ms=int(fields[b"opened_ms"]),
         epoch=int(fields[b"epoch"]),
         version=int(fields[b"version"]) if fields[b"version"] else None,
-        payloads=payloads,
-        count=len(payloads),
+        payloads=tuple((line.key, line.size) for line in lines),
+        count=count,
         problem=problem,
-        **({} if problem else packets_of(members)),
+        **(members._asdict() if members else {}),
     )
 
 
-def packets_of(references: Sequence[Reference]) -> dict[str, Any]:
-    packets = [
-        StoredPacket(
-            reference.key, reference.size, reference.epoch, reference.columns, _members_of(reference)
-        )
-        for reference in references
-    ]
-    return {
-        "packets": tuple(packets),
-        "members": Members.concat([packet.members for packet in packets]),
-        "packet_of": tuple(range(len(packets))),
-        "position_of": (0,) * len(packets),
-    }
+def _payload_lines(text: str, prefix: str) -> list[_PayloadLine]:
+    """Raises ValueError."""
+    lines = []
+    for line in text.split("\n"):
+        key, size, epoch, mask = line.split(" ")
+        if not key.startswith(prefix) or not 0 < int(size) < 1 << 40 or not mask.strip("01") == "":
+            raise ValueError("payloads is not a list of payload keys, their bytes, epochs and masks")
+        lines.append(_PayloadLine(key, int(size), int(epoch), mask))
+    return lines
 
 
-def _members_of(reference: Reference) -> Members:
-    table = np.zeros(1, MEMBER)
-    versions = reference.versions
-    table[0] = (
-        *(reference.rollout_index, STATUSES.index(reference.status)),
-        HAS_REWARD * (reference.reward is not None)
-        | BASELINE * reference.is_baseline
-        | HAS_VERSION * (versions is not None),
-        *(len(reference.row_lengths), len(reference.steps), reference.size),
-        *(
-            reference.reward or 0.0,
-            *(versions or (0, 0)),
-            sum(reference.row_lengths),
-            sum(reference.row_trainable),
-        ),
-    )
-    rows = np.array(list(zip(reference.row_lengths, reference.row_trainable, strict=True)), ROW)
-    numbers: dict[str, int] = {}
-    steps = [
-        (
-            s.row,
-            s.start,
-            s.end,
-            NO_STATE if s.state_key is None else numbers.setdefault(s.state_key, len(numbers)),
-            s.reward,
-        )
-        for s in reference.steps
-    ]
-    rewards = {name: np.array([value]) for name, value in reference.rewards.items()}
-    return Members(table, rows, np.array(steps, STEP), tuple(numbers), rewards)
+class _Members(NamedTuple):
+    """The fields of a LoggedGroup that tell of its members."""
+
+    packets: tuple[StoredPacket, ...]
+    members: Members
+    packet_of: tuple[int, ...]
+    position_of: tuple[int, ...]
 
 
-def reference_of(group: LoggedGroup, member: int, packet: StoredPacket) -> Reference:
-    """Member number `member` of a group by itself."""
-    one = group.members.select([member])
-    record = one.table[0]
+def _read_members(lines: Sequence[_PayloadLine], tables: bytes, scores: bytes, count: int) -> _Members:
+    """Those that count, sorted by index. Raises ValueError and WireError for what no producer has pushed."""
+    packets = _read_packets(lines, tables)
+    members = Members.concat([packet.members for packet in packets])
+    mask = "".join(line.mask for line in lines)
+    packet_of = np.repeat(np.arange(len(packets)), [len(packet.members) for packet in packets])
+    position_of = np.concatenate([np.arange(len(packet.members)) for packet in packets])
+    if len(packets) > 1 or "0" in mask:
+        live = np.flatnonzero(np.frombuffer(mask.encode(), np.uint8) == ord("1"))
+        live = live[np.argsort(members.table["index"][live], kind="stable")]
+        members, packet_of, position_of = members.select(live), packet_of[live], position_of[live]
+        if (np.diff(members.table["index"].astype(np.int64)) <= 0).any():
+            raise ValueError("a rollout_index stands in it twice")
+    if len(members) != count:
+        raise ValueError(f"it has {len(members)} members that count, its entry says {count}")
+    if scores != b"{}":
+        members = _with_scores(members, _SCORES.validate_json(scores))
+    if not (members.table["flags"] & HAS_REWARD).all():
+        raise ValueError("a member has no reward")
+    return _Members(tuple(packets), members, tuple(packet_of.tolist()), tuple(position_of.tolist()))
+
+
+def _read_packets(lines: Sequence[_PayloadLine], tables: bytes) -> list[StoredPacket]:
+    packets, at = [], 0
+    for line in lines:
+        if len(tables) - at < _TABLE_SIZE.size:
+            raise ValueError(f"tables end before packet {line.key}")
+        (size,) = _TABLE_SIZE.unpack_from(tables, at)
+        members, columns = decode_table(memoryview(tables)[at : at + size])
+        problem = members_problem(members, line.size)
+        if problem is not None:
+            raise ValueError(f"packet {line.key}: {problem}")
+        if len(line.mask) != len(members):
+            raise ValueError(f"packet {line.key} has {len(members)} members, its mask {line.mask}")
+        packets.append(StoredPacket(line.key, line.size, line.epoch, columns, members))
+        at += size
+    if at != len(tables):
+        raise ValueError(f"tables have {len(tables) - at} bytes that belong to no packet")
+    return packets
+
+
+def _with_scores(members: Members, scores: Mapping[str, StoredScore]) -> Members:
+    """The members with rewards that came after their push."""
+    table = members.table.copy()
+    rewards = {name: values.copy() for name, values in members.rewards.items()}
+    for position, index in enumerate(table["index"].tolist()):
+        score = scores.get(str(index))
+        if score is None:
+            continue
+        table["reward"][position] = score.reward
+        table["flags"][position] |= HAS_REWARD
+        for name, values in rewards.items() if score.rewards else ():
+            values[position] = score.rewards.get(name, np.nan)
+        for name in score.rewards.keys() - rewards.keys():
+            rewards[name] = np.full(len(table), np.nan)
+            rewards[name][position] = score.rewards[name]
+    return replace(members, table=table, rewards=rewards)
+
+
+def reference_of(group_id: str, data_source: str | None, members: Members, position: int) -> Reference:
+    """The member at `position` by itself."""
+    member = members.select([position])
+    record = member.table[0]
     flags = int(record["flags"])
     return Reference(
-        group_id=group.group_id,
+        group_id=group_id,
         rollout_index=int(record["index"]),
-        key=packet.key,
-        size=packet.size,
-        row_lengths=tuple(one.rows["tokens"].tolist()),
-        row_trainable=tuple(one.rows["trainable"].tolist()),
+        row_lengths=tuple(member.rows["tokens"].tolist()),
+        row_trainable=tuple(member.rows["trainable"].tolist()),
         status=STATUSES[int(record["status"])],
         reward=float(record["reward"]) if flags & HAS_REWARD else None,
-        rewards={name: float(values[0]) for name, values in one.rewards.items() if not np.isnan(values[0])},
+        rewards={
+            name: float(values[0]) for name, values in member.rewards.items() if not np.isnan(values[0])
+        },
         role=Role.BASELINE if flags & BASELINE else Role.TRAIN,
         versions=(int(record["oldest"]), int(record["newest"])) if flags & HAS_VERSION else None,
-        epoch=packet.epoch,
-        data_source=group.data_source,
+        data_source=data_source,
         steps=tuple(
-            StepSpan(row, start, end, reward, None if state == NO_STATE else one.states[state])
-            for row, start, end, state, reward in one.steps.tolist()
+            StepSpan(row, start, end, reward, None if state == NO_STATE else member.states[state])
+            for row, start, end, state, reward in member.steps.tolist()
         ),
-        columns=packet.columns,
     )
-
-
-def _parse_members(fields: Mapping[bytes, bytes]) -> list[Reference]:
-    members = _REFERENCES.validate_json(fields[b"members"])
-    scores = _SCORES.validate_json(fields[b"scores"])
-    if not scores:
-        return members
-    return [_with_score(member, scores.get(str(member.rollout_index))) for member in members]
-
-
-def _with_score(member: Reference, score: StoredScore | None) -> Reference:
-    return member if score is None else replace(member, **score.model_dump(exclude_unset=True))
-
-
-def _members_problem(
-    group_id: str, members: Sequence[Reference], payloads: Sequence[tuple[str, int]]
-) -> str | None:
-    """Why these are not the members whose payloads the push script has seen, or None."""
-    if [(member.key, member.size) for member in members] != list(payloads):
-        return "members are not those of its payloads"
-    indices = [member.rollout_index for member in members]
-    if indices != sorted(set(indices)) or any(member.group_id != group_id for member in members):
-        return "members are of another group, or not in the order of their rollout_index"
-    if any(member.reward is None for member in members):
-        return "a member has no reward"
-    problems = (
-        f"member {member.rollout_index}: {problem}"
-        for member in members
-        if (problem := reference_problem(member)) is not None
-    )
-    return next(problems, None)
 
 
 def read_log(run: Run, shard: int, after: str, count: int) -> list[LoggedGroup]:

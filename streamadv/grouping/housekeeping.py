@@ -19,7 +19,7 @@ from ..run.consumer import GROUPER
 from ..run.dead_letters import trim_dead
 from ..run.malformed import reject
 from ..run.manifest import MAX_DEADLINE_S
-from ..run.records import MAX_BYTES, is_payload_key
+from ..run.packets import MAX_BYTES, is_payload_key
 from ..store.replies import as_count, replies_of
 from .lost_producers import LostProducers
 from .scoring_streams import pass_on_ended
@@ -27,7 +27,7 @@ from .short_groups import ShortGroups
 
 logger = logging.getLogger(__name__)
 
-#: Records wait no longer than about this for a grouper that has much to expire or to delete.
+#: Packets wait no longer than about this for a grouper that has much to expire or to delete.
 HOUSEKEEPING_SLICE_S: Final = 0.5
 EXPIRE_COUNT: Final = 100
 SWEEP_COUNT: Final = 64
@@ -162,7 +162,7 @@ def _without_group(shard: Shard) -> list[bytes]:
 
 
 def sweep(shard: Shard) -> int:
-    """Delete payloads of dropped trajectories, a slice that does not block the server. Returns how many.
+    """Delete payloads of dropped packets, a slice that does not block the server. Returns how many.
 
     0: nothing is left, or another grouper is at it.
     """

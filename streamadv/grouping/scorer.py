@@ -1,7 +1,8 @@
 """Scorers: user functions that bring rewards after the push, before grouping.
 
-A trajectory pushed without a reward visits the run's scorers in the order the manifest names them, then goes on to the
-grouper (`scoring_streams.py`). Each scorer is a stage of its own: start any number of processes for it.
+A packet pushed without rewards visits the run's scorers in the order the manifest names them, then goes on to the
+grouper (`scoring_streams.py`): whole, once all its members are scored. Each scorer is a stage of its own: start any
+number of processes for it.
 
 A function may fail on a trajectory, give what is no score, not return, or end its process (`scores.py`). Then each
 trajectory of the micro-batch is tried alone (`tries.py`); after its last try it is unscorable.
@@ -14,32 +15,31 @@ import random
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from .. import clock, metrics
-from ..errors import SettingError, UndecodableGroupError
+from ..errors import SettingError, WireError
 from ..messages import log_fields
 from ..run import open_run
 from ..run.consumer import Consumer, Entry
 from ..run.hangs import Stopped
 from ..run.manifest import RunSettings
-from ..run.payloads import fetch_payloads
+from ..run.payloads import FetchedPacket, fetch_columns
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, Outage, patiently
-from ..trajectory.payload import Payload
-from ..trajectory.reference import Reference
+from ..trajectory.payload import payloads_of
+from .groups_log import reference_of
 from .scores import Score, ScoreError, ScoreFunction, ask, check_function, rewards_of
 from .scoring_streams import (
     HandOff,
+    UnscoredTrajectory,
+    WaitingPacket,
+    are_open,
+    packets_of,
     pass_on,
-    references_of,
-    scored_record,
-    unchanged_record,
-    unscorable_record,
-    waits_for_score,
+    unchanged,
 )
-from .tries import Tries, UnscoredTrajectory
+from .tries import Tries
 
 __all__ = ["Score", "ScoreFunction", "Scorer"]
 
@@ -56,7 +56,7 @@ class Suspect(NamedTuple):
     """A trajectory that has failed alone, and is tried again when it is `due` by `clock.now`."""
 
     due: float
-    entry: Entry
+    item: UnscoredTrajectory
 
 
 class Scorer:
@@ -99,6 +99,7 @@ class Scorer:
         self._columns = columns
         self._lease_s = lease_s
         self._batch_size = batch_size
+        self._read_count = batch_size  # packets of one read
         self._timeout_s = timeout_s
         self._max_tries = tries
         self._tries = Tries(name)
@@ -127,27 +128,32 @@ class Scorer:
         consumer.give_back()
 
     def _turn(self, consumer: Consumer, score: ScoreFunction, suspects: Sequence[Suspect]) -> list[Suspect]:
-        """Try the suspects that are due, then score new entries. Returns the suspects there are afterwards."""
+        """Try the suspects that are due, then score new packets. Returns the suspects there are afterwards."""
         now = clock.now()
         later = [suspect for suspect in suspects if suspect.due > now]
         for suspect in suspects:
-            if suspect.due <= now:
-                later += self.work(consumer, [suspect.entry], score, alone=True)
+            if suspect.due <= now and self._is_open(consumer, suspect.item.packet):
+                later += self._score_alone(consumer, suspect.item, score)
         if len(later) >= self._batch_size:  # a function that fails on everything is given it slowly
             consumer.stop.wait(min(suspect.due for suspect in later) - now)
-        elif entries := consumer.read(self._batch_size):
+        elif entries := consumer.read(self._read_count):
             later += self.work(consumer, entries, score, alone=entries[0].reclaimed)
         return later
 
     def work(
         self, consumer: Consumer, entries: Sequence[Entry], score: ScoreFunction, *, alone: bool = False
     ) -> list[Suspect]:
-        """Score entries of one shard and hand them off. Returns those that are to be tried again, alone."""
+        """Score packets of one shard and hand them off. Returns members that are to be tried again, alone."""
         items = self._unscored(consumer, entries)
+        # Other processes score too: as many packets the next time as have the members of one micro-batch.
+        self._read_count = max(1, self._batch_size * len(entries) // max(len(items), len(entries)))
         if alone:
             items = self._tries.fewest_first(self._run.shard(entries[0].shard), items)
-        elif items:
-            items = self._score_together(consumer, items, score)
+        else:
+            for start in range(0, len(items), self._batch_size):
+                if not consumer.stop.is_set():
+                    self._score_together(consumer, items[start : start + self._batch_size], score)
+            items = [item for item in items if not item.is_scored]
         suspects: list[Suspect] = []
         for item in items:
             if consumer.stop.is_set():
@@ -156,86 +162,107 @@ class Scorer:
         return suspects
 
     def _unscored(self, consumer: Consumer, entries: Sequence[Entry]) -> list[UnscoredTrajectory]:
-        """The trajectories to be scored. All other entries are handed off, or removed as malformed."""
+        """The trajectories to be scored. All other packets are handed off, or removed as malformed."""
         shard = self._run.shard(entries[0].shard)
-        references = references_of(self._run, shard, self._name, entries)
-        consumer.done([entry for entry in entries if entry.id not in references])
-        entries = [entry for entry in entries if entry.id in references]
-        waits = waits_for_score(shard, entries)
-        # A score no longer counts: the group has ended, or another scorer found the trajectory unscorable.
-        ended = [entry for entry, is_waiting in zip(entries, waits, strict=True) if not is_waiting]
-        pass_on(shard, self._name, [unchanged_record(entry) for entry in ended])
-        consumer.done(ended)
-        entries = [entry for entry, is_waiting in zip(entries, waits, strict=True) if is_waiting]
-        payloads = self._fetch([references[entry.id] for entry in entries])
-        unreadable = [entry for entry, payload in zip(entries, payloads, strict=True) if payload is None]
-        self._hand_off(consumer, [unscorable_record(entry) for entry in unreadable])
-        return [
-            UnscoredTrajectory(entry, references[entry.id], payload)
-            for entry, payload in zip(entries, payloads, strict=True)
-            if payload
-        ]
+        packets = packets_of(self._run, shard, self._name, entries)
+        genuine = {packet.entry.id for packet in packets}
+        consumer.done([entry for entry in entries if entry.id not in genuine])
+        states = are_open(shard, [packet.entry for packet in packets])
+        waiting = [packet for packet, is_open in zip(packets, states, strict=True) if is_open]
+        # A score no longer counts: the group has ended.
+        ended = [packet for packet, is_open in zip(packets, states, strict=True) if not is_open]
+        self._hand_off(consumer, [(packet, unchanged(packet.entry)) for packet in ended])
+        return [item for fetched in self._fetch(waiting) for item in self._members_of(consumer, *fetched)]
 
-    def _fetch(self, references: Sequence[Reference]) -> list[Payload | None]:
-        """Payloads; None = unscorable, because it cannot be read or is gone.
+    def _fetch(self, packets: Sequence[WaitingPacket]) -> list[tuple[WaitingPacket, FetchedPacket]]:
+        fetched = fetch_columns(self._run, [packet.stored for packet in packets], self._columns, header=True)
+        return list(zip(packets, fetched, strict=True))
+
+    def _members_of(
+        self, consumer: Consumer, packet: WaitingPacket, fetched: FetchedPacket
+    ) -> list[UnscoredTrajectory]:
+        """The usable members of a packet; all are unscorable if it cannot be read or is gone.
 
         It is gone when this process was held up beyond its lease and the group has ended meanwhile. Then somebody
         else has handed the entry off, and the hand-off of this process changes nothing.
         """
-        with suppress(UndecodableGroupError):
-            return list(fetch_payloads(self._run, references, self._columns))
-        payloads: list[Payload | None] = []
-        for reference in references:
-            try:
-                payloads += fetch_payloads(self._run, [reference], self._columns)
-            except UndecodableGroupError as error:
-                fields = self._log_fields("payload_unreadable", reference)
-                logger.warning("scorer %s: unscorable: %s", self._name, error, extra=fields)
-                payloads.append(None)
-        return payloads
+        positions = packet.usable
+        try:
+            if fetched.problem is not None:
+                raise WireError(fetched.problem)
+            payloads = payloads_of(packet.stored, fetched.columns, fetched.header)
+            sources = [payloads[position].header.data_source for position in positions]
+        except WireError as error:
+            fields = self._log_fields("payload_unreadable", packet.group_id)
+            logger.warning("scorer %s: unscorable: %s", self._name, error, extra=fields)
+            for position in positions:
+                packet.verdicts[position] = None
+        if packet.is_scored:
+            self._pass_on(consumer, packet)
+            return []
+        members = packet.stored.members
+        return [
+            UnscoredTrajectory(
+                packet, position, reference_of(packet.group_id, source, members, position), payloads[position]
+            )
+            for position, source in zip(positions, sources, strict=True)
+        ]
+
+    def _is_open(self, consumer: Consumer, packet: WaitingPacket) -> bool:
+        """Whether a score of the packet still counts. If not it is handed off as it came."""
+        if packet.is_handed_on:
+            return False
+        (is_open,) = are_open(self._run.shard(packet.entry.shard), [packet.entry])
+        if not is_open:
+            self._hand_off(consumer, [(packet, unchanged(packet.entry))])
+        return is_open
 
     def _score_together(
         self, consumer: Consumer, items: Sequence[UnscoredTrajectory], score: ScoreFunction
-    ) -> list[UnscoredTrajectory]:
-        """One call of the function for all. Returns those that have no score afterwards."""
+    ) -> None:
+        """One call of the function for all. Some may have no score afterwards."""
         try:
             answers = self._ask(items, score, consumer.stop)
         except ScoreError as error:
             text = "scorer %s failed on %d trajectories: %s"
             logger.warning(text, self._name, len(items), error, extra=self._log_fields("score_failed"))
-            return list(items)
-        records, failed = [], []
+            return
         for item, answer in zip(items, answers, strict=True):
-            try:
-                records.append(self._rewarded(item, answer))
-            except ScoreError:
-                failed.append(item)
-        self._hand_off(consumer, records)
-        return failed
+            with suppress(ScoreError):
+                item.packet.verdicts[item.position] = rewards_of(answer, self._name, item.reference)
+        scored = dict.fromkeys(item.packet for item in items if item.packet.is_scored)
+        self._hand_off(consumer, [(packet, packet.hand_off(self._next)) for packet in scored])
 
     def _score_alone(
         self, consumer: Consumer, item: UnscoredTrajectory, score: ScoreFunction
     ) -> list[Suspect]:
         """One try at one trajectory; with the last one it is unscorable."""
-        shard = self._run.shard(item.entry.shard)
+        shard, packet = self._run.shard(item.packet.entry.shard), item.packet
         tries = self._tries.count(shard, item)
         try:
             if tries > self._max_tries:
                 raise ScoreError("crash", "the process ended each time")
             (answer,) = self._ask([item], score, consumer.stop)
-            record = self._rewarded(item, answer)
+            packet.verdicts[item.position] = rewards_of(answer, self._name, item.reference)
         except ScoreError as error:
             if tries < self._max_tries:
                 delay = FIRST_DELAY_S * 2 ** (tries - 1) * random.uniform(0.5, 1)
-                return [Suspect(clock.now() + delay, item.entry)]
+                return [Suspect(clock.now() + delay, item)]
             metrics.unscorable(self._name, error.kind)
             text = "scorer %s: trajectory %s is unscorable after %d tries: %s"
-            fields = self._log_fields("trajectory_unscorable", item.reference)
+            fields = self._log_fields("trajectory_unscorable", packet.group_id)
             logger.warning(text, self._name, item.name, self._max_tries, error, extra=fields)
-            record = unscorable_record(item.entry)
-        self._hand_off(consumer, [record])
-        self._tries.forget(shard, item)
+            packet.verdicts[item.position] = None
+            packet.given_up.append(item)  # its tries still count if another member ends this process
+        else:
+            self._tries.forget(shard, item)
+        if packet.is_scored:
+            self._pass_on(consumer, packet)
         return []
+
+    def _pass_on(self, consumer: Consumer, packet: WaitingPacket) -> None:
+        """Hand a packet on all of whose members have their verdicts."""
+        self._hand_off(consumer, [(packet, packet.hand_off(self._next))])
 
     def _ask(
         self, items: Sequence[UnscoredTrajectory], score: ScoreFunction, stop: threading.Event
@@ -244,24 +271,19 @@ class Scorer:
         with metrics.timed(self._name, "score"):
             return ask(score, references, payloads, f"scorer {self._name}", self._timeout_s, stop)
 
-    def _rewarded(self, item: UnscoredTrajectory, answer: Any) -> HandOff:
-        """The record of a trajectory with its score filled in. Raises ScoreError if `answer` is none."""
-        rewards = rewards_of(answer, self._name, item.reference)
-        if rewards is None:
-            return unscorable_record(item.entry)
-        reward = sum(rewards.values(), item.reference.reward or 0.0)
-        rewards = {**item.reference.rewards, **rewards}
-        return scored_record(item.entry, replace(item.reference, reward=reward, rewards=rewards), self._next)
-
-    def _hand_off(self, consumer: Consumer, records: Sequence[HandOff]) -> None:
-        """Pass records of one shard on."""
-        if not records:
+    def _hand_off(self, consumer: Consumer, packets: Sequence[tuple[WaitingPacket, HandOff]]) -> None:
+        """Pass packets of one shard on."""
+        if not packets:
             return
-        passed = pass_on(self._run.shard(records[0].entry.shard), self._name, records)
+        shard = self._run.shard(packets[0][0].entry.shard)
+        passed = pass_on(shard, self._name, [hand_off for _, hand_off in packets])
         metrics.entries(self._name, "acked", passed)
-        metrics.entries(self._name, "duplicate", len(records) - passed)
-        consumer.done([record.entry for record in records])
+        metrics.entries(self._name, "duplicate", len(packets) - passed)
+        consumer.done([packet.entry for packet, _ in packets])
+        for packet, _ in packets:
+            packet.is_handed_on = True
+            for item in packet.given_up:
+                self._tries.forget(shard, item)
 
-    def _log_fields(self, event: str, reference: Reference | None = None) -> dict[str, object]:
-        group = None if reference is None else reference.group_id
-        return log_fields(event, run=self._run.name, role=self._name, group=group)
+    def _log_fields(self, event: str, group_id: str | None = None) -> dict[str, object]:
+        return log_fields(event, run=self._run.name, role=self._name, group=group_id)

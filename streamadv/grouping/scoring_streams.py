@@ -1,103 +1,177 @@
-"""The scorers' streams: which records still wait for a score, and the hand-off to the next scorer or the grouper."""
+"""The scorers' streams: packets that wait for scores, and their hand-off to the next scorer or the grouper."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
-from pydantic import ValidationError
+import numpy as np
 
-from ..messages import first_problem
+from ..errors import WireError
 from ..run import Run, Shard
 from ..run.consumer import Entry, entries_of
 from ..run.malformed import reject
-from ..run.records import RECORD_FIELDS, record_problem
-from ..trajectory.reference import REFERENCE, Reference
+from ..run.packets import PACKET_FIELDS, USABLE, MemberLine, packet_problem, parse_members
+from ..trajectory.members import HAS_REWARD, Members, decode_table, encode_table, members_problem
+from ..trajectory.packet import StoredPacket, member_line
+from ..trajectory.payload import Payload
+from ..trajectory.reference import Reference
 
-#: Records of ended groups that one look at a scorer's stream finds at most.
+#: Packets of ended groups that one look at a scorer's stream finds at most.
 LOOK_COUNT: Final = 64
 
 
 class HandOff(NamedTuple):
-    """A record on its way on: its entry, and its fields as they go to the scorer `target`, or None: to the grouper."""
+    """A packet on its way on: its entry, and its fields as they go to the scorer `target`, or None: to the grouper."""
 
     entry: Entry
     fields: Sequence[Any]
     target: str | None = None
 
 
-def unchanged_record(entry: Entry) -> HandOff:
-    """The record for the grouper, as it came: no score counts any more."""
-    return HandOff(entry, [entry.fields[name] for name in RECORD_FIELDS])
+@dataclass(slots=True, eq=False)
+class WaitingPacket:
+    """A packet in the stream of a scorer. It is handed on whole, once each usable member has its verdict."""
+
+    entry: Entry
+    lines: list[MemberLine]
+    stored: StoredPacket
+    verdicts: dict[int, Mapping[str, float] | None] = field(default_factory=dict)
+    """Of members, by position: rewards to add, by name, or None: unscorable."""
+    given_up: list[UnscoredTrajectory] = field(default_factory=list)  # after their last tries
+    is_handed_on: bool = False
+
+    @property
+    def group_id(self) -> str:
+        return self.entry.fields["group_id"].decode()
+
+    @property
+    def usable(self) -> list[int]:
+        """Positions of members that another scorer has not found unscorable."""
+        return [position for position, line in enumerate(self.lines) if line.kind == USABLE]
+
+    @property
+    def is_scored(self) -> bool:
+        return len(self.verdicts) == len(self.usable)
+
+    def hand_off(self, target: str | None) -> HandOff:
+        """The packet with its rewards, for the scorer `target` or None: for the grouper, also if all are unscorable."""
+        members = _with_rewards(self.stored.members, self.verdicts)
+        text = ""
+        for position, line in enumerate(self.lines):
+            has_reward = self.verdicts.get(position) is not None
+            kind = USABLE if has_reward else "unscorable"
+            reward = float(members.table["reward"][position]) if has_reward else None
+            text += member_line(line.index, kind, reward, line.role)
+        fields: dict[str, Any] = {
+            **self.entry.fields,
+            "members": text,
+            "table": encode_table(members, self.stored.columns),
+        }
+        is_over = all(rewards is None for rewards in self.verdicts.values())
+        return HandOff(self.entry, [fields[name] for name in PACKET_FIELDS], None if is_over else target)
 
 
-def unscorable_record(entry: Entry) -> HandOff:
-    """The record for the grouper, without a reward: the scorers that follow do not see it."""
-    fields: dict[str, Any] = {**entry.fields, "kind": "unscorable", "reward": ""}
-    return HandOff(entry, [fields[name] for name in RECORD_FIELDS])
+class UnscoredTrajectory(NamedTuple):
+    """A trajectory that waits for a score of this scorer."""
+
+    packet: WaitingPacket
+    position: int
+    """In the packet."""
+    reference: Reference
+    payload: Payload
+
+    @property
+    def name(self) -> str:
+        return f"{self.reference.group_id}/{self.reference.rollout_index}"
+
+    @property
+    def is_scored(self) -> bool:
+        return self.position in self.packet.verdicts
 
 
-def scored_record(entry: Entry, reference: Reference, target: str | None) -> HandOff:
-    """The record with the reward of `reference`, for the scorer `target`, or None: for the grouper."""
-    text = REFERENCE.dump_json(reference, exclude_defaults=True)
-    fields: dict[str, Any] = {**entry.fields, "reward": repr(reference.reward), "reference": text}
-    return HandOff(entry, [fields[name] for name in RECORD_FIELDS], target)
+def _with_rewards(members: Members, verdicts: Mapping[int, Mapping[str, float] | None]) -> Members:
+    """The members with the rewards of this scorer added."""
+    table = members.table.copy()
+    rewards = {name: values.copy() for name, values in members.rewards.items()}
+    for position, named in verdicts.items():
+        if named is None:
+            continue
+        before = float(table["reward"][position]) if table["flags"][position] & HAS_REWARD else 0.0
+        table["reward"][position] = sum(named.values(), before)
+        table["flags"][position] |= HAS_REWARD
+        for name, value in named.items():
+            rewards.setdefault(name, np.full(len(table), np.nan))[position] = value
+    return replace(members, table=table, rewards=rewards)
 
 
-def pass_on(shard: Shard, scorer: str, records: Sequence[HandOff]) -> int:
-    """Hand records of a scorer's stream off. Returns how many nobody else had handed off before."""
+def unchanged(entry: Entry) -> HandOff:
+    """The packet for the grouper, as it came: no score counts any more."""
+    return HandOff(entry, [entry.fields[name] for name in PACKET_FIELDS])
+
+
+def pass_on(shard: Shard, scorer: str, packets: Sequence[HandOff]) -> int:
+    """Hand packets of a scorer's stream off. Returns how many nobody else had handed off before."""
     passed = 0
-    for target in dict.fromkeys(record.target for record in records):
+    for target in dict.fromkeys(packet.target for packet in packets):
         args: list[Any] = [scorer, "1" if target is None else "0"]
-        for record in records:
-            if record.target == target:
-                args += [record.entry.id, *record.fields]
+        for packet in packets:
+            if packet.target == target:
+                args += [packet.entry.id, *packet.fields]
         next_stream = shard.keys.rollouts if target is None else shard.keys.scoring(target)
         passed += shard.call("scored", args, stream=shard.keys.scoring(scorer), target=next_stream)
     return passed
 
 
-def references_of(run: Run, shard: Shard, scorer: str, entries: Sequence[Entry]) -> dict[str, Reference]:
-    """The reference of each record, by entry id. Entries that are no record are removed as malformed, and left out."""
-    references = {}
+def packets_of(run: Run, shard: Shard, scorer: str, entries: Sequence[Entry]) -> list[WaitingPacket]:
+    """The packets of entries. Entries that are none are removed as malformed, and left out."""
+    packets = []
     for entry in entries:
-        problem = record_problem(run, shard.index, entry.fields)
+        problem = packet_problem(run, shard.index, entry.fields)
         if problem is None:
             try:
-                references[entry.id] = REFERENCE.validate_json(entry.fields["reference"])
-            except ValidationError as error:
-                problem = f"reference: {first_problem(error)}"
+                packets.append(_packet_of(entry))
+            except WireError as error:
+                problem = str(error)
         if problem is not None:
             reject(shard, shard.keys.scoring(scorer), entry.id, problem, entry.fields, stage=scorer)
-    return references
+    return packets
 
 
-def waits_for_score(shard: Shard, entries: Sequence[Entry]) -> list[bool]:
-    """Of records: whether a score would still count. Its group may have ended, or the record be unscorable."""
+def _packet_of(entry: Entry) -> WaitingPacket:
+    """Raises WireError for a member table that is not the one of its members."""
+    fields, lines = entry.fields, parse_members(entry.fields["members"])
+    members, columns = decode_table(fields["table"])
+    size = int(fields["bytes"])
+    problem = members_problem(members, size)
+    if problem is None and members.table["index"].tolist() != [line.index for line in lines]:
+        problem = "its members are not those of the packet"
+    if problem is not None:
+        raise WireError(f"member table: {problem}")
+    stored = StoredPacket(fields["payload"].decode(), size, int(fields["epoch"]), columns, members)
+    return WaitingPacket(entry, lines, stored)
+
+
+def are_open(shard: Shard, entries: Sequence[Entry]) -> list[bool]:
+    """Of packets: whether their group is open, so that a score would still count."""
     pipe = shard.connection.scripts.pipeline(transaction=False)
     for entry in entries:
         pipe.exists(shard.keys.group(entry.fields["group_id"].decode()))
-    return [
-        bool(is_open) and entry.fields["kind"] == b"usable"
-        for entry, is_open in zip(entries, pipe.execute() if entries else (), strict=True)
-    ]
+    return [bool(is_open) for is_open in (pipe.execute() if entries else ())]
 
 
 def pass_on_ended(run: Run, shard: Shard) -> int:
     """Send what waits for a scorer although its group has ended to the grouper: no scorer may run that would do so.
 
-    Looks at a page of each scorer's stream. Returns how many were sent.
+    Looks at a page of each scorer's stream. Returns how many packets were sent.
     """
     passed = 0
     for scorer in run.manifest.scorers:
         reply: Any = shard.connection.scripts.xrange(shard.keys.scoring(scorer), "-", "+", LOOK_COUNT)
         entries = entries_of(shard.index, reply)
-        records = [entry for entry in entries if record_problem(run, shard.index, entry.fields) is None]
-        waits = waits_for_score(shard, records)
-        ended = [
-            unchanged_record(entry)
-            for entry, is_waiting in zip(records, waits, strict=True)
-            if not is_waiting
-        ]
+        packets = [entry for entry in entries if packet_problem(run, shard.index, entry.fields) is None]
+        states = are_open(shard, packets)
+        ended = [unchanged(entry) for entry, is_open in zip(packets, states, strict=True) if not is_open]
         passed += pass_on(shard, scorer, ended)
     return passed

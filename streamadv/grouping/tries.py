@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..run import Shard
-from ..run.consumer import Entry
 from ..store.replies import as_count
-from ..trajectory.payload import Payload
-from ..trajectory.reference import Reference
-
-
-class UnscoredTrajectory(NamedTuple):
-    """A trajectory that waits for a score of this scorer."""
-
-    entry: Entry
-    reference: Reference
-    payload: Payload
-
-    @property
-    def name(self) -> str:
-        return f"{self.reference.group_id}/{self.reference.rollout_index}"
+from .scoring_streams import UnscoredTrajectory
 
 
 class Tries:

@@ -5,6 +5,7 @@ Plain commands: a user who may only look has no right to run scripts.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from .shard import streams_of
 CONSUMER_TIMEOUT_S: Final = 30.0
 #: Open groups that are looked at in all shards together: those that are due first.
 OPEN_LOOKED_AT: Final = 256
-GROUP_FIELDS: Final = ("opened_ms", "size", "slots", "usable", "unscored", "unusable")
+GROUP_FIELDS: Final = ("opened_ms", "size", "slots")
+#: The slot map of an open group, see `lua/lib/group.lua`.
+SLOT_MAP: Final = re.compile(rb"[.pusx]*")
 #: Groups at the head of each shard's log whose staleness is read.
 LOG_LOOKED_AT: Final = 64
 
@@ -107,9 +110,10 @@ def _read_lack(run: Run, open_groups: Sequence[tuple[ShardKeys, list[bytes]]], n
             pipe.hmget(keys.group("").encode() + group_id, GROUP_FIELDS)
     total = Counter[str]()
     opened = []
-    for opened_ms, size, slots, usable, unscored, unusable in _numbers(replies_of(pipe)):
-        missing = max(0, min(slots - usable - unscored - unusable, size - usable - unscored))
-        total.update(groups=1, slots=slots, rollouts=missing, scores=unscored)
+    for opened_ms, size, slots in _groups_in(replies_of(pipe)):
+        unscored, usable = slots.count(b"s"), slots.count(b"u")
+        missing = max(0, min(slots.count(b".") + slots.count(b"p"), size - usable - unscored))
+        total.update(groups=1, slots=len(slots), rollouts=missing, scores=unscored)
         total.update(without_rollouts=int(missing > 0), without_scores=int(unscored > 0))
         opened.append(opened_ms)
     return Lack(
@@ -123,8 +127,10 @@ def _read_lack(run: Run, open_groups: Sequence[tuple[ShardKeys, list[bytes]]], n
     )
 
 
-def _numbers(rows: Sequence[Any]) -> Iterator[list[int]]:
+def _groups_in(rows: Sequence[Any]) -> Iterator[tuple[int, int, bytes]]:
+    """opened_ms, size and slot map. Of what foreign data has overwritten nothing is told: the grouper ends it."""
     for row in rows:
-        numbers = [as_whole(value or b"0") for value in row or ()]
-        if numbers and None not in numbers:  # else foreign data overwrote the group: the grouper ends it
-            yield [number or 0 for number in numbers]
+        opened_ms, size, slots = row or (None, None, None)
+        numbers = [as_whole(value or b"0") for value in (opened_ms, size)]
+        if None not in numbers and SLOT_MAP.fullmatch(slots or b""):
+            yield numbers[0] or 0, numbers[1] or 0, slots or b""

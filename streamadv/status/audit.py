@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,12 +29,10 @@ class StoredData:
     dead: dict[str, int] = field(default_factory=dict)  # key -> bytes, of payloads of dead letters
     open_groups: list[str] = field(default_factory=list)
     dead_groups: list[str] = field(default_factory=list)
-    rollouts: int = 0
+    rollouts: int = 0  # trajectories of the packets in the stream
     scoring: int = 0
     open: int = 0
-    unfilled: Counter[str] = field(
-        default_factory=Counter
-    )  # bytes a slot began with -> slots without a record
+    unfilled: Counter[str] = field(default_factory=Counter)  # bytes a slot began with -> free slots
     abandoned: int = 0  # open groups
     grouped: int = 0  # trajectories in the groups log, of groups in no batch
     in_flight: int = 0  # the same, of groups that a batch owns
@@ -62,32 +60,35 @@ def walk(run: Run, keys: ShardKeys) -> StoredData:
 
 def _walk_streams(run: Run, keys: ShardKeys, stored: StoredData) -> None:
     for fields in _entries(run, keys.rollouts):
-        stored.rollouts += 1
-        _add(stored.payloads, fields.get(b"key", b""), fields.get(b"bytes", b""))
+        stored.rollouts += _add_packet(stored, fields)
     for scorer in run.manifest.scorers:
         for fields in _entries(run, keys.scoring(scorer)):
-            stored.scoring += 1
-            _add(stored.payloads, fields.get(b"key", b""), fields.get(b"bytes", b""))
+            stored.scoring += _add_packet(stored, fields)
     for fields in _entries(run, keys.results):
         _add(stored.outputs, fields.get(b"output", b""), fields.get(b"output_bytes", b""))
 
 
+def _add_packet(stored: StoredData, fields: Mapping[bytes, bytes]) -> int:
+    """Note the payload of a stream entry. Returns its number of trajectories."""
+    _add(stored.payloads, fields.get(b"payload", b""), fields.get(b"bytes", b""))
+    return fields.get(b"members", b"").count(b"\n")
+
+
 def _walk_open_groups(run: Run, keys: ShardKeys, stored: StoredData) -> None:
     open_groups = run.connection.scripts.zscan_iter(keys.open, count=PAGE)
+    prefix = keys.payload("").encode()
     for group_id in _ids(stored, "open", open_groups):
         stored.open_groups.append(group_id)
         group = _hash(run, keys.group(group_id))
         stored.abandoned += group.get(b"abandoned") == b"1"
-        filled = sum(name.isdigit() for name in group)
-        if unfilled := as_count(group.get(b"slots", b"")) - filled:
+        slots = group.get(b"slots", b"")
+        stored.open += slots.count(b"u") + slots.count(b"s")
+        if b"." in slots:
             slot_bytes = group.get(b"slot_bytes", b"").decode(errors="backslashreplace")
-            stored.unfilled[slot_bytes] += unfilled
-        for name, record in group.items():
-            parts = record.split(b" ", 5)
-            if re.fullmatch(rb"[0-9]{1,4}", name) and parts[0] == b"u" and len(parts) == 6:
-                _, _, size, key, *_ = parts
-                stored.open += 1
-                _add(stored.payloads, key, size)
+            stored.unfilled[slot_bytes] += slots.count(b".")
+        for name, packet in group.items():
+            if name.startswith(prefix):
+                _add(stored.payloads, name, packet.partition(b" ")[0])
 
 
 def _walk_groups_log(run: Run, keys: ShardKeys, stored: StoredData) -> None:
@@ -96,9 +97,9 @@ def _walk_groups_log(run: Run, keys: ShardKeys, stored: StoredData) -> None:
         after = groups[-1].entry
         for group in groups:
             if group.entry.encode() in owners:
-                stored.in_flight += len(group.payloads)
+                stored.in_flight += group.count
             else:
-                stored.grouped += len(group.payloads)
+                stored.grouped += group.count
             stored.payloads.update(group.payloads)
 
 
@@ -108,7 +109,7 @@ def _walk_dead_letters(run: Run, keys: ShardKeys, stored: StoredData) -> None:
         stored.dead_groups.append(group_id)
         letter = _hash(run, keys.dead_group(group_id))
         for item in [] if b"emptied" in letter else letter.get(b"log:payloads", b"").split(b"\n"):
-            key, _, size = item.rpartition(b" ")
+            key, size, *_ = [*item.split(b" "), b"", b""]
             _add(stored.dead, key, size)
 
 

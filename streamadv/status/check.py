@@ -26,14 +26,17 @@ def _sums(shard: ShardState) -> Iterator[str]:
 def _structures(shard: ShardState) -> Iterator[str]:
     scoring = sum(stream.length for name, stream in shard.streams.items() if name.startswith("scoring:"))
     for counter, length, what in (
-        ("rollouts", shard.streams["rollouts"].length, "entries in the rollouts stream"),
-        ("scoring", scoring, "entries in the scorers' streams"),
+        ("rollouts_packets", shard.streams["rollouts"].length, "entries in the rollouts stream"),
+        ("scoring_packets", scoring, "entries in the scorers' streams"),
         ("groups_open", shard.groups_open, "open groups"),
         ("groups_logged", shard.groups_logged, "entries in the groups log"),
         ("in_flight", shard.in_flight, "trajectories of named batches"),
     ):
         if shard.count(counter) != length:
             yield f"ledger {counter} is {shard.count(counter)}, there are {length} {what}"
+    for name in ("rollouts", "scoring"):
+        if bool(shard.count(name)) != bool(shard.count(f"{name}_packets")):
+            yield f"ledger {name} is {shard.count(name)}, in {shard.count(f'{name}_packets')} packets"
     of_open_groups = shard.count("open") or shard.reservation.total_bytes or shard.count("groups_abandoned")
     if of_open_groups and not shard.groups_open:
         yield "no group is open, but open trajectories, reserved bytes or abandoned groups are counted"

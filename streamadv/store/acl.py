@@ -43,7 +43,7 @@ PRODUCER: Final = Role(
         "manifest_void runs_void": "del",
         "runs": "hsetnx",
         "void": "del unlink",
-        "group": "hdel hget hincrby hmget hset hsetnx",
+        "group": "hget hmget hset hsetnx",
         "open": "zadd zcard zscore",
         "groups": "xlen",
         "ended ended_before": "hget hset",

@@ -1,6 +1,6 @@
 -- Admit and open a group before its rollouts are played.
 -- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes
--- ARGV  those of an admission, see lib/admit; nonce of this call, under which the group knows who has its tickets
+-- ARGV  the group, its limits (see lib/admit); nonce of this call, under which the group knows who has its tickets
 -- Returns  {'ok' | 'open', epoch, version or '', slots}   opened, or open already
 --          {'ended', letter}                       it has ended
 --          {'busy', reason, used, limit ...}       not admitted now
@@ -8,24 +8,26 @@
 --          {'layout'}                              the run may have another number of shards: read the manifest again
 --          {'broken'}                              its hash is not what the scripts wrote
 -- include clock
+-- include count
 -- include sizes
 -- include pacing
+-- include group
 -- include admit
--- include play
 -- include ended
--- include holders
 -- include enter
-local spec, nonce = admission_of(ARGV), ARGV[ADMISSION_ARGS + 1]
+local spec, limits, nonce = spec_of(ARGV, 1), limits_of(ARGV, SPEC_ARGS + 1), ARGV[SPEC_ARGS + LIMITS_ARGS + 1]
 
-local tombstone = find_ended(spec.id)
+local group = load_group(spec.id, keys.group)
+local tombstone = group.state == 'none' and find_ended(spec.id)
 if tombstone then return {'ended', string.sub(tombstone, 1, 1)} end
-local _, opened, refused = enter(spec, nonce)
+local is_opened, refused = enter(group, spec, limits, nonce)
 if refused then return refused end
-local group = redis.call('HMGET', keys.group, 'epoch', 'version', 'slots', 'holders')
-local holders = group[4]
-if opened then
-  redis.call('HSET', keys.group, 'holders', nonce)
-elseif holders and #holders < MAX_HOLDERS and not string.find(holders, nonce, 1, true) then
-  redis.call('HSET', keys.group, 'holders', holders .. ' ' .. nonce)
+if is_opened then
+  change(group, 'holders', nonce)
+elseif group.holders and #group.holders < MAX_HOLDERS and not string.find(group.holders, nonce, 1, true) then
+  change(group, 'holders', group.holders .. ' ' .. nonce)
 end
-return {opened and 'ok' or 'open', group[1], group[2], group[3]}
+save_group(group)
+write_counts()
+write_sizes()
+return {is_opened and 'ok' or 'open', group.epoch, group.version, #group.slots}

@@ -1,45 +1,67 @@
 -- Cancel slots of an open group: the highest of those allowed that nobody has ended. The same call sent again, under its
 -- nonce, cancels no more.
 -- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes, rollouts
--- ARGV  those of an admission, see lib/admit; nonce of this call, how many slots, for each slot from 0 on '1' if it may be
+-- ARGV  the group, its limits (see lib/admit); nonce of this call, how many slots, for each slot from 0 on '1' if it may be
 --       cancelled, else '0'
 -- Returns  {'ok', index of each slot cancelled ...}   fewer than wanted: no more of those allowed are free
 --          {'ended', 'surplus' | 'late'}   the group had ended: nothing changes
 --          {'busy', reason, used, limit ...}, {'mismatch', size}, {'layout'} or {'broken'}, as of `push`
 -- include clock
+-- include count
 -- include sizes
 -- include pacing
+-- include group
 -- include admit
--- include play
 -- include ended
--- include holders
 -- include enter
--- include arrive
-local spec = admission_of(ARGV)
-local field, wanted, allowed = 'cancel:' .. ARGV[ADMISSION_ARGS + 1], tonumber(ARGV[ADMISSION_ARGS + 2]), ARGV[ADMISSION_ARGS + 3]
+-- include append
+local PACKET_MEMBERS = 64
+local spec, limits, at = spec_of(ARGV, 1), limits_of(ARGV, SPEC_ARGS + 1), SPEC_ARGS + LIMITS_ARGS + 1
+local field, wanted, allowed = 'cancel:' .. ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
 
-local tombstone = find_ended(spec.id)
+local group = load_group(spec.id, keys.group)
+local tombstone = group.state == 'none' and find_ended(spec.id)
 if tombstone then return {'ended', after_end(tombstone)} end
-local slots, _, refused = enter(spec, '-')
+local _, refused = enter(group, spec, limits, '-')
 if refused then return refused end
 
-local cancelled, before = {}, 0
+-- Append a packet of cancelled slots. Returns whether the stream takes entries.
+local function cancel(members)
+  local lines = {}
+  for i, member in ipairs(members) do lines[i] = member.index .. ' cancelled - train\n' end
+  local packet = {key = '', bytes = '0', epoch = '0', text = table.concat(lines), table = '', members = members}
+  if not append(group.id, packet, keys.rollouts, 'rollouts') then return false end
+  group.slots = with_letters(group.slots, 1, members, 'p')
+  reserve(group.slot_bytes, -#members)
+  return true
+end
+
+local cancelled, members = {}, {}
 for index in string.gmatch(redis.call('HGET', keys.group, field) or '', '%d+') do
   cancelled[#cancelled + 1] = index
 end
-before = #cancelled
-local index, stream_ended = math.min(#allowed, slots), false
-while #cancelled < wanted and index > 0 and not stream_ended do
+local before, index = #cancelled, math.min(#allowed, #group.slots)
+local has_ended = false
+while before + #members < wanted and index > 0 do
   index = index - 1
-  if string.sub(allowed, index + 1, index + 1) == '1' and redis.call('HSETNX', keys.group, index, 'p') == 1 then
-    stream_ended = redis.pcall('XADD', keys.rollouts, '*', 'group_id', spec.id, 'index', index, 'kind', 'cancelled',
-      'reward', '', 'bytes', '0', 'key', '', 'role', 'train', 'reference', '').err ~= nil
-    if stream_ended then redis.call('HDEL', keys.group, index) else cancelled[#cancelled + 1] = tostring(index) end
+  if string.sub(allowed, index + 1, index + 1) == '1' and string.sub(group.slots, index + 1, index + 1) == '.' then
+    table.insert(members, 1, {index = index})
+  end
+end
+for first = 1, #members, PACKET_MEMBERS do
+  local part = {unpack(members, first, math.min(#members, first + PACKET_MEMBERS - 1))}
+  has_ended = has_ended or not cancel(part)
+  if not has_ended then
+    for i = #part, 1, -1 do table.insert(cancelled, tostring(part[i].index)) end
   end
 end
 if #cancelled > before then
-  redis.call('HSET', keys.group, field, table.concat(cancelled, ' '))
-  arrive({rollouts = #cancelled - before, scoring = 0, bytes = 0, sizes = {}}, spec.producer)
+  play(group, limits.producer)
+  change(group, 'slots', group.slots)
+  change(group, field, table.concat(cancelled, ' '))
 end
-if stream_ended then return redis.error_reply('STREAMEND no more entries fit into its stream') end
+save_group(group)
+write_counts()
+write_sizes()
+if has_ended then return redis.error_reply('STREAMEND no more entries fit into its stream') end
 return {'ok', unpack(cancelled)}

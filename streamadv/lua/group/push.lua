@@ -1,97 +1,154 @@
--- Register terminal records of one group: the only place of dedupe. Runs in one MULTI after the HSETs of the payloads,
--- each with a time to live: one that is registered keeps for ever, and one whose script a server does not know, as
--- after a failover, goes by itself. The payload of a record that is not registered is unlinked, so none stays without a
--- reference.
--- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes, rollouts, scorer: scoring | void,
---       payloads: payload | void ...
--- ARGV  those of an admission, see lib/admit; '1' if the run has scorers, then for each record: index, kind, reward
---       ('' = none yet), bytes, payload key, role, reference JSON
---       kind is 'usable', or the reason the slot ended: failed, aborted, cancelled, unscorable
--- Returns  {'ok', code of each record ...}  'pushed', 'duplicate', 'surplus' or 'late' (the group had ended), 'range' (no
---                                           such slot), 'lost' (its payload is gone: send it again under a new key)
---          {'busy', reason, used, limit ...}   the group was unknown and is not admitted now
---          {'mismatch', size}               open with another size
---          {'layout'}                       the run may have another number of shards: read the manifest again
---          {'broken'}                       its hash is not what the scripts wrote
+-- Register packets: the only place of dedupe. Runs in one MULTI after the HSET and PEXPIRE of the payloads; a payload
+-- that is not registered is unlinked here, and one that this script never sees ends by its time to live.
+-- KEYS  open, groups, ended, ended_before, ledger, trainer, sizes, rollouts, scorer: scoring | void,
+--       group_hashes: group ..., (payloads: payload ...)
+-- ARGV  limits (see lib/admit), '1' if the run has scorers, number of groups, then for each group: the group (see
+--       lib/admit), fencing epoch of its ticket, number of packets, for each packet: payload key or '', bytes of the
+--       payload, members (see lib/members), member table
+-- Returns  for each group one of
+--   {'ok', code of each member of all its packets ...}
+--       'pushed', 'duplicate', 'surplus' or 'late' (the group had ended), 'range' (no such slot),
+--       'again' (its packet is refused whole because another member is a duplicate or out of range; this one is new),
+--       'lost' (the payload had outlived its time: the packet is refused whole)
+--   {'busy', reason, used, limit ...}   the group was unknown and is not admitted now
+--   {'mismatch', size}               open with another size
+--   {'layout'}                       the run may have another number of shards: read the manifest again
+--   {'broken'}                       its hash is not what the scripts wrote
+--          or the error STREAMEND: a stream takes no more entries; packets before are registered
 -- include clock
+-- include count
 -- include sizes
 -- include pacing
+-- include members
+-- include group
 -- include admit
--- include play
 -- include ended
--- include holders
 -- include enter
--- include arrive
-local spec, scored_later = admission_of(ARGV), ARGV[ADMISSION_ARGS + 1] == '1'
-local first_record, width = ADMISSION_ARGS + 2, 7
-local records = (#ARGV - first_record + 1) / width
+-- include append
+local has_ended = false  -- whether a stream takes no more entries
+local limits, has_scorers, groups = limits_of(ARGV, 1), ARGV[LIMITS_ARGS + 1] == '1', tonumber(ARGV[LIMITS_ARGS + 2])
 
-local function unlink_from(first)
-  for i = first, records - 1 do redis.call('UNLINK', keys.payloads[i + 1]) end
+local function unlink(packet)
+  if packet.key ~= '' then redis.call('UNLINK', packet.key) end
 end
 
-local tombstone, tombstones = find_ended(spec.id)
-local slots, _, refused = tombstone and #tombstone - 1 or nil
-if not tombstone then slots, _, refused = enter(spec, '-') end
-if refused then
-  unlink_from(0)
+-- The members of a packet; those of one that no producer sends have no slots.
+local function members_to_push(packet)
+  return members_of(packet.text) or {}
+end
+
+local function refuse(packet, code, codes)
+  unlink(packet)
+  for i = 1, #packet.members do codes[#codes + 1] = code end
+end
+
+-- Refuse a packet of which some members are duplicates or out of range: it stays whole, or a part of its payload would
+-- belong to nobody.
+local function refuse_in_part(packet, slots, codes)
+  unlink(packet)
+  for _, member in ipairs(packet.members) do
+    local code = 'again'
+    if member.index >= #slots then
+      code = 'range'
+    elseif string.sub(slots, member.index + 1, member.index + 1) ~= '.' then
+      code = 'duplicate'
+      count('duplicates', 1)
+    end
+    codes[#codes + 1] = code
+  end
+end
+
+local function are_free(members, slots)
+  for _, member in ipairs(members) do
+    if string.byte(slots, member.index + 1) ~= 46 then return false end
+  end
+  return #members > 0
+end
+
+-- Append a packet to the first scorer's stream if it waits for rewards and the run has scorers.
+local function append_packet(group, packet)
+  if has_scorers and string.find(packet.text, '^%d+ usable %- ') then
+    return append(group.id, packet, keys.scorer, 'scoring')
+  end
+  return append(group.id, packet, keys.rollouts, 'rollouts')
+end
+
+-- Register a packet of an open group. Returns whether it was.
+local function register(group, packet, codes)
+  if not are_free(packet.members, group.slots) then
+    refuse_in_part(packet, group.slots, codes)
+  elseif packet.key ~= '' and redis.call('PERSIST', packet.key) == 0 then
+    refuse(packet, 'lost', codes)
+  elseif has_ended or not append_packet(group, packet) then
+    has_ended = true
+    unlink(packet)
+  else
+    group.slots = with_letters(group.slots, 1, packet.members, 'p')
+    reserve(group.slot_bytes, -#packet.members)
+    for i = 1, #packet.members do codes[#codes + 1] = 'pushed' end
+    return true
+  end
+  return false
+end
+
+-- Register packets of an open group. Returns the group's reply.
+local function push_open(group, packets)
+  local codes, has_pushed = {'ok'}, false
+  for _, packet in ipairs(packets) do has_pushed = register(group, packet, codes) or has_pushed end
+  if has_pushed then
+    play(group, limits.producer)
+    change(group, 'slots', group.slots)
+  end
+  save_group(group)
+  return codes
+end
+
+-- Packets of a group that has ended: every new member is dropped.
+local function push_late(id, packets, tombstone, tombstones)
+  local codes, late = {'ok'}, after_end(tombstone)
+  for _, packet in ipairs(packets) do
+    unlink(packet)
+    for _, member in ipairs(packet.members) do
+      local digit, code = slot_digit(tombstone, member.index), 'duplicate'
+      if digit == '' then
+        code = 'range'
+      elseif digit == '0' then
+        code, tombstone = late, with_letters(tombstone, 2, {member}, '1')
+        count('pushed', 1)
+        count('dropped:' .. (member.kind == 'usable' and late or member.kind), 1)
+      else
+        count('duplicates', 1)
+      end
+      codes[#codes + 1] = code
+    end
+  end
+  redis.call('HSET', tombstones, id, tombstone)
+  return codes
+end
+
+local function push(spec, hash, packets)
+  local group = load_group(spec.id, hash)
+  local tombstone, tombstones
+  if group.state == 'none' then tombstone, tombstones = find_ended(spec.id) end
+  if tombstone then return push_late(spec.id, packets, tombstone, tombstones) end
+  local _, refused = enter(group, spec, limits, '-')
+  if not refused then return push_open(group, packets) end
+  for _, packet in ipairs(packets) do unlink(packet) end
   return refused
 end
 
--- Take a slot. Returns whether it was free.
-local function take(index)
-  if not tombstone then return redis.call('HSETNX', keys.group, index, 'p') == 1 end
-  if slot_digit(tombstone, index) ~= '0' then return false end
-  tombstone = end_slot(tombstones, spec.id, tombstone, index)
-  return true
-end
-
-local arrived = {rollouts = 0, scoring = 0, bytes = 0, sizes = {}}
-
--- Append the record that begins at ARGV[at]. Returns whether its stream takes entries.
-local function append(at)
-  local bytes = tonumber(ARGV[at + 3])
-  local to_scorer = scored_later and ARGV[at + 1] == 'usable' and ARGV[at + 2] == ''
-  local id = redis.pcall('XADD', to_scorer and keys.scorer or keys.rollouts, '*', 'group_id', spec.id, 'index', ARGV[at],
-    'kind', ARGV[at + 1], 'reward', ARGV[at + 2], 'bytes', ARGV[at + 3], 'key', ARGV[at + 4], 'role', ARGV[at + 5],
-    'reference', ARGV[at + 6])
-  if id.err then return false end
-  local stream = to_scorer and 'scoring' or 'rollouts'
-  arrived[stream] = arrived[stream] + 1
-  arrived.bytes = arrived.bytes + bytes
-  if bytes > 0 then arrived.sizes[#arrived.sizes + 1] = bytes end
-  return true
-end
-
-local codes, duplicates, dropped, stream_ended = {'ok'}, 0, {}, false
-for i = 0, records - 1 do
-  local at = first_record + i * width
-  local index, kind, code = tonumber(ARGV[at]), ARGV[at + 1], 'pushed'
-  if index >= slots then
-    code = 'range'
-  elseif tonumber(ARGV[at + 3]) > 0 and redis.call('PERSIST', keys.payloads[i + 1]) == 0 then
-    code = 'lost'
-  elseif not take(index) then
-    code, duplicates = 'duplicate', duplicates + 1
-  elseif tombstone then
-    code = after_end(tombstone)
-    local reason = kind == 'usable' and code or kind
-    dropped[reason] = (dropped[reason] or 0) + 1
-  elseif not append(at) then  -- it has had its last possible id: nothing of this record stays, and none that follow come
-    redis.call('HDEL', keys.group, index)
-    unlink_from(i)
-    stream_ended = true
-    break
+local replies, at = {}, LIMITS_ARGS + 3
+for i = 1, groups do
+  local spec, epoch, count_packets, packets = spec_of(ARGV, at), ARGV[at + SPEC_ARGS], tonumber(ARGV[at + SPEC_ARGS + 1]), {}
+  at = at + SPEC_ARGS + 2
+  for j = 1, count_packets do
+    local packet = {key = ARGV[at], bytes = ARGV[at + 1], epoch = epoch, text = ARGV[at + 2], table = ARGV[at + 3]}
+    packet.members = members_to_push(packet)
+    packets[j], at = packet, at + 4
   end
-  if code ~= 'pushed' then redis.call('UNLINK', keys.payloads[i + 1]) end
-  codes[#codes + 1] = code
+  replies[i] = push(spec, keys.group_hashes[i], packets)
 end
-
-arrive(arrived, spec.producer)
-if duplicates > 0 then redis.pcall('HINCRBY', keys.ledger, 'duplicates', duplicates) end
-for reason, count in pairs(dropped) do
-  redis.pcall('HINCRBY', keys.ledger, 'pushed', count)
-  redis.call('HINCRBY', keys.ledger, 'dropped:' .. reason, count)
-end
-if stream_ended then return redis.error_reply('STREAMEND no more entries fit into its stream') end
-return codes
+write_counts()
+write_sizes()
+if has_ended then return redis.error_reply('STREAMEND no more entries fit into its stream') end
+return replies

@@ -1,134 +1,149 @@
--- The grouper's hand-off: move records from the rollouts stream into their groups, and end the groups that then have
+-- The grouper's hand-off: move packets from the rollouts stream into their groups, and end the groups that then have
 -- all they need.
 -- KEYS  void, rollouts, open, groups, ended, ended_before, ledger, garbage, malformed, sizes,
 --       group_hashes: group ..., (payloads: payload ...)
 -- ARGV  consumer group, those of a policy (lib/complete), then for each entry: entry id, position of its group's hash in
---       the list, group id, index, kind, reward, bytes, payload key, role, reference JSON
+--       the list, group id, payload key or '', bytes, fencing epoch, members, member table
 -- Returns  {entries taken, outcome and data source of each group that has ended ...}
--- An entry that somebody else has finished (XACK 0) is skipped. A record that no slot waits for, or whose payload does
--- not exist, is removed as malformed.
+-- An entry that somebody else has finished (XACK 0) is skipped. A member that no slot waits for is malformed and does not
+-- count; so is every member of a packet whose payload does not exist.
+-- include count
+-- include sizes
+-- include members
+-- include group
 -- include ended
 -- include malformed
--- include sizes
 -- include complete
 -- include broken
+local PACKET_ARGS = 8
 local policy = policy_of(ARGV, 2)
-local registered = 0  -- records that a slot waited for: those that the push script has counted
+local has_refused = false
 
-local function record_at(at)
-  return {entry = ARGV[at], group_hash = keys.group_hashes[tonumber(ARGV[at + 1])], group_id = ARGV[at + 2], slot = ARGV[at + 3],
-    kind = ARGV[at + 4], reward = ARGV[at + 5], bytes = ARGV[at + 6], payload = ARGV[at + 7], role = ARGV[at + 8],
-    reference = ARGV[at + 9]}
+local function packet_at(at)
+  return {entry = ARGV[at], group_hash = keys.group_hashes[tonumber(ARGV[at + 1])], group_id = ARGV[at + 2],
+    key = ARGV[at + 3], bytes = ARGV[at + 4], epoch = ARGV[at + 5], text = ARGV[at + 6], table = ARGV[at + 7],
+    members = members_of(ARGV[at + 6]) or {}}
 end
 
-local function refuse(record, problem)
-  local detail = 'slot ' .. record.slot .. ' of group ' .. record.group_id .. ' ' .. problem
-  note_malformed('rollouts', record.entry, detail, record.reference)
+local function refuse(packet, problem)
+  has_refused = true
+  note_malformed('rollouts', packet.entry, 'group ' .. packet.group_id .. ': ' .. problem, packet.text)
 end
 
-local function drop(record, reason)
-  redis.pcall('HINCRBY', keys.ledger, 'dropped:' .. reason, 1)
-  if record.bytes ~= '0' then redis.call('RPUSH', keys.garbage, record.payload .. ' ' .. record.bytes) end
-end
-
--- A record whose group is not open.
-local function take_late(record)
-  local tombstone, key = find_ended(record.group_id)
-  if tombstone then
-    if slot_digit(tombstone, record.slot) ~= '2' then return refuse(record, 'waits for no record') end
-    end_slot(key, record.group_id, tombstone, record.slot)
+-- The members that slots wait for, those that the push script has counted: `letters` is a slot map or a tombstone in
+-- which `letter` at `offset` + index says so.
+local function waiting_members(packet, letters, offset, letter)
+  local members, others = {}, {}
+  for _, member in ipairs(packet.members) do
+    local position = offset + member.index
+    local list = string.sub(letters, position, position) == letter and members or others
+    list[#list + 1] = list == members and member or member.index
   end
-  registered = registered + 1
-  local late = tombstone and after_end(tombstone) or 'late'
-  drop(record, record.kind == 'usable' and late or record.kind)
+  if #others > 0 then refuse(packet, 'no packet is waited for by slot ' .. table.concat(others, ', ')) end
+  count('rollouts', -#members)
+  return members
 end
 
--- The reward of a record ('-' = it has none yet), and the reason for which its slot ends unused, if any.
-local function judge(record, counts)
-  if record.kind ~= 'usable' then return '-', record.kind end
-  if is_complete(counts) then return '-', 'surplus' end  -- an earlier record of this call was the last one needed
-  if record.reward ~= '' then return record.reward end
-  local reward = redis.call('HGET', keys.group, 'score_value:' .. record.slot) or '-'
-  return reward, reward == 'x' and 'unscorable' or nil
+-- A packet whose group is not open.
+local function take_late(packet)
+  local tombstone, tombstones = find_ended(packet.group_id)
+  local members, late = packet.members, tombstone and after_end(tombstone) or 'late'
+  if tombstone then
+    members = waiting_members(packet, tombstone, 2, '2')
+    redis.call('HSET', tombstones, packet.group_id, with_letters(tombstone, 2, members, '1'))
+  else
+    count('rollouts', -#members)
+  end
+  for _, member in ipairs(members) do count('dropped:' .. (member.kind == 'usable' and late or member.kind), 1) end
+  if #members > 0 then discard(packet) end
 end
 
--- Fill the slots of an open group in order of arrival. Returns the outcome and the data source if the group has ended.
-local function take_open(records, counts)
-  local slots, waits, fields, overruled = {}, {}, {}, {}
-  for i, record in ipairs(records) do slots[i] = record.slot end
-  for i, text in ipairs(redis.call('HMGET', keys.group, unpack(slots))) do waits[slots[i]] = text == 'p' end
-  local usable, unusable, unscored = counts.usable, counts.unusable, 0
-  for _, record in ipairs(records) do
-    if not waits[record.slot] then
-      refuse(record, 'waits for no record')
+-- How the slot of a member ends: its letter in the slot map, and why it is dropped if it is.
+local function judge(group, member)
+  if member.kind ~= 'usable' then return 'x', member.kind end
+  if is_complete(group) then return 'x', 'surplus' end  -- an earlier member of this call was the last one needed
+  if member.reward ~= '-' then return 'u' end
+  local reward = redis.call('HGET', group.hash, 'score_value:' .. member.index)
+  if not reward then return 's' end
+  group.has_fields = true
+  if reward == 'x' then return 'x', 'unscorable' end
+  return 'u'
+end
+
+-- Put a packet into an open group.
+local function take_packet(group, packet)
+  local members, counted = waiting_members(packet, group.slots, 1, 'p'), 0
+  for _, member in ipairs(members) do
+    local letter, reason = judge(group, member)
+    member.letter, member.counts = letter, letter ~= 'x'
+    if letter == 'u' then group.usable = group.usable + 1 end
+    if letter == 'x' then
+      group.unusable = group.unusable + 1
+      count('dropped:' .. reason, 1)
     else
-      waits[record.slot] = false
-      local reward, unused_for = judge(record, counts)
-      fields[#fields + 1] = record.slot
-      if unused_for then
-        fields[#fields + 1] = 'x'
-        counts.unusable = counts.unusable + 1
-        drop(record, unused_for)
-      else
-        fields[#fields + 1] = member_text(reward, record.bytes, record.payload, record.role, record.reference)
-        if reward == '-' then unscored = unscored + 1 else counts.usable = counts.usable + 1 end
-      end
-      -- What came with the push stands, whatever `producer.score` says.
-      if record.kind ~= 'usable' or record.reward ~= '' then overruled[#overruled + 1] = 'score:' .. record.slot end
+      counted = counted + 1
     end
   end
-  if #fields == 0 then return nil end
-  registered = registered + #fields / 2
-  usable, unusable = counts.usable - usable, counts.unusable - unusable
-  redis.call('HSET', keys.group, unpack(fields))
-  if #overruled > 0 then redis.call('HDEL', keys.group, unpack(overruled)) end
-  if usable > 0 then redis.call('HINCRBY', keys.group, 'usable', usable) end
-  if unscored > 0 then redis.call('HINCRBY', keys.group, 'unscored', unscored) end
-  if unusable > 0 then redis.call('HINCRBY', keys.group, 'unusable', unusable) end
-  if usable + unscored > 0 then redis.pcall('HINCRBY', keys.ledger, 'open', usable + unscored) end
-  if is_complete(counts) then return complete(records[1].group_id, counts, policy) end
+  if #members == 0 then return end
+  group.slots = with_letters(group.slots, 1, members)
+  count('open', counted)
+  if counted > 0 then table.insert(group.packets, packet) else discard(packet) end
 end
 
-local acked, records, payloads = {}, {}, {}
-for at = POLICY_ARGS + 2, #ARGV, 10 do
+-- Put packets into an open group, in order of arrival. Returns the outcome and the data source if the group has ended.
+local function take_open(group, packets)
+  local before = group.slots
+  count_slots(group)
+  for _, packet in ipairs(packets) do take_packet(group, packet) end
+  if group.slots == before then return nil end
+  if is_complete(group) then return complete(group, policy) end
+  change(group, 'slots', group.slots)
+  for _, packet in ipairs(group.packets) do change(group, packet.key, packet_field(packet)) end
+  save_group(group)
+end
+
+local acked, packets, payloads = {}, {}, {}
+for at = POLICY_ARGS + 2, #ARGV, PACKET_ARGS do
   if redis.call('XACK', keys.rollouts, ARGV[1], ARGV[at]) == 1 then
-    local record = record_at(at)
-    acked[#acked + 1], records[#records + 1] = record.entry, record
-    if record.kind == 'usable' then payloads[#payloads + 1] = record.payload end
+    local packet = packet_at(at)
+    acked[#acked + 1], packets[#packets + 1] = packet.entry, packet
+    if packet.key ~= '' then payloads[#payloads + 1] = packet.key end
   end
 end
 if #acked == 0 then return {0} end
-redis.call('XDEL', keys.rollouts, unpack(acked))
+count('rollouts_packets', -redis.call('XDEL', keys.rollouts, unpack(acked)))
 
-local groups, records_of = {}, {}  -- in order of arrival
+local hashes, packets_of = {}, {}  -- in order of arrival
 local all_exist = #payloads == 0 or redis.call('EXISTS', unpack(payloads)) == #payloads
-for _, record in ipairs(records) do
-  if record.kind == 'usable' and not all_exist and redis.call('EXISTS', record.payload) == 0 then
-    refuse(record, 'has no payload')
+for _, packet in ipairs(packets) do
+  if not all_exist and packet.key ~= '' and redis.call('EXISTS', packet.key) == 0 then
+    refuse(packet, 'the payload does not exist')
   else
-    if not records_of[record.group_hash] then
-      records_of[record.group_hash] = {}
-      groups[#groups + 1] = records_of[record.group_hash]
+    if not packets_of[packet.group_hash] then
+      packets_of[packet.group_hash] = {}
+      hashes[#hashes + 1] = packet.group_hash
     end
-    table.insert(records_of[record.group_hash], record)
+    table.insert(packets_of[packet.group_hash], packet)
   end
 end
 
 local reply = {#acked}
-for _, group_records in ipairs(groups) do
-  keys.group = group_records[1].group_hash
-  local state, counts = group_state()
+for _, hash in ipairs(hashes) do
+  local group = load_group(packets_of[hash][1].group_id, hash)
   local outcome, data_source
-  if state == 'open' then
-    outcome, data_source = take_open(group_records, counts)
+  if group.state == 'open' then
+    outcome, data_source = take_open(group, packets_of[hash])
   else
-    if state == 'broken' then outcome, data_source = end_broken(group_records[1].group_id, policy) end
-    for _, record in ipairs(group_records) do take_late(record) end
+    if group.state == 'broken' then outcome, data_source = end_broken(group, policy) end
+    for _, packet in ipairs(packets_of[hash]) do take_late(packet) end
   end
   if outcome then
     reply[#reply + 1] = outcome
     reply[#reply + 1] = data_source
   end
 end
-if registered > 0 then redis.pcall('HINCRBY', keys.ledger, 'rollouts', -registered) end
+write_counts()
+write_sizes()
+-- An entry that no push has counted was taken for one that it has: from here on its counter is right again.
+if has_refused then redis.call('HSET', keys.ledger, 'rollouts_packets', redis.call('XLEN', keys.rollouts)) end
 return reply

@@ -4,18 +4,19 @@
 -- KEYS  void, group, open, ledger
 -- ARGV  group id, nonce of the call
 -- Returns  1 if the group was withdrawn, 0 if not
--- include holders
-local group = redis.pcall('HMGET', keys.group, 'holders', 'slots', 'unfilled', 'abandoned')
-if group.err or not group[1] or group[1] == '' or #group[1] >= MAX_HOLDERS then return 0 end
+-- include count
+-- include group
+local group = load_group(ARGV[1], keys.group)
+if group.state ~= 'open' or not group.holders or group.holders == '' or #group.holders >= MAX_HOLDERS then return 0 end
 local others = {}
-for nonce in string.gmatch(group[1], '%S+') do
+for nonce in string.gmatch(group.holders, '%S+') do
   if nonce ~= ARGV[2] then others[#others + 1] = nonce end
 end
-if #others == 0 and group[2] ~= group[3] then return 0 end
+if #others == 0 and string.find(group.slots, '[^.]') then return 0 end
 redis.call('HSET', keys.group, 'holders', table.concat(others, ' '))
 if #others > 0 then return 0 end
 redis.call('ZADD', keys.open, 0, ARGV[1])
-if group[4] ~= '1' then
+if group.abandoned ~= '1' then
   redis.call('HSET', keys.group, 'abandoned', 1)
   redis.call('HINCRBY', keys.ledger, 'groups_abandoned', 1)
 end

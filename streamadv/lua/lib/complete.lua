@@ -1,13 +1,13 @@
--- How a group ends. A member is a field '<slot>' of the group's hash:
---   'p'   pushed, still in the rollouts stream or with a scorer
---   'x'   ended without a usable trajectory (failed, cancelled, unscorable ...); already counted as dropped
---   'u ...' usable: 'u <reward or -> <bytes> <payload key> <role> <reference JSON>'
--- The hash counts them as usable (with a reward), unscored (usable, no reward yet) and unusable ('x').
--- KEYS  group, open, groups, ended, ended_before, ledger, garbage, sizes
+-- How a group ends.
+-- A packet that the grouper has taken is a field of the group's hash: its payload key ->
+--   '<bytes> <fencing epoch> <mask>\n<members>\n<member table>'
+-- members: see lib/members. mask: '1' for each member that counts for the group, else '0'. What `producer.score` brought
+-- is in the fields 'score:<slot>' (JSON) and 'score_value:<slot>' (the reward, or 'x' = unscorable).
+-- KEYS  open, groups, ended, ended_before, ledger, garbage, sizes
 --   policy  partial_min_usable ('' = drop), zero_variance ('1' = filter), difficulty_low, difficulty_high
 --           ('' = off), dedupe_groups
-local MAX_SLOTS = 8192
 local POLICY_ARGS = 5
+local TOMBSTONE = {['.'] = '0', p = '2', u = '1', s = '1', x = '1'}
 
 -- The policy, from the argument `first` on: `policy_args` of run/manifest.py has the same order.
 local function policy_of(args, first)
@@ -15,35 +15,33 @@ local function policy_of(args, first)
     difficulty_high = args[first + 3], dedupe_groups = tonumber(args[first + 4])}
 end
 
-local function member_text(reward, bytes, key, role, reference)
-  return 'u ' .. reward .. ' ' .. bytes .. ' ' .. key .. ' ' .. role .. ' ' .. reference
+local function mask_of(packet)
+  local mask = {}
+  for i, member in ipairs(packet.members) do mask[i] = member.counts and '1' or '0' end
+  return table.concat(mask)
 end
 
--- Returns reward, bytes, key, role and reference; nothing for what is no usable member.
-local function member_fields(text)
-  return string.match(text, '^u (%S+) (%S+) (%S+) (%S+) (.*)$')
+local function packet_field(packet)
+  return packet.bytes .. ' ' .. packet.epoch .. ' ' .. mask_of(packet) .. '\n' .. packet.text .. '\n' .. packet.table
 end
 
-local function whole(text)
-  return text and #text <= 15 and string.match(text, '^%-?%d+$') and tonumber(text)
+local function packet_of(key, field)
+  local bytes, epoch, mask, text, at = string.match(field, '^(%d+) (%d+) ([01]+)\n(.-\n)\n()')
+  local members = text and members_of(text)
+  if not members or #members ~= #mask then return nil end
+  for i, member in ipairs(members) do member.counts = string.sub(mask, i, i) == '1' end
+  return {key = key, bytes = bytes, epoch = epoch, text = text, table = string.sub(field, at), members = members}
 end
 
--- 'none', 'open' or 'broken' (somebody has overwritten the hash), and the counts of an open group.
-local function group_state()
-  local n = redis.pcall('HMGET', keys.group, 'size', 'slots', 'unfilled', 'slot_bytes', 'opened_ms', 'usable', 'unscored',
-    'unusable')
-  if n.err then return 'broken' end
-  if not (n[1] or n[2] or n[3]) then return 'none' end
-  for i = 1, 8 do
-    if not whole(n[i] or (i > 5 and '0')) then return 'broken' end
-  end
-  local counts = {size = whole(n[1]), slots = whole(n[2]), usable = whole(n[6]) or 0, unusable = whole(n[8]) or 0}
-  return counts.size > 0 and counts.slots <= MAX_SLOTS and 'open' or 'broken', counts
+-- Whether a group ends: enough usable members are there, or nothing more can come.
+local function is_complete(group)
+  return group.usable >= group.size or group.usable + group.unusable >= #group.slots
 end
 
--- Whether a group of these counts ends: enough usable members are there, or nothing more can come.
-local function is_complete(counts)
-  return counts.usable >= counts.size or counts.usable + counts.unusable >= counts.slots
+-- Count the slots of a group that may end. Its hash has to be read once more if it has packets.
+local function count_slots(group)
+  group.usable, group.unusable = slots_with(group, 'u'), slots_with(group, 'x')
+  group.has_fields = string.find(group.slots, '[us]') ~= nil
 end
 
 -- What a group short of usable members becomes.
@@ -67,94 +65,122 @@ local function filter_reason(rewards, policy)
   return nil
 end
 
--- The hash of a group: its fields, its usable members with (scored) and without a reward (unscored) in order of their
--- slots, the rewards of members to be trained on, and the bitmap of its tombstone.
-local function read_members()
-  local flat, group = redis.pcall('HGETALL', keys.group), {fields = {}, scored = {}, unscored = {}, rewards = {}}
-  local slots = 0
+-- Read the hash of the group: its packets, which are added to those of this call, and its other fields.
+local function load_packets(group)
+  local flat = redis.pcall('HGETALL', group.hash)
   for i = 1, flat.err and 0 or #flat, 2 do
-    group.fields[flat[i]] = flat[i + 1]
-    if string.match(flat[i], '^%d%d?%d?%d?$') then slots = math.max(slots, tonumber(flat[i]) + 1) end
+    local packet = string.find(flat[i], '}:payload:', 1, true) and packet_of(flat[i], flat[i + 1])
+    if packet then table.insert(group.packets, packet) else group.fields[flat[i]] = flat[i + 1] end
   end
-  slots = math.min(whole(group.fields.slots) or slots, MAX_SLOTS)
-  local bitmap = {}
-  for slot = 0, slots - 1 do
-    local text = group.fields[tostring(slot)]
-    bitmap[slot + 1] = text and (text == 'p' and '2' or '1') or '0'
-    local reward, bytes, key, role, reference = member_fields(text or '')
-    if reward then
-      local members = reward == '-' and group.unscored or group.scored
-      members[#members + 1] = {slot = slot, bytes = bytes, key = key, reference = reference}
-      if role == 'train' then group.rewards[#group.rewards + 1] = tonumber(reward) end
+end
+
+-- The letter of a slot. The slot map of a broken group may be unreadable: then its members are all there is.
+local function letter_of(group, index)
+  return group.slots and string.sub(group.slots, index + 1, index + 1) or 'u'
+end
+
+-- The reward of a member that counts. Of one that came without, `producer.score` has brought it.
+local function reward_of(group, member)
+  if member.reward ~= '-' then return tonumber(member.reward) end
+  local score = group.fields['score:' .. member.index]
+  if score then table.insert(group.scores, '"' .. member.index .. '":' .. score) end
+  return tonumber(group.fields['score_value:' .. member.index] or '')
+end
+
+-- Judge the members of the group's packets: how many have a reward, how many have none yet, and the rewards of those to
+-- be trained on. From here on only those with a reward count.
+local function judge_members(group)
+  local scored, unscored, rewards = 0, 0, {}
+  for _, packet in ipairs(group.packets) do
+    packet.scored = 0
+    for _, member in ipairs(packet.members) do
+      local letter = member.counts and letter_of(group, member.index)
+      member.counts = letter == 'u'
+      if letter == 'u' then
+        packet.scored = packet.scored + 1
+        local reward = reward_of(group, member)
+        if member.role == 'train' then rewards[#rewards + 1] = reward end
+      elseif letter == 's' then
+        unscored = unscored + 1
+      end
     end
+    scored = scored + packet.scored
   end
-  group.bitmap = table.concat(bitmap)
-  return group
+  return scored, unscored, rewards
+end
+
+local function discard(packet)
+  if packet.bytes ~= '0' then redis.call('RPUSH', keys.garbage, packet.key .. ' ' .. packet.bytes) end
 end
 
 -- Append the group to the groups log with its scored members.
-local function log_group(id, group, outcome)
-  local references, scores, payloads = {}, {}, {}
-  for _, member in ipairs(group.scored) do
-    references[#references + 1] = member.reference
-    payloads[#payloads + 1] = member.key .. ' ' .. member.bytes
-    local score = group.fields['score:' .. member.slot]
-    if score then scores[#scores + 1] = '"' .. member.slot .. '":' .. score end
+local function log_group(group, outcome, scored)
+  local payloads, tables = {}, {}
+  for _, packet in ipairs(group.packets) do
+    if packet.scored == 0 then
+      discard(packet)
+    else
+      payloads[#payloads + 1] = packet.key .. ' ' .. packet.bytes .. ' ' .. packet.epoch .. ' ' .. mask_of(packet)
+      tables[#tables + 1] = packet.table
+    end
   end
-  redis.call('XADD', keys.groups, '*', 'group_id', id, 'size', group.fields.size,
-    'data_source', group.fields.data_source or '', 'opened_ms', group.fields.opened_ms, 'outcome', outcome,
-    'epoch', group.fields.epoch or '0', 'version', group.fields.version or '',
-    'count', #group.scored, 'members', '[' .. table.concat(references, ',') .. ']',
-    'scores', '{' .. table.concat(scores, ',') .. '}', 'payloads', table.concat(payloads, '\n'))
-  redis.pcall('HINCRBY', keys.ledger, 'grouped', #group.scored)
-  redis.pcall('HINCRBY', keys.ledger, 'groups_logged', 1)
+  redis.call('XADD', keys.groups, '*', 'group_id', group.id, 'size', group.size, 'data_source', group.data_source,
+    'opened_ms', string.format('%.17g', group.opened_ms), 'outcome', outcome, 'epoch', group.epoch,
+    'version', group.version, 'count', scored, 'payloads', table.concat(payloads, '\n'), 'tables', table.concat(tables),
+    'scores', '{' .. table.concat(group.scores, ',') .. '}')
+  count('grouped', scored)
+  count('groups_logged', 1)
 end
 
--- Count members under a reason, and have their payloads deleted.
-local function drop_members(members, reason)
-  if #members > 0 then redis.pcall('HINCRBY', keys.ledger, reason, #members) end
-  for _, member in ipairs(members) do redis.call('RPUSH', keys.garbage, member.key .. ' ' .. member.bytes) end
+-- The digits of the group's tombstone. Of a slot map that somebody has overwritten only the members tell something: any
+-- other slot may be on its way.
+local function tombstone_of(group)
+  if group.slots then return (string.gsub(group.slots, '.', TOMBSTONE)) end
+  local ended, slots = {}, group.size or 0
+  for _, packet in ipairs(group.packets) do
+    for _, member in ipairs(packet.members) do
+      ended[member.index] = true
+      slots = math.max(slots, member.index + 1)
+    end
+  end
+  local digits = {}
+  for slot = 0, math.min(slots, MAX_SLOTS) - 1 do digits[slot + 1] = ended[slot] and '1' or '2' end
+  return table.concat(digits)
 end
 
--- Give back what an open group holds beside its members.
-local function give_back(fields)
-  local unfilled = whole(fields.unfilled) or 0
-  if unfilled > 0 and whole(fields.slot_bytes) then reserve(keys.sizes, fields.slot_bytes, -unfilled) end
-  if fields.abandoned == '1' then redis.pcall('HINCRBY', keys.ledger, 'groups_abandoned', -1) end
-end
-
--- Put a tombstone in the place of the open group.
-local function close_group(id, group, letter, policy)
-  redis.call('ZREM', keys.open, id)
-  redis.call('DEL', keys.group)
-  redis.pcall('HINCRBY', keys.ledger, 'groups_open', -1)
-  give_back(group.fields)
-  local members = #group.scored + #group.unscored
-  if members > 0 then redis.pcall('HINCRBY', keys.ledger, 'open', -members) end
-  remember_ended(id, letter, group.bitmap, policy.dedupe_groups)
+-- Take the group out of the open ones and give back what it holds beside its members.
+local function remove_group(group)
+  redis.call('ZREM', keys.open, group.id)
+  redis.call('DEL', group.hash)
+  count('groups_open', -1)
+  if group.slots and group.slot_bytes then reserve(group.slot_bytes, -slots_with(group, '.')) end
+  if group.abandoned == '1' then count('groups_abandoned', -1) end
+  group.state = 'none'
 end
 
 -- End the group for `outcome`. 'complete' and 'partial' go to the groups log unless a filter drops them; any other outcome
 -- drops the members under its name. `letter` is the first one of the tombstone. Returns the outcome counted and the
 -- group's data source.
-local function end_group(id, outcome, letter, policy)
-  local group = read_members()
-  if outcome == 'complete' or outcome == 'partial' then outcome = filter_reason(group.rewards, policy) or outcome end
+local function end_group(group, outcome, letter, policy)
+  if group.has_fields then load_packets(group) end
+  local scored, unscored, rewards = judge_members(group)
+  if outcome == 'complete' or outcome == 'partial' then outcome = filter_reason(rewards, policy) or outcome end
   if outcome == 'complete' or outcome == 'partial' then
-    log_group(id, group, outcome)
-    drop_members(group.unscored, 'dropped:surplus')
+    log_group(group, outcome, scored)
+    count('dropped:surplus', unscored)
   else
-    local reason = (outcome == 'malformed' and 'dead:' or 'dropped:') .. outcome
-    drop_members(group.scored, reason)
-    drop_members(group.unscored, reason)
+    count((outcome == 'malformed' and 'dead:' or 'dropped:') .. outcome, scored + unscored)
+    for _, packet in ipairs(group.packets) do discard(packet) end
   end
-  close_group(id, group, letter, policy)
-  redis.pcall('HINCRBY', keys.ledger, 'outcome:' .. outcome, 1)
-  return outcome, group.fields.data_source or ''
+  count('open', -scored - unscored)
+  remove_group(group)
+  remember_ended(group.id, letter, tombstone_of(group), policy.dedupe_groups)
+  count('outcome:' .. outcome, 1)
+  return outcome, group.data_source or ''
 end
 
 -- End a group that is complete. Returns what end_group returns.
-local function complete(id, counts, policy)
-  local outcome = counts.usable >= counts.size and 'complete' or short_outcome(counts.usable, policy, 'incomplete')
-  return end_group(id, outcome, 'c', policy)
+local function complete(group, policy)
+  local outcome = group.usable >= group.size and 'complete' or short_outcome(group.usable, policy, 'incomplete')
+  return end_group(group, outcome, 'c', policy)
 end

@@ -2,7 +2,7 @@
 -- letters with payloads follow the emptied ones, the oldest first.
 -- KEYS  dead, dead_group
 local DEAD_DETAIL = 2000  -- characters
-local DEAD_BULK = {'log:members', 'log:scores', 'log:payloads'}  -- only a group that can be requeued needs this
+local DEAD_BULK = {'log:payloads', 'log:tables', 'log:scores'}  -- only a group that can be requeued needs this
 
 local function empty_letter(group_id)
   redis.call('HDEL', keys.dead_group, unpack(DEAD_BULK))

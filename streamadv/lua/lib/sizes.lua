@@ -1,12 +1,14 @@
--- What trajectories of this run need, and what is reserved for the slots of open groups that no record has filled.
+-- What trajectories of this run need, and what is reserved for the free slots of open groups.
+-- KEYS  sizes
 -- The hash `sizes` of a shard:
---   'h<b>'      payloads pushed that have at most 2^(b/4) bytes, and do not fit below; older ones count less and less
+--   'h<b>'      packets pushed whose members have at most 2^(b/4) bytes each on average, and do not fit below; older ones
+--               count less and less
 --   'n'         the sum of these
 --   'in', 'out' payload bytes that results were computed for, and bytes of these results
---   'u<bytes>'  unfilled slots of open groups, by the bytes a slot needed when its group was opened
-local SIZES_KNOWN = 8  -- payloads after which their sizes count; until then a slot needs max_trajectory_bytes
+--   'u<bytes>'  free slots of open groups, by the bytes a slot needed when its group was opened
+local SIZES_KNOWN = 8  -- packets after which their sizes count; until then a slot needs max_trajectory_bytes
 local SIZES_FORGET = 4096  -- at so many all counts are halved
-local SIZES_RARE = 0.01  -- the share of payloads that may be larger than what a slot needs
+local SIZES_RARE = 0.01  -- the share of packets that may be larger than what a slot needs
 local SIZES_MOST = 240  -- buckets above would be of payloads that no server holds
 
 local function size_bound(bucket) return math.ceil(2 ^ (math.min(bucket, SIZES_MOST) / 4)) end
@@ -18,13 +20,13 @@ local function size_bucket(bytes)
 end
 
 local function read_sizes(key)
-  local flat, counts = redis.call('HGETALL', key), {payloads = {}, unfilled = {}, n = 0, into = 0, out = 0}
+  local flat, counts = redis.call('HGETALL', key), {payloads = {}, free = {}, n = 0, into = 0, out = 0}
   for i = 1, #flat, 2 do
     local kind, number = string.match(flat[i], '^([hu])(%d+)$')
     local count = tonumber(flat[i + 1]) or 0
     if kind and #number > 15 then kind = nil end
     if kind == 'h' then counts.payloads[tonumber(number)] = count end
-    if kind == 'u' then counts.unfilled[tonumber(number)] = count end
+    if kind == 'u' then counts.free[tonumber(number)] = count end
     if flat[i] == 'n' then counts.n = count elseif flat[i] == 'in' then counts.into = count
     elseif flat[i] == 'out' then counts.out = count end
   end
@@ -48,12 +50,22 @@ local function slot_bytes(counts, max_trajectory_bytes)
   return max_trajectory_bytes
 end
 
--- Bytes reserved for all unfilled slots: `bytes_now` each, or what a slot needed when its group was opened if that is more.
+local free = {}  -- what this call changes: bytes a slot -> slots
+local pushed = {}  -- sizes that this call has to note
+
+-- Bytes reserved for all free slots: `bytes_now` each, or what a slot needed when its group was opened if that is more.
 local function reserved_bytes(counts, bytes_now)
   local sum = 0
-  for bytes, count in pairs(counts.unfilled) do sum = sum + math.max(bytes, bytes_now) * count end
+  for bytes, count in pairs(counts.free) do sum = sum + math.max(bytes, bytes_now) * count end
+  for bytes, count in pairs(free) do sum = sum + math.max(bytes, bytes_now) * count end
   return sum
 end
+
+-- `count` more slots of groups opened at `bytes` a slot are free; below 0: so many fewer.
+local function reserve(bytes, count) free[bytes] = (free[bytes] or 0) + count end
+
+-- A packet was pushed whose members have so many bytes each.
+local function note_size(bytes) pushed[#pushed + 1] = bytes end
 
 -- Add to a count; it starts anew if somebody has driven it out of the range of numbers.
 local function add(key, field, count)
@@ -63,20 +75,7 @@ local function add(key, field, count)
   return redis.call('HINCRBY', key, field, count)
 end
 
--- `count` more slots of groups opened at `bytes` a slot are unfilled; below 0: so many fewer.
-local function reserve(key, bytes, count)
-  if add(key, 'u' .. bytes, count) <= 0 then redis.call('HDEL', key, 'u' .. bytes) end
-end
-
--- Payloads of these sizes were pushed.
-local function note_sizes(key, sizes)
-  local counts = {}
-  for _, bytes in ipairs(sizes) do
-    local field = 'h' .. size_bucket(bytes)
-    counts[field] = (counts[field] or 0) + 1
-  end
-  for field, count in pairs(counts) do add(key, field, count) end
-  if add(key, 'n', #sizes) < SIZES_FORGET then return end
+local function forget_half(key)
   local forgotten = 0
   for bucket, count in pairs(read_sizes(key).payloads) do
     local half = math.ceil(count / 2)
@@ -84,4 +83,20 @@ local function note_sizes(key, sizes)
     if add(key, 'h' .. bucket, -half) == 0 then redis.call('HDEL', key, 'h' .. bucket) end
   end
   add(key, 'n', -forgotten)
+end
+
+-- Write what this call has reserved and noted.
+local function write_sizes()
+  for bytes, count in pairs(free) do
+    local field = 'u' .. string.format('%d', bytes)
+    if count ~= 0 and add(keys.sizes, field, count) <= 0 then redis.call('HDEL', keys.sizes, field) end
+  end
+  if #pushed == 0 then return end
+  local buckets = {}
+  for _, bytes in ipairs(pushed) do
+    local field = 'h' .. size_bucket(bytes)
+    buckets[field] = (buckets[field] or 0) + 1
+  end
+  for field, count in pairs(buckets) do add(keys.sizes, field, count) end
+  if add(keys.sizes, 'n', #pushed) >= SIZES_FORGET then forget_half(keys.sizes) end
 end

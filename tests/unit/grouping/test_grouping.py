@@ -18,6 +18,7 @@ from streamadv.producer import Producer
 from streamadv.producer.tickets import Ticket
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
+from streamadv.run.packets import parse_members
 from streamadv.store.connection import Connection
 from tests.support import (
     batches_read,
@@ -115,7 +116,8 @@ def test_downtime_of_the_grouper_loses_nothing(fake: Connection) -> None:
     """Pushed before the deadline, taken after it: the group completes."""
     with producing(fake, "r", {"group_deadline_s": 0.001}) as producer:
         run = join(fake, "r")
-        producer.push([trajectory("g", index) for index in range(2)])
+        for index in range(2):
+            producer.push([trajectory("g", index)])
         producer.push([trajectory("h", 0)])
         make_overdue(run, "g", now_ms(run))
         make_overdue(run, "h", now_ms(run))
@@ -124,7 +126,7 @@ def test_downtime_of_the_grouper_loses_nothing(fake: Connection) -> None:
         housekeeping.Housekeeping(run).round()
         assert grouper.take(run, entries) == []
         housekeeping.Housekeeping(run).round()
-        assert ledger(run)["dropped"] == {}, "the second record still waits"
+        assert ledger(run)["dropped"] == {}, "the second packet still waits"
         assert group_all(run, consumer) == ["complete"]
     assert ledger(run)["dropped"] == {"expired": 1}
     assert problems(run) == []
@@ -249,6 +251,12 @@ class Group:
     scores: dict[int, bool] = field(default_factory=dict)  # brought by `score`: is it a number?
 
 
+def packet_of(entry: Any) -> tuple[str, list[int]]:
+    """Group and members of a stream entry."""
+    members = parse_members(entry.fields["members"])
+    return entry.fields["group_id"].decode(), [member.index for member in members]
+
+
 class Pipeline:
     """push, score, cancel, take, expire and crashes in any order: each trajectory is in one place."""
 
@@ -260,7 +268,8 @@ class Pipeline:
         ).open()
         self.run = join(self.connection, "r")
         self.groups: dict[str, Group] = {}
-        self.stream: list[tuple[str, int, str]] = []
+        self.stream: list[tuple[str, dict[int, str]]] = []  # packets: group, index -> kind
+        self.waiting: set[tuple[str, int]] = set()  # registered, and not yet seen in a packet
         self.dropped: Counter[str] = Counter()
         self.logged: dict[str, set[int]] = {}
         self.pushed = 0
@@ -269,11 +278,27 @@ class Pipeline:
     def push(self, group_id: str, records: list[tuple[int, str]]) -> None:
         codes = self.producer.push([KINDS[kind](group_id, index) for index, kind in records]).codes
         group = self.groups.setdefault(group_id, Group())
+        kinds: dict[int, str] = {}  # of two records of an index only one counts
         for (index, kind), code in zip(records, codes, strict=True):
-            if index in group.pushed:
-                assert code == "duplicate"
-            else:
+            if code != "duplicate":
+                assert index not in group.pushed
                 self._register(group_id, index, kind, code)
+                kinds[index] = kind
+        assert {index for index, _ in records} <= group.pushed
+        self._read_stream(kinds)
+
+    def _read_stream(self, kinds: dict[int, str]) -> None:
+        """The packets that have come: each member that was registered in one of them, in ascending order."""
+        entries: Any = self.connection.scripts.xrange(self.run.keys.home.rollouts)
+        for _, fields in entries[len(self.stream) :]:
+            members = parse_members(fields[b"members"])
+            assert len({member.kind for member in members}) == 1 or not fields[b"payload"]
+            self.stream.append(
+                (fields[b"group_id"].decode(), {member.index: kinds[member.index] for member in members})
+            )
+            for member in members:
+                self.waiting.remove((self.stream[-1][0], member.index))
+        assert not self.waiting
 
     def cancel(self, group_id: str) -> None:
         ticket = Ticket(group_id, 0, SIZE, PLACES, 0, None)
@@ -290,6 +315,7 @@ class Pipeline:
             assert code == {"c": "surplus", "e": "late"}[group.letter]
         else:
             self._register(group_id, free[-1], "cancelled", code)
+            self._read_stream({free[-1]: "cancelled"})
 
     def _register(self, group_id: str, index: int, kind: str, code: str) -> None:
         group = self.groups[group_id]
@@ -297,7 +323,7 @@ class Pipeline:
         self.pushed += 1
         if not group.letter:
             assert code == "pushed"
-            self.stream.append((group_id, index, kind))
+            self.waiting.add((group_id, index))
             return
         late = {"c": "surplus", "e": "late"}[group.letter]
         assert code == late
@@ -329,24 +355,26 @@ class Pipeline:
         if not self.stream:
             return
         entries = consumer_of(self.run, lease_s=0).read(count)
-        found = [(e.fields["group_id"].decode(), int(e.fields["index"])) for e in entries]
-        assert found == [(group_id, index) for group_id, index, _ in self.stream[: len(entries)]]
+        assert list(map(packet_of, entries)) == [
+            (group_id, [*kinds]) for group_id, kinds in self.stream[: len(entries)]
+        ]
         assert entries
         self.zombies.append(entries)
         if crash:  # read and died: the next one finds them pending
             return
         grouper.take(self.run, entries)
         taken, self.stream = self.stream[: len(entries)], self.stream[len(entries) :]
-        for group_id, index, kind in taken:
-            self._take_one(group_id, index, kind)
+        for group_id, kinds in taken:
+            for index, kind in kinds.items():
+                self._take_one(group_id, index, kind)
 
     def take_again(self) -> None:
         """A zombie repeats what others have done since."""
         if not self.zombies:
             return
         entries = self.zombies.pop(0)
-        waiting = {(group_id, index) for group_id, index, _ in self.stream}
-        if not any((e.fields["group_id"].decode(), int(e.fields["index"])) in waiting for e in entries):
+        waiting = [(group_id, [*kinds]) for group_id, kinds in self.stream]
+        if not any(packet_of(entry) in waiting for entry in entries):
             assert grouper.take(self.run, entries) == []
 
     def _take_one(self, group_id: str, index: int, kind: str) -> None:
@@ -406,7 +434,8 @@ class Pipeline:
         assert found["pushed"] == self.pushed
         assert found["dropped"] == {reason: n for reason, n in self.dropped.items() if n}
         open_members = sum(len(g.members) for g in self.groups.values() if not g.letter)
-        assert found["queued"] == len(self.stream) + open_members + sum(map(len, self.logged.values()))
+        on_their_way = sum(len(kinds) for _, kinds in self.stream)
+        assert found["queued"] == on_their_way + open_members + sum(map(len, self.logged.values()))
         kept = {g: {m.rollout_index for m in group.references} for g, group in logged(self.run).items()}
         assert kept == self.logged
         assert problems(self.run) == []

@@ -1,0 +1,17 @@
+-- append(group_id, packet, stream, name): append a packet to a stream; name: 'rollouts' or 'scoring'. Returns whether the
+-- stream takes entries: after the last possible id it takes no more.
+-- KEYS  ledger
+--   packet  key, bytes, epoch, text (members), table; members: as many
+local function append(group_id, packet, stream, name)
+  local id = redis.pcall('XADD', stream, '*', 'group_id', group_id, 'payload', packet.key, 'bytes', packet.bytes,
+    'epoch', packet.epoch, 'members', packet.text, 'table', packet.table)
+  if id.err then return false end
+  count('pushed', #packet.members)
+  count(name, #packet.members)
+  count(name .. '_packets', 1)
+  if packet.bytes ~= '0' then
+    count('live_bytes', tonumber(packet.bytes))
+    note_size(tonumber(packet.bytes) / #packet.members)
+  end
+  return true
+end
