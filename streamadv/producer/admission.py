@@ -21,13 +21,24 @@ from ..store.waiting import Blocked, Wait
 from ..trajectory.schema import Trajectory
 from .checks import GroupRequest, check_deadline, check_group
 from .membership import Membership
-from .replies import ABOVE_MAXMEMORY, NO_ROOM, Reply, busy_error, check_group_reply, is_over_share, refusal
+from .replies import (
+    ABOVE_MAXMEMORY,
+    NO_ROOM,
+    Reply,
+    busy_error,
+    check_group_reply,
+    is_over_share,
+    one_group,
+    refusal,
+)
 from .requests import OUT_OF_MEMORY, GroupCall, Pause, Steps, Transaction
 from .resend import ResendWindow
 from .tickets import GroupSpec, Ticket, new_group_id
 
 logger = logging.getLogger(__name__)
 
+#: How many of a script's arguments say what the group is; the rest are the limits. See lua/lib/admit.lua.
+SPEC_ARGS: Final = 5
 #: First wait for admission: about what a batch takes of a trainer that keeps up.
 ADMISSION_WAIT_S: Final = 0.005
 
@@ -192,10 +203,10 @@ class Admission:
 
     def _ask(self, request: GroupCall) -> Steps[Reply]:
         """The reply to a request. A shard that does not know the run's layout learns it first."""
-        reply: Reply = yield request
+        reply = one_group((yield request))
         while reply[0] == b"layout":
             yield from self._membership.confirm_layout()
-            reply = yield request
+            reply = one_group((yield request))
         return reply
 
     def _arguments(self, spec: GroupSpec, budget: int | None, groups_elsewhere: int | None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Pushing: records of a group in slices, cancellations and scores; kept for a server that may lose them."""
+"""Pushing: packets of a group in slices, cancellations and scores; kept for a server that may lose them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from .. import metrics
 from ..errors import Busy, TrajectoryError
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
+from ..trajectory.packet import Packet
+from ..trajectory.packet_encoding import encode_packets, ended_packets
 from ..trajectory.schema import Trajectory
-from .admission import Admission
+from .admission import SPEC_ARGS, Admission
 from .checks import check_one_group, check_score
-from .encode import MAX_SLICE_RECORDS, SlotRecord, encode_record, ended_record, push_call, slices
+from .encode import MAX_SLICE_MEMBERS, GroupPush, push_call, slices
 from .membership import Membership
-from .replies import cancelled_slots, push_codes
+from .replies import cancelled_slots, push_codes, unregistered
 from .requests import Steps, Transaction
 from .resend import ResendWindow
 from .tickets import GroupSpec, PushResult, Ticket
@@ -46,17 +48,16 @@ class Pushes:
         first = trajectories[0]
         slots = ticket.slots if ticket is not None else first.group_size + redundancy
         spec = GroupSpec(first.group_id, first.group_size, slots, first.data_source)
-        limit = self._membership.manifest.max_trajectory_bytes
-        records = [encode_record(trajectory, limit) for trajectory in trajectories]
-        send = partial(self._send, spec, records, ticket.epoch if ticket is not None else 0)
+        packets = encode_packets(trajectories, self._membership.manifest.max_trajectory_bytes)
+        send = partial(self._send, spec, packets, ticket.epoch if ticket is not None else 0)
         budget = self._admission.budget_for_new(spec.group_id)
         first_send = send(budget) if ticket is None else self._until_admitted(send)
-        size = sum(record.size for record in records)
+        size = sum(packet.size for packet in packets)
         return (yield from self._send_and_remember(spec.group_id, first_send, send, size))
 
     def end_slots(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that these rollouts ended without a trajectory: `kind` failed, aborted or cancelled."""
-        send = partial(self._send, GroupSpec.of(ticket), [ended_record(index, kind) for index in indices], 0)
+        send = partial(self._send, GroupSpec.of(ticket), ended_packets(indices, kind), 0)
         return (yield from self._send_and_remember(ticket.group_id, self._until_admitted(send), send))
 
     def cancel(self, ticket: Ticket, count: int, free: Collection[int]) -> Steps[PushResult]:
@@ -64,7 +65,7 @@ class Pushes:
 
         Raises TrajectoryError when there are fewer; those are cancelled nevertheless.
         """
-        counts = [min(MAX_SLICE_RECORDS, count - start) for start in range(0, count, MAX_SLICE_RECORDS)]
+        counts = [min(MAX_SLICE_MEMBERS, count - start) for start in range(0, count, MAX_SLICE_MEMBERS)]
         calls = [(secrets.token_hex(8), part) for part in counts]  # under one nonce a call may be repeated
         allowed = "".join("1" if slot in free else "0" for slot in range(ticket.slots))
         send = partial(self._send_cancels, GroupSpec.of(ticket), calls, allowed)
@@ -116,34 +117,40 @@ class Pushes:
                 yield from self._admission.wait_for_room(wait, Reason(*busy.reason))
 
     def _send(
-        self, spec: GroupSpec, records: Sequence[SlotRecord], epoch: int, budget: int | None = None
+        self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None = None
     ) -> Steps[PushResult]:
-        """Send records slice by slice. budget: as of `Admission.call_group_script`. Raises Busy."""
-        codes: list[str] = []
-        for start, stop in slices([record.size for record in records]):
-            part_codes = yield from self._send_slice(spec, records[start:stop], epoch, budget)
-            while "lost" in part_codes:
-                lost = [at for at, code in enumerate(part_codes) if code == "lost"]
-                again = yield from self._send_slice(spec, [records[start + at] for at in lost], epoch, budget)
-                for at, code in zip(lost, again, strict=True):
-                    part_codes[at] = code
-            metrics.producer_pushed(part_codes)
-            if "range" in part_codes:
-                position = start + part_codes.index("range")
-                raise TrajectoryError(f"record {position}: group {spec.group_id} has no such slot left")
-            codes += part_codes
-        indices = [
-            record.rollout_index for record, code in zip(records, codes, strict=True) if code == "pushed"
-        ]
-        return PushResult(codes, indices)
+        """Send packets slice by slice. budget: as of `Admission.call_group_script`. Raises Busy, TrajectoryError."""
+        codes: dict[int, str] = {}  # by position in the push
+        index_of = {
+            position: index
+            for packet in packets
+            for position, index in zip(packet.positions, packet.indices, strict=True)
+        }
+        for part in slices(packets):
+            waiting, part_codes = part, {}
+            while waiting:
+                replied = yield from self._send_slice(spec, waiting, epoch, budget)
+                waiting = unregistered(waiting, replied, part_codes)
+            metrics.producer_pushed(list(part_codes.values()))
+            codes |= part_codes
+            if (
+                refused := min((at for at, code in codes.items() if code == "range"), default=None)
+            ) is not None:
+                raise TrajectoryError(f"record {refused}: group {spec.group_id} has no such slot left")
+        ordered = sorted(codes)
+        return PushResult(
+            [codes[position] for position in ordered],
+            [index_of[position] for position in ordered if codes[position] == "pushed"],
+        )
 
     def _send_slice(
-        self, spec: GroupSpec, records: Sequence[SlotRecord], epoch: int, budget: int | None
+        self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None
     ) -> Steps[list[str]]:
         keys = self._membership.keys_of(spec.group_id)
 
         def call(arguments: list[Any]) -> Transaction:
-            return push_call(self._membership.manifest, keys, spec.group_id, records, epoch, arguments)
+            group = GroupPush(arguments[:SPEC_ARGS], epoch, packets)
+            return push_call(self._membership.manifest, keys, [group], arguments[SPEC_ARGS:])
 
         return push_codes((yield from self._admission.call_group_script(spec, call, budget)), spec)
 

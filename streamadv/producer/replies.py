@@ -7,10 +7,13 @@ the scripts and `lua/lib/admit.lua`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Final
 
 from ..errors import Busy, GroupEndedError, SettingError, StreamadvError, TrajectoryError
 from ..store.reasons import Reason
+from ..trajectory.packet import Packet
+from ..trajectory.packet_encoding import select_members
 from .tickets import GroupSpec
 
 Reply = Sequence[Any]
@@ -83,8 +86,16 @@ def busy_error(reason: Reason, timeout: float | None = None) -> Busy:
     return Busy(f"not admitted{waited}: {reason}", (reason.name, reason.text))
 
 
+def one_group(reply: Reply) -> Reply:
+    """The reply for the one group of a call: `push` answers for each group, the other scripts know one only."""
+    first = reply[0]
+    return first if isinstance(first, list) else reply
+
+
 def push_codes(reply: Reply, spec: GroupSpec) -> list[str]:
-    """What a reply of `push` says of each record: pushed, duplicate, surplus, late or range.
+    """What a reply of `push` says of each member of a group's packets, in the order of sending.
+
+    pushed, duplicate, surplus, late, range; again or lost: see `unregistered`.
 
     Raises Busy, and what `check_group_reply` raises.
     """
@@ -92,6 +103,29 @@ def push_codes(reply: Reply, spec: GroupSpec) -> list[str]:
     if reply[0] == b"busy":
         raise busy_error(refusal(reply))
     return [code.decode() for code in reply[1:]]
+
+
+def unregistered(packets: Sequence[Packet], replied: Sequence[str], codes: dict[int, str]) -> list[Packet]:
+    """What has to be sent once more, given the codes that came back. Adds all others to `codes`, by position.
+
+    `again`: the server refuses a packet whole if another member is a duplicate, or part of its payload would belong to
+    nobody; these members go without it. `lost`: the payload ended before the script saw it, by its time to live.
+    """
+    waiting = []
+    rest = iter(replied)
+    for packet in packets:
+        of_packet = list(islice(rest, len(packet.indices)))
+        chosen = [member for member, code in enumerate(of_packet) if code in ("again", "lost")]
+        if len(chosen) == len(of_packet):
+            waiting.append(packet)
+        elif chosen:
+            waiting.append(select_members(packet, chosen))
+        codes |= {
+            position: code
+            for position, code in zip(packet.positions, of_packet, strict=True)
+            if code not in ("again", "lost")
+        }
+    return waiting
 
 
 def cancelled_slots(reply: Reply, spec: GroupSpec) -> tuple[list[int], str | None]:

@@ -9,7 +9,7 @@ from ..errors import UndecodableGroupError, WireError
 from ..store.replies import replies_of
 from ..trajectory.columns import HEADER, KNOWN_COLUMNS, Array
 from ..trajectory.packet import StoredPacket, check_column, decode_column
-from ..trajectory.payload import Payload, decode_payload
+from ..trajectory.payload import Payload, parse_header, payloads_of
 from ..trajectory.reference import Reference
 from .run import Run
 
@@ -83,6 +83,8 @@ def _decode(
         return FetchedPacket(packet, {}, problem="payload has no header field")
     columns = {}
     try:
+        if header:
+            parse_header(text, packet.members)
         for name, raw in zip(names, raw_columns, strict=True):
             columns[name] = decode_column(packet, name, raw, kinds)
             if name in KNOWN_COLUMNS:
@@ -94,63 +96,34 @@ def _decode(
 
 def fetch_payloads(
     run: Run,
-    members: Sequence[Reference],
+    references: Sequence[Reference],
     columns: Sequence[str] | None,
     places: Sequence[Mapping[str, Array]] | None = None,
 ) -> list[Payload]:
-    """Payloads of `members` with the named columns (None = all).
+    """The payload of each trajectory with the named columns (None = all). Reads each packet once.
 
-    places: of each member, see `decode_payload`. Raises UndecodableGroupError, which names every unreadable member.
+    places: for each, by name, where a column is copied to. Raises UndecodableGroupError, which names every trajectory
+    that cannot be read.
     """
-    payloads = []
-    problems: dict[tuple[str, int], str] = {}
-    for index, (member, fields) in enumerate(zip(members, fetch_fields(run, members, columns), strict=True)):
-        try:
-            payloads.append(decode_member(member, fields, columns, places[index] if places else None))
-        except WireError as error:
-            problems[member.group_id, member.rollout_index] = str(error)
-    if problems:
-        raise UndecodableGroupError(problems)
-    return payloads
-
-
-def decode_member(
-    member: Reference,
-    fields: Mapping[bytes, bytes],
-    columns: Sequence[str] | None,
-    places: Mapping[str, Array] | None = None,
-) -> Payload:
-    """The payload of a member from its stored fields. Raises WireError."""
-    try:
-        if not fields:
-            raise WireError("payload is gone, or is no hash")
-        return decode_payload(fields, columns, member, places)
-    except WireError as error:
-        raise WireError(f"rollout {member.rollout_index}: {error}") from error
-
-
-def fetch_fields(
-    run: Run, members: Sequence[Reference], columns: Sequence[str] | None
-) -> Iterator[dict[bytes, bytes]]:
-    """The stored fields of each payload: the header and the named columns (None = all); {} when it is gone.
-
-    Asks for at most REPLY_BYTES before reading the replies.
-    """
-    names = None if columns is None else [HEADER, *[name.encode() for name in columns]]
-    start = 0
-    while start < len(members):
-        stop, size = start, 0
-        pipe = run.connection.scripts.pipeline(transaction=False)
-        while stop < len(members) and (stop == start or size + members[stop].size <= REPLY_BYTES):
-            size += members[stop].size
-            if names is None:
-                pipe.hgetall(members[stop].key)
-            else:
-                pipe.hmget(members[stop].key, names)
-            stop += 1
-        for reply in replies_of(pipe):
-            if names is None or reply is None:
-                yield reply or {}
-            else:
-                yield {name: value for name, value in zip(names, reply, strict=True) if value is not None}
-        start = stop
+    packets = {reference.packet.key: reference.packet for reference in references}
+    payloads: dict[str, list[Payload]] = {}
+    broken: dict[str, str] = {}
+    for packet, arrays, header, problem in fetch_columns(run, list(packets.values()), columns, header=True):
+        if problem is None:
+            payloads[packet.key] = payloads_of(packet, arrays, header)
+        else:
+            broken[packet.key] = problem
+    if broken:
+        raise UndecodableGroupError(
+            {
+                (reference.group_id, reference.rollout_index): f"rollout {reference.rollout_index}: {problem}"
+                for reference in references
+                if (problem := broken.get(reference.packet.key)) is not None
+            }
+        )
+    found = [payloads[reference.packet.key][reference.position] for reference in references]
+    for payload, arrays in zip(found, places or (), strict=False):
+        for name in payload.columns.keys() & arrays.keys():
+            arrays[name][:] = payload.columns[name]
+            payload.columns[name] = arrays[name]
+    return found

@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import WireError
 from ..messages import brief
 from .columns import EXTRA_DTYPES, KNOWN_COLUMNS, MAX_DIMENSIONS, Array, check_values, count_ones
-from .members import Members, offsets
+from .members import NO_MEMBERS, Members, offsets
 
 #: Of one packet; a single larger trajectory is a packet of its own.
 MAX_PACKET_MEMBERS: Final = 64
@@ -28,6 +28,7 @@ MAX_PACKET_BYTES: Final = 256 << 10
 class Packet(NamedTuple):
     """An encoded packet. Kept for a while, so it holds little that the garbage collector walks."""
 
+    positions: tuple[int, ...]  # of its members among the records of the push
     indices: tuple[int, ...]  # rollout indices, ascending
     members: str  # a line 'index kind reward role' for each, as scripts read them; reward '-' = none yet
     table: bytes  # b"" without a payload
@@ -44,6 +45,10 @@ class StoredPacket:
     epoch: int  # the trainer's fencing epoch in the ticket
     columns: tuple[str, ...]
     members: Members  # all of them, also those that do not count
+
+
+#: Of trajectories that are stored nowhere.
+NO_PACKET: Final = StoredPacket("", 0, 0, (), NO_MEMBERS)
 
 
 class ColumnKind(NamedTuple):

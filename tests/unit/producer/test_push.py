@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 from streamadv.errors import GroupEndedError, TrajectoryError
 from streamadv.producer import Producer
 from streamadv.producer.encode import MAX_SLICE_BYTES
+from streamadv.run import Run
+from streamadv.run.payloads import fetch_payloads
+from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from tests.support import (
     ended,
     group_all,
     join,
     ledger,
+    logged,
     make_overdue,
     payload_keys,
     problems,
@@ -74,7 +78,7 @@ def test_what_is_overtaken_by_the_completion_of_its_group_is_surplus(fake: Conne
         assert producer.push([trajectory("g", index) for index in range(3)]).codes == ["pushed"] * 3
         assert group_all(run) == ["complete"]
     assert ledger(run)["dropped"] == {"surplus": 1}
-    assert len(payload_keys(run)) == 2
+    assert len(payload_keys(run)) == 1  # its bytes go with its packet
     assert problems(run) == []
 
 
@@ -228,10 +232,15 @@ def test_scripts_refuse_what_they_do_not_know(fake: Connection) -> None:
     run.home.call("lay_out", [1])
     fake.scripts.hset(keys.payload("n"), "header", "x")
     max_trajectory_bytes, max_bytes, shards = 50, 10, 1
-    admission = ["g", 1, 1, "", 1000, max_trajectory_bytes, max_bytes, shards, "", "", "", "p"]
-    record = [0, "usable", "1.0", 10, keys.payload("n"), "train", "{}"]
-    reply: Any = run.home.call(
-        "push", [*admission, "0", *record], group="g", scorer=keys.void, payloads=[keys.payload("n")]
+    limits = [max_trajectory_bytes, max_bytes, shards, "", "", "", "p"]
+    group = ["g", 1, 1, "", 1000]
+    packet = [keys.payload("n"), 10, "0 usable 1.0 train\n", ""]
+    (reply,) = run.home.call(
+        "push",
+        [*limits, "0", 1, *group, 0, 1, *packet],
+        scorer=keys.void,
+        group_hashes=[keys.group("g")],
+        payloads=[keys.payload("n")],
     )
     assert reply[:2] == [b"busy", b"group_bytes"]
     assert not fake.scripts.exists(keys.payload("n"))
@@ -273,8 +282,76 @@ def test_a_push_whose_reply_was_lost_is_sent_again_under_new_keys(
         producer.begin_group(2, group_id="g")
         monkeypatch.setattr(Producer, "_carry_out", lose_first_reply)
         assert producer.push([trajectory("g", index) for index in range(2)]).codes == ["duplicate"] * 2
-        assert len(sent[0]) == len(sent[1]) == 2
+        assert len(sent[0]) == len(sent[1]) == 1
         assert not sent[0] & sent[1]
         assert {key.decode() for key in payload_keys(run)} == sent[0]
         assert group_all(run) == ["complete"]
+    assert problems(run) == []
+
+
+def test_of_a_packet_with_duplicates_the_new_members_are_kept_alone(fake: Connection) -> None:
+    """The packet as a whole would keep bytes that belong to nobody."""
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        first = [trajectory("g", index, 6, metadata={"first": index}) for index in (1, 4)]
+        assert producer.push(first).codes == ["pushed"] * 2
+        second = [trajectory("g", index, 6, metadata={"second": index}) for index in (5, 4, 0, 1, 3, 2)]
+        result = producer.push(second)
+        assert result.codes == ["pushed", "duplicate", "pushed", "duplicate", "pushed", "pushed"]
+        assert result.indices == [5, 0, 3, 2]
+        assert group_all(run) == ["complete"]
+    assert read_status(run).duplicates == 2
+    group = logged(run)["g"]
+    assert [int(index) for index in group.members.table["index"]] == list(range(6))
+    payloads = fetch_payloads(run, group.references, None)
+    expected = [{"second": 0}, {"first": 1}, {"second": 2}, {"second": 3}, {"first": 4}, {"second": 5}]
+    assert [payload.header.metadata for payload in payloads] == expected
+    for index, payload in enumerate(payloads):
+        assert list(payload.columns["input_ids"]) == list(trajectory("g", index).rows[0].input_ids)
+    assert sum(size for _, size in group.payloads) == stored_bytes(run)
+    assert problems(run) == []
+
+
+def stored_bytes(run: Run) -> int:
+    scripts: Any = run.connection.scripts
+    return sum(len(value) for key in payload_keys(run) for value in scripts.hvals(key))
+
+
+def test_of_two_records_for_one_slot_the_first_counts(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        items = [
+            trajectory("g", 1),
+            ended("g", 0, 2, "failed"),
+            trajectory("g", 0),
+            trajectory("g", 1, reward=9.0),
+        ]
+        result = producer.push(items)
+        assert (result.codes, result.indices) == (["pushed", "pushed", "duplicate", "duplicate"], [1, 0])
+    assert ledger(run)["pushed"] == 2
+    assert problems(run) == []
+
+
+def test_a_payload_that_ended_before_its_script_is_sent_again(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a server that was stopped for longer than a payload lives without being registered."""
+    carry_out = Producer._carry_out
+    sent: list[list[str]] = []
+
+    def forget_first(self: Producer, request: Any) -> Any:
+        if hasattr(request, "payloads"):
+            sent.append([key for key, _ in request.payloads])
+            if len(sent) == 1:
+                request = request._replace(payloads=request.payloads[1:])
+        return carry_out(self, request)
+
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        producer.begin_group(3, group_id="g")
+        monkeypatch.setattr(Producer, "_carry_out", forget_first)
+        items = [trajectory("g", 0, 3), trajectory("g", 1, 3, values=np.zeros(5)), ended("g", 2, 3, "failed")]
+        assert producer.push(items).codes == ["pushed"] * 3
+        assert [len(keys) for keys in sent] == [2, 1]
+        assert set(payload_keys(run)) == {key.encode() for key in (sent[0][1], sent[1][0])}
     assert problems(run) == []

@@ -14,6 +14,7 @@ from streamadv.trajectory.members import members_of
 from streamadv.trajectory.packet import StoredPacket
 from tests.support import join, trajectory
 
+HEADER = b'{"group_size":2}'
 COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 
 
@@ -27,7 +28,7 @@ def stored(run: Run, key: str = "payload", **changes: Any) -> StoredPacket:
     items = [trajectory("g", 0, tokens=5), trajectory("g", 1, tokens=3)]
     rows = [item.rows[0].columns for item in items]
     fields: dict[str, Any] = {name: np.concatenate([row[name] for row in rows]).tobytes() for name in COLUMNS}
-    fields = {**fields, "header": b"{}", **changes}
+    fields = {**fields, "header": HEADER, **changes}
     run.connection.scripts.delete(key)
     run.connection.scripts.hset(
         key, mapping={name: value for name, value in fields.items() if value is not None}
@@ -41,7 +42,7 @@ def test_columns_of_all_members_lie_end_to_end(joined: Run) -> None:
     assert list(fetched.columns) == list(COLUMNS)
     np.testing.assert_array_equal(fetched.columns["input_ids"], [0, 1, 2, 3, 4, 10, 11, 12])
     assert not fetched.columns["input_ids"].flags.writeable
-    assert fetched.header == b"{}"
+    assert fetched.header == HEADER
 
 
 def test_columns_that_a_packet_does_not_have_are_left_out(joined: Run) -> None:

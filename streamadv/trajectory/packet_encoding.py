@@ -1,0 +1,229 @@
+"""From trajectories to packets: which of them travel together, and the bytes that are sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from pydantic_core import from_json, to_json
+
+from ..errors import TrajectoryError
+from .columns import HEADER, KNOWN_COLUMNS, REQUIRED_COLUMNS, Array
+from .members import decode_table, encode_table, members_of, offsets, spans
+from .packet import Packet, member_line, split_packets
+from .schema import Column, Role, Row, Trajectory
+
+#: Of the header of a payload.
+MAX_HEADER_BYTES: Final = 1 << 20
+
+
+class _Part(NamedTuple):
+    """What a trajectory adds to its packet."""
+
+    kind: object  # equal for trajectories that may share a packet
+    columns: Mapping[str, Array]  # rows end to end; empty without a payload
+    header: bytes  # JSON of its own part of the header
+    size: int  # bytes of both; 0 without a payload
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What the trajectories of a push have in common."""
+
+    size: int
+    data_source: str | None
+
+
+def encode_packets(trajectories: Sequence[Trajectory], limit: int) -> list[Packet]:
+    """Packets of the trajectories of one group, to be sent in this order.
+
+    If a rollout_index stands in two trajectories, the second one is in a later packet. Raises TrajectoryError for more
+    than `limit` bytes in a trajectory, for a header above MAX_HEADER_BYTES, and for rows that differ in their columns.
+    """
+    group = _Group(trajectories[0].group_size, trajectories[0].data_source)
+    parts = [_part(trajectory, group, limit) for trajectory in trajectories]
+    order = _order([trajectory.rollout_index for trajectory in trajectories], [part.kind for part in parts])
+    ranges = split_packets([key for key, _ in order], [parts[position].size for _, position in order])
+    packets = []
+    for start, stop in ranges:
+        positions = [position for _, position in order[start:stop]]
+        members = [trajectories[position] for position in positions]
+        packets.append(_packet(group, positions, members, [parts[position] for position in positions]))
+    return packets
+
+
+def ended_packets(indices: Sequence[int], kind: str) -> list[Packet]:
+    """Packets of rollouts that end without a trajectory. kind: failed, aborted or cancelled."""
+    order = sorted(range(len(indices)), key=indices.__getitem__)
+    return [
+        Packet(
+            tuple(order[start:stop]),
+            tuple(indices[position] for position in order[start:stop]),
+            "".join(member_line(indices[p], kind, None, Role.TRAIN) for p in order[start:stop]),
+            b"",
+            0,
+            {},
+        )
+        for start, stop in split_packets([kind] * len(order), [0] * len(order))
+    ]
+
+
+def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
+    """A packet of the `chosen` members of another one, by their places in it, ascending."""
+    lines = packet.members.splitlines(keepends=True)
+    positions = tuple(packet.positions[member] for member in chosen)
+    indices = tuple(packet.indices[member] for member in chosen)
+    text = "".join(lines[member] for member in chosen)
+    if not packet.size:
+        return Packet(positions, indices, text, b"", 0, {})
+    members, names = decode_table(packet.table)
+    header = packet.fields[HEADER]
+    fields: dict[Any, Any] = {}
+    for name in names:
+        column = _end_to_end(packet.fields[name])
+        counts = members.entries.get(name, members.rows["tokens"])
+        first = offsets(counts)[members.first_row]
+        fields[name] = column[spans(first, np.asarray(chosen, np.int64))]
+    fields[HEADER] = _select_header(header, chosen)
+    return Packet(
+        positions, indices, text, encode_table(members.select(chosen), names), _size(fields), fields
+    )
+
+
+def _part(trajectory: Trajectory, group: _Group, limit: int) -> _Part:
+    if kind_of(trajectory) != "usable":
+        return _Part(None, {}, b"", 0)
+    columns = _columns(trajectory)
+    header = to_json(_header(trajectory, group))
+    size = sum(array.nbytes for array in columns.values()) + len(header)
+    if size > limit:
+        raise TrajectoryError(
+            f"trajectory {trajectory.group_id}/{trajectory.rollout_index} has {size} bytes, "
+            f"max_trajectory_bytes is {limit}: drop columns or raise it for the run"
+        )
+    extras = [(name, *_kind_of_extra(column)) for name, column in trajectory.rows[0].extras.items()]
+    kind = (tuple(sorted(columns)), tuple(sorted(extras)), trajectory.reward is None)
+    return _Part(kind, columns, header, size)
+
+
+def kind_of(trajectory: Trajectory) -> str:
+    """usable, or why the slot ends without a trajectory: failed, aborted, unscorable."""
+    if not trajectory.status.usable:
+        return str(trajectory.status)
+    return "unscorable" if trajectory.scored and trajectory.reward is None else "usable"
+
+
+def _order(indices: Sequence[int], kinds: Sequence[object]) -> list[tuple[tuple[int, int], int]]:
+    """The positions in the order of sending, each with a key that is equal for those that may share a packet."""
+    seen: Counter[int] = Counter()
+    numbers: dict[object, int] = {}
+    order = []
+    for position, (index, kind) in enumerate(zip(indices, kinds, strict=True)):
+        order.append(((seen[index], numbers.setdefault(kind, len(numbers))), index, position))
+        seen[index] += 1
+    return [(key, position) for key, _, position in sorted(order)]
+
+
+def _packet(
+    group: _Group, positions: Sequence[int], members: Sequence[Trajectory], parts: Sequence[_Part]
+) -> Packet:
+    indices = tuple(member.rollout_index for member in members)
+    text = "".join(
+        member_line(member.rollout_index, kind_of(member), member.reward, member.role) for member in members
+    )
+    names = list(parts[0].columns)
+    if not names:
+        return Packet(tuple(positions), indices, text, b"", 0, {})
+    fields: dict[Any, Any] = {name: _end_to_end([part.columns[name] for part in parts]) for name in names}
+    fields[HEADER] = _join_headers(group, [part.header for part in parts])
+    if len(fields[HEADER]) > MAX_HEADER_BYTES:
+        raise TrajectoryError(
+            f"metadata: header of {members[0].group_id}/{indices[0]} has {len(fields[HEADER])} bytes, "
+            f"at most {MAX_HEADER_BYTES} are allowed: move large data into an extra column"
+        )
+    table = encode_table(members_of(members, [part.size for part in parts]), names)
+    return Packet(tuple(positions), indices, text, table, _size(fields), fields)
+
+
+def _size(fields: Mapping[Any, Any]) -> int:
+    """Bytes of all values. Names and what the server adds are not counted."""
+    return sum(len(value) if isinstance(value, bytes) else value.nbytes for value in fields.values())
+
+
+def _end_to_end(arrays: Array | Sequence[Array]) -> Array:
+    if isinstance(arrays, np.ndarray):
+        return arrays
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _columns(trajectory: Trajectory) -> dict[str, Array]:
+    """The stored columns, rows end to end. Raises TrajectoryError where rows differ."""
+    rows = trajectory.rows
+    missing = [name for name in REQUIRED_COLUMNS if name not in rows[0].columns]
+    if missing:
+        raise TrajectoryError(f"{missing[0]}: every row needs it")
+    for name in rows[0].extras:
+        if len({_kind_of_extra(row.extras[name]) for row in rows}) > 1:
+            raise TrajectoryError(f"extra column {name} differs between rows in dtype, shape or per_token")
+    return _join_rows(
+        {**row.columns, **{name: column.data for name, column in row.extras.items()}} for row in rows
+    )
+
+
+def _join_rows(rows: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
+    arrays = list(rows)
+    return {
+        name: _end_to_end([row[name] for row in arrays])
+        for name in arrays[0]
+        # What an earlier run computed, as in a file written by `consume`, is not stored.
+        if name in KNOWN_COLUMNS or name not in Row.model_fields
+    }
+
+
+def _kind_of_extra(column: Column) -> tuple[str, tuple[int, ...], bool]:
+    return column.data.dtype.str, column.data.shape[1:], column.per_token
+
+
+# The header: JSON, of which a reader of single columns sees nothing
+
+
+def _header(trajectory: Trajectory, group: _Group) -> dict[str, Any]:
+    """A trajectory's part of the header: what stands neither in the member table nor in a column."""
+    rows, span = trajectory.rows, trajectory.version_span
+    parts = {
+        "metadata": trajectory.metadata,
+        "agents": [row.agent for row in rows] if any(row.agent is not None for row in rows) else [],
+        "row_rewards": [row.reward for row in rows] if any(row.reward is not None for row in rows) else [],
+    }
+    header: dict[str, Any] = {name: part for name, part in parts.items() if part}
+    versions = None if span is None or rows[0].versions is not None else version_of(*span)
+    if trajectory.model_version != versions:
+        header["model_version"] = trajectory.model_version
+    if trajectory.data_source != group.data_source:
+        header["data_source"] = trajectory.data_source
+    return header
+
+
+def version_of(oldest: int, newest: int) -> int | tuple[int, int]:
+    """The model_version of a trajectory with these versions and no column of them."""
+    return oldest if oldest == newest else (oldest, newest)
+
+
+def _join_headers(group: _Group, headers: Sequence[bytes]) -> bytes:
+    head: dict[str, Any] = {"group_size": group.size}
+    if group.data_source is not None:
+        head["data_source"] = group.data_source
+    text = to_json(head)
+    if all(header == b"{}" for header in headers):
+        return text
+    return b'%b,"members":[%b]}' % (text[:-1], b",".join(headers))
+
+
+def _select_header(header: bytes, chosen: Sequence[int]) -> bytes:
+    parts = from_json(header)
+    if "members" in parts:
+        parts["members"] = [parts["members"][member] for member in chosen]
+    return to_json(parts)
