@@ -63,7 +63,7 @@ class WaitingPacket:
             has_reward = self.verdicts.get(position) is not None
             kind = USABLE if has_reward else "unscorable"
             reward = float(members.table["reward"][position]) if has_reward else None
-            text += member_line(line.index, kind, reward, line.role)
+            text += member_line(line.rollout_index, kind, reward, line.role)
         fields: dict[str, Any] = {
             **self.entry.fields,
             "members": text,
@@ -145,7 +145,7 @@ def _packet_of(entry: Entry) -> WaitingPacket:
     members, columns = decode_table(fields["table"])
     size = int(fields["bytes"])
     problem = members_problem(members, size)
-    if problem is None and members.table["index"].tolist() != [line.index for line in lines]:
+    if problem is None and members.table["index"].tolist() != [line.rollout_index for line in lines]:
         problem = "its members are not those of the packet"
     if problem is not None:
         raise WireError(f"member table: {problem}")

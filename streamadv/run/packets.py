@@ -35,7 +35,7 @@ _MEMBERS: Final = re.compile(f"(?:{_LINE}){{1,{MAX_PACKET_MEMBERS}}}")
 class MemberLine(NamedTuple):
     """A member of a packet as scripts read it."""
 
-    index: int
+    rollout_index: int
     kind: str  # usable, or why its slot ended: failed, aborted, cancelled, unscorable
     reward: float | None  # None = none yet, or none at all
     role: str
@@ -54,13 +54,13 @@ def parse_members(text: bytes) -> list[MemberLine]:
     ]
     last = -1
     for member in members:
-        if not last < member.index < 2 * MAX_GROUP_SIZE:
+        if not last < member.rollout_index < 2 * MAX_GROUP_SIZE:
             raise ValueError(
-                f"members has the index {member.index}, needs 0..{2 * MAX_GROUP_SIZE - 1}, ascending"
+                f"members has the index {member.rollout_index}, needs 0..{2 * MAX_GROUP_SIZE - 1}, ascending"
             )
         if member.reward is not None and not math.isfinite(member.reward):
             raise ValueError(f"members has the reward {member.reward}, needs a finite number")
-        last = member.index
+        last = member.rollout_index
     return members
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from ..errors import UndecodableGroupError, WireError
+from ..errors import WireError
 from ..store.replies import replies_of
 from ..trajectory.columns import HEADER, KNOWN_COLUMNS, Array
 from ..trajectory.packet import StoredPacket, check_column, decode_column
-from ..trajectory.payload import Payload, parse_header, payloads_of
-from ..trajectory.reference import Reference
+from ..trajectory.payload import parse_header
 from .run import Run
 
 #: Bytes of payload asked for before the reply is read: the server buffers all of it.
@@ -92,38 +91,3 @@ def _decode(
     except WireError as error:
         return FetchedPacket(packet, {}, problem=str(error))
     return FetchedPacket(packet, columns, text)
-
-
-def fetch_payloads(
-    run: Run,
-    references: Sequence[Reference],
-    columns: Sequence[str] | None,
-    places: Sequence[Mapping[str, Array]] | None = None,
-) -> list[Payload]:
-    """The payload of each trajectory with the named columns (None = all). Reads each packet once.
-
-    places: for each, by name, where a column is copied to. Raises UndecodableGroupError, which names every trajectory
-    that cannot be read.
-    """
-    packets = {reference.packet.key: reference.packet for reference in references}
-    payloads: dict[str, list[Payload]] = {}
-    broken: dict[str, str] = {}
-    for packet, arrays, header, problem in fetch_columns(run, list(packets.values()), columns, header=True):
-        if problem is None:
-            payloads[packet.key] = payloads_of(packet, arrays, header)
-        else:
-            broken[packet.key] = problem
-    if broken:
-        raise UndecodableGroupError(
-            {
-                (reference.group_id, reference.rollout_index): f"rollout {reference.rollout_index}: {problem}"
-                for reference in references
-                if (problem := broken.get(reference.packet.key)) is not None
-            }
-        )
-    found = [payloads[reference.packet.key][reference.position] for reference in references]
-    for payload, arrays in zip(found, places or (), strict=False):
-        for name in payload.columns.keys() & arrays.keys():
-            arrays[name][:] = payload.columns[name]
-            payload.columns[name] = arrays[name]
-    return found

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from torch import Tensor
 
 from ..trajectory.columns import Array
 from ..trajectory.members import offsets
-from ..trajectory.payload import Payload
+from ..trajectory.payload import payloads_of
 from .fetch import FetchedShare
 from .microbatch import Delivered
 from .references import References
@@ -21,18 +22,16 @@ def delivered(fetched: FetchedShare, outputs: Mapping[str, Tensor], k: int) -> l
     bounds = list(pairwise(offsets(own.members.table["tokens"]).tolist()))
     pushed = {name: column.numpy() for name, column in fetched.columns.items()}
     made = {name: column.cpu().numpy() for name, column in outputs.items()}
-    return [
-        Delivered(
-            reference,
-            Payload(
-                fetched.headers[packet],
-                {**_slices(pushed, *span), **fetched.others[packet]},
-            ),
-            _slices(made, *span),
-            reference.staleness(k),
-        )
-        for reference, packet, span in zip(References(own), own.packet.tolist(), bounds, strict=True)
-    ]
+    payloads = {
+        number: payloads_of(own.packets[number], others, fetched.headers[number])
+        for number, others in fetched.others.items()
+    }
+    found = []
+    for member, (reference, span) in enumerate(zip(References(own), bounds, strict=True)):
+        payload = payloads[int(own.packet[member])][int(own.position[member])]
+        payload = replace(payload, columns={**_slices(pushed, *span), **payload.columns})
+        found.append(Delivered(reference, payload, _slices(made, *span), reference.staleness(k)))
+    return found
 
 
 def _slices(columns: Mapping[str, Array], start: int, stop: int) -> dict[str, Array]:

@@ -24,7 +24,7 @@ from ..advantage.results import BatchResults
 from ..algorithms.packing import empty_column
 from ..batch.record import BatchRecord
 from ..errors import StreamadvError, UndecodableGroupError, WireError
-from ..grouping.groups_log import LoggedGroup, reference_of
+from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
@@ -39,8 +39,8 @@ from ..trajectory.columns import (
     count_ones,
 )
 from ..trajectory.members import offsets
-from ..trajectory.packet import ColumnKind, StoredPacket, column_kind
-from ..trajectory.payload import Header, decode_payload
+from ..trajectory.packet import ColumnKind, StoredPacket, check_column, column_kind, decode_column
+from ..trajectory.payload import parse_header
 from .plan import Rank, Share, share_of
 
 logger = logging.getLogger(__name__)
@@ -144,8 +144,7 @@ class FetchedShare:
         own, extras = self.share.own, {name: list[Array]() for name in self._row_extras}
         for name, arrays in extras.items():
             for number, position in zip(own.packet.tolist(), own.position.tolist(), strict=True):
-                column, header = self.others[number][name], self.headers[number]
-                arrays += rows_of(own.packets[number], name, column, position, header)
+                arrays += rows_of(own.packets[number], name, self.others[number][name], position)
         return extras
 
     def _check_sizes(self) -> None:
@@ -173,7 +172,8 @@ class FetchedShare:
                 self._place(number, name, raw)
             else:
                 others[name] = raw
-        self.others[number] = _decode_others(run, self.share.own, number, reply[0], others)
+        parse_header(reply[0], packet.members)
+        self.others[number] = _decode_others(run, packet, others)
         self.headers[number] = reply[0]
 
     def _place(self, number: int, name: str, raw: bytes | None) -> None:
@@ -305,21 +305,16 @@ def _problem(name: str, array: Array) -> str | None:
     return None
 
 
-# Until packets have several members
+def rows_of(packet: StoredPacket, name: str, column: Array, position: int) -> list[Array]:
+    """The rows of the member at `position`, of a column not per token."""
+    bounds = offsets(packet.members.entries[name]).tolist()
+    first, last = packet.members.first_row[position : position + 2].tolist()
+    return [column[start:stop] for start, stop in pairwise(bounds[first : last + 1])]
 
 
-def rows_of(packet: StoredPacket, name: str, column: Array, position: int, header: bytes) -> list[Array]:
-    """The rows of the member at `position`, which is 0."""
-    lengths = Header.model_validate_json(header).columns[name].lengths
-    return list(np.split(column, np.cumsum(lengths or ())[:-1]))
-
-
-def _decode_others(
-    run: Run, own: Layout, number: int, header: bytes, others: Mapping[str, bytes | None]
-) -> dict[str, Array]:
-    group = own.groups[own.group[int(np.flatnonzero(own.packet == number)[0])]]
-    packet = own.packets[number]
-    reference = reference_of(group, group.packets.index(packet), packet)
-    fields = {HEADER: header, **{name.encode(): raw for name, raw in others.items() if raw is not None}}
-    payload = decode_payload(fields, list(others), reference)
-    return payload.columns
+def _decode_others(run: Run, packet: StoredPacket, others: Mapping[str, bytes | None]) -> dict[str, Array]:
+    """Columns of all members of a packet, rows end to end. Raises WireError."""
+    columns = {name: decode_column(packet, name, raw, run.manifest.columns) for name, raw in others.items()}
+    for name in KNOWN_COLUMNS.keys() & columns.keys():
+        check_column(packet, name, columns[name])
+    return columns

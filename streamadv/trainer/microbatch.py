@@ -144,12 +144,7 @@ class Delivered:
     def trajectory(self, k: int) -> Trajectory:
         """As a line of an interchange file: everything pushed, and the outputs."""
         return payload_trajectory(
-            self.payload,
-            self.outputs,
-            reward=self.reference.reward,
-            rewards=self.reference.rewards,
-            batch=k,
-            staleness=self.staleness,
+            self.reference, self.payload, self.outputs, batch=k, staleness=self.staleness
         )
 
 

@@ -44,17 +44,15 @@ def references_of(layout: Layout) -> list[Reference]:
     rows, first_row = members.rows.tolist(), members.first_row.tolist()
     steps, first_step = members.steps.tolist(), members.first_step.tolist()
     named = [(name, values.tolist()) for name, values in members.rewards.items()]
-    groups, packets = layout.group.tolist(), layout.packet.tolist()
+    groups = layout.group.tolist()
     references = []
     for member, record in enumerate(members.table.tolist()):
         index, status, flags, _, _, _, reward, oldest, newest, _, _ = record
-        group, packet = layout.groups[groups[member]], layout.packets[packets[member]]
+        group = layout.groups[groups[member]]
         own_rows = rows[first_row[member] : first_row[member + 1]]
         reference = Reference(
             group_id=group.group_id,
             rollout_index=index,
-            key=packet.key,
-            size=packet.size,
             row_lengths=tuple(tokens for tokens, _ in own_rows),
             row_trainable=tuple(trainable for _, trainable in own_rows),
             status=STATUSES[status],
@@ -62,13 +60,11 @@ def references_of(layout: Layout) -> list[Reference]:
             rewards={name: values[member] for name, values in named if not isnan(values[member])},
             role=Role.BASELINE if flags & BASELINE else Role.TRAIN,
             versions=(oldest, newest) if flags & HAS_VERSION else None,
-            epoch=packet.epoch,
             data_source=group.data_source,
             steps=tuple(
                 StepSpan(row, start, end, step_reward, None if state == NO_STATE else members.states[state])
                 for row, start, end, state, step_reward in steps[first_step[member] : first_step[member + 1]]
             ),
-            columns=packet.columns,
         )
         references.append(reference)
     return references

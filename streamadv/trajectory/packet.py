@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import WireError
 from ..messages import brief
 from .columns import EXTRA_DTYPES, KNOWN_COLUMNS, MAX_DIMENSIONS, Array, check_values, count_ones
-from .members import NO_MEMBERS, Members, offsets
+from .members import Members, offsets
 
 #: Of one packet; a single larger trajectory is a packet of its own.
 MAX_PACKET_MEMBERS: Final = 64
@@ -45,10 +45,6 @@ class StoredPacket:
     epoch: int  # the trainer's fencing epoch in the ticket
     columns: tuple[str, ...]
     members: Members  # all of them, also those that do not count
-
-
-#: Of trajectories that are stored nowhere.
-NO_PACKET: Final = StoredPacket("", 0, 0, (), NO_MEMBERS)
 
 
 class ColumnKind(NamedTuple):

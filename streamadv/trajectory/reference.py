@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .packet import NO_PACKET, StoredPacket
 from .schema import Role, Status
 
 
@@ -34,20 +33,6 @@ class Reference:
     versions: tuple[int, int] | None = None  # oldest and newest over trainable tokens
     data_source: str | None = None
     steps: tuple[StepSpan, ...] = ()
-    packet: StoredPacket = field(default=NO_PACKET, repr=False)  # that has it
-    position: int = field(default=0, repr=False)  # in the packet
-
-    @property
-    def key(self) -> str:
-        return f"{self.packet.key}/{self.position}"
-
-    @property
-    def size(self) -> int:
-        return int(self.packet.members.table["size"][self.position])
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.packet.columns
 
     @property
     def is_baseline(self) -> bool:

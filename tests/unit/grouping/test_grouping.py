@@ -254,7 +254,7 @@ class Group:
 def packet_of(entry: Any) -> tuple[str, list[int]]:
     """Group and members of a stream entry."""
     members = parse_members(entry.fields["members"])
-    return entry.fields["group_id"].decode(), [member.index for member in members]
+    return entry.fields["group_id"].decode(), [member.rollout_index for member in members]
 
 
 class Pipeline:
@@ -294,10 +294,13 @@ class Pipeline:
             members = parse_members(fields[b"members"])
             assert len({member.kind for member in members}) == 1 or not fields[b"payload"]
             self.stream.append(
-                (fields[b"group_id"].decode(), {member.index: kinds[member.index] for member in members})
+                (
+                    fields[b"group_id"].decode(),
+                    {member.rollout_index: kinds[member.rollout_index] for member in members},
+                )
             )
             for member in members:
-                self.waiting.remove((self.stream[-1][0], member.index))
+                self.waiting.remove((self.stream[-1][0], member.rollout_index))
         assert not self.waiting
 
     def cancel(self, group_id: str) -> None:

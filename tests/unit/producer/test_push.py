@@ -14,9 +14,10 @@ from streamadv.errors import GroupEndedError, TrajectoryError
 from streamadv.producer import Producer
 from streamadv.producer.encode import MAX_SLICE_BYTES
 from streamadv.run import Run
-from streamadv.run.payloads import fetch_payloads
+from streamadv.run.payloads import fetch_columns
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
+from streamadv.trajectory.payload import payloads_of
 from tests.support import (
     ended,
     group_all,
@@ -303,10 +304,14 @@ def test_of_a_packet_with_duplicates_the_new_members_are_kept_alone(fake: Connec
     assert read_status(run).duplicates == 2
     group = logged(run)["g"]
     assert [int(index) for index in group.members.table["index"]] == list(range(6))
-    payloads = fetch_payloads(run, group.references, None)
+    payloads = [
+        payloads_of(fetched.packet, fetched.columns, fetched.header)
+        for fetched in fetch_columns(run, group.packets, None, header=True)
+    ]
+    found = [payloads[packet][at] for packet, at in zip(group.packet_of, group.position_of, strict=True)]
     expected = [{"second": 0}, {"first": 1}, {"second": 2}, {"second": 3}, {"first": 4}, {"second": 5}]
-    assert [payload.header.metadata for payload in payloads] == expected
-    for index, payload in enumerate(payloads):
+    assert [payload.header.metadata for payload in found] == expected
+    for index, payload in enumerate(found):
         assert list(payload.columns["input_ids"]) == list(trajectory("g", index).rows[0].input_ids)
     assert sum(size for _, size in group.payloads) == stored_bytes(run)
     assert problems(run) == []
