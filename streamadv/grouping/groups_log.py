@@ -96,12 +96,8 @@ class LoggedGroup:
     def references(self) -> list[Reference]:
         """The members one by one. Costs some microseconds each: loops over a batch use `members`."""
         return [
-            replace(
-                reference_of(self.group_id, self.data_source, self.members, member),
-                packet=self.packets[packet],
-                position=position,
-            )
-            for member, (packet, position) in enumerate(zip(self.packet_of, self.position_of, strict=True))
+            reference_of(self.group_id, self.data_source, self.members, position)
+            for position in range(len(self.members))
         ]
 
     @property

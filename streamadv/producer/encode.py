@@ -52,7 +52,7 @@ def push_call(
     return Transaction(payloads, call)
 
 
-def slices(packets: Sequence[Packet]) -> list[Sequence[Packet]]:
+def slices(packets: Sequence[Packet]) -> list[list[Packet]]:
     """Parts of at most MAX_SLICE_MEMBERS members and MAX_SLICE_BYTES bytes (one packet may exceed it)."""
     parts: list[list[Packet]] = []
     members = size = 0

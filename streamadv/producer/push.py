@@ -127,16 +127,15 @@ class Pushes:
             for position, index in zip(packet.positions, packet.indices, strict=True)
         }
         for part in slices(packets):
-            waiting, part_codes = part, {}
+            waiting = part
+            part_codes: dict[int, str] = {}
             while waiting:
                 replied = yield from self._send_slice(spec, waiting, epoch, budget)
                 waiting = unregistered(waiting, replied, part_codes)
             metrics.producer_pushed(list(part_codes.values()))
             codes |= part_codes
-            if (
-                refused := min((at for at, code in codes.items() if code == "range"), default=None)
-            ) is not None:
-                raise TrajectoryError(f"record {refused}: group {spec.group_id} has no such slot left")
+            if refused := [position for position, code in part_codes.items() if code == "range"]:
+                raise TrajectoryError(f"record {min(refused)}: group {spec.group_id} has no such slot left")
         ordered = sorted(codes)
         return PushResult(
             [codes[position] for position in ordered],

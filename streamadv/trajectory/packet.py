@@ -33,7 +33,7 @@ class Packet(NamedTuple):
     members: str  # a line 'index kind reward role' for each, as scripts read them; reward '-' = none yet
     table: bytes  # b"" without a payload
     size: int  # bytes of the payload; 0 without one
-    fields: Mapping[Any, Any]  # of the payload: name -> array, list of arrays (end to end) or bytes
+    fields: dict[Any, Any]  # of the payload: name -> array, list of arrays (end to end) or bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

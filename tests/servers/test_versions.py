@@ -3,47 +3,50 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
 from streamadv.errors import SettingError
 from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
-from streamadv.producer import encode as encoding
+from streamadv.producer import push as pushing
 from streamadv.run import open_run
 from streamadv.store.connection import Connection
 from streamadv.store.keys import manifest_key
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.payload import SCHEMA_VERSION, Header
+from streamadv.trajectory.packet import Packet
+from streamadv.trajectory.payload import SCHEMA_VERSION
+from streamadv.trajectory.schema import Trajectory
 from tests.support import join, ledger, next_batch, problems, push_groups
 
 
-class NewerHeader(Header):
-    """Of a release that knows one field more."""
-
-    novelty: int = 0
+def newer_packet(packet: Packet) -> Packet:
+    """Of a release that knows one field more in the header."""
+    header = {
+        **json.loads(packet.fields["header"]),
+        "novelty": 1,
+        "members": [{"novelty": 1}] * len(packet.indices),
+    }
+    fields = {**packet.fields, "header": json.dumps(header).encode()}
+    return packet._replace(
+        fields=fields, size=packet.size - len(packet.fields["header"]) + len(fields["header"])
+    )
 
 
 def test_a_field_that_a_newer_release_adds_passes_through_an_older_one(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within a schema version fields are only ever added, and left alone by who does not know them."""
-    encode, refer = encoding.encode_payload, encoding.encode_reference
+    encode = pushing.encode_packets
 
-    def encode_newer(item: Any) -> dict[Any, Any]:
-        fields = encode(item)
-        header = NewerHeader.model_validate_json(fields[b"header"]).model_copy(update={"novelty": 1})
-        return {**fields, b"header": header.model_dump_json(exclude_defaults=True).encode()}
-
-    def refer_newer(*args: Any) -> bytes:
-        return json.dumps({**json.loads(refer(*args)), "novelty": 1}).encode()
+    def encode_newer(items: Sequence[Trajectory], limit: int) -> list[Packet]:
+        return [newer_packet(packet) for packet in encode(items, limit)]
 
     joined = join(redis_url, run)
     with Producer(redis_url, run) as older:
         push_groups(older, 2, prefix="old")
-        monkeypatch.setattr(encoding, "encode_payload", encode_newer)
-        monkeypatch.setattr(encoding, "encode_reference", refer_newer)
+        monkeypatch.setattr(pushing, "encode_packets", encode_newer)
         with Producer(redis_url, run) as newer:
             push_groups(newer, 2, prefix="new")
             newer.finish()

@@ -146,12 +146,7 @@ def test_a_broken_payload_costs_its_group_only(fake: Connection) -> None:
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
     (entry,) = consumer_of(run, ADVANTAGE).read(1)
-    victim = next(
-        member.key
-        for group in prepare(run, entry).groups
-        for member in group.references
-        if group.group_id == "g0001"
-    )
+    victim = next(group.packets[0].key for group in prepare(run, entry).groups if group.group_id == "g0001")
     fake.scripts.hset(victim, "response_mask", b"\x07")
     assert publish(run, compute_safely(run, prepare(run, entry), CPU))
     batch = queue.next_batch(timeout=0)

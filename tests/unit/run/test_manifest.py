@@ -67,7 +67,7 @@ def test_runs_do_not_share_settings(fake: Connection) -> None:
 def test_another_schema_version_is_refused(fake: Connection) -> None:
     open_run(fake, "r")
     fake.scripts.hset(manifest_key("r"), "schema_version", json.dumps(99))
-    with pytest.raises(SettingError, match="schema version 99, this release reads 1"):
+    with pytest.raises(SettingError, match="schema version 99, this release reads 2: finish it"):
         open_run(fake, "r")
 
 
