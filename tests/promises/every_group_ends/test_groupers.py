@@ -72,7 +72,7 @@ def test_a_grouper_that_is_told_to_end_begins_nothing_else(
     assert rounds == []
 
 
-def test_records_taken_together_or_one_by_one_come_to_the_same(redis_url: str, run: str) -> None:
+def test_packets_taken_together_or_one_by_one_come_to_the_same(redis_url: str, run: str) -> None:
     """Copies, lost payloads, scores that came first, more members than a group needs, a hash somebody wrote into."""
     connection, found = Connection(redis_url), []
     for name, count in ((f"{run}-alone", 1), (f"{run}-together", 128)):
@@ -89,13 +89,13 @@ def test_records_taken_together_or_one_by_one_come_to_the_same(redis_url: str, r
                 producer.push([trajectory(group_id, index, 2)])
             producer.push([trajectory("waiting", 0, 2)])
             scripts.hset(keys.group("broken"), "size", "x")
-            records: Any = scripts.xrange(keys.rollouts)
-            lost = next(fields for _, fields in records if fields[b"group_id"] == b"lost")
-            scripts.unlink(lost[b"key"].decode())
-            for _, fields in records[::2]:
+            packets: Any = scripts.xrange(keys.rollouts)
+            lost = next(fields for _, fields in packets if fields[b"group_id"] == b"lost")
+            scripts.unlink(lost[b"payload"].decode())
+            for _, fields in packets[::2]:
                 scripts.xadd(keys.rollouts, fields)
             outcomes = group_all(joined, count=count)
-            found_problems = problems(joined)  # the payload that somebody deleted, and its record
+            found_problems = problems(joined)  # the payload that somebody deleted, and its packet
             assert all("live_bytes" in each or "ledger rollouts" in each for each in found_problems)
         members = {group_id: identities(group.references) for group_id, group in logged(joined).items()}
         found.append((sorted(outcomes), ledger(joined), members))

@@ -40,21 +40,21 @@ from tests.support import (
 
 
 def spoil_payload(run: Run, group_id: str, column: str, value: bytes) -> None:
-    """Damage one stored column of a group whose records are still in the rollouts stream."""
+    """Damage one stored column of a group whose packet is still in the rollouts stream."""
     keys = run.keys.shard(run.keys.shard_of(group_id))
     for _, fields in run.connection.scripts.xrange(keys.rollouts):
         if fields[b"group_id"].decode() == group_id:
-            run.connection.scripts.hset(fields[b"key"], column, value)
+            run.connection.scripts.hset(fields[b"payload"], column, value)
             return
-    raise AssertionError(f"{group_id} has no record")
+    raise AssertionError(f"{group_id} has no packet")
 
 
-def spoil_reference(run: Run, group_id: str) -> None:
+def spoil_table(run: Run, group_id: str) -> None:
     keys = run.keys.shard(run.keys.shard_of(group_id))
     for entry, fields in run.connection.scripts.xrange(keys.rollouts):
         if fields[b"group_id"].decode() == group_id:
             run.connection.scripts.xdel(keys.rollouts, entry)
-            run.connection.scripts.xadd(keys.rollouts, {**fields, b"reference": b"{nonsense"})
+            run.connection.scripts.xadd(keys.rollouts, {**fields, b"table": b"nonsense"})
             return
 
 
@@ -114,7 +114,7 @@ def test_an_unreadable_reference_is_found_when_the_batch_is_named(redis_url: str
         push_groups(producer, 2)
         producer.finish()
     joined = join(connection, run)
-    spoil_reference(joined, "g0000")
+    spoil_table(joined, "g0000")
     queue = TrainerQueue(connection, run, batch_groups=2)
     batch = next_batch(queue, joined)
     assert batch is not None

@@ -53,30 +53,42 @@ JUNK: list[dict[Any, Any]] = [
 ]
 
 
-def record(**changes: Any) -> dict[str, Any]:
-    """A record of the rollouts stream that looks right, but for what it speaks of."""
-    fields = {"group_id": "g0000", "index": 0, "kind": "usable", "reward": "1.0", "bytes": 99}
-    return {**fields, "key": "{r:0:0}:payload:none", "role": "train", "reference": "{}", **changes}
+def packet(**changes: Any) -> dict[str, Any]:
+    """A packet of the rollouts stream that looks right, but for what it speaks of."""
+    fields = {"group_id": "g0000", "payload": "{r:0:0}:payload:none", "bytes": 99, "epoch": 0}
+    return {**fields, "members": "0 usable 1.0 train\n", "table": "", **changes}
 
 
-RECORDS: list[dict[str, Any]] = [
-    record(),
-    record(index=-1),
-    record(index="99999999999999999999"),
-    record(index="true"),
-    record(kind="exploded"),
-    record(reward="nan"),
-    record(reward="1e999"),
-    record(bytes=-5),
-    record(bytes="1e3"),
-    record(bytes=1 << 40),
-    record(key="{r:0:0}:ledger"),
-    record(key="other"),
-    record(role="\x00"),
-    record(group_id="no such group"),
-    record(group_id="a" * 100_000),
-    record(group_id="\ud800".encode("utf-8", "surrogatepass")),
-    record(reference="[" * 10_000, index=1),
+PACKETS: list[dict[str, Any]] = [
+    packet(),
+    packet(members="-1 usable 1.0 train\n"),
+    packet(members="9999 usable 1.0 train\n"),
+    packet(members="99999999999999999999 usable 1.0 train\n"),
+    packet(members="true usable 1.0 train\n"),
+    packet(members="0 exploded 1.0 train\n"),
+    packet(members="0 usable nan train\n"),
+    packet(members="0 usable 1e999 train\n"),
+    packet(members="0 usable 1.0 \x00\n"),
+    packet(members="0 usable 1.0 train\n0 usable 1.0 train\n"),
+    packet(members="1 usable 1.0 train\n0 usable 1.0 train\n"),
+    packet(members="0 usable 1.0 train"),
+    packet(members=""),
+    packet(members="".join(f"{index} usable 1.0 train\n" for index in range(65))),
+    packet(members=b"\xff"),
+    packet(bytes=-5),
+    packet(bytes="1e3"),
+    packet(bytes=1 << 40),
+    packet(bytes=0),
+    packet(payload=""),
+    packet(payload="", bytes=0),
+    packet(payload="{r:0:0}:ledger"),
+    packet(payload="other"),
+    packet(epoch="x"),
+    packet(epoch=-1),
+    packet(group_id="no such group"),
+    packet(group_id="a" * 100_000),
+    packet(group_id="\ud800".encode("utf-8", "surrogatepass")),
+    packet(members="1 usable 1.0 train\n", table=b"[" * 10_000),
 ]
 
 
@@ -105,7 +117,7 @@ def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: i
         def garbage() -> None:
             for place, stream in places.items():
                 sent[place] += inject(
-                    run, stream, JUNK + (RECORDS if place in ("rollouts", "scoring") else [])
+                    run, stream, JUNK + (PACKETS if place in ("rollouts", "scoring") else [])
                 )
 
         garbage()
@@ -134,7 +146,7 @@ def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: i
     assert (counts["pushed"], counts["dead"], counts["dropped"]) == (24, {}, {})
     removed = read_status(run).malformed
     assert removed >= sent["rollouts"] + sent["scoring"] + sent["groups"]
-    # Forged records that look right are counted as they move between the streams, and not when they are removed.
+    # Forged packets that look right are counted as they move between the streams, and not when they are removed.
     assert [p for p in problems(run) if "ledger rollouts" not in p and "ledger scoring" not in p] == []
     dead = list(list_dead(run))
     assert {item.group_id.partition("/")[0] for item in dead} >= {
@@ -179,7 +191,7 @@ def logged(redis_url: str, run: str) -> Run:
 def payload_of(run: Run, group_id: str) -> str:
     for _, fields in run.connection.scripts.xrange(run.keys.home.groups):
         if fields[b"group_id"].decode() == group_id:
-            return str(fields[b"payloads"].decode().split("\n")[0].rpartition(" ")[0])
+            return str(fields[b"payloads"].decode().split(" ")[0])
     raise AssertionError(group_id)
 
 
@@ -285,7 +297,7 @@ def test_copies_of_genuine_entries_change_nothing(redis_url: str, run: str) -> N
 
     copy(keys.rollouts)
     group_all(joined)
-    assert read_status(joined).malformed == 8
+    assert read_status(joined).malformed == 4
     queue = TrainerQueue(connection, run, batch_groups=4, chain={"estimator": "reinforce"})
     with pytest.raises(StreamadvError, match="no new group"):
         queue.next_batch(timeout=0)
@@ -306,8 +318,8 @@ def test_copies_of_genuine_entries_change_nothing(redis_url: str, run: str) -> N
     [
         {"slots": "many"},
         {"size": "-1"},
-        {"unfilled": "1e9"},
-        {"usable": "x"},
+        {"slots": ".p?"},
+        {"slot_bytes": "x"},
         {"opened_ms": ""},
     ],
     ids=lambda change: next(iter(change)),
@@ -332,13 +344,16 @@ def test_a_group_whose_hash_is_broken_ends(redis_url: str, run: str, change: dic
     assert [p for p in problems(joined, deep=False) if "reserved" not in p] == []
 
 
-def test_a_member_that_somebody_wrote_over_costs_no_other(redis_url: str, run: str) -> None:
+def test_a_packet_that_somebody_wrote_over_costs_no_other(redis_url: str, run: str) -> None:
     connection = Connection(redis_url)
     with producing(connection, run) as producer:
-        producer.push([trajectory("g", index, 3) for index in range(2)])
+        for index in range(2):
+            producer.push([trajectory("g", index, 3)])
         joined = join(connection, run)
         group_all(joined)
-        connection.scripts.hset(joined.keys.home.group("g"), mapping={"0": "u junk", "junk": "1"})
+        group: dict[bytes, bytes] = connection.scripts.hgetall(joined.keys.home.group("g"))  # type: ignore[assignment]
+        first = next(field for field, text in group.items() if b"\n0 usable " in text)
+        connection.scripts.hset(joined.keys.home.group("g"), mapping={first: b"junk", b"junk": b"1"})
         producer.push([trajectory("g", 2, 3)])
         assert group_all(joined) == ["complete"]
         producer.finish()
