@@ -13,7 +13,7 @@ from streamadv.errors import NoBatchError
 from streamadv.run import Run
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.payload import encode_payload
+from streamadv.trajectory.packet_encoding import encode_packets
 from streamadv.trajectory.schema import Trajectory
 from tests.support import compute_all, group_all, join, producing, push_groups, trajectory
 
@@ -38,12 +38,19 @@ def trajectories() -> list[Trajectory]:
 
 
 @cache
-def payloads() -> list[dict[bytes, bytes]]:
-    """The stored fields of each of them."""
+def payloads() -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """Member table and stored fields of a packet of each of them, and of one with two members."""
+    first, *others = trajectories()
+    second = trajectory("g", 1, 2, metadata={"prompt": "q"}, tokens=3)
+    packets = [encode_packets(items, 1 << 22) for items in ([first], [first, second], *([t] for t in others))]
     return [
-        {name if isinstance(name, bytes) else name.encode(): bytes(value) for name, value in fields.items()}
-        for fields in map(encode_payload, trajectories())
+        (packet.table, {as_bytes(name): as_bytes(value) for name, value in packet.fields.items()})
+        for (packet,) in packets
     ]
+
+
+def as_bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 @cache

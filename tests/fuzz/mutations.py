@@ -23,10 +23,12 @@ SEED: Final = os.environ.get("STREAMADV_FUZZ_SEED", "0")
 
 #: Share of the cases each surface gets; see `cases`.
 SHARES: Final = {
-    "payload, bytes": 0.18,
-    "payload, structure": 0.15,
-    "payload, memory": 0.03,
-    "records": 0.15,
+    "payload, bytes": 0.14,
+    "payload, structure": 0.10,
+    "payload, memory": 0.02,
+    "member table": 0.14,
+    "member table, memory": 0.01,
+    "packets": 0.10,
     "groups log": 0.08,
     "results log": 0.08,
     "a run's streams": 0.01,
@@ -83,9 +85,9 @@ TOKENS: Final = (
     *(
         b'"group_id":"other"',
         b'"rollout_index":-1',
-        b'"length":134217728',
+        b'"agents":[1]',
         b'"dtype":"|O8"',
-        b'"schema_version":2',
+        b'"group_size":0',
     ),
 )
 

@@ -12,9 +12,10 @@ from pydantic_core import from_json
 from streamadv.advantage.results import parse_result
 from streamadv.errors import NoBatchError, WireError
 from streamadv.grouping.groups_log import parse_group
-from streamadv.run.records import record_problem
+from streamadv.run.packets import packet_problem
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.members import members_problem
 from tests.support import compute_all, group_all, join, producing, push_groups
 
 from .examples import stored
@@ -58,16 +59,16 @@ def damaged_entry(fields: dict[bytes, bytes], chance: random.Random) -> dict[byt
     return fields
 
 
-def test_records() -> None:
+def test_packets() -> None:
     run, entries = stored()
-    for number in cases("records"):
+    for number in cases("packets"):
         fields = damaged_entry(
-            pick(entries["rollouts"], chance_of("records", number)), chance_of("r", number)
+            pick(entries["rollouts"], chance_of("packets", number)), chance_of("p", number)
         )
         named: dict[str, Any] = {name.decode(errors="backslashreplace"): v for name, v in fields.items()}
 
         def call(named: dict[str, Any] = named) -> None:
-            problem = record_problem(run, 0, named)
+            problem = packet_problem(run, 0, named)
             if problem is not None:
                 raise WireError(problem)
 
@@ -86,9 +87,12 @@ def test_groups_log() -> None:
             if group.problem is not None:
                 assert not group.members
                 raise WireError(group.problem)
-            assert [(member.key, member.size) for member in group.references] == list(group.payloads)
-            assert all(0 < member.num_tokens * 5 <= member.size for member in group.references)
-            assert all(member.reward is not None for member in group.references)
+            assert [(packet.key, packet.size) for packet in group.packets] == list(group.payloads)
+            assert all(members_problem(packet.members, packet.size) is None for packet in group.packets)
+            assert all(reference.reward is not None for reference in group.references)
+            indices = group.members.table["index"].tolist()
+            assert indices == sorted(set(indices))
+            assert len(indices) == group.count
 
         one_line_error(call, WireError, fields)
 

@@ -1,8 +1,9 @@
-"""The column decoder: whatever stands in a payload hash, it is a trajectory or a WireError."""
+"""The readers of payloads: whatever stands in a member table or a hash, it is trajectories or a WireError."""
 
 from __future__ import annotations
 
 import random
+import struct
 import tracemalloc
 from typing import Any
 
@@ -10,32 +11,57 @@ import pytest
 from pydantic_core import from_json
 
 from streamadv.errors import WireError
-from streamadv.trajectory.columns import HEADER
-from streamadv.trajectory.payload import MAX_HEADER_BYTES, decode_payload, payload_trajectory
+from streamadv.grouping.groups_log import reference_of
+from streamadv.trajectory.columns import HEADER, KNOWN_COLUMNS
+from streamadv.trajectory.members import decode_table, members_problem
+from streamadv.trajectory.packet import StoredPacket, check_column, decode_column
+from streamadv.trajectory.packet_encoding import MAX_HEADER_BYTES
+from streamadv.trajectory.payload import parse_header, payload_trajectory, payloads_of
 from streamadv.trajectory.schema import Trajectory
 
 from .examples import payloads
 from .mutations import as_json, cases, chance_of, damaged_bytes, damaged_value, one_line_error, pick
 
-#: Python memory that reading a payload takes at most, in bytes, for each byte of its header; columns are views.
-BYTES_PER_HEADER_BYTE = 100
+#: Python memory that reading a payload takes at most, in bytes, for each byte of its header and its member table;
+#: columns are views.
+BYTES_PER_BYTE = 100
 FIXED_BYTES = 1 << 20
+KINDS = {"experts": '["<i8",[2],true]', "pixels": '["|u1",[3,3],false]'}
+
+Stored = tuple[bytes, dict[bytes, bytes]]
 
 
-def read(fields: dict[bytes, bytes]) -> Trajectory | None:
-    """As the trainer and `consume` read it: every accepted payload has an interchange form."""
+def read(found: Stored) -> list[Trajectory] | None:
+    """As groups log, trainer and `consume` read it: every accepted payload has an interchange form."""
+    table, fields = found
 
-    def call() -> Trajectory:
-        trajectory = payload_trajectory(decode_payload(fields))
-        trajectory.to_json()
-        return trajectory
+    def call() -> list[Trajectory]:
+        members, names = decode_table(table)
+        size = sum(map(len, fields.values()))
+        if (problem := members_problem(members, size)) is not None:
+            raise WireError(problem)
+        packet = StoredPacket("key", size, 0, names, members)
+        if HEADER not in fields:
+            raise WireError("payload has no header field")
+        parse_header(fields[HEADER], members)
+        columns = {name: decode_column(packet, name, fields.get(name.encode()), KINDS) for name in names}
+        for name in KNOWN_COLUMNS.keys() & columns.keys():
+            check_column(packet, name, columns[name])
+        trajectories = [
+            payload_trajectory(reference_of("g", None, members, position), payload)
+            for position, payload in enumerate(payloads_of(packet, columns, fields[HEADER]))
+        ]
+        for trajectory in trajectories:
+            trajectory.to_json()
+        return trajectories
 
     return one_line_error(call, WireError, fields)
 
 
-def damaged_payload(chance: random.Random) -> dict[bytes, bytes]:
+def damaged_payload(chance: random.Random) -> Stored:
     """A payload with its header's structure damaged, and now and then a column's bytes, added or taken."""
-    fields = dict(pick(payloads(), chance))
+    table, fields = pick(payloads(), chance)
+    fields = dict(fields)
     header: Any = damaged_value(from_json(fields[HEADER]), chance)
     fields[HEADER] = as_json(header)
     name = chance.choice([*fields, b"junk", b"\xff"])
@@ -44,18 +70,27 @@ def damaged_payload(chance: random.Random) -> dict[bytes, bytes]:
             fields.pop(name, None)
         case 1:
             fields[name] = chance.randbytes(chance.choice((0, 1, 4, 20, 4096)))
-    return fields
+    return table, fields
 
 
 def test_damaged_bytes() -> None:
     accepted = 0
     for number in cases("payload, bytes"):
         chance = chance_of("payload, bytes", number)
-        fields = dict(pick(payloads(), chance))
+        table, fields = pick(payloads(), chance)
         name = chance.choice(list(fields))
-        fields[name] = damaged_bytes(fields[name], chance)
-        accepted += read(fields) is not None
+        accepted += read((table, {**fields, name: damaged_bytes(fields[name], chance)})) is not None
     assert accepted  # some damage is none: other token ids, another reward
+
+
+def test_damaged_member_tables() -> None:
+    for number in cases("member table"):
+        chance = chance_of("member table", number)
+        table, fields = pick(payloads(), chance)
+        table = damaged_bytes(table, chance)
+        if chance.random() < 0.5 and len(table) >= 4:  # else most damage ends at the size
+            table = struct.pack("<I", len(table)) + table[4:]
+        read((table, fields))
 
 
 def test_damaged_structure() -> None:
@@ -65,24 +100,30 @@ def test_damaged_structure() -> None:
 
 @pytest.mark.slow
 def test_memory_is_bounded_by_what_was_received() -> None:
-    """Whatever lengths and shapes a header announces, nothing is allocated for them."""
+    """Whatever counts and lengths are announced, nothing is allocated for them."""
     huge = [
-        b'{"rows":' + b"[" * (MAX_HEADER_BYTES - 8),
-        b'{"metadata":{"a":[' + b"[]," * 300_000 + b"0]}}",
-        b'{"metadata":{"a":[' + b"0," * 500_000 + b"0]}}",
-        b'{"rows":[' + b'{"length":134217728},' * 4095 + b'{"length":1}]}',
+        b'{"members":' + b"[" * (MAX_HEADER_BYTES - 11),
+        b'{"group_size":1,"members":[{"metadata":{"a":[' + b"[]," * 300_000 + b"0]}}]}",
+        b'{"group_size":1,"members":[{"metadata":{"a":[' + b"0," * 500_000 + b"0]}}]}",
+        b'{"group_size":1,"members":[' + b"{}," * 300_000 + b"{}]}",
+        b'{"group_size":1,"members":[{"agents":[' + b"null," * 4095 + b"null]}]}",
         b"9" * MAX_HEADER_BYTES,
         b" " * (MAX_HEADER_BYTES + 1),
     ]
-    found = [{**payloads()[0], HEADER: header} for header in huge]
+    table, fields = payloads()[0]
+    found = [(table, {**fields, HEADER: header}) for header in huge]
     found += [damaged_payload(chance_of("memory", number)) for number in cases("payload, memory")]
-    for fields in found:
+    for number in cases("member table, memory"):
+        chance = chance_of("member table, memory", number)
+        table, fields = pick(payloads(), chance)
+        found.append((damaged_bytes(table, chance), fields))
+    for table, fields in found:
         tracemalloc.start()
         try:
-            read(fields)
+            read((table, fields))
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        header_bytes = len(fields.get(HEADER, b""))
-        columns = sum(map(len, fields.values())) - header_bytes
-        assert peak <= BYTES_PER_HEADER_BYTE * header_bytes + 4 * columns + FIXED_BYTES, (peak, header_bytes)
+        parsed = len(fields.get(HEADER, b"")) + len(table)
+        columns = sum(map(len, fields.values())) - len(fields.get(HEADER, b""))
+        assert peak <= BYTES_PER_BYTE * parsed + 4 * columns + FIXED_BYTES, (peak, parsed)
