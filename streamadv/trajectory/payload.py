@@ -19,7 +19,7 @@ from ..messages import first_problem
 from .columns import KNOWN_COLUMNS, Array
 from .fields import Metadata, ShortText, Version
 from .members import Members, offsets
-from .packet import StoredPacket
+from .packet import MAX_PACKET_MEMBERS, StoredPacket
 from .packet_encoding import MAX_HEADER_BYTES, version_of
 from .reference import Reference
 from .schema import MAX_GROUP_SIZE, MAX_ROWS, Column, Row, Step, Trajectory
@@ -47,7 +47,7 @@ class PacketHeader(BaseModel):
 
     group_size: int = Field(ge=1, le=MAX_GROUP_SIZE)
     data_source: ShortText | None = None
-    members: tuple[MemberHeader, ...] = ()  # of all members, or of none
+    members: tuple[MemberHeader, ...] = Field(default=(), max_length=MAX_PACKET_MEMBERS)  # of all, or of none
 
 
 def parse_header(text: bytes, members: Members) -> PacketHeader:
