@@ -11,7 +11,7 @@ local function append(group_id, packet, stream, name)
   count(name .. '_packets', 1)
   if packet.bytes ~= '0' then
     count('live_bytes', tonumber(packet.bytes))
-    note_size(tonumber(packet.bytes) / #packet.members)
+    note_size(tonumber(packet.bytes), #packet.members)
   end
   return true
 end

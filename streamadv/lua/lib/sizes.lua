@@ -1,14 +1,14 @@
 -- What trajectories of this run need, and what is reserved for the free slots of open groups.
 -- KEYS  sizes
 -- The hash `sizes` of a shard:
---   'h<b>'      packets pushed whose members have at most 2^(b/4) bytes each on average, and do not fit below; older ones
---               count less and less
+--   'h<b>'      trajectories pushed that have at most 2^(b/4) bytes, by the mean of their packet, and do not fit below;
+--               older ones count less and less
 --   'n'         the sum of these
 --   'in', 'out' payload bytes that results were computed for, and bytes of these results
 --   'u<bytes>'  free slots of open groups, by the bytes a slot needed when its group was opened
-local SIZES_KNOWN = 8  -- packets after which their sizes count; until then a slot needs max_trajectory_bytes
+local SIZES_KNOWN = 8  -- trajectories after which their sizes count; until then a slot needs max_trajectory_bytes
 local SIZES_FORGET = 4096  -- at so many all counts are halved
-local SIZES_RARE = 0.01  -- the share of packets that may be larger than what a slot needs
+local SIZES_RARE = 0.01  -- the share of trajectories that may be larger than what a slot needs
 local SIZES_MOST = 240  -- buckets above would be of payloads that no server holds
 
 local function size_bound(bucket) return math.ceil(2 ^ (math.min(bucket, SIZES_MOST) / 4)) end
@@ -51,7 +51,7 @@ local function slot_bytes(counts, max_trajectory_bytes)
 end
 
 local free = {}  -- what this call changes: bytes a slot -> slots
-local pushed = {}  -- sizes that this call has to note
+local pushed = {}  -- sizes that this call has to note: field -> count
 
 -- Bytes reserved for all free slots: `bytes_now` each, or what a slot needed when its group was opened if that is more.
 local function reserved_bytes(counts, bytes_now)
@@ -64,8 +64,11 @@ end
 -- `count` more slots of groups opened at `bytes` a slot are free; below 0: so many fewer.
 local function reserve(bytes, count) free[bytes] = (free[bytes] or 0) + count end
 
--- A packet was pushed whose members have so many bytes each.
-local function note_size(bytes) pushed[#pushed + 1] = bytes end
+-- A packet was pushed: its members count as of the same size.
+local function note_size(bytes, members)
+  local field = 'h' .. size_bucket(bytes / members)
+  pushed[field] = (pushed[field] or 0) + members
+end
 
 -- Add to a count; it starts anew if somebody has driven it out of the range of numbers.
 local function add(key, field, count)
@@ -91,12 +94,10 @@ local function write_sizes()
     local field = 'u' .. string.format('%d', bytes)
     if count ~= 0 and add(keys.sizes, field, count) <= 0 then redis.call('HDEL', keys.sizes, field) end
   end
-  if #pushed == 0 then return end
-  local buckets = {}
-  for _, bytes in ipairs(pushed) do
-    local field = 'h' .. size_bucket(bytes)
-    buckets[field] = (buckets[field] or 0) + 1
+  local members = 0
+  for field, count in pairs(pushed) do
+    add(keys.sizes, field, count)
+    members = members + count
   end
-  for field, count in pairs(buckets) do add(keys.sizes, field, count) end
-  if add(keys.sizes, 'n', #pushed) >= SIZES_FORGET then forget_half(keys.sizes) end
+  if members > 0 and add(keys.sizes, 'n', members) >= SIZES_FORGET then forget_half(keys.sizes) end
 end
