@@ -28,8 +28,8 @@ def drop(run: Run, unfit: Sequence[tuple[LoggedGroup, str]], epoch: int) -> None
         if reason.startswith(_DEAD):
             dead_letter(run, group, Death(reason.removeprefix(_DEAD), group.problem or ""), "", epoch)
         elif reason == "malformed":
-            in_shard = run.shard(group.shard)
-            reject(in_shard, in_shard.keys.groups, group.entry, group.problem or "")
+            log = run.shard(group.shard)
+            reject(log, log.keys.groups, group.entry, group.problem or "")
         else:
             dropped.append((group, reason))
     for shard in run.shards:

@@ -162,11 +162,15 @@ def _parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes,
     if not group_id or keys.shard_of(group_id) != shard:
         raise ValueError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
     lines = _payload_lines(fields[b"payloads"].decode(), keys.shard(shard).payload(""))
-    count = int(fields[b"count"])
+    count = sum(line.mask.count("1") for line in lines)
+    if int(fields[b"count"]) != count:
+        raise ValueError(
+            f"count is {brief(fields[b'count'])}, {count} members count by the masks of its packets"
+        )
     members: _Members | None = None
     problem = None
     try:
-        members = _read_members(lines, fields[b"tables"], fields[b"scores"], count)
+        members = _read_members(lines, fields[b"tables"], fields[b"scores"])
     except (ValueError, WireError) as error:
         problem = first_problem(error) if isinstance(error, ValueError) else str(error)
     return LoggedGroup(
@@ -206,7 +210,7 @@ class _Members(NamedTuple):
     position_of: tuple[int, ...]
 
 
-def _read_members(lines: Sequence[_PayloadLine], tables: bytes, scores: bytes, count: int) -> _Members:
+def _read_members(lines: Sequence[_PayloadLine], tables: bytes, scores: bytes) -> _Members:
     """Those that count, sorted by index. Raises ValueError and WireError for what no producer has pushed."""
     packets = _read_packets(lines, tables)
     members = Members.concat([packet.members for packet in packets])
@@ -219,8 +223,6 @@ def _read_members(lines: Sequence[_PayloadLine], tables: bytes, scores: bytes, c
         members, packet_of, position_of = members.select(live), packet_of[live], position_of[live]
         if (np.diff(members.table["index"].astype(np.int64)) <= 0).any():
             raise ValueError("a rollout_index stands in it twice")
-    if len(members) != count:
-        raise ValueError(f"it has {len(members)} members that count, its entry says {count}")
     if scores != b"{}":
         members = _with_scores(members, _SCORES.validate_json(scores))
     if not (members.table["flags"] & HAS_REWARD).all():

@@ -41,9 +41,13 @@ from tests.support import (
 
 
 def wait_for_rollouts(run: Any, count: int, ended: Callable[[], bool] = lambda: False) -> None:
-    """Until the scorers have passed on so many records, or have `ended`."""
+    """Until the scorers have passed on so many trajectories, or have `ended`."""
     done = threading.Event()
-    while sum(run.connection.scripts.xlen(keys.rollouts) for keys in run.keys.shards) < count and not ended():
+    while not ended() and count > sum(
+        fields[b"members"].count(b"\n")
+        for keys in run.keys.shards
+        for _, fields in run.connection.scripts.xrange(keys.rollouts)
+    ):
         done.wait(0.01)
 
 
@@ -189,7 +193,7 @@ sa.Scorer(sys.argv[1], sys.argv[2], "s", lease_s=0.3, tries=2).run(judge, thread
 
 
 def score_in_a_child(url: str, run: Run, code: str, count: int) -> int:
-    """Until so many records are passed on: -SIGKILL, or the status with which the process ends before."""
+    """Until so many trajectories are passed on: -SIGKILL, or the status with which the process ends before."""
     child = subprocess.Popen([sys.executable, "-c", code, url, run.name], stdout=subprocess.DEVNULL)
     try:
         wait_for_rollouts(run, count, lambda: child.poll() is not None)
@@ -275,7 +279,8 @@ def test_a_function_slower_than_the_lease_scores_everything_once(redis_url: str,
 
     with producing(redis_url, run, {"scorers": ("s",)}) as producer:
         joined = join(redis_url, run)
-        producer.push([unscored("g", index, 6) for index in range(6)])
+        for index in range(6):
+            producer.push([unscored("g", index, 6)])
         scorers = [Scorer(redis_url, run, "s", lease_s=0.4, batch_size=3) for _ in range(3)]
         with threads(*(lambda stop, scorer=scorer: scorer.run(judge, stop) for scorer in scorers)):
             wait_for_rollouts(joined, 6)
@@ -305,7 +310,7 @@ def test_a_run_ends_although_nobody_scores(redis_url: str, run: str, scorers: An
     assert problems(joined) == []
 
 
-def test_records_of_ended_groups_go_straight_on(redis_url: str, run: str) -> None:
+def test_packets_of_ended_groups_go_straight_on(redis_url: str, run: str) -> None:
     with producing(redis_url, run, {"scorers": ("first", "second")}) as producer:
         joined = join(redis_url, run)
         producer.push([unscored("late", 0, 1)])

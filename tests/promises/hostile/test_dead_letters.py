@@ -194,7 +194,7 @@ def test_emptied_letters_are_bounded_in_number_and_bytes(
             assert letters[0].reason == "missing_column"
             assert letters[0].trajectories == 8
             assert read_status(joined).bytes.dead <= 4000
-    assert sizes[-1] < 20 * 1000 + 4 * 4000
+    assert sizes[-1] < 20 * 2000 + 4000
     status = read_status(joined)
     assert status.ledger.dead == {"missing_column": 4 * 16 * 8}  # what is forgotten stays counted
     assert status.groups.outcomes["dead"] == 64

@@ -211,20 +211,17 @@ SPOILT: dict[str, Callable[[Run, str], object]] = {
     "no column": lambda run, key: run.connection.scripts.hdel(key, "input_ids"),
     "short column": lambda run, key: run.connection.scripts.hset(key, "input_ids", b"123"),
     "long column": lambda run, key: run.connection.scripts.hset(key, "input_ids", bytes(100_000)),
-    "a mask of sevens": lambda run, key: run.connection.scripts.hset(key, "response_mask", b"\x07" * 5),
-    "another mask": lambda run, key: run.connection.scripts.hset(key, "response_mask", b"\x01" * 5),
-    "NaN": lambda run, key: run.connection.scripts.hset(key, "rollout_log_probs", b"\xff" * 20),
-    "a gigabyte announced": lambda run, key: run.connection.scripts.hset(
-        key, "header", header_with(run, key, rows=[{"length": 1 << 27}])
+    "a mask of sevens": lambda run, key: run.connection.scripts.hset(key, "response_mask", b"\x07" * 10),
+    "another mask": lambda run, key: run.connection.scripts.hset(key, "response_mask", b"\x01" * 10),
+    "NaN": lambda run, key: run.connection.scripts.hset(key, "rollout_log_probs", b"\xff" * 40),
+    "a header of three members": lambda run, key: run.connection.scripts.hset(
+        key, "header", header_with(run, key, members=[{}] * 3)
     ),
-    "another identity": lambda run, key: run.connection.scripts.hset(
-        key, "header", header_with(run, key, group_id="g0000")
+    "a header without a size": lambda run, key: run.connection.scripts.hset(
+        key, "header", header_with(run, key, group_size=None)
     ),
-    "another version": lambda run, key: run.connection.scripts.hset(
-        key, "header", header_with(run, key, schema_version=2)
-    ),
-    "an output as a column": lambda run, key: run.connection.scripts.hset(
-        key, mapping={"header": header_with(run, key, columns={"advantages": {"dtype": "<f4"}})}
+    "agents of other rows": lambda run, key: run.connection.scripts.hset(
+        key, "header", header_with(run, key, members=[{"agents": ["a", "b"]}, {}])
     ),
 }
 
@@ -248,7 +245,7 @@ def test_a_spoilt_payload_is_a_dead_letter_with_a_reason(logged: Run, what: str,
 
 @pytest.mark.parametrize("what", SPOILT)
 def test_a_spoilt_payload_stops_none_of_several_ranks(logged: Run, what: str) -> None:
-    """The rank that has it leaves the trajectory out; the others train on the rest of its group."""
+    """The rank that has the packet leaves its trajectories out."""
     SPOILT[what](logged, payload_of(logged, "g0002"))
     first = TrainerQueue(logged.connection, logged.name, rank=0, world_size=2, batch_groups=4)
     second = TrainerQueue(
@@ -262,14 +259,17 @@ def test_a_spoilt_payload_stops_none_of_several_ranks(logged: Run, what: str) ->
         if part is not None
         for item in part.delivered
     )
-    healthy = {(f"g{number:04d}", index) for number in range(4) for index in range(2)} - {("g0002", 0)}
+    healthy = {(f"g{number:04d}", index) for number in range(4) for index in range(2)} - {
+        ("g0002", 0),
+        ("g0002", 1),
+    }
     assert trained == sorted(healthy)
     assert first.next_batch(timeout=0) is None
     assert second.next_batch(timeout=0) is None
-    assert (ledger(logged)["trained"], ledger(logged)["dead"]) == (7, {"undecodable": 1})
+    assert (ledger(logged)["trained"], ledger(logged)["dead"]) == (6, {"undecodable": 2})
     assert problems(logged, deep=False) == []
     (dead,) = list_dead(logged)
-    assert (dead.group_id, dead.trajectories, dead.emptied) == ("g0002", 1, True)
+    assert (dead.group_id, dead.trajectories, dead.emptied) == ("g0002", 2, True)
     assert dead.detail.startswith("rollout 0: ")
 
 
