@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from contextlib import suppress
 from typing import Any
 
 from ..errors import SettingError
@@ -21,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, action, text in (
         ("list", list_all, "all dead groups, with reason and age"),
-        ("show", show, "one dead group with the references of its trajectories"),
+        ("show", show, "one dead group with its trajectories in words"),
         ("requeue", requeue_some, "puts dead groups back into the groups log"),
         ("purge", purge_some, "deletes dead groups; the ledger goes on counting them as dead"),
     ):
@@ -61,12 +60,8 @@ def list_all(arguments: argparse.Namespace) -> int:
 def show(arguments: argparse.Namespace) -> int:
     """Print one dead group as JSON."""
     with connect_once(arguments, reading=True) as connection:
-        dead = dataclasses.asdict(
-            show_dead(find_run(connection, settings_from(arguments).run), arguments.group)
-        )
-        with suppress(ValueError):  # else shown as the text it is: that may be why it is here
-            dead["members"] = json.loads(dead["members"])
-        print(json.dumps(dead, indent=2))
+        dead = show_dead(find_run(connection, settings_from(arguments).run), arguments.group)
+        print(json.dumps(dataclasses.asdict(dead), indent=2))
     return 0
 
 

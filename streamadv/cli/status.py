@@ -13,7 +13,7 @@ from ..messages import printable
 from ..run import Run, find_run
 from ..run.manifest import Manifest
 from ..status import Status, read_status
-from ..status.audit import deep_problems
+from ..status.audit import Audit, audit
 from ..status.causes import reasons_of
 from ..status.model import to_json
 from ..store.retry import RETRYABLE, Outage
@@ -68,24 +68,26 @@ def show(run: Run, arguments: argparse.Namespace) -> bool:
     """Print the status once. Returns whether the run is balanced."""
     run.refresh()
     status = read_status(run)
-    if arguments.deep:
-        status = replace(status, problems=[*status.problems, *deep_problems(run)])
+    audited = audit(run) if arguments.deep else None
+    if audited is not None:
+        status = replace(status, problems=[*status.problems, *audited.problems])
     if arguments.json:
         reasons = reasons_of(status)
         more = {
             "waiting": [str(reason) for reason in reasons],
             "blocked": [reason.name for reason in reasons],
             "ignored": run.manifest.ignored,
+            **({"payloads": audited.payloads, "uncounted": audited.uncounted} if audited else {}),
         }
         print(json.dumps({**status.to_json(), **more}), flush=True)
     else:
-        lines = lines_of(status, run.manifest, deep=arguments.deep)
+        lines = lines_of(status, run.manifest, audited)
         print("\n".join(map(printable, lines)), flush=True)
     return status.balanced
 
 
-def lines_of(status: Status, manifest: Manifest, deep: bool = False) -> list[str]:
-    """The status for people. deep: everything stored was walked over."""
+def lines_of(status: Status, manifest: Manifest, audited: Audit | None = None) -> list[str]:
+    """The status for people. audited: what a walk over everything stored has found."""
     lines = [
         *_ledger_lines(status),
         *_group_lines(status, manifest),
@@ -94,7 +96,9 @@ def lines_of(status: Status, manifest: Manifest, deep: bool = False) -> list[str
         *(f"WAITING {reason}" for reason in reasons_of(status)),
     ]
     if status.balanced:
-        lines.append("ledger balanced" + (", nothing stored is missing or orphaned" if deep else ""))
+        lines.append("ledger balanced" + (", nothing stored is missing or orphaned" if audited else ""))
+    if audited is not None:
+        lines.append(str(audited))
     lines += [f"PROBLEM {problem}" for problem in status.problems]
     trainer = status.trainer
     version = "none yet" if trainer.version is None else trainer.version

@@ -7,12 +7,15 @@ removed (`malformed.py`) is listed with the groups, under the place where it sto
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import StreamadvError
 from ..store.replies import as_count
+from ..trajectory.listing import cut_tables, list_table
 from .malformed import Malformed, list_malformed
 from .run import Run, Shard
 
@@ -35,7 +38,8 @@ class DeadGroup:
     emptied: bool  # its payloads were deleted: it cannot be requeued
     age_s: float
     data_source: str | None
-    members: str  # references as JSON, as they stood in the groups log
+    members: tuple[dict[str, Any], ...]  # as JSON objects: each trajectory, or why a packet cannot be read
+    text: str = ""  # of foreign data: what was removed
 
 
 def list_dead(run: Run) -> Iterator[DeadGroup]:
@@ -127,7 +131,8 @@ def _as_dead_group(note: Malformed, now_ms: int) -> DeadGroup:
         emptied=True,
         age_s=_seconds(now_ms - note.when_ms),
         data_source=None,
-        members=note.text,
+        members=(),
+        text=note.text,
     )
 
 
@@ -150,5 +155,30 @@ def _read(shard: Shard, group_id: str, age_ms: float) -> DeadGroup | None:
         emptied="emptied" in fields,
         age_s=_seconds(age_ms),
         data_source=fields.get("log:data_source") or None,
-        members=fields.get("log:members", "[]"),
+        members=tuple(_members_of(stored)),
     )
+
+
+def _members_of(stored: Mapping[bytes, bytes]) -> Iterator[dict[str, Any]]:
+    """The trajectories of a letter, packet by packet, as they stood in the groups log."""
+    lines = stored.get(b"log:payloads", b"").decode(errors="backslashreplace").splitlines()
+    tables = list(cut_tables(stored.get(b"log:tables", b"")))
+    scores = _scores_of(stored.get(b"log:scores", b""))
+    for number, line in enumerate(lines):
+        key, size, _, mask = [*line.split(" "), "", "", "", ""][:4]
+        table = tables[number] if number < len(tables) else b""
+        for position, member in enumerate(list_table(table, as_count(size))):
+            late = scores.get(str(member.get("index"))) if member.get("reward") is None else None
+            counts = {"counts": False} if mask[position : position + 1] == "0" else {}
+            yield {"packet": key, **member, **(late or {}), **counts}
+    for table in tables[len(lines) :]:
+        yield {"problem": f"{len(table)} bytes of member tables belong to no packet"}
+
+
+def _scores_of(text: bytes) -> dict[str, dict[str, Any]]:
+    """What `producer.score` brought, by rollout index; {} if that cannot be read."""
+    with suppress(ValueError):
+        scores = json.loads(text)
+        if isinstance(scores, dict):
+            return {index: score for index, score in scores.items() if isinstance(score, dict)}
+    return {}

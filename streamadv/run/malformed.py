@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..messages import log_fields, one_line
+from ..trajectory.listing import cut_tables, list_table
 from .run import Shard
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,10 @@ REMOVALS: Final = {
     "garbage": "LREM",
     "scored": "LREM",
 }
+#: Fields of stream entries with member tables. The size of their payloads is not judged here.
+TABLES: Final = ("table", "tables")
+TABLE_BYTES: Final = 1 << 14  # longer ones are not read
+ANY_SIZE: Final = 1 << 62
 #: Of a removed item, so much is kept to look at.
 TEXT_CHARS: Final = 2000
 
@@ -54,11 +59,19 @@ def reject(
     """
     place = key.partition("}:")[2]
     problem = one_line(problem)
-    text = repr({name[:100]: value[:200] for name, value in list((fields or {}).items())[:20]})[:TEXT_CHARS]
+    shown = {name[:100]: _shown(name, value) for name, value in list((fields or {}).items())[:20]}
+    text = repr(shown)[:TEXT_CHARS]
     args = [REMOVALS.get(place, "XDEL"), stage, item, place, problem, text]
     if shard.call("reject", args, place=key):
         extra = log_fields("malformed_removed", run=shard.run, role=stage or None)
         logger.error("removed from %s: %s", place, problem, extra=extra)
+
+
+def _shown(name: str, value: bytes) -> Any:
+    """Member tables in words, or why they are none; of anything else the beginning."""
+    if name not in TABLES or not 0 < len(value) <= TABLE_BYTES:
+        return value[:200]
+    return [member for table in cut_tables(value) for member in list_table(table, ANY_SIZE)]
 
 
 def list_malformed(shard: Shard) -> Iterator[Malformed]:

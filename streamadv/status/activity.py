@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from ..grouping.groups_log import read_log
 from ..run import Run
 from ..run.heartbeats import PRODUCER_STATE, PRODUCER_TIMEOUT_S
 from ..store.keys import ShardKeys
 from ..store.replies import as_mapping, as_texts, as_whole, or_nothing, replies_of
+from ..trajectory.members import Members
 from .model import Lack, ProducerState, Staleness
 from .shard import streams_of
 
@@ -89,14 +92,10 @@ def read_producers(run: Run, now_ms: int) -> list[ProducerState]:
 
 def read_staleness(run: Run, version: int) -> Staleness:
     """Staleness at this version of the groups that are named or waiting at the head of each log."""
-    values = [
-        staleness
-        for shard in range(len(run.keys.salts))
-        for group in read_log(run, shard, "0-0", LOG_LOOKED_AT)
-        for member in group.references
-        if (staleness := member.staleness(version)) is not None
-    ]
-    return Staleness(sum(values) / len(values) if values else None, max(values, default=None))
+    pages = [read_log(run, shard, "0-0", LOG_LOOKED_AT) for shard in range(len(run.keys.salts))]
+    values = Members.concat([group.members for page in pages for group in page]).staleness(version)
+    values = values[~np.isnan(values)]
+    return Staleness(float(values.mean()), int(values.max())) if len(values) else Staleness(None, None)
 
 
 def _last_entry_ms(stream: Any) -> int:

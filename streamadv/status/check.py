@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from ..trajectory.packet import MAX_PACKET_MEMBERS
+
 if TYPE_CHECKING:
     from .shard import ShardState
 
@@ -35,14 +37,18 @@ def _structures(shard: ShardState) -> Iterator[str]:
         if shard.count(counter) != length:
             yield f"ledger {counter} is {shard.count(counter)}, there are {length} {what}"
     for name in ("rollouts", "scoring"):
-        if bool(shard.count(name)) != bool(shard.count(f"{name}_packets")):
-            yield f"ledger {name} is {shard.count(name)}, in {shard.count(f'{name}_packets')} packets"
+        packets = shard.count(f"{name}_packets")
+        if not packets <= shard.count(name) <= MAX_PACKET_MEMBERS * packets:
+            yield f"ledger {name} is {shard.count(name)}, in {packets} packets"
     of_open_groups = shard.count("open") or shard.reservation.total_bytes or shard.count("groups_abandoned")
     if of_open_groups and not shard.groups_open:
         yield "no group is open, but open trajectories, reserved bytes or abandoned groups are counted"
     logged = shard.count("grouped") + shard.count("in_flight")
     if bool(logged) != bool(shard.groups_logged):
         yield f"ledger grouped + in_flight is {logged}, the groups log has {shard.groups_logged} entries"
+    is_empty = not (shard.ledger.queued or logged or shard.garbage or shard.results)
+    if is_empty and 0 < shard.count("live_bytes") <= MOST_BYTES:
+        yield f"ledger live_bytes is {shard.count('live_bytes')}, nothing is stored"
 
 
 def _numbers(shard: ShardState) -> Iterator[str]:
