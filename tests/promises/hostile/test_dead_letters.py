@@ -358,3 +358,69 @@ def test_the_command(redis_url: str, run: str, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "no dead letters\n"
     assert main(["dead", "list", "--json", *where]) == 0
     assert capsys.readouterr().out == ""
+
+
+# What a letter shows
+
+
+def dead_group(url: str, run: str, **fields: object) -> Run:
+    """A run with the dead group g of two: it misses a column."""
+    with producing(url, run) as producer:
+        producer.push([trajectory("g", index, **fields) for index in range(2)])
+        producer.finish()
+    joined = join(url, run)
+    queue = TrainerQueue(url, run, batch_groups=1, chain={"estimator": "gae"}, pushed=("values",))
+    assert next_batch(queue, joined) is None
+    queue.close()
+    return joined
+
+
+def test_a_letter_shows_its_trajectories_in_words(
+    redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = {"row": 0, "start": 2, "end": 5, "reward": 0.5}
+    dead_group(redis_url, run, model_version=[3, 4], steps=[step], rewards={"format": 1.0})
+    assert main(["dead", "show", "g", "--redis", redis_url, "--run", run]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    keys = {member.pop("packet") for member in shown["members"]}
+    assert len(keys) == 1
+    assert shown["members"] == [
+        {
+            **{
+                "index": index,
+                "status": "completed",
+                "role": "train",
+                "rows": 1,
+                "tokens": 5,
+                "trainable": 3,
+            },
+            **{"reward": float(index), "rewards": {"format": 1.0}, "versions": [3, 4], "steps": 1},
+        }
+        for index in range(2)
+    ]
+    assert shown["text"] == ""
+
+
+def test_a_letter_shows_why_a_table_cannot_be_read(redis_url: str, run: str) -> None:
+    joined = dead_group(redis_url, run)
+    key, scripts = joined.keys.home.dead_group("g"), joined.connection.scripts
+    for table in (b"nonsense", b"\xff" * 64, b"", scripts.hget(key, "log:tables")[:-1]):
+        scripts.hset(key, "log:tables", table)
+        (member,) = show_dead(joined, "g").members
+        assert "member table" in member["problem"]
+        assert "}:payload:" in member["packet"]
+
+
+def test_a_note_about_foreign_data_shows_its_table_in_words(redis_url: str, run: str) -> None:
+    with producing(redis_url, run) as producer:
+        producer.push([trajectory("g", 0)])
+    joined = join(redis_url, run)
+    scripts, stream = joined.connection.scripts, joined.keys.home.rollouts
+    ((_, fields),) = scripts.xrange(stream)
+    scripts.xadd(stream, {**fields, b"members": b"0 unheard of\n"})
+    scripts.xadd(stream, {**fields, b"members": b"0 unheard of\n", b"table": b"nonsense"})
+    group_all(joined)
+    right, wrong = (dead.text for dead in list_dead(joined))
+    assert "'index': 0, 'status': 'completed'" in right
+    assert "member table" in wrong
+    assert problems(joined) == []

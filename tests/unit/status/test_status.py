@@ -8,11 +8,21 @@ import pytest
 
 from streamadv.run import Run
 from streamadv.status import read_status
-from streamadv.status.audit import deep_problems, delete_run
+from streamadv.status.audit import audit, deep_problems, delete_run
 from streamadv.status.model import Ledger, Places
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import group_all, join, next_batch, problems, producing, push_groups, trajectory, unscored
+from tests.support import (
+    group_all,
+    join,
+    ledger,
+    next_batch,
+    problems,
+    producing,
+    push_groups,
+    trajectory,
+    unscored,
+)
 
 
 @pytest.fixture
@@ -48,7 +58,9 @@ def test_the_status_says_where_everything_is(busy: Run) -> None:
         "pushed",
         "trained",
         "rollouts",
+        "rollouts_packets",
         "scoring",
+        "scoring_packets",
         "open",
         "grouped",
         "in_flight",
@@ -87,6 +99,107 @@ def test_orphans_and_missing_payloads_are_found(busy: Run) -> None:
 def test_wrong_bytes_are_found(busy: Run) -> None:
     busy.connection.scripts.hincrby(busy.keys.home.ledger, "live_bytes", 5)
     assert "live_bytes" in deep_problems(busy)[0]
+
+
+def test_bytes_of_nothing_are_found_at_once(fake: Connection) -> None:
+    run = join(fake, "r")
+    fake.scripts.hincrby(run.keys.home.ledger, "live_bytes", 5)
+    assert problems(run, deep=False) == ["ledger live_bytes is 5, nothing is stored"]
+
+
+@pytest.mark.parametrize(("rollouts", "is_right"), [(1, False), (2, True), (128, True), (129, False)])
+def test_trajectories_fit_into_their_packets(fake: Connection, rollouts: int, is_right: bool) -> None:
+    with producing(fake, "r") as producer:
+        push_groups(producer, 2, size=1)
+        run = join(fake, "r")
+    fake.scripts.hset(run.keys.home.ledger, mapping={"rollouts": rollouts, "pushed": rollouts})
+    found = problems(run, deep=False)
+    assert found == ([] if is_right else [f"ledger rollouts is {rollouts}, in 2 packets"])
+
+
+# Packets, by walking
+
+
+def first_payload(run: Run) -> bytes:
+    """The payload of the packet in the rollouts stream."""
+    ((_, fields),) = run.connection.scripts.xrange(run.keys.home.rollouts)
+    return bytes(fields[b"payload"])
+
+
+def test_a_payload_that_goes_by_itself_is_no_orphan(busy: Run) -> None:
+    """A push that has not come to its script yet, or never will."""
+    keys, scripts = busy.keys.home, busy.connection.scripts
+    scripts.hset(keys.payload("sent"), "header", "x")
+    scripts.pexpire(keys.payload("sent"), 60_000)
+    assert deep_problems(busy) == []
+
+
+def test_a_payload_in_use_that_goes_by_itself_is_found(busy: Run) -> None:
+    key = first_payload(busy)
+    busy.connection.scripts.pexpire(key, 60_000)
+    (problem,) = deep_problems(busy)
+    assert f"key {key.decode()} is referred to and will be gone in " in problem
+
+
+def test_a_payload_that_belongs_to_two_packets_is_found(busy: Run) -> None:
+    keys, scripts = busy.keys.home, busy.connection.scripts
+    key = first_payload(busy)
+    scripts.rpush(keys.garbage, b"%b %d" % (key, 1))
+    assert any(
+        f"{key.decode()} belongs to entry" in problem and problem.endswith("and to the garbage list")
+        for problem in deep_problems(busy)
+    )
+
+
+def spoil_open_group(run: Run, old: bytes, new: bytes) -> None:
+    """Replace a part of the packet in the hash of the group `open`."""
+    key, scripts = run.keys.home.group("open"), run.connection.scripts
+    ((name, packet),) = (item for item in scripts.hgetall(key).items() if b"}:payload:" in item[0])
+    assert packet.count(old) == 1
+    scripts.hset(key, name, packet.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (b" 1\n0 usable", b" 11\n0 usable", "it has 1 members, its mask 11"),
+        (b" 1\n0 usable", b" 0\n0 usable", "its packets count the members [], its slot map [0]"),
+        (b"\n0 usable", b"\n1 usable", "its table has the members [0], its text [1]"),
+        (b"\n0 usable", b"\n0 useful", "useful 0.0 train\\n', needs 1..64 lines"),
+        (b'{"columns"', b'{"column s"', "member table"),
+    ],
+)
+def test_packets_of_open_groups_are_compared_with_their_slot_map(
+    busy: Run, old: bytes, new: bytes, text: str
+) -> None:
+    spoil_open_group(busy, old, new)
+    assert any(text in problem for problem in deep_problems(busy)), deep_problems(busy)
+
+
+def test_entries_whose_table_tells_of_others_are_found(busy: Run) -> None:
+    keys, scripts = busy.keys.home, busy.connection.scripts
+    ((entry, fields),) = scripts.xrange(keys.rollouts)
+    scripts.xdel(keys.rollouts, entry)
+    for changed, text in (
+        ({b"members": b"1 usable 0.0 train\n"}, "its table has the members [0], its text [1]"),
+        ({b"table": b"nonsense"}, "member table"),
+        ({b"bytes": b"7"}, "member table: size is more than the payload has"),
+    ):
+        entry = scripts.xadd(keys.rollouts, {**fields, **changed})
+        assert any(text in problem for problem in deep_problems(busy)), deep_problems(busy)
+        scripts.xdel(keys.rollouts, entry)
+
+
+def test_trajectories_that_do_not_count_are_told(fake: Connection) -> None:
+    """Their bytes stay with their packet: three of four were pushed, of which the group needs two."""
+    with producing(fake, "r", {"redundancy": 1}) as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", index) for index in range(3)])
+        group_all(run)
+    found = audit(run)
+    assert (found.problems, found.payloads, found.uncounted) == ([], 1, 1)
+    assert str(found) == "1 payloads stored, with 1 trajectories that do not count"
+    assert ledger(run)["dropped"] == {"surplus": 1}
 
 
 def test_deleting_a_run_leaves_nothing(busy: Run) -> None:
