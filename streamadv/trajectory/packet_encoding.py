@@ -25,7 +25,7 @@ class _Part(NamedTuple):
 
     kind: object  # equal for trajectories that may share a packet
     columns: Mapping[str, Array]  # rows end to end; empty without a payload
-    header: bytes  # JSON of its own part of the header
+    header: bytes  # JSON of its own part of the header, b"" where that is empty
     size: int  # bytes of both; 0 without a payload
 
 
@@ -97,7 +97,8 @@ def _part(trajectory: Trajectory, group: _Group, limit: int) -> _Part:
     if kind_of(trajectory) != "usable":
         return _Part(None, {}, b"", 0)
     columns = _columns(trajectory)
-    header = to_json(_header(trajectory, group))
+    own = _header(trajectory, group)
+    header = to_json(own) if own else b""
     size = sum(array.nbytes for array in columns.values()) + len(header)
     if size > limit:
         raise TrajectoryError(
@@ -217,9 +218,9 @@ def _join_headers(group: _Group, headers: Sequence[bytes]) -> bytes:
     if group.data_source is not None:
         head["data_source"] = group.data_source
     text = to_json(head)
-    if all(header == b"{}" for header in headers):
+    if not any(headers):
         return text
-    return b'%b,"members":[%b]}' % (text[:-1], b",".join(headers))
+    return b'%b,"members":[%b]}' % (text[:-1], b",".join(header or b"{}" for header in headers))
 
 
 def _select_header(header: bytes, chosen: Sequence[int]) -> bytes:

@@ -249,6 +249,8 @@ def test_a_packet_is_bounded() -> None:
     (large,) = encode_packets([trajectory("g", 0, 9, MAX_PACKET_BYTES)], LIMIT)
     assert large.size > MAX_PACKET_BYTES
     many = [trajectory("g", index, 200, 3) for index in range(200)]
+    for packet in encode_packets(many, LIMIT):
+        assert members_problem(received(packet)[0].members, packet.size) is None
     assert {len(packet.indices) for packet in encode_packets(many, LIMIT)[:-1]} == {MAX_PACKET_MEMBERS}
     assert {len(packet.indices) for packet in ended_packets(range(200), "failed")[:-1]} == {
         MAX_PACKET_MEMBERS
