@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from redis.exceptions import OutOfMemoryError
@@ -19,19 +19,29 @@ from ..trajectory.members import STATUSES
 from ..trajectory.schema import Status
 from .compute import ComputedItem
 
+#: Reply of `publish.lua` when the output was gone.
+LOST: Final = -1
+
 
 def publish(run: Run, computed: ComputedItem) -> bool:
     """Hand results off. False if another worker has finished the entry, or the batch is gone."""
+    while (published := _publish(run, computed)) == LOST:
+        pass
+    return bool(published)
+
+
+def _publish(run: Run, computed: ComputedItem) -> Any:
+    """One attempt; LOST if its output was gone before the script ran, because the server stood still."""
     keys = run.keys.shard(computed.entry.shard)
     output = keys.output(secrets.token_hex(12)) if computed.outputs else keys.void
     payloads = [(output, dict(computed.outputs))] if computed.outputs else []
     call = script_call("publish", keys, _arguments(computed, {}), output=output)
     try:
-        return bool(run_transaction(run.connection, payloads, call))
+        return run_transaction(run.connection, payloads, call)
     except OutOfMemoryError:  # the HSET is refused above maxmemory; the script, which acks first, is not
         inline = {name: bytes(column) for name, column in computed.outputs.items()}
         call = script_call("publish", keys, _arguments(computed, inline), output=output)
-        return bool(run.connection.push.eval(*call.by_text))
+        return run.connection.push.eval(*call.by_text)
 
 
 def _arguments(computed: ComputedItem, inline: Mapping[Any, Any]) -> list[Any]:

@@ -1,11 +1,13 @@
 -- Hand results of one work item off to the trainer. Only the first worker that calls this for an entry publishes, since
--- only one XACK succeeds. The worker writes output columns by a HSET in the same MULTI, before this script; above
--- maxmemory the server refuses that HSET, and the script gets them as inline fields.
+-- only one XACK succeeds. The worker writes output columns by a HSET in the same MULTI, before this script, with a time
+-- to live that ends here; above maxmemory the server refuses that HSET, and the script gets them as inline fields.
 -- KEYS  void, work, results, applied, ledger, sizes, output: output | void
 -- ARGV  consumer group, entry id, batch id, header JSON, bytes of the output columns, payload bytes of the
 --       trajectories they are for, number of inline fields of the output columns, their field, value ...; then
 --       results (raw bytes) as field, value ...
--- Returns  1, or 0 when somebody else has finished the entry or the batch is gone: the output is unlinked
+-- Returns  1, or 0 when somebody else has finished the entry or the batch is gone: the output is unlinked; -1 when the
+--          output had outlived its time: nothing has changed
+if tonumber(ARGV[5]) > 0 and ARGV[7] == '0' and redis.call('PERSIST', keys.output) == 0 then return -1 end
 local first = redis.call('XACK', keys.work, ARGV[1], ARGV[2]) == 1
 if first then redis.call('XDEL', keys.work, ARGV[2]) end
 if not first or redis.call('HEXISTS', keys.applied, ARGV[3]) == 0 then

@@ -40,19 +40,19 @@ local cancelled, members = {}, {}
 for index in string.gmatch(redis.call('HGET', keys.group, field) or '', '%d+') do
   cancelled[#cancelled + 1] = index
 end
-local before, index = #cancelled, math.min(#allowed, #group.slots)
-local has_ended = false
+local before, index, has_ended = #cancelled, math.min(#allowed, #group.slots), false
 while before + #members < wanted and index > 0 do
   index = index - 1
   if string.sub(allowed, index + 1, index + 1) == '1' and string.sub(group.slots, index + 1, index + 1) == '.' then
-    table.insert(members, 1, {index = index})
+    members[#members + 1] = {index = index}
   end
 end
 for first = 1, #members, PACKET_MEMBERS do
-  local part = {unpack(members, first, math.min(#members, first + PACKET_MEMBERS - 1))}
-  has_ended = has_ended or not cancel(part)
+  local packet = {}
+  for i = math.min(#members, first + PACKET_MEMBERS - 1), first, -1 do packet[#packet + 1] = members[i] end
+  has_ended = has_ended or not cancel(packet)
   if not has_ended then
-    for i = #part, 1, -1 do table.insert(cancelled, tostring(part[i].index)) end
+    for i = #packet, 1, -1 do cancelled[#cancelled + 1] = string.format('%d', packet[i].index) end
   end
 end
 if #cancelled > before then

@@ -27,7 +27,7 @@ def test_leases_end_by_the_readers_clock_whatever_the_servers_says(
 ) -> None:
     """The server's clock went back or ahead after these were delivered, or a failover brought another one."""
     with producing(redis_url, run) as producer:
-        push_groups(producer, 20)
+        push_groups(producer, 40, size=1)
     joined = join(redis_url, run)
     dead = ids(read_all(consumer_of(joined, name="dead"), 100))
     assert len(dead) == 40
@@ -46,7 +46,7 @@ def test_whoever_takes_or_renews_an_entry_begins_its_lease_anew(
     redis_url: str, run: str, forward: Forward
 ) -> None:
     with producing(redis_url, run) as producer:
-        push_groups(producer, 2)
+        push_groups(producer, 4, size=1)
     joined = join(redis_url, run)
     first, second = consumer_of(joined, name="first"), consumer_of(joined, name="second", lease_s=0)
     held = ids(first.read(2))
@@ -67,7 +67,7 @@ def test_whoever_takes_or_renews_an_entry_begins_its_lease_anew(
 
 def test_two_heirs_take_an_entry_once(redis_url: str, run: str, forward: Forward) -> None:
     with producing(redis_url, run) as producer:
-        push_groups(producer, 30)
+        push_groups(producer, 60, size=1)
     joined = join(redis_url, run)
     assert len(read_all(consumer_of(joined, name="dead"), 100)) == 60
     one, other = heir_of(joined), heir_of(joined, name="other")
@@ -81,7 +81,7 @@ def test_two_heirs_take_an_entry_once(redis_url: str, run: str, forward: Forward
 
 def test_entries_deleted_while_pending_are_no_longer_pending(redis_url: str, run: str) -> None:
     with producing(redis_url, run) as producer:
-        push_groups(producer, 2)
+        push_groups(producer, 4, size=1)
     joined = join(redis_url, run)
     held = ids(consumer_of(joined, name="dead").read(10))
     scripts = joined.connection.scripts
@@ -111,7 +111,7 @@ def test_a_stream_that_vanishes_is_made_again_without_a_hot_loop(
     assert calls == ["ensure_group"]
     joined.refresh()
     with Producer(redis_url, run) as producer:
-        push_groups(producer, 1)
+        push_groups(producer, 2, size=1)
     assert len(read_all(consumer, 5)) == 2
     assert calls == ["ensure_group"]
 

@@ -27,6 +27,7 @@ from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.keys import manifest_key
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.payload import SCHEMA_VERSION
 from tests.clusters import until
 from tests.support import group_all, join, ledger, problems, producing, push_groups, trajectory, unscored
 
@@ -163,7 +164,7 @@ def test_whoever_knows_another_number_of_shards_stops(redis_url: str, run: str) 
         until(lambda: len(roles.trained) == 4, "all are trained on")
         with client.pipeline(transaction=True) as pipe:
             pipe.flushall()
-            pipe.hset(manifest_key(run), mapping={"schema_version": "1", "salts": "[0]"})
+            pipe.hset(manifest_key(run), mapping={"schema_version": str(SCHEMA_VERSION), "salts": "[0]"})
             pipe.execute()
         for number in range(8):  # on either shard
             with pytest.raises(ManifestMismatchError) as told:
