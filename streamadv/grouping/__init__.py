@@ -2,5 +2,6 @@
 
 To read in this order: `scorer.py` (the worker loop) over `scores.py` (calling the user's function), `tries.py` and
 `scoring_streams.py` (what goes on to whom); `grouper.py` and its `housekeeping.py` with `lost_producers.py` and
-`short_groups.py`; `groups_log.py`, which later stages read. How a group ends is in `lua/lib/complete.lua`.
+`short_groups.py`; `groups_log.py`, which later stages read, and `layout.py`, the members of many groups end to end. How
+a group ends is in `lua/lib/complete.lua`.
 """
