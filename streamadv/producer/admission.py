@@ -20,6 +20,7 @@ from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Blocked, Wait
 from ..trajectory.schema import Trajectory
 from .checks import GroupRequest, check_deadline, check_group
+from .encode import Push
 from .membership import Membership
 from .replies import (
     ABOVE_MAXMEMORY,
@@ -31,7 +32,7 @@ from .replies import (
     one_group,
     refusal,
 )
-from .requests import OUT_OF_MEMORY, GroupCall, Pause, Steps, Transaction
+from .requests import OUT_OF_MEMORY, GroupCall, Pause, Steps
 from .resend import ResendWindow
 from .tickets import GroupSpec, Ticket, new_group_id
 
@@ -71,7 +72,7 @@ class Admission:
         shared, spec = self.check(request)
         yield from self._membership.reopen()
         yield from self.withdraw()
-        wait = Wait(self._not_admitted, timeout=request.timeout, base=ADMISSION_WAIT_S)
+        wait = self.admission_wait(request.timeout)
         while True:
             spec = spec if has_given_id else replace(spec, group_id=new_group_id())
             spec, reply = yield from self._ask_to_begin(spec, call, has_given_id)
@@ -155,7 +156,7 @@ class Admission:
     def call_group_script(
         self,
         spec: GroupSpec,
-        call: Callable[[list[Any]], ScriptCall | Transaction],
+        call: Callable[[list[Any]], ScriptCall | Push],
         budget: int | None = None,
     ) -> Steps[Reply]:
         """The reply of a script that writes into a group, and opens it if need be.
@@ -163,15 +164,16 @@ class Admission:
         call: makes one attempt, given the arguments of the admission. budget: the byte budget for a group that may be
         new; None for one that was admitted before. Waits while the server is above its maxmemory.
         """
-        wait = self.push_wait()
+        wait: Wait | None = None
         groups_elsewhere: int | None = None
 
-        def make() -> ScriptCall | Transaction:
+        def make() -> ScriptCall | Push:
             return call(self._arguments(spec, budget, groups_elsewhere))
 
         while True:
             reply = yield from self._ask(GroupCall(make))
             if reply is OUT_OF_MEMORY:
+                wait = wait or self.push_wait()
                 yield from self.wait_for_room(wait, ABOVE_MAXMEMORY)
             elif groups_elsewhere is None and self._membership.shards > 1 and is_over_share(reply):
                 counts = yield from self._groups_ahead()
@@ -179,12 +181,16 @@ class Admission:
             else:
                 return reply
 
+    def admission_wait(self, timeout: float | None) -> Wait:
+        """The wait of a new group for admission, so many seconds at most."""
+        return Wait(self._not_admitted, timeout=timeout, base=ADMISSION_WAIT_S)
+
     def push_wait(self) -> Wait:
         """The wait of a push for room."""
         return Wait(Blocked(self._membership.who, "a push waits"))
 
     def wait_for_room(self, wait: Wait, reason: Reason) -> Steps[None]:
-        """One pause of `push_wait`."""
+        """One pause of such a wait."""
         wait.because(reason)
         delay = wait.delay()
         metrics.backpressure(delay)

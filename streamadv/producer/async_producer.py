@@ -18,6 +18,7 @@ from .admission import BeginCall
 from .async_group import AsyncGroup, AsyncRollout
 from .base_producer import BaseProducer
 from .checks import GroupRequest
+from .encode import Push
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
 from .next_group import NextGroup
 from .requests import (
@@ -28,10 +29,10 @@ from .requests import (
     ServerIds,
     Steps,
     T,
-    Transaction,
     attempts,
     never_closed,
 )
+from .sender import Sender
 from .slots import Slots
 from .tickets import PushResult, Ticket
 
@@ -42,6 +43,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
     def __init__(self, connection: AsyncConnection, logic: ProducerLogic) -> None:
         self._connection = connection
         self._logic = logic
+        self._sender = Sender(self._call)
         self._heart: asyncio.Task[None] | None = None
         self._under_way = 0
         self._idle = asyncio.Event()  # set once it is closed and no call is under way
@@ -74,7 +76,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         self._heart = None
         with suppress(*RETRYABLE):  # if the goodbye is lost, the producer expires after its missed heartbeats
             await self._carry_through(self._logic.goodbye(), patient=False, closed=True)
-        await self._connection.close()
+        await self._disconnect()
 
     def _begin(self, request: GroupRequest) -> BeginGroup:
         return BeginGroup(self._admit(request))
@@ -111,6 +113,15 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         """As `Producer.push`."""
         return await self._drive(self._logic.pushes.push(trajectories))
 
+    async def push_many(
+        self,
+        groups: Sequence[Sequence[Trajectory]],
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109  covers waiting for admission, not a lost server
+    ) -> list[PushResult]:
+        """As `Producer.push_many`."""
+        return await self._drive(self._logic.pushes.push_many(groups, timeout))
+
     def rollout(self, ticket: Ticket) -> AsyncRollout:
         """As `Producer.rollout`."""
         return AsyncRollout(self, Slots.of_received(self._logic, ticket), ticket)
@@ -141,6 +152,10 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         """As `Producer.finish`."""
         await self._drive(self._logic.finish())
 
+    async def _disconnect(self) -> None:
+        self._sender.close()
+        await self._connection.close()
+
     async def _beat(self) -> None:
         while not self._logic.membership.closed:
             await self._pause(self._logic.until_heartbeat())
@@ -167,7 +182,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
             if membership.closed and not self._under_way:
                 self._idle.set()
                 if self._heart is None:
-                    await self._connection.close()
+                    await self._disconnect()
 
     async def _carry_through(self, steps: Steps[T], patient: bool, closed: bool = False) -> T:
         """As `Producer._carry_through`."""
@@ -196,14 +211,17 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
             return await self._connection.memory()
         if isinstance(request, ServerIds):
             return await server_ids_async(self._connection, request.shards)
-        if isinstance(request, Transaction):
+        if isinstance(request, Push):
             companion = request.companion
             accompanying = [] if companion is None else [self._in_background(self._accompany(companion))]
-            reply = await run_transaction_async(self._connection, request.payloads, request.call)
+            reply = await self._sender.push(request)
             for task in accompanying:
                 await asyncio.wait({task})
             return reply
         return await self._run_script(request)
+
+    async def _call(self, push: Push) -> Any:
+        return await run_transaction_async(self._connection, *push.transaction())
 
     async def _run_script(self, call: ScriptCall) -> Any:
         return await run_script_async(self._connection.pipelined or self._connection.scripts, call)

@@ -1,65 +1,142 @@
-"""What a push sends: packets of groups of one shard, in slices that the server can take."""
+"""What a push sends: packets of groups of one shard, in calls that the server can take."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
-from ..run.manifest import Manifest
+from ..store.calls import Companion
 from ..store.keys import ShardKeys
-from ..store.scripts import script_call
+from ..store.resp import Payloads
+from ..store.scripts import ScriptCall, script_call
 from ..trajectory.packet import Packet
-from .requests import Transaction
+
+Item = TypeVar("Item")
+Reply = Sequence[Any]
 
 #: Largest part of a push sent in one MULTI. A packet may exceed the bytes.
 MAX_SLICE_MEMBERS: Final = 128
 MAX_SLICE_BYTES: Final = 4 << 20
 
 
+class Load(NamedTuple):
+    """What one call brings."""
+
+    members: int
+    size: int  # bytes of payloads
+
+
+def load_of(packet: Packet) -> Load:
+    """Of one packet."""
+    return Load(len(packet.indices), packet.size)
+
+
 class GroupPush(NamedTuple):
     """Packets of a group, as one call of the push script takes them."""
 
-    spec: Sequence[Any]  # id, size, slots, data source, deadline (ms): see lua/lib/admit.lua
+    spec: tuple[Any, ...]  # id, size, slots, data source, deadline (ms): see lua/lib/admit.lua
     epoch: int  # of the ticket
     packets: Sequence[Packet]
 
 
-def push_call(
-    manifest: Manifest, keys: ShardKeys, groups: Sequence[GroupPush], limits: Sequence[Any]
-) -> Transaction:
-    """One attempt to push packets of groups of one shard. limits: of their admission, see lua/lib/admit.lua.
+class Push(NamedTuple):
+    """Packets of groups of one shard, to be sent together: each call of `transaction` makes another attempt.
 
     Packets without payloads too go by the client that `ServerIds` asks: another client may still reach a former
     primary, and what that acknowledges is lost.
     """
-    scorer = keys.scoring(manifest.scorers[0]) if manifest.scorers else keys.void
-    args = [*limits, "1" if manifest.scorers else "0", len(groups)]
-    payloads = []
-    for group in groups:
-        args += [*group.spec, group.epoch, len(group.packets)]
-        for packet in group.packets:
-            key = ""
-            if packet.size:
-                # A new key for each attempt: the server may have registered one whose reply was lost.
-                key = keys.payload(secrets.token_hex(12))
-                payloads.append((key, packet.fields))
-            args += [key, packet.size, packet.members, packet.table]
-    hashes = [keys.group(group.spec[0]) for group in groups]
-    call = script_call(
-        "push", keys, args, scorer=scorer, group_hashes=hashes, payloads=[key for key, _ in payloads]
-    )
-    return Transaction(payloads, call)
+
+    keys: ShardKeys
+    scorer: str  # whose stream takes what has no reward yet; "" = the run has none
+    limits: tuple[Any, ...]  # of admission, see lua/lib/admit.lua
+    groups: Sequence[GroupPush]
+    companion: Companion | None = None
+
+    @property
+    def lane(self) -> tuple[Any, ...]:
+        """Equal for pushes that may go together."""
+        return self.keys, self.scorer, self.limits
+
+    @property
+    def load(self) -> Load:
+        """Of all its packets."""
+        loads = [load_of(packet) for group in self.groups for packet in group.packets]
+        return Load(sum(load.members for load in loads), sum(load.size for load in loads))
+
+    def transaction(self) -> tuple[Payloads, ScriptCall]:
+        """The payloads and the call that registers them. Never to be sent twice."""
+        args = [*self.limits, "1" if self.scorer else "0", len(self.groups)]
+        payloads = []
+        for group in self.groups:
+            args += [*group.spec, group.epoch, len(group.packets)]
+            for packet in group.packets:
+                key = ""
+                if packet.size:
+                    # A new key for each attempt: the server may have registered one whose reply was lost.
+                    key = self.keys.payload(secrets.token_hex(12))
+                    payloads.append((key, packet.fields))
+                args += [key, packet.size, packet.members, packet.table]
+        hashes = [self.keys.group(group.spec[0]) for group in self.groups]
+        call = script_call(
+            "push",
+            self.keys,
+            args,
+            scorer=self.keys.scoring(self.scorer) if self.scorer else self.keys.void,
+            group_hashes=hashes,
+            payloads=[key for key, _ in payloads],
+        )
+        return payloads, call
 
 
-def slices(packets: Sequence[Packet]) -> list[list[Packet]]:
-    """Parts of at most MAX_SLICE_MEMBERS members and MAX_SLICE_BYTES bytes (one packet may exceed it)."""
-    parts: list[list[Packet]] = []
-    members = size = 0
-    for packet in packets:
-        members, size = members + len(packet.indices), size + packet.size
-        if not parts or members > MAX_SLICE_MEMBERS or size > MAX_SLICE_BYTES:
-            parts.append([])
-            members, size = len(packet.indices), packet.size
-        parts[-1].append(packet)
+def join(pushes: Sequence[Push]) -> Push:
+    """Pushes of one lane as one, which has each group once."""
+    if len(pushes) == 1:
+        return pushes[0]
+    packets: dict[tuple[tuple[Any, ...], int], list[Packet]] = {}
+    for push in pushes:
+        for group in push.groups:
+            packets.setdefault((group.spec, group.epoch), []).extend(group.packets)
+    groups = [GroupPush(spec, epoch, together) for (spec, epoch), together in packets.items()]
+    return pushes[0]._replace(groups=groups, companion=None)
+
+
+def shares(pushes: Sequence[Push], replies: Sequence[Reply]) -> list[list[Reply]]:
+    """What the replies to `join(pushes)` say to each of them: a reply for each of its groups."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    members_before = [0] * len(replies)
+    result = []
+    for push in pushes:
+        mine = []
+        for group in push.groups:
+            number = numbers.setdefault((group.spec, group.epoch), len(numbers))
+            start = 1 + members_before[number]
+            members_before[number] += sum(len(packet.indices) for packet in group.packets)
+            reply = replies[number]
+            stop = 1 + members_before[number]
+            mine.append([reply[0], *reply[start:stop]] if reply[0] == b"ok" else reply)
+        result.append(mine)
+    return result
+
+
+def slices(items: Iterable[Item], load: Callable[[Item], Load]) -> list[list[Item]]:
+    """All items in parts that one call may bring."""
+    queue = deque(items)
+    parts = []
+    while queue:
+        parts.append(take_slice(queue, load))
     return parts
+
+
+def take_slice(queue: deque[Item], load: Callable[[Item], Load]) -> list[Item]:
+    """Remove the first items: at most MAX_SLICE_MEMBERS members and MAX_SLICE_BYTES bytes; one item may exceed it."""
+    taken: list[Item] = []
+    members = size = 0
+    while queue:
+        more = load(queue[0])
+        members, size = members + more.members, size + more.size
+        if taken and (members > MAX_SLICE_MEMBERS or size > MAX_SLICE_BYTES):
+            break
+        taken.append(queue.popleft())
+    return taken

@@ -10,7 +10,8 @@ from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
 from .admission import Admission, BeginCall
 from .checks import GroupRequest
-from .requests import GroupCall, Steps, T, Transaction
+from .encode import Push
+from .requests import GroupCall, Steps, T
 from .tickets import GroupSpec, Ticket
 
 
@@ -94,8 +95,8 @@ class NextGroup:
         finally:
             steps.close()
 
-    def _with_companion(self, attempt: ScriptCall | Transaction) -> ScriptCall | Transaction:
-        if not isinstance(attempt, Transaction):
+    def _with_companion(self, attempt: ScriptCall | Push) -> ScriptCall | Push:
+        if not isinstance(attempt, Push):
             return attempt
         with self._lock:
             if self._asked is not None:

@@ -16,6 +16,7 @@ from ..store.retry import RETRYABLE
 from ..trajectory.schema import Trajectory
 from .base_producer import BaseProducer
 from .checks import GroupRequest
+from .encode import Push
 from .group import Group, Rollout
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
 from .next_group import NextGroup
@@ -27,7 +28,6 @@ from .requests import (
     ServerIds,
     Steps,
     T,
-    Transaction,
     attempts,
     never_closed,
 )
@@ -130,6 +130,22 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         """
         return self._drive(self._logic.pushes.push(trajectories))
 
+    def push_many(
+        self, groups: Sequence[Sequence[Trajectory]], *, timeout: float | None = None
+    ) -> list[PushResult]:
+        """`push` for several groups, each with its trajectories, in one round trip (at most 128 trajectories and 4 MB).
+
+        Groups that are not admitted at once are pushed again until they are.
+
+        Args:
+            groups: of each group the trajectories.
+            timeout: seconds to wait for admission; None = for ever, 0 = ask once.
+
+        Raises TrajectoryError for a wrong trajectory before anything is pushed; after all others are pushed, Busy for a
+        group not admitted within `timeout` and TrajectoryError for one that is open with another size.
+        """
+        return self._drive(self._logic.pushes.push_many(groups, timeout))
+
     def rollout(self, ticket: Ticket) -> Rollout:
         """The rollout of a ticket, for instance one received from another process. Raises TrajectoryError."""
         return Rollout(self, Slots.of_received(self._logic, ticket), ticket)
@@ -217,9 +233,9 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
             return self._connection.memory()
         if isinstance(request, ServerIds):
             return server_ids(self._connection, request.shards)
-        if isinstance(request, Transaction):
+        if isinstance(request, Push):
             try:
-                return run_transaction(self._connection, *request)
+                return run_transaction(self._connection, *request.transaction(), request.companion)
             except BaseException as error:
                 if request.companion is not None:
                     request.companion.hear(error)

@@ -12,17 +12,19 @@ from .. import metrics
 from ..errors import Busy, TrajectoryError
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
+from ..store.waiting import Wait
 from ..trajectory.packet import Packet
 from ..trajectory.packet_encoding import encode_packets, ended_packets
 from ..trajectory.schema import Trajectory
 from .admission import SPEC_ARGS, Admission
-from .checks import check_one_group, check_score
-from .encode import MAX_SLICE_MEMBERS, GroupPush, push_call, slices
+from .checks import check_one_group, check_score, check_seconds
+from .encode import MAX_SLICE_MEMBERS, GroupPush, Push, load_of, slices
 from .membership import Membership
 from .replies import cancelled_slots, push_codes, unregistered
-from .requests import Steps, Transaction
+from .requests import Steps
 from .resend import ResendWindow
 from .tickets import GroupSpec, PushResult, Ticket
+from .together import together
 
 
 class Pushes:
@@ -49,16 +51,39 @@ class Pushes:
         slots = ticket.slots if ticket is not None else first.group_size + redundancy
         spec = GroupSpec(first.group_id, first.group_size, slots, first.data_source)
         packets = encode_packets(trajectories, self._membership.manifest.max_trajectory_bytes)
-        send = partial(self._send, spec, packets, ticket.epoch if ticket is not None else 0)
+        if ticket is not None:
+            return (yield from self._send_slices(spec, packets, ticket.epoch, None))
         budget = self._admission.budget_for_new(spec.group_id)
-        first_send = send(budget) if ticket is None else self._until_admitted(send)
-        size = sum(packet.size for packet in packets)
-        return (yield from self._send_and_remember(spec.group_id, first_send, send, size))
+        return (yield from self._send_slices(spec, packets, 0, budget))
+
+    def push_many(
+        self, groups: Sequence[Sequence[Trajectory]], timeout: float | None
+    ) -> Steps[list[PushResult]]:
+        """`push` of each group's trajectories, in few calls. Waits up to `timeout` seconds for those refused.
+
+        Raises Busy after it, and what `push` raises, once all others are pushed.
+        """
+        check_seconds("timeout", timeout, zero=True)
+        wait = self._admission.admission_wait(timeout)
+        results: dict[int, PushResult] = {}
+        while len(results) < len(groups):
+            missing = [number for number in range(len(groups)) if number not in results]
+            outcomes = yield from together([self.push(groups[number]) for number in missing])
+            refusal: Busy | None = None
+            for number, outcome in zip(missing, outcomes, strict=True):
+                if isinstance(outcome, PushResult):
+                    results[number] = outcome
+                elif isinstance(outcome, Busy) and not wait.expired:
+                    refusal = outcome
+                else:
+                    raise outcome
+            if refusal is not None:
+                yield from self._admission.wait_for_room(wait, Reason(*refusal.reason))
+        return [results[number] for number in range(len(groups))]
 
     def end_slots(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that these rollouts ended without a trajectory: `kind` failed, aborted or cancelled."""
-        send = partial(self._send, GroupSpec.of(ticket), ended_packets(indices, kind), 0)
-        return (yield from self._send_and_remember(ticket.group_id, self._until_admitted(send), send))
+        return self._send_slices(GroupSpec.of(ticket), ended_packets(indices, kind), 0, None)
 
     def cancel(self, ticket: Ticket, count: int, free: Collection[int]) -> Steps[PushResult]:
         """Cancel `count` of the slots `free`: the highest ones that nobody has ended elsewhere.
@@ -109,47 +134,53 @@ class Pushes:
 
     def _until_admitted(self, send: Callable[[], Steps[PushResult]]) -> Steps[PushResult]:
         """Send to a group that was admitted before: if the server has forgotten it, wait until it is admitted again."""
-        wait = self._admission.push_wait()
+        wait: Wait | None = None
         while True:
             try:
                 return (yield from send())
             except Busy as busy:
+                wait = wait or self._admission.push_wait()
                 yield from self._admission.wait_for_room(wait, Reason(*busy.reason))
+
+    def _send_slices(
+        self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None
+    ) -> Steps[PushResult]:
+        """Send packets of a group in as many calls as it takes, each kept to be sent again.
+
+        budget: as of `Admission.call_group_script`. Raises Busy if there is one, TrajectoryError.
+        """
+        codes: dict[int, str] = {}  # by position in the push
+        for part in slices(packets, load_of):
+            send = partial(self._send, spec, part, epoch)
+            first_send = self._until_admitted(send) if budget is None else send(budget)
+            size = sum(packet.size for packet in part)
+            result = yield from self._send_and_remember(spec.group_id, first_send, send, size)
+            codes |= zip(sorted(_positions(part)), result.codes, strict=True)
+        return _result(packets, codes)
 
     def _send(
         self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None = None
     ) -> Steps[PushResult]:
-        """Send packets slice by slice. budget: as of `Admission.call_group_script`. Raises Busy, TrajectoryError."""
-        codes: dict[int, str] = {}  # by position in the push
-        index_of = {
-            position: index
-            for packet in packets
-            for position, index in zip(packet.positions, packet.indices, strict=True)
-        }
-        for part in slices(packets):
-            waiting = part
-            part_codes: dict[int, str] = {}
-            while waiting:
-                replied = yield from self._send_slice(spec, waiting, epoch, budget)
-                waiting = unregistered(waiting, replied, part_codes)
-            metrics.producer_pushed(list(part_codes.values()))
-            codes |= part_codes
-            if refused := [position for position, code in part_codes.items() if code == "range"]:
-                raise TrajectoryError(f"record {min(refused)}: group {spec.group_id} has no such slot left")
-        ordered = sorted(codes)
-        return PushResult(
-            [codes[position] for position in ordered],
-            [index_of[position] for position in ordered if codes[position] == "pushed"],
-        )
+        """Send what one call may bring. budget: as of `Admission.call_group_script`. Raises Busy, TrajectoryError."""
+        codes: dict[int, str] = {}
+        waiting = packets
+        while waiting:
+            replied = yield from self._send_once(spec, waiting, epoch, budget)
+            waiting = unregistered(waiting, replied, codes)
+        metrics.producer_pushed(list(codes.values()))
+        if refused := [position for position, code in codes.items() if code == "range"]:
+            raise TrajectoryError(f"record {min(refused)}: group {spec.group_id} has no such slot left")
+        return _result(packets, codes)
 
-    def _send_slice(
+    def _send_once(
         self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None
     ) -> Steps[list[str]]:
         keys = self._membership.keys_of(spec.group_id)
 
-        def call(arguments: list[Any]) -> Transaction:
-            group = GroupPush(arguments[:SPEC_ARGS], epoch, packets)
-            return push_call(self._membership.manifest, keys, [group], arguments[SPEC_ARGS:])
+        def call(arguments: list[Any]) -> Push:
+            group = GroupPush(tuple(arguments[:SPEC_ARGS]), epoch, packets)
+            scorer = next(iter(self._membership.manifest.scorers or ()), "")
+            return Push(keys, scorer, tuple(arguments[SPEC_ARGS:]), [group])
 
         return push_codes((yield from self._admission.call_group_script(spec, call, budget)), spec)
 
@@ -217,3 +248,17 @@ class Pushes:
                     f"extra column {name} is {kind} (dtype, shape, per token), run {self._membership.run} has "
                     f"{manifest.columns.get(name, 'nothing that can be read')}: use another name"
                 )
+
+
+def _positions(packets: Sequence[Packet]) -> list[int]:
+    return [position for packet in packets for position in packet.positions]
+
+
+def _result(packets: Sequence[Packet], codes: Mapping[int, str]) -> PushResult:
+    """The result for members of packets, in the order of the push. codes: by position in it."""
+    indices = [index for packet in packets for index in packet.indices]
+    members = sorted(zip(_positions(packets), indices, strict=True))
+    return PushResult(
+        [codes[position] for position, _ in members],
+        [index for position, index in members if codes[position] == "pushed"],
+    )

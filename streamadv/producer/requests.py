@@ -11,30 +11,22 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from redis.exceptions import OutOfMemoryError
 
-from ..store.calls import Companion
 from ..store.keys import ShardKeys
 from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import ScriptCall
+from .encode import Push
 
 STAGE: Final = "producer"
-
-
-class Transaction(NamedTuple):
-    """MULTI: write the payload hashes, then run the script. Never sent twice: `GroupCall` makes another one."""
-
-    payloads: Sequence[tuple[str, dict[Any, Any]]]
-    call: ScriptCall
-    companion: Companion | None = None
 
 
 class GroupCall(NamedTuple):
     """A call of a script that may open a group: `begin`, `push` or `cancel`.
 
-    `make` is called for each attempt, because the server may have carried out one whose reply was lost: payloads need
-    new keys then. Above maxmemory, where the server refuses these scripts, the reply is OUT_OF_MEMORY.
+    `make` is called for each attempt, because the limits of admission change. Above maxmemory, where the server
+    refuses these scripts, the reply is OUT_OF_MEMORY.
     """
 
-    make: Callable[[], ScriptCall | Transaction]
+    make: Callable[[], ScriptCall | Push]
 
 
 class Pause(NamedTuple):
@@ -54,7 +46,7 @@ class ServerIds(NamedTuple):
 
 
 T = TypeVar("T")
-Attempt = ScriptCall | Transaction | Pause | Memory | ServerIds
+Attempt = ScriptCall | Push | Pause | Memory | ServerIds
 Request = Attempt | GroupCall
 Steps = Generator[Request, Any, T]
 
@@ -73,7 +65,7 @@ def attempts(steps: Steps[T], check_open: Callable[[], None], *, patient: bool) 
     Calls are repeated until the server answers. Impatient ones raise instead, except pushes of payloads: those are
     always repeated. `check_open` is called before each attempt and raises to end the steps.
     """
-    outage = Outage(STAGE)
+    outage: Outage | None = None  # made when there is one: most calls succeed at once
     reply: Any = None
     while True:
         try:
@@ -90,7 +82,9 @@ def attempts(steps: Steps[T], check_open: Callable[[], None], *, patient: bool) 
             if isinstance(reply, OutOfMemoryError) and isinstance(request, GroupCall):
                 reply = OUT_OF_MEMORY
                 break
-            if not isinstance(reply, RETRYABLE) or not (patient or isinstance(attempt, Transaction)):
+            if not isinstance(reply, RETRYABLE) or not (patient or isinstance(attempt, Push)):
                 raise reply
+            outage = outage or Outage(STAGE)
             yield Pause(outage.delay_after(reply))
-        outage.over()
+        if outage is not None:
+            outage.over()

@@ -42,7 +42,7 @@ PRODUCER: Final = Role(
         "manifest": "hgetall hsetnx",
         "manifest_void runs_void": "del",
         "runs": "hsetnx",
-        "void": "del unlink",
+        "void": "del",
         "group": "hget hmget hset hsetnx",
         "open": "zadd zcard zscore",
         "groups": "xlen",

@@ -20,6 +20,7 @@ from streamadv.store.pipelined import Pipelined
 from tests.support import group_all, join, ledger, payload_keys, problems, trajectory
 
 ECHO = "return ARGV[1]"
+ROLLOUT = {"input_ids": [1], "response_mask": [1], "reward": 1.0}
 
 
 class CuttingProxy:
@@ -96,6 +97,35 @@ async def test_a_connection_cut_between_any_two_bytes(redis_url: str, run: str, 
     joined = await asyncio.to_thread(join, redis_url, run)
     await asyncio.to_thread(group_all, joined, None, 1000)
     assert ledger(joined)["pushed"] == 3 * cuts
+    assert problems(joined) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["requests", "replies"])
+async def test_a_cut_between_a_push_and_the_admission_behind_it(
+    redis_url: str, run: str, direction: str
+) -> None:
+    """No group stays open that nobody plays."""
+
+    def play(url: str, proxy: CuttingProxy) -> list[str]:
+        codes: list[str] = []
+        cuts, total = 40, 0
+        with Producer(url, run) as producer:
+            groups = producer.groups(1)
+            for number, group in zip(range(cuts), groups, strict=False):
+                proxy.cut(direction, total * number // cuts if number else 1 << 30)
+                codes += group.push([{"rollout_index": 0, **ROLLOUT}]).codes
+                total = total or proxy.passed
+        return codes
+
+    async with CuttingProxy(redis_url) as proxy:
+        codes = await asyncio.to_thread(play, proxy.url, proxy)
+    assert set(codes) == {"pushed", "duplicate"} if direction == "replies" else {"pushed"}
+    joined = await asyncio.to_thread(join, redis_url, run)
+    for _ in range(2):
+        await asyncio.to_thread(group_all, joined, None, 1000)
+    assert ledger(joined)["pushed"] == len(codes) == 40
+    assert joined.connection.scripts.zcard(joined.keys.home.open) == 0
     assert problems(joined) == []
 
 

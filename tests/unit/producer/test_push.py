@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.errors import GroupEndedError, TrajectoryError
-from streamadv.producer import Producer
+from streamadv.producer import producer as producer_module
 from streamadv.producer.encode import MAX_SLICE_BYTES
 from streamadv.run import Run
 from streamadv.run.payloads import fetch_columns
 from streamadv.status import read_status
+from streamadv.store.calls import run_transaction
 from streamadv.store.connection import Connection
 from streamadv.trajectory.payload import payloads_of
 from tests.support import (
@@ -171,14 +172,12 @@ def test_extra_columns_are_fixed_by_their_first_push(fake: Connection) -> None:
 
 def test_a_large_group_is_pushed_in_slices(fake: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
-    carry_out = Producer._carry_out
 
-    def count(self: Producer, request: Any) -> Any:
-        if hasattr(request, "payloads"):
-            sent.append(sum(len(value) for _, fields in request.payloads for value in fields.values()))
-        return carry_out(self, request)
+    def count(connection: Connection, payloads: Any, *call: Any) -> Any:
+        sent.append(sum(len(value) for _, fields in payloads for value in fields.values()))
+        return run_transaction(connection, payloads, *call)
 
-    monkeypatch.setattr(Producer, "_carry_out", count)
+    monkeypatch.setattr(producer_module, "run_transaction", count)
     with producing(fake, "r", {"max_trajectory_bytes": MB}) as producer:
         big = [trajectory("g", index, 6, tokens=100_000) for index in range(6)]
         assert producer.push(big).codes == ["pushed"] * 6
@@ -267,21 +266,19 @@ def test_a_push_whose_reply_was_lost_is_sent_again_under_new_keys(
     fake: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under the old keys the second attempt, whose records are duplicates, would delete the payloads of the first."""
-    carry_out = Producer._carry_out
     sent: list[set[str]] = []
 
-    def lose_first_reply(self: Producer, request: Any) -> Any:
-        reply = carry_out(self, request)
-        if hasattr(request, "payloads"):
-            sent.append({key for key, _ in request.payloads})
-            if len(sent) == 1:
-                raise redis.exceptions.ConnectionError("lost")
+    def lose_first_reply(connection: Connection, payloads: Any, *call: Any) -> Any:
+        reply = run_transaction(connection, payloads, *call)
+        sent.append({key for key, _ in payloads})
+        if len(sent) == 1:
+            raise redis.exceptions.ConnectionError("lost")
         return reply
 
     with producing(fake, "r") as producer:
         run = join(fake, "r")
         producer.begin_group(2, group_id="g")
-        monkeypatch.setattr(Producer, "_carry_out", lose_first_reply)
+        monkeypatch.setattr(producer_module, "run_transaction", lose_first_reply)
         assert producer.push([trajectory("g", index) for index in range(2)]).codes == ["duplicate"] * 2
         assert len(sent[0]) == len(sent[1]) == 1
         assert not sent[0] & sent[1]
@@ -341,20 +338,16 @@ def test_a_payload_that_ended_before_its_script_is_sent_again(
     fake: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a server that was stopped for longer than a payload lives without being registered."""
-    carry_out = Producer._carry_out
     sent: list[list[str]] = []
 
-    def forget_first(self: Producer, request: Any) -> Any:
-        if hasattr(request, "payloads"):
-            sent.append([key for key, _ in request.payloads])
-            if len(sent) == 1:
-                request = request._replace(payloads=request.payloads[1:])
-        return carry_out(self, request)
+    def forget_first(connection: Connection, payloads: Any, *call: Any) -> Any:
+        sent.append([key for key, _ in payloads])
+        return run_transaction(connection, payloads[1:] if len(sent) == 1 else payloads, *call)
 
     with producing(fake, "r") as producer:
         run = join(fake, "r")
         producer.begin_group(3, group_id="g")
-        monkeypatch.setattr(Producer, "_carry_out", forget_first)
+        monkeypatch.setattr(producer_module, "run_transaction", forget_first)
         items = [trajectory("g", 0, 3), trajectory("g", 1, 3, values=np.zeros(5)), ended("g", 2, 3, "failed")]
         assert producer.push(items).codes == ["pushed"] * 3
         assert [len(keys) for keys in sent] == [2, 1]

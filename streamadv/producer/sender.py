@@ -1,0 +1,87 @@
+"""Pushes of all tasks of an asyncio producer, in few calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+from redis.exceptions import ConnectionError
+
+from .encode import Push, join, shares, take_slice
+
+#: Calls of a lane that wait for their replies. With more, each would bring less; with one, the server would wait.
+MAX_UNDER_WAY: Final = 2
+
+_Waiting = tuple[Push, asyncio.Future[Any]]
+
+
+class _Lane:
+    """Pushes that may go together."""
+
+    def __init__(self) -> None:
+        self.queue: deque[_Waiting] = deque()
+        self.under_way = 0
+        self.is_scheduled = False
+
+
+class Sender:
+    """Sends together what is pushed in one turn of the event loop, or while MAX_UNDER_WAY calls are under way.
+
+    A push that fails fails for itself: its task makes another attempt. call: sends a push.
+    """
+
+    def __init__(self, call: Callable[[Push], Awaitable[Any]]) -> None:
+        self._call = call
+        self._lanes: dict[Any, _Lane] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def push(self, push: Push) -> asyncio.Future[Any]:
+        """The replies for its groups."""
+        lane = self._lanes.setdefault(push.lane, _Lane())
+        future = asyncio.get_running_loop().create_future()
+        lane.queue.append((push, future))
+        if not lane.is_scheduled:
+            lane.is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush, lane)
+        return future
+
+    def close(self) -> None:
+        """What has not been sent raises ConnectionError."""
+        for lane in self._lanes.values():
+            while lane.queue:
+                _fail(lane.queue.popleft()[1], ConnectionError("the producer is closed"))
+
+    def _flush(self, lane: _Lane) -> None:
+        lane.is_scheduled = False
+        while lane.queue and lane.under_way < MAX_UNDER_WAY:
+            part = take_slice(lane.queue, lambda item: item[0].load)
+            lane.under_way += 1
+            task = asyncio.create_task(self._send(lane, [item for item in part if not item[1].done()]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if not lane.queue and not lane.under_way:
+            self._lanes = {key: other for key, other in self._lanes.items() if other is not lane}
+
+    async def _send(self, lane: _Lane, part: Sequence[_Waiting]) -> None:
+        pushes = [push for push, _ in part]
+        try:
+            replies = shares(pushes, await self._call(join(pushes))) if pushes else []
+            for (_, future), reply in zip(part, replies, strict=True):
+                if not future.done():
+                    future.set_result(reply)
+        except Exception as error:
+            for _, future in part:
+                _fail(future, error)
+        finally:
+            for _, future in part:
+                _fail(future, ConnectionError("the call was cancelled"))
+            lane.under_way -= 1
+            self._flush(lane)
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # seen: nobody looks at it when the caller is cancelled in the same turn

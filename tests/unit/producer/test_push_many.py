@@ -1,0 +1,115 @@
+"""`producer.push_many`: trajectories of several groups in few calls, each with the outcome of a push of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamadv.errors import Busy, TrajectoryError
+from streamadv.producer import Producer
+from streamadv.producer.encode import MAX_SLICE_BYTES, MAX_SLICE_MEMBERS, Push
+from streamadv.store.connection import Connection
+from tests.support import group_all, join, ledger, payload_keys, problems, producing, push_one, trajectory
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Push]:
+    """The pushes that are sent."""
+    sent: list[Push] = []
+    carry_out = Producer._carry_out
+
+    def note(self: Producer, request: Any) -> Any:
+        if isinstance(request, Push):
+            sent.append(request)
+        return carry_out(self, request)
+
+    monkeypatch.setattr(Producer, "_carry_out", note)
+    return sent
+
+
+def group_of(name: str, size: int = 2, **fields: Any) -> list[Any]:
+    return [trajectory(name, index, size, **fields) for index in range(size)]
+
+
+def test_several_groups_go_in_one_call(fake: Connection, calls: list[Push]) -> None:
+    with producing(fake, "r") as producer:
+        push_one(producer, trajectory("c", 0))  # the shard learns the run's layout
+        calls.clear()
+        results = producer.push_many([group_of("a"), group_of("b", 3), []])
+        assert [result.codes for result in results] == [["pushed"] * 2, ["pushed"] * 3, []]
+        assert [result.indices for result in results] == [[0, 1], [0, 1, 2], ()]
+        assert len(calls) == 1
+        assert producer.push_many([]) == []
+    run = join(fake, "r")
+    assert group_all(run) == ["complete"] * 2
+    assert problems(run) == []
+
+
+def test_each_group_has_its_own_outcome(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        push_one(producer, trajectory("a", 1))
+        results = producer.push_many([group_of("a"), group_of("b"), [trajectory("b", 0)], group_of("c")])
+        assert [result.codes for result in results] == [
+            ["pushed", "duplicate"],
+            ["pushed", "pushed"],
+            ["duplicate"],
+            ["pushed", "pushed"],
+        ]
+    run = join(fake, "r")
+    assert fake.scripts.hget(run.keys.home.ledger, "duplicates") == b"2"
+    assert group_all(run) == ["complete"] * 3
+    assert len(payload_keys(run)) == 4
+    assert problems(run) == []
+
+
+def test_calls_are_bounded(fake: Connection, calls: list[Push]) -> None:
+    with producing(fake, "r", {"max_trajectory_bytes": 2 * MB}) as producer:
+        producer.push_many([group_of(f"big{number}", 2, tokens=150_000) for number in range(4)])
+        producer.push_many([group_of(f"small{number}", 50) for number in range(6)])
+    assert len(calls) >= 5
+    assert max(call.load.members for call in calls) <= MAX_SLICE_MEMBERS
+    assert max(call.load.size for call in calls) <= MAX_SLICE_BYTES
+    run = join(fake, "r")
+    assert ledger(run)["pushed"] == 308
+    assert problems(run) == []
+
+
+def test_groups_of_several_shards(fake: Connection, calls: list[Push]) -> None:
+    with producing(fake, "r", {"shards": 3}) as producer:
+        producer.push_many(
+            [group_of(f"g{number}") for number in range(12)]
+        )  # the shards learn the run's layout
+        calls.clear()
+        producer.push_many([group_of(f"h{number}") for number in range(12)])
+        assert sum(len(call.groups) for call in calls) == 12
+        assert len(calls) == 3
+    assert problems(join(fake, "r")) == []
+
+
+def test_groups_refused_are_pushed_again_until_the_time_is_over(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        fake.scripts.hset(run.keys.home.trainer, mapping={"max_staleness": "0", "batch_groups": "2"})
+        with pytest.raises(Busy, match="max_staleness allows 2"):
+            producer.push_many([group_of(name) for name in "abc"], timeout=0.02)
+        assert ledger(run)["pushed"] == 4
+        fake.scripts.hset(run.keys.home.trainer, "max_staleness", "1")
+        results = producer.push_many([group_of(name) for name in "abc"], timeout=0)
+        assert [result.codes[0] for result in results] == ["duplicate", "duplicate", "pushed"]
+    assert problems(run) == []
+
+
+def test_what_is_wrong_is_raised(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        with pytest.raises(TrajectoryError, match="one group at a time"):
+            producer.push_many([group_of("a"), [*group_of("b"), trajectory("c", 0)]])
+        assert ledger(run)["pushed"] == 0
+        push_one(producer, trajectory("b", 0, 3))
+        with pytest.raises(TrajectoryError, match="group_size is 2, group b is open with 3"):
+            producer.push_many([group_of("a"), group_of("b"), group_of("c")])
+        assert ledger(run)["pushed"] == 5
+    assert problems(run) == []
