@@ -211,7 +211,7 @@ def fetch(run: Run, share: Share, device: torch.device, ahead: FetchedShare | No
     problems = fetched.read(run)
     problems |= fetched.check()
     if problems:
-        raise UndecodableGroupError(problems)
+        raise UndecodableGroupError(dict(sorted(problems.items())))
     return fetched
 
 
