@@ -4,6 +4,6 @@ The maths: `workload` (batches in two layouts), `cases` (an estimator or step be
 that take turns).
 
 The pipeline: `lines` (chains and trajectories), `crew` (its processes) with `load` and `pace`, `pipeline` (all stages),
-`ceiling` (plain redis-py) and `others` (the peers); `stages` over `alone`, `latency`, `memory`, `backlog`, and
-`scaling` on a `cluster`. `machine` says where it was measured, `report` prints the tables.
+`ceiling` (plain redis-py), `others` (the peers) and `slowest` (what scripts took); `stages` over `alone`, `latency`,
+`memory`, `backlog`, and `scaling` on a `cluster`. `machine` says where it was measured, `report` prints the tables.
 """

@@ -1,4 +1,4 @@
-"""`streamadv bench backlog`: what a trajectory costs with many groups open, and with many references queued."""
+"""`streamadv bench backlog`: what a trajectory costs with many groups open, and with many trajectories queued."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS: Final = 16
 RESERVED: Final = 4096
 BATCHES: Final = 4
 SLICE: Final = 1000
-#: Largest group, to queue many references in few round trips.
+#: Largest group, to queue many trajectories in few round trips.
 LARGE_GROUP: Final = 128
 DEADLINE_MS: Final = 86_400_000
 
@@ -34,7 +34,7 @@ COLUMNS: Final = {
 def measure_backlog(
     url: str, open_groups: Sequence[int], queued: int, repeat: int
 ) -> Iterator[dict[str, Any]]:
-    """Cost per trajectory through all stages beside so many open groups; then of push beside queued references.
+    """Cost per trajectory through all stages beside so many open groups; then of push beside queued ones.
 
     Medians of `repeat` rounds after one that is not counted. `ratio_to_first`: processor time of clients and server.
     """

@@ -19,10 +19,11 @@ TOKENS: Final = (512, 4096, 32768)
 BATCH_TOKENS: Final = 1 << 20
 MAX_BATCH_GROUPS: Final = 64
 #: How a producer pushes: groups of 8 begun and pushed one after another; the same with the next group's admission in
-#: the push; or asyncio, trajectory by trajectory.
-Way = Literal["push", "ahead", "asyncio"]
+#: the push; several groups a call; or asyncio, trajectory by trajectory.
+Way = Literal["push", "ahead", "many", "asyncio"]
 WAYS: Final[tuple[Way, ...]] = get_args(Way)
-#: Trajectories under way at once of "asyncio".
+#: Groups of a call of "many", and trajectories under way at once of "asyncio".
+GROUPS_A_CALL: Final = 4
 IN_FLIGHT: Final = 256
 #: Groups made up in advance and pushed in turn, so that making them up is not measured.
 POOL_GROUPS: Final = 4

@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from ..processes import messages
 from ..producer.producer import Producer
-from .lines import GROUP_SIZE, IN_FLIGHT, KINDS, Line, make_groups
+from ..trajectory.schema import Trajectory
+from .lines import GROUP_SIZE, GROUPS_A_CALL, IN_FLIGHT, KINDS, POOL_GROUPS, Line, make_groups
 from .pace import Pace
 
 Records = list[dict[str, Any]]
@@ -29,7 +32,7 @@ def produce(line: Line, url: str, way: str, pace: Pace) -> None:
         return
     with Producer(url, line.run) as producer:
         messages.send("ready")
-        {"push": _group_by_group, "ahead": _ahead}[way](producer, pool, pace)
+        {"push": _group_by_group, "ahead": _ahead, "many": _together}[way](producer, pool, pace)
 
 
 def _group_by_group(producer: Producer, pool: Iterator[Records], pace: Pace) -> None:
@@ -44,6 +47,21 @@ def _ahead(producer: Producer, pool: Iterator[Records], pace: Pace) -> None:
     for group in producer.groups(GROUP_SIZE, ahead=1):
         ended = {"ended": pace.wait_for_turn()}
         group.push([{**record, "metadata": ended} for record in next(pool)])
+
+
+def _together(producer: Producer, pool: Iterator[Records], pace: Pace) -> None:
+    made = {id(group): [_trajectory(record) for record in group] for group in islice(pool, POOL_GROUPS)}
+    prefix = secrets.token_hex(6)
+    for number in itertools.count():
+        groups = []
+        for place in range(GROUPS_A_CALL):
+            own = {"group_id": f"{prefix}-{number}-{place}", "metadata": {"ended": pace.wait_for_turn()}}
+            groups.append([each.model_copy(update=own) for each in made[id(next(pool))]])
+        producer.push_many(groups)
+
+
+def _trajectory(record: Mapping[str, Any]) -> Trajectory:
+    return Trajectory(group_id="pool", group_size=GROUP_SIZE, **record)
 
 
 async def _one_by_one(line: Line, url: str, pool: Iterator[Records], pace: Pace) -> None:

@@ -31,8 +31,8 @@ def add_parsers(kinds: Any) -> None:
         "--way",
         nargs="+",
         metavar="WAY",
-        help="push (groups begun and pushed one after another), ahead (with the next group's admission) or "
-        "asyncio (one trajectory a push, 256 under way); default: push",
+        help="push (groups begun and pushed one after another), ahead (with the next group's admission), many "
+        "(four groups a call) or asyncio (one trajectory a push, 256 under way); default: push",
     )
     stages = _add(
         kinds,
@@ -48,15 +48,15 @@ def add_parsers(kinds: Any) -> None:
         kinds,
         "backlog",
         run_backlog,
-        "cost per trajectory with many open groups and many queued references",
+        "cost per trajectory with many open groups and many queued trajectories",
         "Cost per trajectory through all stages with 10^3 to 10^6 groups open, and of a push behind 10^6 queued "
-        "references. Needs some 2 GB of memory.",
+        "trajectories. Needs some 2 GB of memory.",
     )
     _add_repeat(backlog, "rounds")
     backlog.add_argument(
         "--open", type=int, nargs="+", metavar="N", help="groups (default: 1000 10000 100000 1000000)"
     )
-    backlog.add_argument("--queued", type=int, metavar="N", help="references (default: 1000000)")
+    backlog.add_argument("--queued", type=int, metavar="N", help="trajectories (default: 1000000)")
     latency = _add(
         kinds,
         "latency",
