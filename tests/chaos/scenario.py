@@ -6,7 +6,7 @@ SIGKILL would leave. It is deterministic and takes a second where processes take
 
 from __future__ import annotations
 
-import json
+import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -37,6 +37,7 @@ SETTINGS: Final = RunSettings(shards=2, redundancy=1, scorers=("judge",), max_tr
 #: Works on tokens and on the whole batch: results travel in hashes of their own, one entry for each shard.
 CHAIN: Final = {"estimator": "gae", "whiten_advantages": True}
 MAX_ROUNDS: Final = 400
+COMMAND: Final = "command"
 VALUES: Final = [0.5] * 5
 
 
@@ -52,7 +53,11 @@ class World:
     """All actors of one run on one server."""
 
     def __init__(self, url: str, run: str, dies: Callable[[str, int], bool]) -> None:
-        """`dies(point, n)`: whether whoever comes to `point` as the n-th, counted over all, ends there."""
+        """`dies(point, n)`: whether whoever comes to `point` as the n-th, counted over all, ends there.
+
+        Points are those of `victim.py`, `mixed <point>` while a packet is refused for one of its members and the other
+        is sent alone, and `COMMAND` before every single command.
+        """
         self.connection = Connection(url)
         self.run_name = run
         self.dies = dies
@@ -64,10 +69,12 @@ class World:
         self.checkpoint: tuple[list[Identity], dict[str, Any]] | None = None
         self.compositions: dict[int, list[Identity]] = {}  # of each batch when it was delivered first
         self.repaired: set[str] = set()  # dead groups that went back into the run
+        self.mixing = False  # a packet is pushed of which one member is there already
         self.settled = False  # no dead letter is left
         self.ended = False
 
     def hook(self, point: str) -> None:
+        point = f"mixed {point}" if self.mixing else point
         count = self.reached[point] = self.reached.get(point, 0) + 1
         if self.dies(point, count):
             self.deaths.append(point)
@@ -77,6 +84,8 @@ class World:
     def gate(self) -> None:
         if self.dead:
             raise Killed
+        if threading.current_thread() is threading.main_thread():
+            self.hook(COMMAND)
 
     def play(self) -> None:
         """Step everybody in turn, starting again whoever died, until the trainer has seen the end of the run."""
@@ -192,8 +201,23 @@ def _plan(world: World, producer: Producer) -> Iterator[Callable[[], object]]:
 
     def poison() -> None:
         _whole(world, producer, "poison")
-        if not world.repaired:
+        if "poison" not in world.repaired:
             _write_values(world, "poison", b"xx")
+
+    def mixed() -> None:
+        """The packet is refused whole, and its new member sent alone."""
+        push("mixed", 0)
+        _note(world, "mixed", 1)
+        world.mixing = True
+        try:
+            producer.push([trajectory("mixed", index, 2, **values) for index in range(2)])
+        finally:
+            world.mixing = False
+
+    def crowded() -> None:
+        """One packet with a member more than its group needs: it stays until the packet goes."""
+        _note(world, "crowded", 0, 1, 2)
+        producer.push([trajectory("crowded", index, 2, **values) for index in range(3)])
 
     def unscorable() -> None:
         push("unscorable", 0, reward=None)
@@ -204,6 +228,8 @@ def _plan(world: World, producer: Producer) -> Iterator[Callable[[], object]]:
         yield lambda number=number: _whole(world, producer, f"whole{number}")  # type: ignore[misc]
     yield lambda: push("whole0", 1)  # again
     yield lambda: push("whole1", 2)  # surplus
+    yield mixed
+    yield crowded
     yield fail
     yield cancel
     yield expire
@@ -219,11 +245,19 @@ def _plan(world: World, producer: Producer) -> Iterator[Callable[[], object]]:
 
 
 def _write_values(world: World, group_id: str, values: bytes) -> None:
-    scripts = world.connection.scripts
-    for key in scripts.scan_iter(match="*:payload:*"):
-        header = scripts.hget(key, "header")
-        if header is not None and json.loads(header)["group_id"] == group_id:
-            scripts.hset(key, "values", values)
+    """Overwrite the column of a group's packets, wherever they are."""
+    run, scripts = open_run(world.connection, world.run_name), world.connection.scripts
+    keys = run.keys.shard(run.keys.shard_of(group_id))
+    entries = [fields for stream in (keys.rollouts, keys.groups) for _, fields in scripts.xrange(stream)]
+    lines = [fields.get(b"payload", b"") for fields in entries if fields[b"group_id"].decode() == group_id]
+    lines += [fields.get(b"payloads", b"") for fields in entries if fields[b"group_id"].decode() == group_id]
+    lines += [
+        *scripts.hkeys(keys.group(group_id)),
+        scripts.hget(keys.dead_group(group_id), "log:payloads") or b"",
+    ]
+    for line in b"\n".join(lines).splitlines():
+        if b"}:payload:" in line:
+            scripts.hset(line.partition(b" ")[0], "values", values)
 
 
 def scorer(world: World) -> Life:
@@ -231,7 +265,10 @@ def scorer(world: World) -> Life:
     judge = Scorer(world.connection, world.run_name, "judge", batch_size=3)
     consumer = consumer_of(run, "judge", lease_s=0.0)
     while True:
-        if entries := consumer.read(3):
+        consumer.stop.set()  # a read does not block
+        entries = consumer.read(3)
+        consumer.stop.clear()  # nobody tells the scorer to end
+        if entries:
             judge.work(
                 consumer, entries, lambda references, payloads: [1.0 + r.rollout_index for r in references]
             )
@@ -308,7 +345,7 @@ def operator(world: World) -> Life:
                 if dead.group_id in world.repaired:
                     purge(run, dead.group_id)
                     continue
-                _write_values(world, dead.group_id, np.array(VALUES, np.float32).tobytes())
+                _write_values(world, dead.group_id, np.array(2 * VALUES, np.float32).tobytes())
                 requeue(run, dead.group_id)
             world.repaired.add(dead.group_id)
         world.settled = "incomplete" in world.repaired and not list(list_dead(run))

@@ -7,11 +7,12 @@ import random
 from collections.abc import Callable
 
 import pytest
+import redis
 
 from streamadv.run import open_run
 
 from .checks import problems, total
-from .scenario import World
+from .scenario import COMMAND, World
 from .victim import points, script_names
 
 #: Scripts that need a death, garbage, a second rank, several shards, a run without scorers, or a server that lost
@@ -46,7 +47,56 @@ def test_death_at(point: str, redis_url: str, run: str) -> None:
     assert world.deaths == [point]
 
 
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_death_while_the_new_member_of_a_refused_packet_is_sent(
+    when: str, number: int, redis_url: str, run: str
+) -> None:
+    point = f"mixed {when}:push"  # the first one refuses the packet, the second one has the new member alone
+    world = play(redis_url, run, lambda here, count: here == point and count == number)
+    assert world.deaths == [point]
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_deaths_before_any_command(number: int, redis_url: str, run: str) -> None:
+    chance = random.Random(f"{os.environ.get('STREAMADV_CHAOS_SEED', '0')}/command/{number}")
+    world = play(redis_url, run, lambda point, count: point == COMMAND and chance.random() < 0.01)
+    assert world.deaths
+
+
+def test_scripts_that_the_server_forgets_before_every_call(redis_url: str, run: str) -> None:
+    with redis.Redis.from_url(redis_url) as other:
+
+        def forget(point: str, number: int) -> bool:
+            if point.partition(":")[0] in ("before", "mixed before"):
+                other.script_flush()
+            return False
+
+        play(redis_url, run, forget)
+
+
+def test_payloads_that_end_before_their_script_is_known(redis_url: str, run: str) -> None:
+    """A producer that stops for a minute between the two tries at a script: its packets are sent again."""
+    ended = []
+    with redis.Redis.from_url(redis_url) as other:
+
+        def hinder(point: str, number: int) -> bool:
+            if point == "before:push" and number % 4 == 1:
+                other.script_flush()  # the payloads are written, their script is not known
+            elif point == "before:push" and number % 4 == 2:
+                waiting = [key for key in other.scan_iter("*:payload:*") if other.pttl(key) > 0]
+                ended.extend(waiting)
+                for key in waiting:
+                    other.pexpire(key, 1)
+                while other.exists(*waiting) if waiting else False:
+                    pass
+            return False
+
+        play(redis_url, run, hinder)
+    assert len(ended) > 5
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_deaths_everywhere(number: int, redis_url: str, run: str) -> None:
     chance = random.Random(f"{os.environ.get('STREAMADV_CHAOS_SEED', '0')}/{number}")
-    play(redis_url, run, lambda point, count: chance.random() < 0.03)
+    play(redis_url, run, lambda point, count: point != COMMAND and chance.random() < 0.03)
