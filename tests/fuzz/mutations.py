@@ -32,6 +32,7 @@ SHARES: Final = {
     "groups log": 0.08,
     "results log": 0.08,
     "a run's streams": 0.01,
+    "open groups": 0.005,
     "JSON lines": 0.16,
     "files": 0.02,
     "chats": 0.06,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from typing import Any
 
 import fakeredis
@@ -10,13 +11,26 @@ import pytest
 from pydantic_core import from_json
 
 from streamadv.advantage.results import parse_result
-from streamadv.errors import NoBatchError, WireError
+from streamadv.errors import NoBatchError, StreamadvError, WireError
 from streamadv.grouping.groups_log import parse_group
+from streamadv.run.dead_letters import list_dead
 from streamadv.run.packets import packet_problem
+from streamadv.status import read_status
+from streamadv.status.audit import audit
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.members import members_problem
-from tests.support import compute_all, group_all, join, producing, push_groups
+from tests.support import (
+    compute_all,
+    group_all,
+    join,
+    logged,
+    make_overdue,
+    producing,
+    push_groups,
+    trajectory,
+    unscored,
+)
 
 from .examples import stored
 from .mutations import (
@@ -142,6 +156,45 @@ def test_streams_of_a_run() -> None:
             if batch is None:
                 break
             trained |= {reference.group_id for reference in batch.references}
+        audit(run)
+        read_status(run)
         assert set(ids) <= trained, number
         assert run.connection.scripts.xlen(run.keys.home.rollouts) == 0, number
         assert run.connection.scripts.xlen(run.keys.home.groups) == 0, number
+
+
+@pytest.mark.slow
+def test_hashes_of_open_groups() -> None:
+    """Slot maps, packets and the rest, damaged while members are to come: the group ends, its neighbour does not notice."""
+    for number in cases("open groups"):
+        chance = chance_of("open groups", number)
+        connection = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+        with producing(connection, "r", {"redundancy": 1}) as producer:
+            run = join(connection, "r")
+            scripts, key = connection.scripts, run.keys.home.group("spoilt")
+            for group_id in ("spoilt", "healthy"):
+                producer.push([trajectory(group_id, index, 3) for index in range(2)])
+                producer.push([unscored(group_id, 2, 3)])
+            group_all(run)
+            fields = damaged_entry(scripts.hgetall(key), chance)
+            scripts.delete(key)
+            if chance.random() < 0.9:
+                scripts.hset(key, mapping=fields or {b"junk": b"1"})
+            else:
+                scripts.rpush(key, b"no hash")
+            for group_id in ("spoilt", "healthy"):
+                with suppress(StreamadvError):
+                    producer.push([trajectory(group_id, 3, 3)])
+                producer.score(group_id, 2, 1.0)
+            read_status(run)
+            audit(run)
+        group_all(run)
+        make_overdue(run, "spoilt")
+        group_all(run)
+        found = logged(run)
+        assert not scripts.exists(key), number
+        assert scripts.zcard(run.keys.home.open) == 0, number
+        assert found["healthy"].problem is None
+        assert len(found["healthy"].members) == 3
+        list(list_dead(run))
+        audit(run)

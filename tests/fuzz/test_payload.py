@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import struct
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from pydantic_core import from_json
 from streamadv.errors import WireError
 from streamadv.grouping.groups_log import reference_of
 from streamadv.trajectory.columns import HEADER, KNOWN_COLUMNS
+from streamadv.trajectory.listing import list_table
 from streamadv.trajectory.members import decode_table, members_problem
 from streamadv.trajectory.packet import StoredPacket, check_column, decode_column
 from streamadv.trajectory.packet_encoding import MAX_HEADER_BYTES
@@ -91,6 +96,39 @@ def test_damaged_member_tables() -> None:
         if chance.random() < 0.5 and len(table) >= 4:  # else most damage ends at the size
             table = struct.pack("<I", len(table)) + table[4:]
         read((table, fields))
+        json.dumps(list_table(table, sum(map(len, fields.values()))))  # as `dead show` prints it
+
+
+#: Numbers that a header or a record of a member table may announce.
+ANNOUNCED = (0, 1, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**62, 2**63 - 1, -1, -(2**63))
+
+
+def announcing(table: bytes) -> Iterator[bytes]:
+    """The table with every number of its head and of its first record replaced, its size right but once."""
+    members, _ = decode_table(table)
+    head = [(struct.Struct("<I"), 4 * place) for place in range(4)]
+    formats = {"u2": "<H", "u1": "<B", "u4": "<I", "f8": "<d", "i8": "<q"}
+    fields = members.table.dtype.fields or {}
+    record = [(struct.Struct(formats[kind.str[1:]]), 16 + at) for kind, at, *_ in fields.values()]
+    for number, (form, at) in itertools.product(ANNOUNCED, [*head, *record]):
+        with suppress(struct.error):  # no such number in so few bytes
+            value = form.pack(number)
+            yield table[:at] + value + table[at + len(value) :]
+
+
+def test_whatever_a_member_table_announces_nothing_is_allocated_for_it() -> None:
+    for table, fields in payloads():
+        announced = list(announcing(table))
+        tracemalloc.start()
+        try:
+            for changed in announced:
+                read((changed, fields))
+                list_table(changed, sum(map(len, fields.values())))
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 2 * FIXED_BYTES
+        assert len(announced) > 60
 
 
 def test_damaged_structure() -> None:
@@ -103,9 +141,9 @@ def test_memory_is_bounded_by_what_was_received() -> None:
     """Whatever counts and lengths are announced, nothing is allocated for them."""
     huge = [
         b'{"members":' + b"[" * (MAX_HEADER_BYTES - 11),
-        b'{"group_size":1,"members":[{"metadata":{"a":[' + b"[]," * 300_000 + b"0]}}]}",
-        b'{"group_size":1,"members":[{"metadata":{"a":[' + b"0," * 500_000 + b"0]}}]}",
-        b'{"group_size":1,"members":[' + b"{}," * 300_000 + b"{}]}",
+        b'{"group_size":1,"members":[{"metadata":{"a":[' + b"[]," * 30_000 + b"0]}}]}",
+        b'{"group_size":1,"members":[{"metadata":{"a":[' + b"0," * 50_000 + b"0]}}]}",
+        b'{"group_size":1,"members":[' + b"{}," * 30_000 + b"{}]}",
         b'{"group_size":1,"members":[{"agents":[' + b"null," * 4095 + b"null]}]}",
         b"9" * MAX_HEADER_BYTES,
         b" " * (MAX_HEADER_BYTES + 1),
