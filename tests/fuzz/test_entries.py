@@ -165,7 +165,7 @@ def test_streams_of_a_run() -> None:
 
 @pytest.mark.slow
 def test_hashes_of_open_groups() -> None:
-    """Slot maps, packets and the rest, damaged while members are to come: the group ends, its neighbour does not notice."""
+    """Slot maps, packets and the rest, damaged while members are to come: the group ends, others do not notice."""
     for number in cases("open groups"):
         chance = chance_of("open groups", number)
         connection = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))

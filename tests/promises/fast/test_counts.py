@@ -5,8 +5,7 @@ A bound that is exceeded means more work for every trajectory of every run: find
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import redis
@@ -21,21 +20,30 @@ BATCHES = 4
 BATCH_GROUPS = 16
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Per trajectory, in groups of 8 pushed whole and batches of 16 groups."""
+class Cost(NamedTuple):
+    """What a number of groups has cost the server, columns aside."""
 
     commands: float  # also those that scripts call
     round_trips: float
-    bytes_in: int  # beyond the columns
-    bytes_out: int  # beyond the columns
+    bytes_in: float
+    bytes_out: float
+
+    def per(self, count: int) -> Cost:
+        return Cost(*(number / count for number in self))
 
 
+#: Per trajectory, in groups of 8 pushed whole and batches of 16 groups.
 BOUNDS = {
-    "grpo": Bound(15, 0.73, 3850, 3100),
-    "grpo+kl": Bound(16, 0.73, 4000, 3500),
-    "gae+kl": Bound(17, 0.73, 4250, 3500),
+    "grpo": Cost(7.1, 0.70, 680, 740),
+    "grpo+kl": Cost(7.2, 0.70, 690, 750),
+    "gae+kl": Cost(7.3, 0.71, 690, 740),
 }
+#: Of each further trajectory in a packet.
+FURTHER = {
+    "grpo": Cost(0, 0, 0, 0),
+    "gae+kl": Cost(0, 0, 0, 0),
+}
+LARGE_GROUP = 64
 
 
 @pytest.fixture
@@ -56,7 +64,27 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_commands_round_trips_and_bytes_of_a_trajectory(
     name: str, redis_url: str, run: str, sent: list[int]
 ) -> None:
-    line, kind, bound = Line(name, LINE_TOKENS), KINDS[name], BOUNDS[name]
+    bound, cost = BOUNDS[name], cost_of(name, redis_url, run, sent, GROUP_SIZE)
+    per_trajectory = cost.per(BATCHES * BATCH_GROUPS * GROUP_SIZE)
+    assert all(0 < found <= most for found, most in zip(per_trajectory, bound, strict=True)), per_trajectory
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_what_a_packet_costs_is_paid_once(name: str, redis_url: str, run: str, sent: list[int]) -> None:
+    """A further trajectory in a packet costs its record in the member table and its columns, and no command."""
+    small, large = (
+        cost_of(name, redis_url, f"{run}-{size}", sent, size).per(BATCHES * BATCH_GROUPS)
+        for size in (GROUP_SIZE, LARGE_GROUP)
+    )
+    further = Cost(*(more - less for more, less in zip(large, small, strict=True))).per(
+        LARGE_GROUP - GROUP_SIZE
+    )
+    assert all(found <= most for found, most in zip(further, FURTHER[name], strict=True)), further
+
+
+def cost_of(name: str, redis_url: str, run: str, sent: list[int], size: int) -> Cost:
+    """Of BATCHES batches, from `begin_group` to the batch in the trainer's hands."""
+    line, kind = Line(name, LINE_TOKENS), KINDS[name]
     with Connection(redis_url) as connection, producing(connection, run) as producer:
         joined = join(connection, run)
         queue = TrainerQueue(
@@ -68,11 +96,14 @@ def test_commands_round_trips_and_bytes_of_a_trajectory(
             chain=kind.chain,
             pushed=kind.late,
         )
-        pool = make_groups(line)
+        pool = [
+            [{**records[index % GROUP_SIZE], "rollout_index": index} for index in range(size)]
+            for records in make_groups(line)
+        ]
 
         def through(batches: int) -> None:
             for number in range(batches * BATCH_GROUPS):
-                producer.begin_group(GROUP_SIZE).push(pool[number % len(pool)])
+                producer.begin_group(size).push(pool[number % len(pool)])
             group_all(joined)
             for _ in range(batches):
                 assert next_batch(queue, joined) is not None
@@ -83,15 +114,12 @@ def test_commands_round_trips_and_bytes_of_a_trajectory(
         through(BATCHES)
         after, round_trips = _counts(connection), len(sent) - sent_before
         queue.close()
-    count = BATCHES * BATCH_GROUPS * GROUP_SIZE
-    commands, bytes_in, bytes_out = ((b - a) / count for a, b in zip(before, after, strict=True))
+    count = BATCHES * BATCH_GROUPS * size
+    commands, bytes_in, bytes_out = (b - a for a, b in zip(before, after, strict=True))
     made = 4 * len(kind.made) * LINE_TOKENS
-    columns_in = line.size(kind.columns) + made
-    columns_out = line.size(kind.columns) + line.size(kind.read) + made
-    assert commands <= bound.commands
-    assert round_trips / count <= bound.round_trips
-    assert 0 < bytes_in - columns_in <= bound.bytes_in
-    assert 0 < bytes_out - columns_out <= bound.bytes_out
+    columns_in = count * (line.size(kind.columns) + made)
+    columns_out = count * (line.size(kind.columns) + line.size(kind.read) + made)
+    return Cost(commands, round_trips, bytes_in - columns_in, bytes_out - columns_out)
 
 
 def _counts(connection: Connection) -> tuple[int, int, int]:
