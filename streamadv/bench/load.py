@@ -11,14 +11,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..processes import messages
 from ..producer.producer import Producer
 from ..trajectory.schema import Trajectory
-from .lines import GROUP_SIZE, GROUPS_A_CALL, IN_FLIGHT, KINDS, POOL_GROUPS, Line, make_groups
+from .lines import GROUP_SIZE, GROUPS_A_CALL, IN_FLIGHT, KINDS, Line, make_groups
 from .pace import Pace
 
 Records = list[dict[str, Any]]
@@ -26,16 +25,17 @@ Records = list[dict[str, Any]]
 
 def produce(line: Line, url: str, way: str, pace: Pace) -> None:
     """Push group after group as the pace says, in one of the ways of `lines.WAYS`, until killed."""
-    pool = itertools.cycle(make_groups(line))
+    groups = make_groups(line)
     if way == "asyncio":
-        asyncio.run(_one_by_one(line, url, pool, pace))
+        asyncio.run(_one_by_one(line, url, groups, pace))
         return
     with Producer(url, line.run) as producer:
         messages.send("ready")
-        {"push": _group_by_group, "ahead": _ahead, "many": _together}[way](producer, pool, pace)
+        {"push": _group_by_group, "ahead": _ahead, "many": _together}[way](producer, groups, pace)
 
 
-def _group_by_group(producer: Producer, pool: Iterator[Records], pace: Pace) -> None:
+def _group_by_group(producer: Producer, groups: Sequence[Records], pace: Pace) -> None:
+    pool = itertools.cycle(groups)
     while True:
         group = producer.begin_group(GROUP_SIZE)
         # The moment it was due: a push that is late because the one before took long has waited too.
@@ -43,28 +43,30 @@ def _group_by_group(producer: Producer, pool: Iterator[Records], pace: Pace) -> 
         group.push([{**record, "metadata": ended} for record in next(pool)])
 
 
-def _ahead(producer: Producer, pool: Iterator[Records], pace: Pace) -> None:
+def _ahead(producer: Producer, groups: Sequence[Records], pace: Pace) -> None:
+    pool = itertools.cycle(groups)
     for group in producer.groups(GROUP_SIZE, ahead=1):
         ended = {"ended": pace.wait_for_turn()}
         group.push([{**record, "metadata": ended} for record in next(pool)])
 
 
-def _together(producer: Producer, pool: Iterator[Records], pace: Pace) -> None:
-    made = {id(group): [_trajectory(record) for record in group] for group in islice(pool, POOL_GROUPS)}
+def _together(producer: Producer, groups: Sequence[Records], pace: Pace) -> None:
+    pool = itertools.cycle([[_trajectory(record) for record in group] for group in groups])
     prefix = secrets.token_hex(6)
     for number in itertools.count():
-        groups = []
+        call = []
         for place in range(GROUPS_A_CALL):
             own = {"group_id": f"{prefix}-{number}-{place}", "metadata": {"ended": pace.wait_for_turn()}}
-            groups.append([each.model_copy(update=own) for each in made[id(next(pool))]])
-        producer.push_many(groups)
+            call.append([trajectory.model_copy(update=own) for trajectory in next(pool)])
+        producer.push_many(call)
 
 
 def _trajectory(record: Mapping[str, Any]) -> Trajectory:
     return Trajectory(group_id="pool", group_size=GROUP_SIZE, **record)
 
 
-async def _one_by_one(line: Line, url: str, pool: Iterator[Records], pace: Pace) -> None:
+async def _one_by_one(line: Line, url: str, groups: Sequence[Records], pace: Pace) -> None:
+    pool = itertools.cycle(groups)
     async with Producer(url, line.run) as producer:
         messages.send("ready")
 

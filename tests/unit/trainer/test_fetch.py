@@ -170,7 +170,9 @@ def test_only_the_trajectory_with_a_wrong_value_is_named(
     assert text.startswith(f"rollout {identity[1]}: {problem}")
 
 
-def test_a_packet_that_announces_more_than_its_bytes_is_refused_before_memory_is_allocated(joined: Run) -> None:
+def test_a_packet_that_announces_more_than_its_bytes_is_refused_before_memory_is_allocated(
+    joined: Run,
+) -> None:
     stored = StoredGroups(0, 2)
     joined.connection.scripts.hset(manifest_key("r"), "column.pictures", '["<f8", [1000000, 1000], true]')
     share = share_of(Layout.of(stored.groups), None, Rank(0, 1, CPU))
