@@ -209,7 +209,7 @@ def members_of(trajectories: Sequence[Trajectory], sizes: Sequence[int]) -> Memb
         record["status"] = STATUSES.index(trajectory.status)
         record["flags"] = flags | HAS_VERSION * (versions is not None)
         record["rows"], record["steps"], record["size"] = len(trajectory.rows), len(trajectory.steps), size
-        record["reward"] = trajectory.reward or 0.0
+        record["reward"] = 0.0 if trajectory.reward is None else trajectory.reward
         record["oldest"], record["newest"] = versions or (0, 0)
     all_rows = [row for trajectory in trajectories for row in trajectory.rows]
     rows = np.zeros(len(all_rows), ROW)
@@ -254,13 +254,8 @@ def _entries_of(rows: Sequence[Row]) -> dict[str, Array]:
 def encode_table(members: Members, columns: Sequence[str]) -> bytes:
     """The member table. columns: names of the payload's columns."""
     has_many_rows = len(members.rows) != len(members) or bool((members.table["rows"] != 1).any())
-    names: dict[str, Sequence[str]] = {
-        "columns": sorted(columns),
-        "states": members.states,
-        "rewards": list(members.rewards),
-        "entries": list(members.entries),
-    }
-    text = json.dumps({name: texts for name, texts in names.items() if texts}).encode()
+    names = (tuple(columns), members.states, tuple(members.rewards), tuple(members.entries))
+    text = _text(*names) if members.states else _cached_text(*names)
     parts = [
         members.table.tobytes(),
         members.rows.tobytes() if has_many_rows else b"",
@@ -271,6 +266,23 @@ def encode_table(members: Members, columns: Sequence[str]) -> bytes:
     ]
     size = _HEAD.size + sum(map(len, parts))
     return b"".join([_HEAD.pack(size, len(members), _MANY_ROWS * has_many_rows, len(text)), *parts])
+
+
+def plain_table(records: Sequence[bytes], columns: tuple[str, ...]) -> bytes:
+    """The member table of members with one row each and nothing behind their MEMBER records, given as bytes."""
+    text = _cached_text(columns, (), (), ())
+    size = _HEAD.size + sum(map(len, records)) + len(text)
+    return b"".join([_HEAD.pack(size, len(records), 0, len(text)), *records, text])
+
+
+def _text(
+    columns: tuple[str, ...], states: tuple[str, ...], rewards: tuple[str, ...], entries: tuple[str, ...]
+) -> bytes:
+    names = {"columns": tuple(sorted(columns)), "states": states, "rewards": rewards, "entries": entries}
+    return json.dumps({name: texts for name, texts in names.items() if texts}).encode()
+
+
+_cached_text: Final = lru_cache(256)(_text)
 
 
 def decode_table(raw: bytes | memoryview) -> tuple[Members, tuple[str, ...]]:

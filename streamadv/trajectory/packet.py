@@ -23,6 +23,8 @@ from .members import Members, offsets
 #: Of one packet; a single larger trajectory is a packet of its own.
 MAX_PACKET_MEMBERS: Final = 64
 MAX_PACKET_BYTES: Final = 256 << 10
+#: A column of this many bytes is not copied before it is sent.
+LARGE_COLUMN: Final = 32 << 10
 
 
 class Packet(NamedTuple):
@@ -53,6 +55,33 @@ class ColumnKind(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]  # of one entry
     per_token: bool
+
+
+def field_of(arrays: Sequence[Array]) -> Array | list[Array]:
+    """A column of a packet, given each member's part of it.
+
+    Small parts are copied into one array. Large columns are sent from where they lie: a copy would cost as much as
+    sending, and a producer keeps what it has sent for a while.
+    """
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate(arrays) if sum(array.nbytes for array in arrays) < LARGE_COLUMN else list(arrays)
+
+
+def end_to_end(column: Array | Sequence[Array]) -> Array:
+    """A column as `field_of` gives it, in one array."""
+    return np.concatenate(column) if isinstance(column, list) else column  # type: ignore[return-value]
+
+
+def stored_bytes(fields: Mapping[Any, Any]) -> int:
+    """Bytes of all values of a payload. Names and what the server adds are not counted."""
+    size = 0
+    for value in fields.values():
+        if isinstance(value, list):
+            size += sum(array.nbytes for array in value)
+        else:
+            size += len(value) if isinstance(value, bytes) else value.nbytes
+    return size
 
 
 def member_line(index: int, kind: str, reward: float | None, role: str) -> str:

@@ -13,7 +13,7 @@ from pydantic_core import from_json, to_json
 from ..errors import TrajectoryError
 from .columns import HEADER, KNOWN_COLUMNS, REQUIRED_COLUMNS, Array
 from .members import decode_table, encode_table, members_of, offsets, spans
-from .packet import Packet, member_line, split_packets
+from .packet import Packet, end_to_end, field_of, member_line, split_packets, stored_bytes
 from .schema import Column, Role, Row, Trajectory
 
 #: Of the header of a payload.
@@ -83,13 +83,13 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
     header = packet.fields[HEADER]
     fields: dict[Any, Any] = {}
     for name in names:
-        column = _end_to_end(packet.fields[name])
+        column = end_to_end(packet.fields[name])
         counts = members.entries.get(name, members.rows["tokens"])
         first = offsets(counts)[members.first_row]
         fields[name] = column[spans(first, np.asarray(chosen, np.int64))]
     fields[HEADER] = _select_header(header, chosen)
     return Packet(
-        positions, indices, text, encode_table(members.select(chosen), names), _size(fields), fields
+        positions, indices, text, encode_table(members.select(chosen), names), stored_bytes(fields), fields
     )
 
 
@@ -138,26 +138,15 @@ def _packet(
     names = list(parts[0].columns)
     if not names:
         return Packet(tuple(positions), indices, text, b"", 0, {})
-    fields: dict[Any, Any] = {name: _end_to_end([part.columns[name] for part in parts]) for name in names}
-    fields[HEADER] = _join_headers(group, [part.header for part in parts])
+    fields: dict[Any, Any] = {name: field_of([part.columns[name] for part in parts]) for name in names}
+    fields[HEADER] = join_headers(group.size, group.data_source, [part.header for part in parts])
     if len(fields[HEADER]) > MAX_HEADER_BYTES:
         raise TrajectoryError(
             f"metadata: header of {members[0].group_id}/{indices[0]} has {len(fields[HEADER])} bytes, "
             f"at most {MAX_HEADER_BYTES} are allowed: move large data into an extra column"
         )
     table = encode_table(members_of(members, [part.size for part in parts]), names)
-    return Packet(tuple(positions), indices, text, table, _size(fields), fields)
-
-
-def _size(fields: Mapping[Any, Any]) -> int:
-    """Bytes of all values. Names and what the server adds are not counted."""
-    return sum(len(value) if isinstance(value, bytes) else value.nbytes for value in fields.values())
-
-
-def _end_to_end(arrays: Array | Sequence[Array]) -> Array:
-    if isinstance(arrays, np.ndarray):
-        return arrays
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return Packet(tuple(positions), indices, text, table, stored_bytes(fields), fields)
 
 
 def _columns(trajectory: Trajectory) -> dict[str, Array]:
@@ -177,7 +166,7 @@ def _columns(trajectory: Trajectory) -> dict[str, Array]:
 def _join_rows(rows: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
     arrays = list(rows)
     return {
-        name: _end_to_end([row[name] for row in arrays])
+        name: arrays[0][name] if len(arrays) == 1 else np.concatenate([row[name] for row in arrays])
         for name in arrays[0]
         # What an earlier run computed, as in a file written by `consume`, is not stored.
         if name in KNOWN_COLUMNS or name not in Row.model_fields
@@ -213,10 +202,11 @@ def version_of(oldest: int, newest: int) -> int | tuple[int, int]:
     return oldest if oldest == newest else (oldest, newest)
 
 
-def _join_headers(group: _Group, headers: Sequence[bytes]) -> bytes:
-    head: dict[str, Any] = {"group_size": group.size}
-    if group.data_source is not None:
-        head["data_source"] = group.data_source
+def join_headers(group_size: int, data_source: str | None, headers: Sequence[bytes]) -> bytes:
+    """The header of a packet. headers: each member's part."""
+    head: dict[str, Any] = {"group_size": group_size}
+    if data_source is not None:
+        head["data_source"] = data_source
     text = to_json(head)
     if not any(headers):
         return text

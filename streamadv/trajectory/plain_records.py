@@ -1,0 +1,249 @@
+"""Plain records straight to packets: the short way of what almost every push brings.
+
+A plain record is a dict of one row: arrays of their columns' dtypes, a float as reward, and metadata of Python's own
+types. `plain_packets` makes the same packets of it as `encode_packets` does of the validated `Trajectory`, at a
+fraction of the cost. Everything else, and everything wrong, is left to the full checks, which alone word the errors.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from math import isfinite
+from operator import itemgetter
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from pydantic_core import to_json
+
+from .columns import HEADER, KNOWN_COLUMNS, REQUIRED_COLUMNS, Array
+from .members import BASELINE, HAS_REWARD, HAS_VERSION, MEMBER, STATUSES, plain_table
+from .packet import Packet, field_of, member_line, split_packets, stored_bytes
+from .packet_encoding import MAX_HEADER_BYTES, join_headers
+from .schema import MAX_GROUP_SIZE, Role
+
+#: Fields of a plain record beside its columns.
+_SCALARS: Final = frozenset(
+    ("rollout_index", "reward", "reward_later", "status", "role", "model_version", "metadata")
+)
+_STATUS: Final = {str(status): number for number, status in enumerate(STATUSES)}
+_ROLE: Final = {str(Role.TRAIN): 0, str(Role.BASELINE): BASELINE}
+_RECORD: Final = struct.Struct("<HBBIIIdqqqq")
+assert _RECORD.size == MEMBER.itemsize
+_MAX_VERSION: Final = 2**53
+#: Less than the full checks allow: what is deeper is theirs.
+_MAX_DEPTH: Final = 24
+
+
+class Defaults(NamedTuple):
+    """What a ticket says of the records of its group."""
+
+    group_id: str
+    rollout_index: int
+    group_size: int
+    slots: int
+    model_version: int | None
+    data_source: str | None
+    metadata: Mapping[str, Any]
+
+
+class _Member(NamedTuple):
+    """A plain record, checked but for the values of its columns."""
+
+    index: int
+    position: int  # among the records
+    size: int  # bytes of the columns and of its part of the header
+    tokens: int
+    reward: float
+    status: int
+    flags: int
+    version: int
+    text: str
+    header: bytes
+    record: Mapping[str, Any]
+
+
+def plain_packets(records: Sequence[Any], defaults: Defaults, limit: int) -> list[Packet] | None:
+    """The packets of plain records with different slots, at most `limit` bytes each; None if they are not all that."""
+    columns = _columns_of(tuple(records[0])) if records and type(records[0]) is dict else None
+    if columns is None or not _is_plain_group(defaults):
+        return None
+    width = sum(dtype.itemsize for _, dtype in columns)
+    keys = records[0].keys()
+    members: list[_Member] = []
+    for position, record in enumerate(records):
+        if type(record) is not dict or record.keys() != keys:
+            return None
+        member = _member(position, record, defaults, columns, width)
+        if member is None or member.size > limit:
+            return None
+        members.append(member)
+    members.sort(key=itemgetter(0))
+    if any(member.index == before.index for before, member in pairwise(members)):
+        return None
+    packets = []
+    for start, stop in split_packets([None] * len(members), [member.size for member in members]):
+        packet = _packet(members[start:stop], defaults, columns)
+        if packet is None:
+            return None
+        packets.append(packet)
+    return packets
+
+
+@lru_cache(64)
+def _columns_of(names: tuple[Any, ...]) -> tuple[tuple[str, np.dtype[Any]], ...] | None:
+    """The columns among the names of a record's fields, in the order of writing; None where one is not plain."""
+    # `versions` say which policies made a trajectory: the full way looks at their values.
+    columns = {name: dtype for name, dtype in KNOWN_COLUMNS.items() if name in names and name != "versions"}
+    is_plain = set(names) <= columns.keys() | _SCALARS and columns.keys() >= set(REQUIRED_COLUMNS)
+    return tuple(columns.items()) if is_plain else None
+
+
+def _is_plain_group(group: Defaults) -> bool:
+    source = group.data_source
+    return (
+        type(group.group_id) is str
+        and 1 <= len(group.group_id) <= 200
+        and group.group_id.isascii()
+        and group.group_id.isprintable()
+        and " " not in group.group_id
+        and type(group.group_size) is int
+        and 1 <= group.group_size <= MAX_GROUP_SIZE
+        and type(group.slots) is int
+        and (source is None or (type(source) is str and len(source) <= 200 and source.isascii()))
+        and type(group.metadata) is dict
+    )
+
+
+def _member(
+    position: int,
+    record: Mapping[str, Any],
+    defaults: Defaults,
+    columns: Sequence[tuple[str, np.dtype[Any]]],
+    width: int,
+) -> _Member | None:
+    get = record.get
+    index, reward = get("rollout_index", defaults.rollout_index), get("reward")
+    status, role = get("status", "completed"), get("role", "train")
+    version = get("model_version", defaults.model_version)
+    if (
+        type(index) is not int
+        or not 0 <= index < defaults.slots
+        or index >= 2 * MAX_GROUP_SIZE
+        or type(reward) is not float
+        or not isfinite(reward)
+        or get("reward_later", False) is not False
+        or type(status) is not str
+        or status not in _STATUS
+        or type(role) is not str
+        or role not in _ROLE
+        or not (version is None or (type(version) is int and 0 <= version < _MAX_VERSION))
+    ):
+        return None
+    ids = record["input_ids"]
+    if type(ids) is not np.ndarray or ids.ndim != 1 or not ids.size:
+        return None
+    shape = ids.shape
+    for name, dtype in columns:
+        array = record[name]
+        if type(array) is not np.ndarray or array.shape != shape:
+            return None
+        if array.dtype is not dtype and array.dtype != dtype:
+            return None
+    header = _header(get("metadata", {}), defaults.metadata)
+    if header is None:
+        return None
+    tokens = shape[0]
+    flags = HAS_REWARD | _ROLE[role] | (0 if version is None else HAS_VERSION)
+    return _Member(
+        index,
+        position,
+        tokens * width + len(header),
+        tokens,
+        reward,
+        _STATUS[status],
+        flags,
+        version or 0,
+        member_line(index, "usable", reward, role),
+        header,
+        record,
+    )
+
+
+def _header(metadata: Any, shared: Mapping[str, Any]) -> bytes | None:
+    """A record's part of the header; None for metadata that is not plain."""
+    if type(metadata) is not dict:
+        return None
+    if not metadata and not shared:
+        return b"{}"
+    merged = {**shared, **metadata}
+    return to_json({"metadata": merged}) if _is_plain(merged, _MAX_DEPTH) else None
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Whether this is what JSON preserves, in Python's own types."""
+    kind = type(value)
+    if kind is str:
+        return value.isascii() or _is_unicode(value)
+    if kind is dict:
+        return depth > 0 and all(
+            type(key) is str and _is_plain(key, 0) and _is_plain(item, depth - 1)
+            for key, item in value.items()
+        )
+    if kind is list:
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
+    if kind is float:
+        return isfinite(value)
+    return value is None or kind is bool or (kind is int and value.bit_length() <= 64)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True
+
+
+def _packet(
+    members: Sequence[_Member], defaults: Defaults, columns: Sequence[tuple[str, np.dtype[Any]]]
+) -> Packet | None:
+    """The packet of these members; None if a column has wrong values, or the header is too large."""
+    fields: dict[Any, Any] = {}
+    for name, dtype in columns:
+        arrays = [member.record[name] for member in members]
+        column = field_of(arrays)
+        parts = column if isinstance(column, list) else [column]
+        if not all(part.flags.c_contiguous and _are_right(name, dtype, part) for part in parts):
+            return None
+        fields[name] = column
+    fields[HEADER] = header = join_headers(
+        defaults.group_size, defaults.data_source, [member.header for member in members]
+    )
+    if len(header) > MAX_HEADER_BYTES:
+        return None
+    records = [
+        _RECORD.pack(
+            *(member.index, member.status, member.flags, 1, 0, member.size, member.reward),
+            *(member.version, member.version, member.tokens),
+            int(np.count_nonzero(member.record["response_mask"])),
+        )
+        for member in members
+    ]
+    return Packet(
+        tuple([member.position for member in members]),
+        tuple([member.index for member in members]),
+        "".join([member.text for member in members]),
+        plain_table(records, tuple([name for name, _ in columns])),
+        stored_bytes(fields),
+        fields,
+    )
+
+
+def _are_right(name: str, dtype: np.dtype[Any], array: Array) -> bool:
+    """Whether `columns.check_values` would accept the values."""
+    if dtype.kind == "f":
+        return int(np.count_nonzero(np.isfinite(array))) == array.size
+    return name != "response_mask" or int(np.maximum.reduce(array)) <= 1
