@@ -15,6 +15,7 @@ from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Wait
 from ..trajectory.packet import Packet
 from ..trajectory.packet_encoding import encode_packets, ended_packets
+from ..trajectory.plain_records import plain_packets
 from ..trajectory.schema import Trajectory
 from .admission import SPEC_ARGS, Admission
 from .checks import check_one_group, check_score, check_seconds
@@ -55,6 +56,15 @@ class Pushes:
             return (yield from self._send_slices(spec, packets, ticket.epoch, None))
         budget = self._admission.budget_for_new(spec.group_id)
         return (yield from self._send_slices(spec, packets, 0, budget))
+
+    def plain_packets(self, records: Sequence[Any], ticket: Ticket) -> list[Packet] | None:
+        """For `push_plain`; None if the records of the ticket's group are not all plain."""
+        return plain_packets(records, ticket, self._membership.manifest.max_trajectory_bytes)
+
+    def push_plain(self, packets: Sequence[Packet], ticket: Ticket) -> Steps[PushResult]:
+        """`push` of plain records: nobody has to bring their rewards, and they have no extra columns."""
+        yield from self._membership.reopen()
+        return (yield from self._send_slices(GroupSpec.of(ticket), packets, ticket.epoch, None))
 
     def push_many(
         self, groups: Sequence[Sequence[Trajectory]], timeout: float | None

@@ -54,13 +54,19 @@ class Slots:
     @property
     def unfinished(self) -> list[int]:
         """Slots that only this process can still end."""
-        return [index for index in self.indices if index not in self.ended | self.handed_out]
+        gone = self.ended | self.handed_out
+        return [index for index in self.indices if index not in gone]
 
     def push(self, records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket) -> Steps[PushResult]:
         """Push rollouts of the group; `ticket` fills in what a record leaves out."""
-        trajectories = check_records(records, ticket)
-        pushing = self.logic.pushes.push(trajectories, ticket)
-        indices = {trajectory.rollout_index for trajectory in trajectories}
+        packets = self.logic.pushes.plain_packets(records, ticket)
+        if packets is not None:
+            pushing = self.logic.pushes.push_plain(packets, ticket)
+            indices = {index for packet in packets for index in packet.indices}
+        else:
+            trajectories = check_records(records, ticket)
+            pushing = self.logic.pushes.push(trajectories, ticket)
+            indices = {trajectory.rollout_index for trajectory in trajectories}
         if self.next_group is not None and indices.issuperset(self.unfinished):
             pushing = self.next_group.carried_by(pushing)
         result = yield from pushing

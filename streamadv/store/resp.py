@@ -17,7 +17,7 @@ try:
 except ImportError:  # the extra `fast` is not installed
     pack_command = None  # type: ignore[assignment]
 
-#: Keys of hashes and their fields: bytes or arrays.
+#: Keys of hashes and their fields: bytes, an array, or a list of arrays that lie end to end.
 Payloads = Sequence[tuple[str, dict[Any, Any]]]
 
 #: Values of this many bytes are chunks of their own. Below it, one more system call costs more than a copy.
@@ -62,7 +62,7 @@ class Packer:
 
 
 def pack_transaction(payloads: Payloads, call: Sequence[Any]) -> Iterator[bytes | memoryview]:
-    """The chunks of a MULTI that writes hashes (values: bytes or arrays), then makes `call`.
+    """The chunks of a MULTI that writes hashes (for their values see `Payloads`), then makes `call`.
 
     The hashes live for UNREGISTERED_MS, unless the call makes them last: a server that does not know the script of the
     call, because it has just taken over, executes the rest nevertheless. Generated lazily: each chunk reuses the memory
@@ -75,18 +75,21 @@ def pack_transaction(payloads: Payloads, call: Sequence[Any]) -> Iterator[bytes 
         pieces.append(b"*%d\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n" % (2 + 2 * len(fields), len(key), key))
         for field, value in fields.items():
             name = field if isinstance(field, bytes) else field.encode()
-            size = len(value) if isinstance(value, bytes) else value.nbytes
-            pieces.append(b"$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size))
-            if size >= LARGE:
-                yield b"".join(pieces)
-                yield as_buffer(value)
-                pieces, gathered = [b"\r\n"], 0
-                continue
-            if gathered + size > GATHERED:
-                yield b"".join(pieces)
-                pieces, gathered = [], 0
-            pieces += [value, b"\r\n"]
-            gathered += size
+            parts = value if isinstance(value, list) else [value]
+            sizes = [len(part) if isinstance(part, bytes) else part.nbytes for part in parts]
+            pieces.append(b"$%d\r\n%b\r\n$%d\r\n" % (len(name), name, sum(sizes)))
+            for part, size in zip(parts, sizes, strict=True):
+                if size >= LARGE:
+                    yield b"".join(pieces)
+                    yield as_buffer(part)
+                    pieces, gathered = [], 0
+                    continue
+                if gathered + size > GATHERED:
+                    yield b"".join(pieces)
+                    pieces, gathered = [], 0
+                pieces.append(part)
+                gathered += size
+            pieces.append(b"\r\n")
         pieces.append(_PEXPIRE % (len(key), key))
     yield b"".join([*pieces, *Packer().pack(*call), b"*1\r\n$4\r\nEXEC\r\n"])
 
@@ -143,7 +146,9 @@ def read_reply(data: bytes, at: int, as_error: Callable[[str], Exception]) -> tu
 
 
 def as_buffer(value: Any) -> bytes | memoryview:
-    """The bytes of a value that is bytes or an array in memory order, uncopied."""
+    """The bytes of a value of a payload; those of bytes and of an array in memory order uncopied."""
+    if isinstance(value, list):
+        return b"".join(map(as_buffer, value))
     if isinstance(value, bytes):
         return value
     return memoryview(value).cast("B") if value.nbytes else b""

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import isfinite
 from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from pydantic_core import to_json
@@ -37,22 +37,29 @@ _MAX_VERSION: Final = 2**53
 _MAX_DEPTH: Final = 24
 
 
-class Defaults(NamedTuple):
+class Defaults(Protocol):
     """What a ticket says of the records of its group."""
 
-    group_id: str
-    rollout_index: int
-    group_size: int
-    slots: int
-    model_version: int | None
-    data_source: str | None
-    metadata: Mapping[str, Any]
+    @property
+    def group_id(self) -> str: ...
+    @property
+    def rollout_index(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def model_version(self) -> int | None: ...
+    @property
+    def data_source(self) -> str | None: ...
+    @property
+    def metadata(self) -> dict[str, Any]: ...
 
 
 class _Member(NamedTuple):
     """A plain record, checked but for the values of its columns."""
 
-    index: int
+    rollout_index: int
     position: int  # among the records
     size: int  # bytes of the columns and of its part of the header
     tokens: int
@@ -81,7 +88,7 @@ def plain_packets(records: Sequence[Any], defaults: Defaults, limit: int) -> lis
             return None
         members.append(member)
     members.sort(key=itemgetter(0))
-    if any(member.index == before.index for before, member in pairwise(members)):
+    if any(member.rollout_index == before.rollout_index for before, member in pairwise(members)):
         return None
     packets = []
     for start, stop in split_packets([None] * len(members), [member.size for member in members]):
@@ -226,7 +233,7 @@ def _packet(
         return None
     records = [
         _RECORD.pack(
-            *(member.index, member.status, member.flags, 1, 0, member.size, member.reward),
+            *(member.rollout_index, member.status, member.flags, 1, 0, member.size, member.reward),
             *(member.version, member.version, member.tokens),
             int(np.count_nonzero(member.record["response_mask"])),
         )
@@ -234,7 +241,7 @@ def _packet(
     ]
     return Packet(
         tuple([member.position for member in members]),
-        tuple([member.index for member in members]),
+        tuple([member.rollout_index for member in members]),
         "".join([member.text for member in members]),
         plain_table(records, tuple([name for name, _ in columns])),
         stored_bytes(fields),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from redis.exceptions import DataError, InvalidResponse, ResponseError
 
 from streamadv.store import resp
-from streamadv.store.resp import LARGE, Incomplete, Packer, pack_transaction, read_reply
+from streamadv.store.resp import LARGE, Incomplete, Packer, as_buffer, pack_transaction, read_reply
 
 Argument = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
@@ -58,10 +58,8 @@ def test_what_has_no_bytes_is_refused(command: str, arg: Any) -> None:
         Packer().pack(command, "key", arg)
 
 
-Value = st.one_of(
-    st.binary(max_size=8),
-    st.sampled_from([(0,), (3,), (2, 0), (2, 3), (LARGE // 3,), (LARGE,)]).map(np.ones),
-)
+Arrays = st.sampled_from([(0,), (3,), (2, 0), (2, 3), (LARGE // 3,), (LARGE,)]).map(np.ones)
+Value = st.one_of(st.binary(max_size=8), Arrays, st.lists(Arrays, min_size=1, max_size=4))
 Fields = st.dictionaries(
     st.one_of(st.text("aä", max_size=3), st.just(b"header")), Value, min_size=1, max_size=5
 )
@@ -74,7 +72,11 @@ def test_a_transaction_is_its_commands_one_after_the_other(payloads: list[Any]) 
     for key, fields in payloads:
         parts = [part for pair in fields.items() for part in pair]
         writes.append(
-            ("HSET", key, *(bytes(part) if isinstance(part, np.ndarray) else part for part in parts))
+            (
+                "HSET",
+                key,
+                *(part if isinstance(part, str | bytes) else bytes(as_buffer(part)) for part in parts),
+            )
         )
         writes.append(("PEXPIRE", key, 60_000))
     commands = [("MULTI",), *writes, call, ("EXEC",)]

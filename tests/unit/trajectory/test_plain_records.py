@@ -15,17 +15,10 @@ from streamadv.producer.tickets import Ticket
 from streamadv.trajectory.columns import KNOWN_COLUMNS
 from streamadv.trajectory.packet import LARGE_COLUMN, MAX_PACKET_BYTES, MAX_PACKET_MEMBERS, Packet
 from streamadv.trajectory.packet_encoding import encode_packets
-from streamadv.trajectory.plain_records import Defaults, plain_packets
+from streamadv.trajectory.plain_records import plain_packets
 
 LIMIT = 1 << 20
 FLOATS = [name for name, dtype in KNOWN_COLUMNS.items() if dtype.kind == "f"]
-
-
-def defaults_of(ticket: Ticket) -> Defaults:
-    return Defaults(
-        *(ticket.group_id, ticket.rollout_index, ticket.group_size, ticket.slots),
-        *(ticket.model_version, ticket.data_source, ticket.metadata),
-    )
 
 
 def sent(packets: list[Packet]) -> list[Any]:
@@ -135,7 +128,7 @@ tickets = st.sampled_from(
 @given(records(), tickets, st.sampled_from([LIMIT, 1024, 60]))
 @example([{"reward": 1.0, **columns(3)}], TICKET, LIMIT)
 def test_both_ways_give_the_same(found: list[Any], ticket: Ticket, limit: int) -> None:
-    packets = plain_packets(found, defaults_of(ticket), limit)
+    packets = plain_packets(found, ticket, limit)
     if packets is not None:
         assert sent(packets) == full(found, ticket, limit)
 
@@ -147,7 +140,7 @@ def test_plain_records_take_the_short_way(tokens: int) -> None:
         for index in (3, 0, 5, 1)
     ]
     found[2] = dict(reversed(found[2].items()))  # the order of a record's fields says nothing
-    packets = plain_packets(found, defaults_of(TICKET), LIMIT)
+    packets = plain_packets(found, TICKET, LIMIT)
     assert packets is not None
     assert sent(packets) == full(found, TICKET)
     assert [index for packet in packets for index in packet.indices] == [0, 1, 3, 5]
@@ -156,7 +149,7 @@ def test_plain_records_take_the_short_way(tokens: int) -> None:
 def test_more_records_than_a_packet_holds() -> None:
     ticket = Ticket("g", 0, 150, 150, 0, 3)
     found = [columns(3, index) | {"rollout_index": index, "reward": 0.5} for index in range(150)]
-    packets = plain_packets(found, defaults_of(ticket), LIMIT)
+    packets = plain_packets(found, ticket, LIMIT)
     assert packets is not None
     assert len(packets[0].indices) == MAX_PACKET_MEMBERS
     assert sent(packets) == full(found, ticket)
@@ -165,7 +158,7 @@ def test_more_records_than_a_packet_holds() -> None:
 def test_large_columns_are_sent_from_where_they_lie() -> None:
     tokens = LARGE_COLUMN // 8
     found = [columns(tokens, index) | {"rollout_index": index, "reward": 0.5} for index in range(2)]
-    packets = plain_packets(found, defaults_of(TICKET), LIMIT)
+    packets = plain_packets(found, TICKET, LIMIT)
     assert packets is not None
     (packet,) = packets
     assert [
@@ -195,5 +188,5 @@ def test_large_columns_are_sent_from_where_they_lie() -> None:
 )
 def test_all_else_is_left_to_the_full_checks(change: dict[str, Any]) -> None:
     record = columns(2) | {"reward": 1.0}
-    assert plain_packets([record], defaults_of(TICKET), LIMIT) is not None
-    assert plain_packets([record | change], defaults_of(TICKET), LIMIT) is None
+    assert plain_packets([record], TICKET, LIMIT) is not None
+    assert plain_packets([record | change], TICKET, LIMIT) is None
