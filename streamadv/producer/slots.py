@@ -24,9 +24,10 @@ class Slots:
     """
 
     def __init__(self, logic: ProducerLogic, tickets: Sequence[Ticket]) -> None:
+        """tickets: of one group, held by nobody else."""
         self.logic = logic
         self.handed_out: set[int] = set()  # tickets that have left this process: somebody plays them
-        self.tickets = [replace(ticket).watched_by(self.handed_out) for ticket in tickets]
+        self.tickets = [ticket.watched_by(self.handed_out) for ticket in tickets]
         self.started: set[int] = set()
         self.ended: set[int] = set()
         self.cancelled: set[int] = set()  # cancelled while they may still be played here
@@ -39,7 +40,7 @@ class Slots:
         if not isinstance(ticket, Ticket):
             raise TrajectoryError(f"ticket is {brief(ticket)}, needs a Ticket: Ticket.from_json reads one")
         ticket.hand_out()
-        return cls(logic, [ticket])
+        return cls(logic, [replace(ticket)])
 
     @property
     def indices(self) -> list[int]:
