@@ -184,7 +184,7 @@ def _header(metadata: Any, shared: Mapping[str, Any]) -> bytes | None:
     if type(metadata) is not dict:
         return None
     if not metadata and not shared:
-        return b"{}"
+        return b""
     merged = {**shared, **metadata}
     return to_json({"metadata": merged}) if _is_plain(merged, _MAX_DEPTH) else None
 
