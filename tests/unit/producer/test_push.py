@@ -353,3 +353,32 @@ def test_a_payload_that_ended_before_its_script_is_sent_again(
         assert [len(keys) for keys in sent] == [2, 1]
         assert set(payload_keys(run)) == {key.encode() for key in (sent[0][1], sent[1][0])}
     assert problems(run) == []
+
+
+@pytest.mark.parametrize("tokens", [5, 40_000])
+def test_arrays_and_lists_are_stored_alike(fake: Connection, tokens: int) -> None:
+    """Arrays of the right types take a shorter way."""
+    with producing(fake, "r", {"max_trajectory_bytes": MB}) as producer:
+        run = join(fake, "r")
+        for name in ("arrays", "lists"):
+            records = []
+            for index in range(4):
+                record: dict[str, Any] = {**trajectory("g", index, tokens=tokens).rows[0].columns}
+                if name == "lists":
+                    record = {column: array.tolist() for column, array in record.items()}
+                records.append({**record, "reward": 0.5 * index, "metadata": {"n": index}})
+            group = producer.begin_group(4, group_id=name, data_source="math", metadata={"prompt": 1})
+            together = [{**record, "rollout_index": index} for index, record in enumerate(records[:3])]
+            assert group.push(together).codes == ["pushed"] * 3
+            assert list(group)[3].push(**records[3]) == "pushed"
+        group_all(run)
+    found = [
+        [
+            (packet.size, packet.columns, packet.members.table.tobytes(), fake.scripts.hgetall(packet.key))
+            for packet in logged(run)[name].packets
+        ]
+        for name in ("arrays", "lists")
+    ]
+    assert found[0] == found[1]
+    assert len(found[0]) >= 2
+    assert problems(run) == []
