@@ -15,7 +15,7 @@ from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Wait
 from ..trajectory.packet import Packet
 from ..trajectory.packet_encoding import encode_packets, ended_packets
-from ..trajectory.plain_records import plain_packets
+from ..trajectory.plain_records import plain_packets, plain_trajectories
 from ..trajectory.schema import Trajectory
 from .admission import SPEC_ARGS, Admission
 from .checks import check_one_group, check_score, check_seconds
@@ -51,7 +51,8 @@ class Pushes:
         first = trajectories[0]
         slots = ticket.slots if ticket is not None else first.group_size + redundancy
         spec = GroupSpec(first.group_id, first.group_size, slots, first.data_source)
-        packets = encode_packets(trajectories, self._membership.manifest.max_trajectory_bytes)
+        limit = self._membership.manifest.max_trajectory_bytes
+        packets = plain_trajectories(trajectories, limit) or encode_packets(trajectories, limit)
         if ticket is not None:
             return (yield from self._send_slices(spec, packets, ticket.epoch, None))
         budget = self._admission.budget_for_new(spec.group_id)

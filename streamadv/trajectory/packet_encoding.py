@@ -139,7 +139,7 @@ def _packet(
     if not names:
         return Packet(tuple(positions), indices, text, b"", 0, {})
     fields: dict[Any, Any] = {name: field_of([part.columns[name] for part in parts]) for name in names}
-    fields[HEADER] = join_headers(group.size, group.data_source, [part.header for part in parts])
+    fields[HEADER] = join_headers(header_head(group.size, group.data_source), [part.header for part in parts])
     if len(fields[HEADER]) > MAX_HEADER_BYTES:
         raise TrajectoryError(
             f"metadata: header of {members[0].group_id}/{indices[0]} has {len(fields[HEADER])} bytes, "
@@ -202,15 +202,19 @@ def version_of(oldest: int, newest: int) -> int | tuple[int, int]:
     return oldest if oldest == newest else (oldest, newest)
 
 
-def join_headers(group_size: int, data_source: str | None, headers: Sequence[bytes]) -> bytes:
-    """The header of a packet. headers: each member's part."""
+def header_head(group_size: int, data_source: str | None) -> bytes:
+    """The header of a packet whose members add nothing to it."""
     head: dict[str, Any] = {"group_size": group_size}
     if data_source is not None:
         head["data_source"] = data_source
-    text = to_json(head)
+    return to_json(head)
+
+
+def join_headers(head: bytes, headers: Sequence[bytes]) -> bytes:
+    """The header of a packet: `header_head` with each member's part."""
     if not any(headers):
-        return text
-    return b'%b,"members":[%b]}' % (text[:-1], b",".join(header or b"{}" for header in headers))
+        return head
+    return b'%b,"members":[%b]}' % (head[:-1], b",".join(header or b"{}" for header in headers))
 
 
 def _select_header(header: bytes, chosen: Sequence[int]) -> bytes:

@@ -1,8 +1,9 @@
-"""Plain records straight to packets: the short way of what almost every push brings.
+"""Plain records and trajectories straight to packets: the short way of what almost every push brings.
 
 A plain record is a dict of one row: arrays of their columns' dtypes, a float as reward, and metadata of Python's own
 types. `plain_packets` makes the same packets of it as `encode_packets` does of the validated `Trajectory`, at a
-fraction of the cost. Everything else, and everything wrong, is left to the full checks, which alone word the errors.
+fraction of the cost; `plain_trajectories` likewise of a `Trajectory`. Everything else, and everything wrong, is left to
+the full checks, which alone word the errors.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pydantic_core import to_json
 from .columns import HEADER, KNOWN_COLUMNS, REQUIRED_COLUMNS, Array
 from .members import BASELINE, HAS_REWARD, HAS_VERSION, MEMBER, STATUSES, plain_table
 from .packet import Packet, field_of, member_line, split_packets, stored_bytes
-from .packet_encoding import MAX_HEADER_BYTES, join_headers
-from .schema import MAX_GROUP_SIZE, Role
+from .packet_encoding import MAX_HEADER_BYTES, header_head, join_headers
+from .schema import MAX_GROUP_SIZE, Role, Trajectory
 
 #: Fields of a plain record beside its columns.
 _SCALARS: Final = frozenset(
@@ -35,6 +36,10 @@ assert _RECORD.size == MEMBER.itemsize
 _MAX_VERSION: Final = 2**53
 #: Less than the full checks allow: what is deeper is theirs.
 _MAX_DEPTH: Final = 24
+
+
+#: Names and dtypes, in the order of writing.
+Columns = tuple[tuple[str, np.dtype[Any]], ...]
 
 
 class Defaults(Protocol):
@@ -87,12 +92,35 @@ def plain_packets(records: Sequence[Any], defaults: Defaults, limit: int) -> lis
         if member is None or member.size > limit:
             return None
         members.append(member)
+    return _packets(members, defaults.group_size, defaults.data_source, columns)
+
+
+def plain_trajectories(trajectories: Sequence[Trajectory], limit: int) -> list[Packet] | None:
+    """The packets of trajectories of one group, if they are of the common kind: one row, a reward, no versions."""
+    group, row = trajectories[0], next(iter(trajectories[0].rows), None)
+    columns = None if row is None else _columns_of(tuple(row.columns))
+    if columns is None:
+        return None
+    width = sum(dtype.itemsize for _, dtype in columns)
+    members: list[_Member] = []
+    for position, trajectory in enumerate(trajectories):
+        member = _member_of(position, trajectory, group.data_source, columns, width)
+        if member is None or member.size > limit:
+            return None
+        members.append(member)
+    return _packets(members, group.group_size, group.data_source, columns)
+
+
+def _packets(
+    members: list[_Member], group_size: int, data_source: str | None, columns: Columns
+) -> list[Packet] | None:
+    """None if two members have one slot."""
     members.sort(key=itemgetter(0))
     if any(member.rollout_index == before.rollout_index for before, member in pairwise(members)):
         return None
     packets = []
     for start, stop in split_packets([None] * len(members), [member.size for member in members]):
-        packet = _packet(members[start:stop], defaults, columns)
+        packet = _packet(members[start:stop], _head(group_size, data_source), columns)
         if packet is None:
             return None
         packets.append(packet)
@@ -100,7 +128,7 @@ def plain_packets(records: Sequence[Any], defaults: Defaults, limit: int) -> lis
 
 
 @lru_cache(64)
-def _columns_of(names: tuple[Any, ...]) -> tuple[tuple[str, np.dtype[Any]], ...] | None:
+def _columns_of(names: tuple[Any, ...]) -> Columns | None:
     """The columns among the names of a record's fields, in the order of writing; None where one is not plain."""
     # `versions` say which policies made a trajectory: the full way looks at their values.
     columns = {name: dtype for name, dtype in KNOWN_COLUMNS.items() if name in names and name != "versions"}
@@ -128,7 +156,7 @@ def _member(
     position: int,
     record: Mapping[str, Any],
     defaults: Defaults,
-    columns: Sequence[tuple[str, np.dtype[Any]]],
+    columns: Columns,
     width: int,
 ) -> _Member | None:
     get = record.get
@@ -179,6 +207,55 @@ def _member(
     )
 
 
+def _member_of(
+    position: int, trajectory: Trajectory, data_source: str | None, columns: Columns, width: int
+) -> _Member | None:
+    rows, reward, version = trajectory.rows, trajectory.reward, trajectory.model_version
+    if (
+        len(rows) != 1
+        or type(reward) is not float
+        or not trajectory.status.usable
+        or trajectory.steps
+        or trajectory.rewards
+        or trajectory.data_source != data_source
+        or type(version) is tuple
+    ):
+        return None
+    row = rows[0]
+    values = row.__dict__  # attribute access goes through pydantic
+    if row.__pydantic_extra__ or values["agent"] is not None or values["reward"] is not None:
+        return None
+    if any((values[name] is not None) != is_there for name, is_there in _presence(columns)):
+        return None
+    header = to_json({"metadata": trajectory.metadata}) if trajectory.metadata else b""
+    tokens, role = len(values["input_ids"]), trajectory.role
+    return _Member(
+        trajectory.rollout_index,
+        position,
+        tokens * width + len(header),
+        tokens,
+        reward,
+        STATUSES.index(trajectory.status),
+        HAS_REWARD | _ROLE[role] | (0 if version is None else HAS_VERSION),
+        version or 0,
+        member_line(trajectory.rollout_index, "usable", reward, role),
+        header,
+        values,
+    )
+
+
+@lru_cache(64)
+def _presence(columns: Columns) -> tuple[tuple[str, bool], ...]:
+    """Of every stored column, whether it is one of `columns`."""
+    present = {name for name, _ in columns}
+    return tuple((name, name in present) for name in KNOWN_COLUMNS)
+
+
+@lru_cache(256)
+def _head(group_size: int, data_source: str | None) -> bytes:
+    return header_head(group_size, data_source)
+
+
 def _header(metadata: Any, shared: Mapping[str, Any]) -> bytes | None:
     """A record's part of the header; None for metadata that is not plain."""
     if type(metadata) is not dict:
@@ -214,9 +291,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _packet(
-    members: Sequence[_Member], defaults: Defaults, columns: Sequence[tuple[str, np.dtype[Any]]]
-) -> Packet | None:
+def _packet(members: Sequence[_Member], head: bytes, columns: Columns) -> Packet | None:
     """The packet of these members; None if a column has wrong values, or the header is too large."""
     fields: dict[Any, Any] = {}
     for name, dtype in columns:
@@ -226,9 +301,7 @@ def _packet(
         if not all(part.flags.c_contiguous and _are_right(name, dtype, part) for part in parts):
             return None
         fields[name] = column
-    fields[HEADER] = header = join_headers(
-        defaults.group_size, defaults.data_source, [member.header for member in members]
-    )
+    fields[HEADER] = header = join_headers(head, [member.header for member in members])
     if len(header) > MAX_HEADER_BYTES:
         return None
     records = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from streamadv.producer.tickets import Ticket
 from streamadv.trajectory.columns import KNOWN_COLUMNS
 from streamadv.trajectory.packet import LARGE_COLUMN, MAX_PACKET_BYTES, MAX_PACKET_MEMBERS, Packet
 from streamadv.trajectory.packet_encoding import encode_packets
-from streamadv.trajectory.plain_records import plain_packets
+from streamadv.trajectory.plain_records import plain_packets, plain_trajectories
 
 LIMIT = 1 << 20
 FLOATS = [name for name, dtype in KNOWN_COLUMNS.items() if dtype.kind == "f"]
@@ -131,6 +132,10 @@ def test_both_ways_give_the_same(found: list[Any], ticket: Ticket, limit: int) -
     packets = plain_packets(found, ticket, limit)
     if packets is not None:
         assert sent(packets) == full(found, ticket, limit)
+    with suppress(TrajectoryError):
+        packets = plain_trajectories(check_records(found, ticket), limit)
+        if packets is not None:
+            assert sent(packets) == full(found, ticket, limit)
 
 
 @pytest.mark.parametrize("tokens", [1, 512, LARGE_COLUMN // 16, LARGE_COLUMN // 4, MAX_PACKET_BYTES // 8])
@@ -141,6 +146,9 @@ def test_plain_records_take_the_short_way(tokens: int) -> None:
     ]
     found[2] = dict(reversed(found[2].items()))  # the order of a record's fields says nothing
     packets = plain_packets(found, TICKET, LIMIT)
+    assert packets is not None
+    assert sent(packets) == full(found, TICKET)
+    packets = plain_trajectories(check_records(found, TICKET), LIMIT)
     assert packets is not None
     assert sent(packets) == full(found, TICKET)
     assert [index for packet in packets for index in packet.indices] == [0, 1, 3, 5]
