@@ -218,7 +218,7 @@ def _member_of(
         or trajectory.steps
         or trajectory.rewards
         or trajectory.data_source != data_source
-        or type(version) is tuple
+        or isinstance(version, tuple)
     ):
         return None
     row = rows[0]
