@@ -38,10 +38,10 @@ class ResultsLog:
 
         batches: ids of the run's batches. None, on a rank that does not know them, takes results of any batch.
         """
-        logs: Any = [  # all of them first: a server that is away in between must not lose strays
-            run.connection.scripts.xrange(keys.results, f"({self.cursors.get(shard, '0-0')}", "+")
-            for shard, keys in enumerate(run.keys.shards)
-        ]
+        pipe = run.connection.scripts.pipeline(transaction=False)
+        for shard, keys in enumerate(run.keys.shards):
+            pipe.xrange(keys.results, f"({self.cursors.get(shard, '0-0')}", "+")
+        logs: Any = pipe.execute()  # all of them first: a server that is away in between must not lose strays
         strays = []
         for shard, keys in enumerate(run.keys.shards):
             for entry_id, fields in logs[shard]:
