@@ -13,7 +13,7 @@ from streamadv.run import open_run
 
 from .checks import problems, total
 from .scenario import COMMAND, World
-from .victim import points, script_names
+from .victim import FETCH_PUBLISH, SAVE_COMMIT, script_names
 
 #: Scripts that need a death, garbage, a second rank, several shards, a run without scorers, or a server that lost
 #: recent writes.
@@ -41,8 +41,16 @@ def test_scenario_without_deaths_reaches_every_script(redis_url: str, run: str) 
     assert world.deaths == []
 
 
-@pytest.mark.parametrize("point", [name for name in points() if name.partition(":")[2] not in ELSEWHERE])
-def test_death_at(point: str, redis_url: str, run: str) -> None:
+@pytest.mark.parametrize("name", [name for name in script_names() if name not in ELSEWHERE])
+def test_death_before_and_after(name: str, redis_url: str, run: str) -> None:
+    """Who has died before a script is started again, and dies after it."""
+    deaths = [f"before:{name}", f"after:{name}"]
+    world = play(redis_url, run, lambda here, number: here in deaths and number == 1)
+    assert world.deaths == deaths
+
+
+@pytest.mark.parametrize("point", [FETCH_PUBLISH, SAVE_COMMIT])
+def test_death_between(point: str, redis_url: str, run: str) -> None:
     world = play(redis_url, run, lambda here, number: here == point and number == 1)
     assert world.deaths == [point]
 
