@@ -35,6 +35,7 @@ from streamadv.status.model import Ledger, to_json
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.reference import Reference, references_of
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
 
 Forward = Callable[[float], None]
@@ -215,6 +216,12 @@ def logged(run: Run) -> dict[str, LoggedGroup]:
         for shard in range(len(run.keys.shards))
         for group in read_log(run, shard, "0-0", 1000)
     }
+
+
+def references(group: LoggedGroup) -> list[Reference]:
+    """The members of a group one by one."""
+    owners = [(group.group_id, group.data_source)] * len(group.members)
+    return references_of(group.members, owners)
 
 
 def identities(items: Sequence[Any]) -> list[tuple[str, int]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -19,20 +20,15 @@ from ..errors import BatchLostError, WireError
 from ..messages import brief, first_problem
 from ..run import Run
 from ..store.keys import RunKeys
+from ..trajectory.member_table import decode_table, decode_tables, members_problem, packets_problem
 from ..trajectory.members import (
-    BASELINE,
     HAS_REWARD,
-    HAS_VERSION,
     NO_MEMBERS,
-    NO_STATE,
-    STATUSES,
     Members,
-    decode_table,
-    members_problem,
+    Positions,
+    offsets,
 )
 from ..trajectory.packet import StoredPacket
-from ..trajectory.reference import Reference, StepSpan
-from ..trajectory.schema import Role
 
 ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
@@ -62,7 +58,7 @@ class Pointer(NamedTuple):
     tokens: int = 0  # of all of them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoggedGroup:
     """An entry of a groups log; members sorted by rollout_index.
 
@@ -82,8 +78,8 @@ class LoggedGroup:
     count: int  # of trajectories, also where the members cannot be read
     packets: tuple[StoredPacket, ...] = ()
     members: Members = NO_MEMBERS
-    packet_of: tuple[int, ...] = ()
-    position_of: tuple[int, ...] = ()
+    packet_of: Sequence[int] | Positions = ()
+    position_of: Sequence[int] | Positions = ()
     problem: str | None = None  # why the members could not be read
     malformed: bool = False  # it is no group at all
 
@@ -91,14 +87,6 @@ class LoggedGroup:
     def pointer(self) -> Pointer:
         tokens = int(self.members.table["tokens"].sum())
         return Pointer(self.shard, self.entry, self.group_id, len(self.members), tokens)
-
-    @property
-    def references(self) -> list[Reference]:
-        """The members one by one. Costs some microseconds each: loops over a batch use `members`."""
-        return [
-            reference_of(self.group_id, self.data_source, self.members, position)
-            for position in range(len(self.members))
-        ]
 
     @property
     def size_bytes(self) -> int:
@@ -120,36 +108,8 @@ class LoggedGroup:
         return max([self.epoch, *(packet.epoch for packet in self.packets)])
 
 
-def parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> LoggedGroup:
-    """Parse an entry of a groups log and fill in rewards that came after the push.
-
-    An entry that is no group is `malformed`; a group whose members cannot be read has a `problem`.
-    """
-    try:
-        missing = [name for name in _GROUP_FIELDS if name not in fields]
-        if missing:
-            raise ValueError(f"{missing[0].decode()} is missing")
-        return _parse_group(keys, shard, entry, fields)
-    except ValueError as error:
-        return LoggedGroup(
-            shard=shard,
-            entry=entry.decode(),
-            group_id="",
-            size=0,
-            data_source=None,
-            outcome="",
-            opened_ms=0,
-            epoch=0,
-            version=None,
-            payloads=(),
-            count=0,
-            problem=first_problem(error),
-            malformed=True,
-        )
-
-
-class _PayloadLine(NamedTuple):
-    """A packet of a group as scripts log it: all that commit needs to know of it."""
+class _Line(NamedTuple):
+    """A packet of a group as scripts log it."""
 
     key: str
     size: int
@@ -157,96 +117,171 @@ class _PayloadLine(NamedTuple):
     mask: str  # '1' for each member that counts for the group, else '0'
 
 
-def _parse_group(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> LoggedGroup:
-    group_id = fields[b"group_id"].decode()
-    if not group_id or keys.shard_of(group_id) != shard:
-        raise ValueError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
-    lines = _payload_lines(fields[b"payloads"].decode(), keys.shard(shard).payload(""))
-    count = sum(line.mask.count("1") for line in lines)
-    if int(fields[b"count"]) != count:
-        raise ValueError(
-            f"count is {brief(fields[b'count'])}, {count} members count by the masks of its packets"
-        )
-    members: _Members | None = None
-    problem = None
+class _Entry(NamedTuple):
+    """An entry of a groups log whose members are yet to be read."""
+
+    group: Mapping[str, Any]  # fields of a LoggedGroup
+    lines: Sequence[_Line] = ()  # none if it is malformed
+    tables: Sequence[memoryview] = ()  # of the packets
+    scores: bytes = b"{}"
+
+
+def parse_groups(
+    keys: RunKeys, entries: Iterable[tuple[int, bytes, Mapping[bytes, bytes]]]
+) -> list[LoggedGroup]:
+    """Parse entries of groups logs (shard, id, fields), and fill in rewards that came after the push.
+
+    An entry that is no group is `malformed`; a group whose members cannot be read has a `problem`.
+    """
+    parsed = [_parse_entry(keys, *entry) for entry in entries]
+    members = _read_together(parsed) or map(_read_alone, parsed)
+    return [LoggedGroup(**entry.group, **fields) for entry, fields in zip(parsed, members, strict=True)]
+
+
+def _parse_entry(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> _Entry:
     try:
-        members = _read_members(lines, fields[b"tables"], fields[b"scores"])
-    except (ValueError, WireError) as error:
-        problem = first_problem(error) if isinstance(error, ValueError) else str(error)
-    return LoggedGroup(
-        shard=shard,
-        entry=entry.decode(),
-        group_id=group_id,
-        size=int(fields[b"size"]),
-        data_source=fields[b"data_source"].decode() or None,
-        outcome=fields[b"outcome"].decode(),
-        opened_ms=int(fields[b"opened_ms"]),
-        epoch=int(fields[b"epoch"]),
-        version=int(fields[b"version"]) if fields[b"version"] else None,
-        payloads=tuple((line.key, line.size) for line in lines),
-        count=count,
-        problem=problem,
-        **(members._asdict() if members else {}),
-    )
+        missing = [name for name in _GROUP_FIELDS if name not in fields]
+        if missing:
+            raise ValueError(f"{missing[0].decode()} is missing")
+        group_id = fields[b"group_id"].decode()
+        if not group_id or keys.shard_of(group_id) != shard:
+            raise ValueError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
+        lines = _payload_lines(fields[b"payloads"].decode(), keys.shard(shard).payload(""))
+        count = sum([line.mask.count("1") for line in lines])
+        if int(fields[b"count"]) != count or count == 0:
+            raise ValueError(f"count is {brief(fields[b'count'])}, {count} members count by their masks")
+        group = {
+            "shard": shard,
+            "entry": entry.decode(),
+            "group_id": group_id,
+            "size": int(fields[b"size"]),
+            "data_source": fields[b"data_source"].decode() or None,
+            "outcome": fields[b"outcome"].decode(),
+            "opened_ms": int(fields[b"opened_ms"]),
+            "epoch": int(fields[b"epoch"]),
+            "version": int(fields[b"version"]) if fields[b"version"] else None,
+            "payloads": tuple([(line.key, line.size) for line in lines]),
+            "count": count,
+        }
+        return _Entry(group, lines, _cut(fields[b"tables"], len(lines)), fields[b"scores"])
+    except ValueError as error:
+        problem = {"problem": first_problem(error), "malformed": True}
+        group = {"shard": shard, "entry": entry.decode(), "group_id": "", "size": 0, "data_source": None}
+        group |= {"outcome": "", "opened_ms": 0, "epoch": 0, "version": None, "payloads": (), "count": 0}
+        return _Entry(group | problem)
 
 
-def _payload_lines(text: str, prefix: str) -> list[_PayloadLine]:
+def _payload_lines(text: str, prefix: str) -> list[_Line]:
     """Raises ValueError."""
     lines = []
     for line in text.split("\n"):
         key, size, epoch, mask = line.split(" ")
-        if not key.startswith(prefix) or not 0 < int(size) < 1 << 40 or not mask.strip("01") == "":
+        if not key.startswith(prefix) or not 0 < int(size) < 1 << 40 or mask.strip("01"):
             raise ValueError("payloads is not a list of payload keys, their bytes, epochs and masks")
-        lines.append(_PayloadLine(key, int(size), int(epoch), mask))
+        lines.append(_Line(key, int(size), int(epoch), mask))
     return lines
 
 
-class _Members(NamedTuple):
-    """The fields of a LoggedGroup that tell of its members."""
-
-    packets: tuple[StoredPacket, ...]
-    members: Members
-    packet_of: tuple[int, ...]
-    position_of: tuple[int, ...]
-
-
-def _read_members(lines: Sequence[_PayloadLine], tables: bytes, scores: bytes) -> _Members:
-    """Those that count, sorted by index. Raises ValueError and WireError for what no producer has pushed."""
-    packets = _read_packets(lines, tables)
-    members = Members.concat([packet.members for packet in packets])
-    mask = "".join(line.mask for line in lines)
-    packet_of = np.repeat(np.arange(len(packets)), [len(packet.members) for packet in packets])
-    position_of = np.concatenate([np.arange(len(packet.members)) for packet in packets])
-    if len(packets) > 1 or "0" in mask:
-        live = np.flatnonzero(np.frombuffer(mask.encode(), np.uint8) == ord("1"))
-        live = live[np.argsort(members.table["index"][live], kind="stable")]
-        members, packet_of, position_of = members.select(live), packet_of[live], position_of[live]
-        if (np.diff(members.table["index"].astype(np.int64)) <= 0).any():
-            raise ValueError("a rollout_index stands in it twice")
-    if scores != b"{}":
-        members = _with_scores(members, _SCORES.validate_json(scores))
-    if not (members.table["flags"] & HAS_REWARD).all():
-        raise ValueError("a member has no reward")
-    return _Members(tuple(packets), members, tuple(packet_of.tolist()), tuple(position_of.tolist()))
+def _cut(tables: bytes, count: int) -> list[memoryview]:
+    """The tables of `count` packets; the last one is all that is left, and none if the bytes end early."""
+    cut: list[memoryview] = []
+    rest = memoryview(tables)
+    while len(cut) < count - 1 and len(rest) >= _TABLE_SIZE.size:
+        (size,) = _TABLE_SIZE.unpack_from(rest)
+        cut.append(rest[:size])
+        rest = rest[size:]
+    return [*cut, rest]
 
 
-def _read_packets(lines: Sequence[_PayloadLine], tables: bytes) -> list[StoredPacket]:
-    packets, at = [], 0
-    for line in lines:
-        if len(tables) - at < _TABLE_SIZE.size:
-            raise ValueError(f"tables end before packet {line.key}")
-        (size,) = _TABLE_SIZE.unpack_from(tables, at)
-        members, columns = decode_table(memoryview(tables)[at : at + size])
-        problem = members_problem(members, line.size)
-        if problem is not None:
-            raise ValueError(f"packet {line.key}: {problem}")
-        if len(line.mask) != len(members):
-            raise ValueError(f"packet {line.key} has {len(members)} members, its mask {line.mask}")
-        packets.append(StoredPacket(line.key, line.size, line.epoch, columns, members))
-        at += size
-    if at != len(tables):
-        raise ValueError(f"tables have {len(tables) - at} bytes that belong to no packet")
-    return packets
+# Members
+
+
+def _read_together(entries: Sequence[_Entry]) -> list[dict[str, Any]] | None:
+    """The fields of each LoggedGroup that tell of its members.
+
+    None if anything is wrong or out of the ordinary: then each entry is read alone. On arrays the checks of hundreds of
+    groups take as long as those of one.
+    """
+    lines = [line for entry in entries for line in entry.lines]
+    if not lines or not all(entry.lines and entry.scores == b"{}" for entry in entries):
+        return None
+    tables = decode_tables([table for entry in entries for table in entry.tables])
+    if tables is None or tables.counts != [len(line.mask) for line in lines]:
+        return None
+    members = tables.members
+    has_reward = (members.table["flags"] & HAS_REWARD) != 0
+    if not has_reward.all() or packets_problem(members, [line.size for line in lines], tables.counts):
+        return None
+    bounds = pairwise(offsets(np.array(tables.counts)).tolist())
+    packets = [
+        StoredPacket(line.key, line.size, line.epoch, columns, members.part(start, stop))
+        for line, columns, (start, stop) in zip(lines, tables.columns, bounds, strict=True)
+    ]
+    try:
+        return _arrange(entries, members, packets)
+    except ValueError:
+        return None
+
+
+def _read_alone(entry: _Entry) -> dict[str, Any]:
+    """The fields of one LoggedGroup that tell of its members, or its problem."""
+    try:
+        packets = [_read_packet(*pair) for pair in zip(entry.lines, entry.tables, strict=False)]
+        if not packets:  # the entry is malformed
+            return {}
+        [fields] = _arrange([entry], Members.concat([packet.members for packet in packets]), packets)
+        if entry.scores != b"{}":
+            fields["members"] = _with_scores(fields["members"], _SCORES.validate_json(entry.scores))
+        if not (fields["members"].table["flags"] & HAS_REWARD).all():
+            raise ValueError("a member has no reward")
+        return fields
+    except WireError as error:
+        return {"problem": str(error)}
+    except ValueError as error:
+        return {"problem": first_problem(error)}
+
+
+def _read_packet(line: _Line, table: memoryview) -> StoredPacket:
+    """Raises WireError and ValueError for what no producer has pushed."""
+    members, columns = decode_table(table)
+    problem = members_problem(members, line.size)
+    if problem is not None:
+        raise ValueError(f"packet {line.key}: {problem}")
+    if len(line.mask) != len(members):
+        raise ValueError(f"packet {line.key} has {len(members)} members, its mask {line.mask}")
+    return StoredPacket(line.key, line.size, line.epoch, columns, members)
+
+
+def _arrange(
+    entries: Sequence[_Entry], members: Members, packets: Sequence[StoredPacket]
+) -> list[dict[str, Any]]:
+    """Of each group the members that count, sorted by index, and where they are in its packets.
+
+    members: all those of `packets`, which are the groups' one after another. Raises ValueError.
+    """
+    first_member = offsets(np.array([len(packet.members) for packet in packets]))
+    first_packet = offsets(np.array([len(entry.lines) for entry in entries]))
+    packet = np.repeat(np.arange(len(packets)), np.diff(first_member))  # [M]
+    group = np.repeat(np.arange(len(entries)), np.diff(first_packet))[packet]  # [M]
+    mask = "".join([line.mask for entry in entries for line in entry.lines]).encode()
+    live = np.flatnonzero(np.frombuffer(mask, np.uint8) == ord("1"))
+    live = live[np.lexsort((members.table["index"][live], group[live]))]
+    packet, group = packet[live], group[live]
+    if len(live) != len(members) or (np.diff(live) != 1).any():
+        members = members.select(live)
+    if ((np.diff(group) == 0) & (np.diff(members.table["index"].astype(np.int64)) == 0)).any():
+        raise ValueError("a rollout_index stands in it twice")
+    first = offsets(np.bincount(group, minlength=len(entries)))
+    packet_of, position_of = packet - first_packet[group], live - first_member[packet]
+    return [
+        {
+            "packets": tuple(packets[first_packet[number] : first_packet[number + 1]]),
+            "members": members.part(start, stop),
+            "packet_of": packet_of[start:stop],
+            "position_of": position_of[start:stop],
+        }
+        for number, (start, stop) in enumerate(pairwise(first.tolist()))
+    ]
 
 
 def _with_scores(members: Members, scores: Mapping[str, StoredScore]) -> Members:
@@ -267,36 +302,11 @@ def _with_scores(members: Members, scores: Mapping[str, StoredScore]) -> Members
     return replace(members, table=table, rewards=rewards)
 
 
-def reference_of(group_id: str, data_source: str | None, members: Members, position: int) -> Reference:
-    """The member at `position` by itself."""
-    member = members.select([position])
-    record = member.table[0]
-    flags = int(record["flags"])
-    return Reference(
-        group_id=group_id,
-        rollout_index=int(record["index"]),
-        row_lengths=tuple(member.rows["tokens"].tolist()),
-        row_trainable=tuple(member.rows["trainable"].tolist()),
-        status=STATUSES[int(record["status"])],
-        reward=float(record["reward"]) if flags & HAS_REWARD else None,
-        rewards={
-            name: float(values[0]) for name, values in member.rewards.items() if not np.isnan(values[0])
-        },
-        role=Role.BASELINE if flags & BASELINE else Role.TRAIN,
-        versions=(int(record["oldest"]), int(record["newest"])) if flags & HAS_VERSION else None,
-        data_source=data_source,
-        steps=tuple(
-            StepSpan(row, start, end, reward, None if state == NO_STATE else member.states[state])
-            for row, start, end, state, reward in member.steps.tolist()
-        ),
-    )
-
-
 def read_log(run: Run, shard: int, after: str, count: int) -> list[LoggedGroup]:
     """Up to `count` groups of a shard's log after the entry `after` ('0-0' = from the start)."""
     key = run.keys.shard(shard).groups
     entries: Any = run.connection.scripts.xrange(key, f"({after}", "+", count)
-    return [parse_group(run.keys, shard, entry, fields) for entry, fields in entries]
+    return parse_groups(run.keys, [(shard, *entry) for entry in entries])
 
 
 def read_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup]:
@@ -322,10 +332,9 @@ def find_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup | Non
         if reply:
             entries[pointer.shard, pointer.entry] = reply[0][1]
     places = [(pointer.shard, pointer.entry) for pointer in pointers]
-    return [
-        parse_group(run.keys, place[0], place[1].encode(), entries[place]) if place in entries else None
-        for place in places
-    ]
+    found = [(place[0], place[1].encode(), entries[place]) for place in places if place in entries]
+    groups = {(group.shard, group.entry): group for group in parse_groups(run.keys, found)}
+    return [groups.get(place) for place in places]
 
 
 def _read_ranges(run: Run, pointers: Sequence[Pointer]) -> dict[tuple[int, str], Mapping[bytes, bytes]]:

@@ -121,5 +121,5 @@ def place(column: Array, parts: Iterable[Piece], out: Array) -> None:
         out[start:stop] = column[source : source + stop - start]
 
 
-def _end_to_end(parts: Iterable[Iterable[int]]) -> Positions:
-    return np.fromiter(chain.from_iterable(parts), np.int64)
+def _end_to_end(parts: Iterable[Sequence[int] | Positions]) -> Positions:
+    return np.concatenate([np.zeros(0, np.int64), *parts], dtype=np.int64)

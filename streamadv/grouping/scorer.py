@@ -28,7 +28,7 @@ from ..run.payloads import FetchedPacket, fetch_columns
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, Outage, patiently
 from ..trajectory.payload import payloads_of
-from .groups_log import reference_of
+from ..trajectory.reference import references_of
 from .scores import Score, ScoreError, ScoreFunction, ask, check_function, rewards_of
 from .scoring_streams import (
     HandOff,
@@ -200,12 +200,11 @@ class Scorer:
         if packet.is_scored:
             self._pass_on(consumer, packet)
             return []
-        members = packet.stored.members
+        owners = [(packet.group_id, source) for source in sources]
+        references = references_of(packet.stored.members.select(positions), owners)
         return [
-            UnscoredTrajectory(
-                packet, position, reference_of(packet.group_id, source, members, position), payloads[position]
-            )
-            for position, source in zip(positions, sources, strict=True)
+            UnscoredTrajectory(packet, position, reference, payloads[position])
+            for position, reference in zip(positions, references, strict=True)
         ]
 
     def _is_open(self, consumer: Consumer, packet: WaitingPacket) -> bool:

@@ -13,7 +13,8 @@ from ..run import Run, Shard
 from ..run.consumer import Entry, entries_of
 from ..run.malformed import reject
 from ..run.packets import PACKET_FIELDS, USABLE, MemberLine, packet_problem, parse_members
-from ..trajectory.members import HAS_REWARD, Members, decode_table, encode_table, members_problem
+from ..trajectory.member_table import decode_table, encode_table, members_problem
+from ..trajectory.members import HAS_REWARD, Members
 from ..trajectory.packet import StoredPacket, member_line
 from ..trajectory.payload import Payload
 from ..trajectory.reference import Reference

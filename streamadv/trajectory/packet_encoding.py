@@ -12,7 +12,8 @@ from pydantic_core import from_json, to_json
 
 from ..errors import TrajectoryError
 from .columns import HEADER, KNOWN_COLUMNS, REQUIRED_COLUMNS, Array
-from .members import decode_table, encode_table, members_of, offsets, spans
+from .member_table import decode_table, encode_table
+from .members import members_of, offsets, spans
 from .packet import Packet, end_to_end, field_of, member_line, split_packets, stored_bytes
 from .schema import Column, Role, Row, Trajectory
 

@@ -20,7 +20,8 @@ import numpy as np
 from pydantic_core import to_json
 
 from .columns import HEADER, KNOWN_COLUMNS, REQUIRED_COLUMNS, Array
-from .members import BASELINE, HAS_REWARD, HAS_VERSION, MEMBER, STATUSES, plain_table
+from .member_table import plain_table
+from .members import BASELINE, HAS_REWARD, HAS_VERSION, MEMBER, STATUSES
 from .packet import Packet, field_of, member_line, split_packets, stored_bytes
 from .packet_encoding import MAX_HEADER_BYTES, header_head, join_headers
 from .schema import MAX_GROUP_SIZE, Role, Trajectory

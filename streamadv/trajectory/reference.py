@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import isnan
 from typing import NamedTuple
 
+from .members import BASELINE, HAS_REWARD, HAS_VERSION, NO_STATE, STATUSES, Members
 from .schema import Role, Status
 
 
@@ -45,3 +48,33 @@ class Reference:
     def staleness(self, k: int) -> int | None:
         """`k` minus the oldest version over trainable tokens, at least 0; None without a version."""
         return None if self.versions is None else max(0, k - self.versions[0])
+
+
+def references_of(members: Members, owners: Iterable[tuple[str, str | None]]) -> list[Reference]:
+    """The members one by one. owners: group_id and data_source of each."""
+    rows, first_row = members.rows.tolist(), members.first_row.tolist()
+    steps, first_step = members.steps.tolist(), members.first_step.tolist()
+    named = [(name, values.tolist()) for name, values in members.rewards.items()]
+    references = []
+    for member, (record, owner) in enumerate(zip(members.table.tolist(), owners, strict=True)):
+        index, status, flags, _, _, _, reward, oldest, newest, _, _ = record
+        own_rows = rows[first_row[member] : first_row[member + 1]]
+        own_steps = steps[first_step[member] : first_step[member + 1]]
+        reference = Reference(
+            group_id=owner[0],
+            rollout_index=index,
+            row_lengths=tuple(tokens for tokens, _ in own_rows),
+            row_trainable=tuple(trainable for _, trainable in own_rows),
+            status=STATUSES[status],
+            reward=reward if flags & HAS_REWARD else None,
+            rewards={name: values[member] for name, values in named if not isnan(values[member])},
+            role=Role.BASELINE if flags & BASELINE else Role.TRAIN,
+            versions=(oldest, newest) if flags & HAS_VERSION else None,
+            data_source=owner[1],
+            steps=tuple(
+                StepSpan(row, start, end, step_reward, None if state == NO_STATE else members.states[state])
+                for row, start, end, state, step_reward in own_steps
+            ),
+        )
+        references.append(reference)
+    return references

@@ -12,14 +12,15 @@ from pydantic_core import from_json
 
 from streamadv.advantage.results import parse_result
 from streamadv.errors import NoBatchError, StreamadvError, WireError
-from streamadv.grouping.groups_log import parse_group
+from streamadv.grouping.groups_log import parse_groups
 from streamadv.run.dead_letters import list_dead
 from streamadv.run.packets import packet_problem
 from streamadv.status import read_status
 from streamadv.status.audit import audit
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.members import members_problem
+from streamadv.trajectory.member_table import members_problem
+from streamadv.trajectory.members import HAS_REWARD
 from tests.support import (
     compute_all,
     group_all,
@@ -97,13 +98,13 @@ def test_groups_log() -> None:
         fields = damaged_entry(pick(entries["groups"], chance), chance)
 
         def call(fields: dict[bytes, bytes] = fields) -> None:
-            group = parse_group(run.keys, 0, b"1-1", fields)
+            [group] = parse_groups(run.keys, [(0, b"1-1", fields)])
             if group.problem is not None:
                 assert not group.members
                 raise WireError(group.problem)
             assert [(packet.key, packet.size) for packet in group.packets] == list(group.payloads)
             assert all(members_problem(packet.members, packet.size) is None for packet in group.packets)
-            assert all(reference.reward is not None for reference in group.references)
+            assert (group.members.table["flags"] & HAS_REWARD).all()
             indices = group.members.table["index"].tolist()
             assert indices == sorted(set(indices))
             assert len(indices) == group.count

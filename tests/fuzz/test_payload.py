@@ -9,19 +9,20 @@ import struct
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import repeat
 from typing import Any
 
 import pytest
 from pydantic_core import from_json
 
 from streamadv.errors import WireError
-from streamadv.grouping.groups_log import reference_of
 from streamadv.trajectory.columns import HEADER, KNOWN_COLUMNS
 from streamadv.trajectory.listing import list_table
-from streamadv.trajectory.members import decode_table, members_problem
+from streamadv.trajectory.member_table import decode_table, members_problem
 from streamadv.trajectory.packet import StoredPacket, check_column, decode_column
 from streamadv.trajectory.packet_encoding import MAX_HEADER_BYTES
 from streamadv.trajectory.payload import parse_header, payload_trajectory, payloads_of
+from streamadv.trajectory.reference import references_of
 from streamadv.trajectory.schema import Trajectory
 
 from .examples import payloads
@@ -53,8 +54,12 @@ def read(found: Stored) -> list[Trajectory] | None:
         for name in KNOWN_COLUMNS.keys() & columns.keys():
             check_column(packet, name, columns[name])
         trajectories = [
-            payload_trajectory(reference_of("g", None, members, position), payload)
-            for position, payload in enumerate(payloads_of(packet, columns, fields[HEADER]))
+            payload_trajectory(reference, payload)
+            for reference, payload in zip(
+                references_of(members, repeat(("g", None), len(members))),
+                payloads_of(packet, columns, fields[HEADER]),
+                strict=True,
+            )
         ]
         for trajectory in trajectories:
             trajectory.to_json()

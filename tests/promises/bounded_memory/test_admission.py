@@ -31,6 +31,7 @@ from tests.support import (
     next_batch,
     problems,
     producing,
+    references,
     trajectory,
 )
 
@@ -324,7 +325,7 @@ def test_a_record_pushed_under_a_ticket_has_its_version_unless_it_says_none(fake
         run = join(fake, "r")
         group_all(run)
         (logged,) = read_log(run, 0, "0-0", 10)
-    assert [member.versions for member in logged.references] == [(0, 0), None, (0, 0)]
+    assert [member.versions for member in references(logged)] == [(0, 0), None, (0, 0)]
 
 
 def test_a_producer_without_a_trainer_says_what_limits_it(

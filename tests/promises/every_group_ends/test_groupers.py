@@ -31,6 +31,7 @@ from tests.support import (
     make_overdue,
     problems,
     producing,
+    references,
     threads,
     trajectory,
     unscored,
@@ -97,7 +98,7 @@ def test_packets_taken_together_or_one_by_one_come_to_the_same(redis_url: str, r
             outcomes = group_all(joined, count=count)
             found_problems = problems(joined)  # the payload that somebody deleted, and its packet
             assert all("live_bytes" in each or "ledger rollouts" in each for each in found_problems)
-        members = {group_id: identities(group.references) for group_id, group in logged(joined).items()}
+        members = {group_id: identities(references(group)) for group_id, group in logged(joined).items()}
         found.append((sorted(outcomes), ledger(joined), members))
     assert found[0] == found[1]
     outcomes, _, members = found[0]

@@ -34,6 +34,7 @@ from tests.support import (
     make_overdue,
     problems,
     producing,
+    references,
     threads,
     trajectory,
     unscored,
@@ -79,8 +80,8 @@ def test_two_scorers_in_their_order(redis_url: str, run: str) -> None:
         assert problems(joined) == []
         assert group_all(joined) == ["partial"]
     (group,) = read_log(joined, 0, "0-0", 10)
-    assert [member.reward for member in group.references] == [5.75, 5.75, 9.0]
-    assert group.references[0].rewards == {"length": 5.0, "style": 0.25, "tone": 0.5}
+    assert [member.reward for member in references(group)] == [5.75, 5.75, 9.0]
+    assert references(group)[0].rewards == {"length": 5.0, "style": 0.25, "tone": 0.5}
     assert sorted(name for name, _ in seen) == ["length"] * 3 + ["style"] * 2
     assert all(columns == ["input_ids"] for _, columns in seen)
     assert ledger(joined)["dropped"] == {"failed": 1, "unscorable": 1}

@@ -33,13 +33,14 @@ from tests.support import (
     now_ms,
     problems,
     producing,
+    references,
     trajectory,
     unscored,
 )
 
 
 def rewards_of(run: Run, group_id: str = "g") -> list[float | None]:
-    return [member.reward for member in logged(run)[group_id].references]
+    return [member.reward for member in references(logged(run)[group_id])]
 
 
 def test_a_group_completes_with_its_first_usable_members(fake: Connection) -> None:
@@ -48,7 +49,7 @@ def test_a_group_completes_with_its_first_usable_members(fake: Connection) -> No
         producer.push([ended("g", 0, 2, "failed"), trajectory("g", 3, 2), trajectory("g", 1, 2)])
         assert group_all(run) == ["complete"]
     (group,) = logged(run).values()
-    assert identities(group.references) == [("g", 1), ("g", 3)]
+    assert identities(references(group)) == [("g", 1), ("g", 3)]
     assert (group.size, group.outcome) == (2, "complete")
     assert problems(run) == []
 
@@ -165,7 +166,7 @@ def test_scores_may_come_before_or_after_the_grouper(fake: Connection) -> None:
         group_all(run)
         assert producer.score("g", 2, 0.3) == "ended"
     assert rewards_of(run) == [0.1, 0.2, 0.3]
-    assert logged(run)["g"].references[0].rewards == {"style": 0.1}
+    assert references(logged(run)["g"])[0].rewards == {"style": 0.1}
     assert problems(run) == []
 
 
@@ -439,7 +440,7 @@ class Pipeline:
         open_members = sum(len(g.members) for g in self.groups.values() if not g.letter)
         on_their_way = sum(len(kinds) for _, kinds in self.stream)
         assert found["queued"] == on_their_way + open_members + sum(map(len, self.logged.values()))
-        kept = {g: {m.rollout_index for m in group.references} for g, group in logged(self.run).items()}
+        kept = {g: {m.rollout_index for m in references(group)} for g, group in logged(self.run).items()}
         assert kept == self.logged
         assert problems(self.run) == []
 

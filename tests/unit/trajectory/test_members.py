@@ -12,16 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.errors import WireError
-from streamadv.trajectory.members import (
-    HAS_VERSION,
-    MEMBER,
-    NO_STATE,
-    Members,
-    decode_table,
-    encode_table,
-    members_of,
-    members_problem,
-)
+from streamadv.trajectory.member_table import decode_table, encode_table, members_problem
+from streamadv.trajectory.members import HAS_VERSION, MEMBER, NO_STATE, Members, members_of
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
 
 COLUMNS = ("input_ids", "response_mask")

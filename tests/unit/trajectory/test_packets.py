@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,8 @@ from hypothesis import strategies as st
 from pydantic_core import to_json
 
 from streamadv.errors import TrajectoryError, WireError
-from streamadv.grouping.groups_log import reference_of
 from streamadv.trajectory.columns import EXTRA_DTYPES, HEADER, KNOWN_COLUMNS, Array
-from streamadv.trajectory.members import decode_table, members_problem
+from streamadv.trajectory.member_table import decode_table, members_problem
 from streamadv.trajectory.packet import (
     MAX_PACKET_BYTES,
     MAX_PACKET_MEMBERS,
@@ -27,6 +27,7 @@ from streamadv.trajectory.packet import (
 )
 from streamadv.trajectory.packet_encoding import encode_packets, ended_packets, select_members
 from streamadv.trajectory.payload import parse_header, payload_trajectory, payloads_of
+from streamadv.trajectory.reference import references_of
 from streamadv.trajectory.schema import Column, Trajectory, parse_trajectory
 from tests.support import ended, trajectory, unscored
 
@@ -75,9 +76,10 @@ def read(packet: Packet, kinds: Mapping[str, str], group_id: str = "ä-{x}") -> 
     stored, fields = received(packet)
     parse_header(fields["header"], stored.members)
     payloads = payloads_of(stored, columns_of(stored, fields, kinds), fields["header"])
+    owners = repeat((group_id, None), len(payloads))
     return [
-        payload_trajectory(reference_of(group_id, None, stored.members, position), payload)
-        for position, payload in enumerate(payloads)
+        payload_trajectory(reference, payload)
+        for reference, payload in zip(references_of(stored.members, owners), payloads, strict=True)
     ]
 
 

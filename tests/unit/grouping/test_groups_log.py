@@ -1,0 +1,168 @@
+"""Entries of a groups log: what a page of them says is what each says by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamadv.grouping.groups_log import LoggedGroup, parse_groups
+from streamadv.store.keys import RunKeys
+from streamadv.trajectory.member_table import encode_table
+from streamadv.trajectory.members import HAS_REWARD, MEMBER, NO_STATE, ROW, STEP, Members
+
+KEYS = RunKeys("r", (0,))
+SIZE = 10_000  # bytes of every payload
+
+
+class Slot(NamedTuple):
+    """A member of a packet."""
+
+    index: int
+    live: bool
+    reward: float
+    tokens: int
+
+
+def table_of(slots: Sequence[Slot], steps: bool = False, reward: bool = True) -> bytes:
+    table = np.zeros(len(slots), MEMBER)
+    table["rows"], table["steps"], table["flags"] = 1, steps, HAS_REWARD * reward
+    table["index"], table["reward"] = [slot.index for slot in slots], [slot.reward for slot in slots]
+    table["tokens"] = [slot.tokens for slot in slots]
+    rows = np.zeros(len(slots), ROW)
+    rows["tokens"] = table["tokens"]
+    spans = np.array([(0, 0, slot.tokens, NO_STATE, 0.5) for slot in slots if steps], STEP)
+    return encode_table(Members(table, rows, spans), ["input_ids", "response_mask"])
+
+
+def entry_of(number: int, packets: Sequence[Sequence[Slot]], **changes: Any) -> dict[bytes, bytes]:
+    """A group as `lua/lib/complete.lua` logs it."""
+    steps, reward = changes.pop("steps", False), changes.pop("reward", True)
+    lines = [
+        f"{KEYS.home.payload(f'{number}-{p}')} {SIZE} {p} {''.join('01'[slot.live] for slot in slots)}"
+        for p, slots in enumerate(packets)
+    ]
+    fields: dict[str, Any] = {
+        **{"group_id": f"g{number}", "size": "2", "data_source": "", "opened_ms": "5", "outcome": "complete"},
+        **{"epoch": "3", "version": "", "count": sum(slot.live for slots in packets for slot in slots)},
+        **{"payloads": "\n".join(lines), "scores": "{}"},
+        "tables": b"".join(table_of(slots, steps, reward) for slots in packets),
+    }
+    fields |= changes
+    return {
+        name.encode(): value if isinstance(value, bytes) else str(value).encode()
+        for name, value in fields.items()
+    }
+
+
+def parse(entries: Sequence[Mapping[bytes, bytes]]) -> list[LoggedGroup]:
+    return parse_groups(KEYS, [(0, b"7-%d" % number, fields) for number, fields in enumerate(entries)])
+
+
+def seen(group: LoggedGroup) -> list[tuple[int, float, int, int, int]]:
+    """Index, reward, tokens, packet and position in it of each member."""
+    table = group.members.table
+    return list(
+        zip(
+            *(table[name].tolist() for name in ("index", "reward", "tokens")),
+            *(np.asarray(places).tolist() for places in (group.packet_of, group.position_of)),
+            strict=True,
+        )
+    )
+
+
+@st.composite
+def some_packets(draw: st.DrawFn) -> list[list[Slot]]:
+    indices = draw(st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=8))
+    slots = [
+        Slot(index, draw(st.booleans()), draw(st.floats(-9, 9)), draw(st.integers(1, 90)))
+        for index in indices
+    ]
+    if not any(slot.live for slot in slots):
+        slots[0] = slots[0]._replace(live=True)
+    cuts = sorted(
+        draw(st.sets(st.integers(1, max(1, len(slots) - 1)), max_size=3)) & set(range(1, len(slots)))
+    )
+    return [sorted(slots[a:b]) for a, b in zip([0, *cuts], [*cuts, len(slots)], strict=True)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups=st.lists(some_packets(), min_size=1, max_size=6), steps=st.sets(st.integers(0, 5), max_size=1))
+def test_members_of_a_page_are_those_that_count_in_order(
+    groups: list[list[list[Slot]]], steps: set[int]
+) -> None:
+    entries = [entry_of(n, packets, steps=n in steps) for n, packets in enumerate(groups)]
+    for number, (group, packets) in enumerate(zip(parse(entries), groups, strict=True)):
+        assert group.problem is None
+        assert seen(group) == sorted(
+            (slot.index, slot.reward, slot.tokens, p, position)
+            for p, slots in enumerate(packets)
+            for position, slot in enumerate(slots)
+            if slot.live
+        )
+        assert group.count == len(group.members)
+        assert (group.begun_epoch, group.size_bytes) == (max(3, len(packets) - 1), SIZE * len(packets))
+        assert [packet.members.table["index"].tolist() for packet in group.packets] == [
+            [slot.index for slot in slots] for slots in packets
+        ]
+        assert len(group.members.steps) == (len(group.members) if number in steps else 0)
+
+
+TWO = [[Slot(0, True, 1.0, 5), Slot(1, True, 2.0, 7)]]
+APART = [[Slot(0, True, 1.0, 5)], [Slot(1, True, 2.0, 7)]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        (
+            entry_of(1, TWO, count=3, payloads=f"{KEYS.home.payload('x')} {SIZE} 0 111"),
+            "has 2 members, its mask 111",
+        ),
+        (entry_of(1, TWO, payloads=f"{KEYS.home.payload('x')} 9 0 11"), "12 tokens, the payload has 9 bytes"),
+        (entry_of(1, TWO, tables=table_of(TWO[0])[:-1]), "member table of"),
+        (entry_of(1, TWO, tables=b""), "member table has 0 bytes"),
+        (entry_of(1, APART, tables=table_of(APART[0])), "member table has 0 bytes"),
+        (entry_of(1, APART, tables=b"\x01"), "member table has 1 bytes"),
+        (entry_of(1, [[Slot(0, True, 1.0, 5)]] * 2), "a rollout_index stands in it twice"),
+        (entry_of(1, TWO, reward=False), "a member has no reward"),
+        (entry_of(1, TWO, reward=False, scores='{"0":{"reward":1}}'), "a member has no reward"),
+        (entry_of(1, TWO, scores='{"0":{"reward":"much"}}'), "reward"),
+    ],
+)
+def test_a_group_that_cannot_be_read_has_a_problem_and_its_neighbours_have_none(
+    fields: Mapping[bytes, bytes], problem: str
+) -> None:
+    before, broken, after = parse([entry_of(0, TWO), fields, entry_of(2, APART)])
+    assert broken.problem is not None
+    assert problem in broken.problem
+    assert (len(broken.members), broken.packets, broken.malformed) == (0, (), False)
+    assert broken.group_id == "g1"
+    assert seen(before) == [(0, 1.0, 5, 0, 0), (1, 2.0, 7, 0, 1)]
+    assert seen(after) == [(0, 1.0, 5, 0, 0), (1, 2.0, 7, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"payloads": "x 1 1 1"}, {"group_id": ""}, {"size": "two"}),
+        *({"count": "-"}, {"count": "1"}, {"count": "0", "payloads": f"{KEYS.home.payload('x')} {SIZE} 0 00"}),
+    ],
+)
+def test_what_is_no_group_is_malformed_and_its_neighbours_are_not(changes: dict[str, str]) -> None:
+    before, malformed, after = parse([entry_of(0, TWO), entry_of(1, TWO, **changes), entry_of(2, TWO)])
+    assert malformed.malformed
+    assert malformed.problem
+    assert (len(before.members), len(malformed.members), len(after.members)) == (2, 0, 2)
+
+
+def test_rewards_that_came_after_the_push_are_filled_in() -> None:
+    scores = '{"1":{"reward":8.5,"rewards":{"style":0.5}},"0":{"reward":7}}'
+    scored, other = parse([entry_of(0, TWO, reward=False, scores=scores), entry_of(1, TWO)])
+    assert scored.members.table["reward"].tolist() == [7.0, 8.5]
+    assert np.array_equal(scored.members.rewards["style"], [np.nan, 0.5], equal_nan=True)
+    assert other.members.table["reward"].tolist() == [1.0, 2.0]
