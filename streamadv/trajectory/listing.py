@@ -9,7 +9,8 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import WireError
-from .members import BASELINE, HAS_REWARD, HAS_VERSION, STATUSES, Members, decode_table, members_problem
+from .member_table import decode_table, members_problem
+from .members import BASELINE, HAS_REWARD, HAS_VERSION, STATUSES, Members
 from .schema import Role
 
 _SIZE: Final = struct.Struct("<I")

@@ -150,7 +150,11 @@ def test_a_group_that_cannot_be_read_has_a_problem_and_its_neighbours_have_none(
     "changes",
     [
         *({"payloads": "x 1 1 1"}, {"group_id": ""}, {"size": "two"}),
-        *({"count": "-"}, {"count": "1"}, {"count": "0", "payloads": f"{KEYS.home.payload('x')} {SIZE} 0 00"}),
+        *(
+            {"count": "-"},
+            {"count": "1"},
+            {"count": "0", "payloads": f"{KEYS.home.payload('x')} {SIZE} 0 00"},
+        ),
     ],
 )
 def test_what_is_no_group_is_malformed_and_its_neighbours_are_not(changes: dict[str, str]) -> None:
