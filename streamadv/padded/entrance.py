@@ -198,6 +198,8 @@ def _as_results(results: Iterable[Any], memory: set[int]) -> Iterator[Any]:
 
 
 def _copy_when_written(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu":  # there a copy costs little
+        return tensor.clone()
     try:
         return torch._lazy_clone(tensor)
     except (AttributeError, RuntimeError):  # another torch, or memory that torch has not allocated
