@@ -20,7 +20,7 @@ from streamadv.errors import (
     StreamadvError,
     UndecodableGroupError,
 )
-from streamadv.producer import Producer, resend
+from streamadv.producer import Producer, encode, resend
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
 from streamadv.status import read_status
@@ -154,6 +154,19 @@ def test_what_is_kept_to_be_sent_again_is_bounded_at_every_push(
         assert 1 <= ledger(join(forgetful.url, run))["pushed"] <= 5
     told = [record.getMessage() for record in caplog.records if "resend_window" in record.getMessage()]
     assert len(told) == 1, told
+
+
+def test_what_is_kept_of_one_push_is_bounded_too(
+    forgetful: EmbeddedServer, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls that it takes are kept one by one, the last ones of them."""
+    monkeypatch.setattr(resend, "MAX_RESEND_BYTES", 1_000_000)
+    monkeypatch.setattr(encode, "MAX_SLICE_BYTES", 300_000)
+    with Producer(forgetful.url, run) as producer:
+        push_groups(producer, 1, size=20, tokens=20_000)  # 260 kB each
+        restart(forgetful)
+        producer.finish()
+        assert 1 <= ledger(join(forgetful.url, run))["pushed"] <= 5
 
 
 def test_what_the_server_forgot_goes_before_new_groups(forgetful: EmbeddedServer, run: str) -> None:
