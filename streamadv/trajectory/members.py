@@ -178,16 +178,8 @@ def _concat_named(
 
 def members_of(trajectories: Sequence[Trajectory], sizes: Sequence[int]) -> Members:
     """Usable trajectories as members. sizes: payload bytes of each. The trajectories are valid: nothing is checked."""
-    table = np.zeros(len(trajectories), MEMBER)
-    for record, trajectory, size in zip(table, trajectories, sizes, strict=True):
-        versions = trajectory.version_span
-        flags = HAS_REWARD * (trajectory.reward is not None) | BASELINE * (trajectory.role is Role.BASELINE)
-        record["index"] = trajectory.rollout_index
-        record["status"] = STATUSES.index(trajectory.status)
-        record["flags"] = flags | HAS_VERSION * (versions is not None)
-        record["rows"], record["steps"], record["size"] = len(trajectory.rows), len(trajectory.steps), size
-        record["reward"] = 0.0 if trajectory.reward is None else trajectory.reward
-        record["oldest"], record["newest"] = versions or (0, 0)
+    records = [_record(trajectory, size) for trajectory, size in zip(trajectories, sizes, strict=True)]
+    table = np.array(records, MEMBER)
     all_rows = [row for trajectory in trajectories for row in trajectory.rows]
     rows = np.zeros(len(all_rows), ROW)
     rows["tokens"] = [len(row) for row in all_rows]
@@ -198,6 +190,18 @@ def members_of(trajectories: Sequence[Trajectory], sizes: Sequence[int]) -> Memb
         table["trainable"] = np.add.reduceat(rows["trainable"].astype(np.int64), first_row)
     steps, states = _steps_of(trajectories)
     return Members(table, rows, steps, states, _rewards_of(trajectories), _entries_of(all_rows))
+
+
+def _record(trajectory: Trajectory, size: int) -> tuple[float, ...]:
+    """A MEMBER without the sums of its rows."""
+    versions = trajectory.version_span
+    flags = HAS_REWARD * (trajectory.reward is not None) | BASELINE * (trajectory.role is Role.BASELINE)
+    flags |= HAS_VERSION * (versions is not None)
+    return (
+        *(trajectory.rollout_index, STATUSES.index(trajectory.status), flags),
+        *(len(trajectory.rows), len(trajectory.steps), size),
+        *(0.0 if trajectory.reward is None else trajectory.reward, *(versions or (0, 0)), 0, 0),
+    )
 
 
 def _steps_of(trajectories: Sequence[Trajectory]) -> tuple[Array, tuple[str, ...]]:

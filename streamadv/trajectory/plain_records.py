@@ -80,7 +80,9 @@ class _Member(NamedTuple):
 
 def plain_packets(records: Sequence[Any], defaults: Defaults, limit: int) -> list[Packet] | None:
     """The packets of plain records with different slots, at most `limit` bytes each; None if they are not all that."""
-    columns = _columns_of(tuple(records[0])) if records and type(records[0]) is dict else None
+    if not isinstance(records, list | tuple) or not records or type(records[0]) is not dict:
+        return None
+    columns = _columns_of(tuple(records[0]))
     if columns is None or not _is_plain_group(defaults):
         return None
     width = sum(dtype.itemsize for _, dtype in columns)

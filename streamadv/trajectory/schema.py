@@ -1,7 +1,7 @@
 """The data model: trajectory, row and step, and the JSON form of an interchange file.
 
-This is the public boundary: pydantic validates every field. Behind it columns travel as raw bytes (`payload.py`), and
-a reference stands for the trajectory in the streams (`reference.py`).
+This is the public boundary: pydantic validates every field. Behind it trajectories travel in packets
+(`packet_encoding.py`), columns as raw bytes and the rest as a table (`members.py`).
 """
 
 from __future__ import annotations

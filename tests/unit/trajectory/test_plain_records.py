@@ -198,3 +198,5 @@ def test_all_else_is_left_to_the_full_checks(change: dict[str, Any]) -> None:
     record = columns(2) | {"reward": 1.0}
     assert plain_packets([record], TICKET, LIMIT) is not None
     assert plain_packets([record | change], TICKET, LIMIT) is None
+    for records in ([], (), iter([record]), {"a": record}.values(), record, None):
+        assert plain_packets(records, TICKET, LIMIT) is None  # type: ignore[arg-type]
