@@ -345,10 +345,13 @@ def _read_ranges(run: Run, pointers: Sequence[Pointer]) -> dict[tuple[int, str],
     ids: dict[int, list[str]] = {}
     for pointer in pointers:
         ids.setdefault(pointer.shard, []).append(pointer.entry)
-    entries: dict[tuple[int, str], Mapping[bytes, bytes]] = {}
+    pipe = run.connection.scripts.pipeline(transaction=False)
     for shard, in_shard in ids.items():
         in_shard.sort(key=lambda entry: [int(part) for part in entry.split("-")])
-        key = run.keys.shard(shard).groups
-        reply: Any = run.connection.scripts.xrange(key, in_shard[0], in_shard[-1], len(in_shard))
-        entries |= {(shard, entry.decode()): fields for entry, fields in reply}
-    return entries
+        pipe.xrange(run.keys.shard(shard).groups, in_shard[0], in_shard[-1], len(in_shard))
+    replies: Any = pipe.execute() if ids else []
+    return {
+        (shard, entry.decode()): fields
+        for shard, reply in zip(ids, replies, strict=True)
+        for entry, fields in reply
+    }
