@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 python="$1"
 
 tests=(
-  tests/unit/store tests/unit/run tests/servers/test_resp.py tests/servers/test_connection.py
+  tests/unit/store tests/unit/run tests/servers/test_{connection,pipelined,resp}.py
   tests/servers/test_sentinel.py tests/servers/test_cluster.py tests/servers/test_versions.py
   tests/promises/nothing_lost/test_{leases,pipeline,producer,server_restart}.py
 )
