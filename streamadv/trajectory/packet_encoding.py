@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -11,11 +11,11 @@ import numpy as np
 from pydantic_core import from_json, to_json
 
 from ..errors import TrajectoryError
-from .columns import HEADER, KNOWN_COLUMNS, REQUIRED_COLUMNS, Array
+from .columns import HEADER, OUTPUT_COLUMNS, REQUIRED_COLUMNS, Array
 from .member_table import decode_table, encode_table
 from .members import members_of, offsets, spans
 from .packet import Packet, end_to_end, field_of, member_line, split_packets, stored_bytes
-from .schema import Column, Role, Row, Trajectory
+from .schema import Column, Role, Trajectory
 
 #: Of the header of a payload.
 MAX_HEADER_BYTES: Final = 1 << 20
@@ -153,24 +153,18 @@ def _packet(
 def _columns(trajectory: Trajectory) -> dict[str, Array]:
     """The stored columns, rows end to end. Raises TrajectoryError where rows differ."""
     rows = trajectory.rows
-    missing = [name for name in REQUIRED_COLUMNS if name not in rows[0].columns]
-    if missing:
-        raise TrajectoryError(f"{missing[0]}: every row needs it")
     for name in rows[0].extras:
         if len({_kind_of_extra(row.extras[name]) for row in rows}) > 1:
             raise TrajectoryError(f"extra column {name} differs between rows in dtype, shape or per_token")
-    return _join_rows(
-        {**row.columns, **{name: column.data for name, column in row.extras.items()}} for row in rows
-    )
-
-
-def _join_rows(rows: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
-    arrays = list(rows)
+    arrays = [{**row.columns, **{name: column.data for name, column in row.extras.items()}} for row in rows]
+    missing = [name for name in REQUIRED_COLUMNS if name not in arrays[0]]
+    if missing:
+        raise TrajectoryError(f"{missing[0]}: every row needs it")
     return {
-        name: arrays[0][name] if len(arrays) == 1 else np.concatenate([row[name] for row in arrays])
-        for name in arrays[0]
+        name: array if len(arrays) == 1 else np.concatenate([row[name] for row in arrays])
+        for name, array in arrays[0].items()
         # What an earlier run computed, as in a file written by `consume`, is not stored.
-        if name in KNOWN_COLUMNS or name not in Row.model_fields
+        if name not in OUTPUT_COLUMNS
     }
 
 
