@@ -205,7 +205,7 @@ def test_the_pipeline_can_do_its_job_and_needs_all_it_is_allowed(
 ) -> None:
     """The whole scenario of the chaos tests: all scripts, deadlines, dead letters, two shards."""
     write = scenario._write_values
-    owner = SimpleNamespace(connection=Connection(empty.server.url))
+    owner = SimpleNamespace(connection=Connection(empty.server.url), run_name=RUN)
     monkeypatch.setattr(
         scenario, "_write_values", lambda world, *what: write(owner, *what)
     )  # spoils payloads
