@@ -20,8 +20,9 @@ from .housekeeping import Housekeeping, apply_scores, count_ended
 
 STAGE: Final = GROUPER
 LEASE_S: Final = 5.0
-#: Packets of one script call: some 2 ms, in which the server does nothing else.
+#: Packets of one read, and members of one script call: some 2 ms, in which the server does nothing else.
 TAKE_COUNT: Final = 64
+TAKE_MEMBERS: Final = 512
 #: Pause after a read that emptied the stream, so that the next read shares its two round trips among more packets.
 GATHER_S: Final = 0.010
 HOUSEKEEPING_S: Final = 1.0
@@ -70,6 +71,18 @@ def run_grouper(
 
 def take(run: Run, entries: Sequence[Entry]) -> list[str]:
     """Hand entries of one shard off into their groups. Returns the outcomes of groups that ended."""
+    outcomes: list[str] = []
+    start = members = 0
+    for position, entry in enumerate(entries):
+        count = entry.fields.get("members", b"").count(b"\n")
+        if position > start and members + count > TAKE_MEMBERS:
+            outcomes += _take(run, entries[start:position])
+            start, members = position, 0
+        members += count
+    return outcomes + _take(run, entries[start:])
+
+
+def _take(run: Run, entries: Sequence[Entry]) -> list[str]:
     shard = run.shard(entries[0].shard)
     keys = shard.keys
     positions: dict[str, int] = {}  # of each group's hash in the list

@@ -16,6 +16,7 @@ local function policy_of(args, first)
 end
 
 local function mask_of(packet)
+  if packet.mask then return packet.mask end
   local mask = {}
   for i, member in ipairs(packet.members) do mask[i] = member.counts and '1' or '0' end
   return table.concat(mask)
@@ -49,6 +50,10 @@ local function short_outcome(usable, policy, otherwise)
   local minimum = tonumber(policy.partial_min_usable)
   if minimum and usable >= minimum then return 'partial' end
   return otherwise
+end
+
+local function has_filter(policy)
+  return policy.zero_variance == '1' or policy.difficulty_low ~= '' or policy.difficulty_high ~= ''
 end
 
 -- Why a group with these rewards is not trained on, or nil.
@@ -158,6 +163,14 @@ local function remove_group(group)
   group.state = 'none'
 end
 
+-- Put a tombstone in the place of the group. Returns the outcome and the group's data source.
+local function close_group(group, outcome, letter, policy)
+  remove_group(group)
+  remember_ended(group.id, letter, tombstone_of(group), policy.dedupe_groups)
+  count('outcome:' .. outcome, 1)
+  return outcome, group.data_source or ''
+end
+
 -- End the group for `outcome`. 'complete' and 'partial' go to the groups log unless a filter drops them; any other outcome
 -- drops the members under its name. `letter` is the first one of the tombstone. Returns the outcome counted and the
 -- group's data source.
@@ -173,10 +186,7 @@ local function end_group(group, outcome, letter, policy)
     for _, packet in ipairs(group.packets) do discard(packet) end
   end
   count('open', -scored - unscored)
-  remove_group(group)
-  remember_ended(group.id, letter, tombstone_of(group), policy.dedupe_groups)
-  count('outcome:' .. outcome, 1)
-  return outcome, group.data_source or ''
+  return close_group(group, outcome, letter, policy)
 end
 
 -- End a group that is complete. Returns what end_group returns.

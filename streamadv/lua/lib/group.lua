@@ -74,10 +74,10 @@ end
 
 -- The producer plays an open group, which counts in pacing (again).
 local function play(group, producer)
-  if group.abandoned == '1' then count('groups_abandoned', -1) end
-  if group.abandoned ~= '0' or group.producer ~= producer then
-    change(group, 'producer', producer)
+  if group.abandoned == '1' then
+    count('groups_abandoned', -1)
     change(group, 'abandoned', '0')
-    group.abandoned, group.producer = '0', producer
   end
+  if group.producer ~= producer then change(group, 'producer', producer) end
+  group.abandoned, group.producer = '0', producer
 end

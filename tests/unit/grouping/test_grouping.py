@@ -38,6 +38,8 @@ from tests.support import (
     unscored,
 )
 
+from .pushing import push_together, push_without_payloads
+
 
 def rewards_of(run: Run, group_id: str = "g") -> list[float | None]:
     return [member.reward for member in references(logged(run)[group_id])]
@@ -233,7 +235,7 @@ def test_garbage_is_swept_once(fake: Connection) -> None:
 
 # A machine against a model
 
-SIZE, PLACES = 2, 3
+SIZE = 2
 IDS = "abcdef"
 KINDS = {
     "usable": lambda g, i: trajectory(g, i, SIZE, reward=0.5),
@@ -261,13 +263,15 @@ def packet_of(entry: Any) -> tuple[str, list[int]]:
 class Pipeline:
     """push, score, cancel, take, expire and crashes in any order: each trajectory is in one place."""
 
-    def __init__(self, minimum: int | None) -> None:
+    def __init__(self, minimum: int | None, slots: int) -> None:
         self.minimum = minimum
+        self.slots = slots
         self.connection = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
         self.producer = Producer(
-            self.connection, "r", settings=RunSettings(redundancy=PLACES - SIZE, partial_min_usable=minimum)
+            self.connection, "r", settings=RunSettings(redundancy=slots - SIZE, partial_min_usable=minimum)
         ).open()
         self.run = join(self.connection, "r")
+        self.run.home.call("lay_out", [1])
         self.groups: dict[str, Group] = {}
         self.stream: list[tuple[str, dict[int, str]]] = []  # packets: group, index -> kind
         self.waiting: set[tuple[str, int]] = set()  # registered, and not yet seen in a packet
@@ -279,36 +283,57 @@ class Pipeline:
     def push(self, group_id: str, records: list[tuple[int, str]]) -> None:
         codes = self.producer.push([KINDS[kind](group_id, index) for index, kind in records]).codes
         group = self.groups.setdefault(group_id, Group())
-        kinds: dict[int, str] = {}  # of two records of an index only one counts
+        kinds: dict[tuple[str, int], str] = {}  # of two records of an index only one counts
         for (index, kind), code in zip(records, codes, strict=True):
             if code != "duplicate":
                 assert index not in group.pushed
                 self._register(group_id, index, kind, code)
-                kinds[index] = kind
+                kinds[group_id, index] = kind
         assert {index for index, _ in records} <= group.pushed
         self._read_stream(kinds)
 
-    def _read_stream(self, kinds: dict[int, str]) -> None:
+    def push_together(self, groups: dict[str, dict[int, str]], with_payloads: bool) -> None:
+        """One call for several groups, as no client repeats it; `with_payloads` False: the server stood still."""
+        records = [
+            [KINDS[kind](group_id, index) for index, kind in kinds.items()]
+            for group_id, kinds in groups.items()
+        ]
+        call = push_together if with_payloads else push_without_payloads
+        for (group_id, kinds), (state, *codes) in zip(
+            groups.items(), call(self.run, *records, slots=self.slots), strict=True
+        ):
+            assert state == "ok"
+            group = self.groups.setdefault(group_id, Group())
+            for (index, kind), code in zip(kinds.items(), codes, strict=True):
+                if code in ("again", "lost"):
+                    assert index not in group.pushed
+                    assert not group.letter
+                    assert code == "again" or (not with_payloads and kind in ("usable", "unscored"))
+                elif code == "duplicate":
+                    assert index in group.pushed
+                else:
+                    assert index not in group.pushed
+                    self._register(group_id, index, kind, code)
+        self._read_stream({(g, index): kind for g, kinds in groups.items() for index, kind in kinds.items()})
+
+    def _read_stream(self, kinds: dict[tuple[str, int], str]) -> None:
         """The packets that have come: each member that was registered in one of them, in ascending order."""
         entries: Any = self.connection.scripts.xrange(self.run.keys.home.rollouts)
         for _, fields in entries[len(self.stream) :]:
             members = parse_members(fields[b"members"])
             assert len({member.kind for member in members}) == 1 or not fields[b"payload"]
-            self.stream.append(
-                (
-                    fields[b"group_id"].decode(),
-                    {member.rollout_index: kinds[member.rollout_index] for member in members},
-                )
-            )
-            for member in members:
-                self.waiting.remove((self.stream[-1][0], member.rollout_index))
+            group_id = fields[b"group_id"].decode()
+            slots = [member.rollout_index for member in members]
+            self.stream.append((group_id, {slot: kinds[group_id, slot] for slot in slots}))
+            for slot in slots:
+                self.waiting.remove((group_id, slot))
         assert not self.waiting
 
     def cancel(self, group_id: str) -> None:
-        ticket = Ticket(group_id, 0, SIZE, PLACES, 0, None)
+        ticket = Ticket(group_id, 0, SIZE, self.slots, 0, None)
         group = self.groups.setdefault(group_id, Group())
-        free = [index for index in range(PLACES) if index not in group.pushed]
-        steps = self.producer._logic.pushes.cancel(ticket, 1, range(PLACES))
+        free = [index for index in range(self.slots) if index not in group.pushed]
+        steps = self.producer._logic.pushes.cancel(ticket, 1, range(self.slots))
         try:
             (code,) = self.producer._drive(steps).codes
         except TrajectoryError:
@@ -319,7 +344,7 @@ class Pipeline:
             assert code == {"c": "surplus", "e": "late"}[group.letter]
         else:
             self._register(group_id, free[-1], "cancelled", code)
-            self._read_stream({free[-1]: "cancelled"})
+            self._read_stream({(group_id, free[-1]): "cancelled"})
 
     def _register(self, group_id: str, index: int, kind: str, code: str) -> None:
         group = self.groups[group_id]
@@ -403,7 +428,7 @@ class Pipeline:
         usable = sum(group.members.values())
         if usable >= SIZE:
             self._end(group_id, "complete", "c")
-        elif usable + group.ended_places >= PLACES:
+        elif usable + group.ended_places >= self.slots:
             self._end(group_id, "partial" if self.minimum and usable >= self.minimum else "incomplete", "c")
 
     def _end(self, group_id: str, outcome: str, letter: str) -> None:
@@ -445,11 +470,17 @@ class Pipeline:
         assert problems(self.run) == []
 
 
-def random_step(draw: random.Random) -> tuple[Any, ...]:
-    group_id, index = draw.choice(IDS), draw.randrange(PLACES)
-    records = [(draw.randrange(PLACES), draw.choice(("usable", "usable", *KINDS))) for _ in range(3)]
+def random_step(draw: random.Random, slots: int) -> tuple[Any, ...]:
+    group_id, index = draw.choice(IDS), draw.randrange(slots)
+
+    def records(count: int) -> list[tuple[int, str]]:
+        kinds = ("usable", "usable", "usable", *KINDS)
+        return [(draw.randrange(slots), draw.choice(kinds)) for _ in range(count)]
+
+    together = {group_id: dict(records(3)) for group_id in draw.sample(IDS, 3)}
     steps: list[tuple[Any, ...]] = [
-        ("push", group_id, records[: draw.randint(1, 3)]),
+        ("push", group_id, records(draw.randint(1, 3))),
+        ("push_together", together, draw.random() < 0.8),
         ("take", draw.choice((1, 3, 9)), draw.random() < 0.2),
         ("take_again",),
         ("cancel", group_id),
@@ -457,18 +488,20 @@ def random_step(draw: random.Random) -> tuple[Any, ...]:
         ("expire", group_id, draw.random() < 0.5),
         ("sweep",),
     ]
-    (step,) = draw.choices(steps, weights=(8, 6, 2, 1, 3, 1, 1))
+    (step,) = draw.choices(steps, weights=(8, 3, 7, 2, 1, 3, 1, 1))
     return step
 
 
-@settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 2**32), minimum=st.sampled_from([None, 1]))
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), minimum=st.sampled_from([None, 1]), slots=st.sampled_from([SIZE, SIZE + 1])
+)
 @pytest.mark.slow
-def test_each_trajectory_is_in_one_place(seed: int, minimum: int | None) -> None:
-    draw, pipeline = random.Random(seed), Pipeline(minimum)
+def test_each_trajectory_is_in_one_place(seed: int, minimum: int | None, slots: int) -> None:
+    draw, pipeline = random.Random(seed), Pipeline(minimum, slots)
     try:
         for _ in range(60):
-            name, *arguments = random_step(draw)
+            name, *arguments = random_step(draw, slots)
             getattr(pipeline, name)(*arguments)
             pipeline.check()
     finally:
