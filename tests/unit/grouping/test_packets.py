@@ -52,7 +52,8 @@ def test_a_whole_group_is_one_packet_and_one_entry(run: Run) -> None:
     assert problems(run) == []
     assert group_all(run) == ["complete"]
     (group,) = logged(run).values()
-    assert (len(group.packets), group.packet_of, group.position_of) == (1, (0,) * 8, tuple(range(8)))
+    assert len(group.packets) == 1
+    assert (list(group.packet_of), list(group.position_of)) == ([0] * 8, list(range(8)))
     assert group.members.table["reward"].tolist() == [float(index) for index in range(8)]
     assert problems(run) == []
 
@@ -190,7 +191,7 @@ def test_members_of_a_packet_may_be_scored_apart(run: Run) -> None:
     (group,) = logged(run).values()
     assert [(member.rollout_index, member.reward) for member in group.references] == [(1, 0.5), (2, 0.25)]
     assert [member.rewards for member in group.references] == [{"style": 0.5}, {}]
-    assert group.position_of == (1, 2)
+    assert list(group.position_of) == [1, 2]
     assert problems(run) == []
 
 
