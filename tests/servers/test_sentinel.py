@@ -41,16 +41,24 @@ def test_the_master_is_killed_in_mid_run(sentinels: Sentinels, run: str) -> None
 async def test_a_connection_to_a_former_master_is_given_up(sentinels: Sentinels) -> None:
     """It answers READONLY; nor is a new one taken while what the Sentinels name is no master."""
     master, replica = sentinels.master(), sentinels.replica()
+    write = ("return redis.call('SET', KEYS[1], '1')", 1, "pipelined")
     async with AsyncConnection(sentinels.url) as other:
         with Connection(sentinels.url) as connection:
             connection.push.set("key", b"1")
             await other.push.set("key", b"1")
+            pipelined = other.pipelined
+            assert pipelined is not None
+            await pipelined.eval(*write)
             master.ask("REPLICAOF", "127.0.0.1", replica.port)  # keeps its connections, unlike a failover
             try:
                 with pytest.raises(redis.exceptions.ConnectionError, match="is now a slave"):
                     connection.push.set("key", b"2")
                 with pytest.raises(redis.exceptions.ConnectionError, match="is now a slave"):
                     await other.push.set("key", b"3")
+                with pytest.raises(redis.exceptions.ReadOnlyError):
+                    await pipelined.eval(*write)
+                with pytest.raises(redis.exceptions.ConnectionError, match="not yet, the master"):
+                    await pipelined.eval(*write)
                 for client in (connection.push, connection.scripts):
                     with pytest.raises(redis.exceptions.ConnectionError, match="not yet, the master"):
                         client.get("key")
@@ -60,6 +68,7 @@ async def test_a_connection_to_a_former_master_is_given_up(sentinels: Sentinels)
                 master.ask("REPLICAOF", "NO", "ONE")
             assert connection.push.set("key", b"4")
             assert await other.push.get("key") == b"4"
+            assert await pipelined.eval(*write) == b"OK"
     until(lambda: replica.in_sync, "the replica follows again")
 
 
