@@ -99,8 +99,9 @@ class Lifecycle(RuleBasedStateMachine):
             with suppress(GroupEndedError):
                 self.producer.begin_group(SIZE, group_id=group_id, timeout=0)
         elif kind == "push":
-            make = trajectory if data.draw(st.booleans()) else unscored
-            self.producer.push([make(group_id, index, SIZE)])
+            members = data.draw(st.lists(st.tuples(indices, st.booleans()), min_size=1, max_size=3))
+            makes = {True: trajectory, False: unscored}
+            self.producer.push([makes[has_reward](group_id, place, SIZE) for place, has_reward in members])
         elif kind == "score":
             self.producer.score(group_id, index, data.draw(st.sampled_from([0.0, 1.0, None])))
         elif kind == "cancel":
