@@ -210,10 +210,10 @@ def test_a_worker_whose_publisher_fails_ends_with_the_error(
     monkeypatch.setattr(poison, "compute", count)
     monkeypatch.setattr(worker, "publish", fail)
     with producing(redis_url, run) as producer:
-        push_groups(producer, 6, 130)
+        push_groups(producer, 6)
         joined = join(redis_url, run)
         group_all(joined)
-        queue = TrainerQueue(redis_url, run, batch_groups=6)
+        queue = TrainerQueue(redis_url, run, batch_groups=1, prefetch=5)
         with pytest.raises(Exception, match="no new group"):
             queue.next_batch(timeout=0)
         with pytest.raises(ZeroDivisionError):
