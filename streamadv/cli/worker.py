@@ -80,6 +80,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--difficulty-low", type=float, metavar="R", help="drop groups with mean reward <= R")
     group.add_argument("--difficulty-high", type=float, metavar="R", help="drop groups with mean reward >= R")
+    group.add_argument(
+        "--filter-by",
+        metavar="NAME",
+        help="what these filters judge: a named reward, or a number in metadata",
+    )
     group.add_argument("--scorers", type=_names, metavar="A,B", help="visited in this order (default none)")
     group.add_argument("--max-trajectory-bytes", type=int, metavar="B", help="default 4 MiB")
     group.add_argument(

@@ -230,7 +230,10 @@ class Scorer:
             with suppress(ScoreError):
                 item.packet.verdicts[item.position] = rewards_of(answer, self._name, item.reference)
         scored = dict.fromkeys(item.packet for item in items if item.packet.is_scored)
-        self._hand_off(consumer, [(packet, packet.hand_off(self._next)) for packet in scored])
+        self._hand_off(
+            consumer,
+            [(packet, self._scored(packet)) for packet in scored],
+        )
 
     def _score_alone(
         self, consumer: Consumer, item: UnscoredTrajectory, score: ScoreFunction
@@ -261,7 +264,7 @@ class Scorer:
 
     def _pass_on(self, consumer: Consumer, packet: WaitingPacket) -> None:
         """Hand a packet on all of whose members have their verdicts."""
-        self._hand_off(consumer, [(packet, packet.hand_off(self._next))])
+        self._hand_off(consumer, [(packet, self._scored(packet))])
 
     def _ask(
         self, items: Sequence[UnscoredTrajectory], score: ScoreFunction, stop: threading.Event
@@ -269,6 +272,9 @@ class Scorer:
         references, payloads = [item.reference for item in items], [item.payload for item in items]
         with metrics.timed(self._name, "score"):
             return ask(score, references, payloads, f"scorer {self._name}", self._timeout_s, stop)
+
+    def _scored(self, packet: WaitingPacket) -> HandOff:
+        return packet.hand_off(self._next, self._run.manifest.filter_by)
 
     def _hand_off(self, consumer: Consumer, packets: Sequence[tuple[WaitingPacket, HandOff]]) -> None:
         """Pass packets of one shard on."""

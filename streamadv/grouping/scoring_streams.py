@@ -56,15 +56,20 @@ class WaitingPacket:
     def is_scored(self) -> bool:
         return len(self.verdicts) == len(self.usable)
 
-    def hand_off(self, target: str | None) -> HandOff:
-        """The packet with its rewards, for the scorer `target` or None: for the grouper, also if all are unscorable."""
+    def hand_off(self, target: str | None, filter_by: str) -> HandOff:
+        """The packet with its rewards, for the scorer `target` or None: for the grouper, also if all are unscorable.
+
+        filter_by: of the run. Without a named reward of this name the reward itself is judged.
+        """
         members = _with_rewards(self.stored.members, self.verdicts)
         text = ""
         for position, line in enumerate(self.lines):
             has_reward = self.verdicts.get(position) is not None
             kind = USABLE if has_reward else "unscorable"
-            reward = float(members.table["reward"][position]) if has_reward else None
-            text += member_line(line.rollout_index, kind, reward, line.role)
+            named = members.rewards.get(filter_by)
+            reward = float(members.table["reward"][position])
+            value = reward if named is None or np.isnan(named[position]) else float(named[position])
+            text += member_line(line.rollout_index, kind, value if has_reward else None, line.role)
         fields: dict[str, Any] = {
             **self.entry.fields,
             "members": text,

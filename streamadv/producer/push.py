@@ -13,7 +13,7 @@ from ..errors import Busy, TrajectoryError
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Wait
-from ..trajectory.packet import Packet
+from ..trajectory.packet import REWARD, Packet
 from ..trajectory.packet_encoding import encode_packets, ended_packets
 from ..trajectory.plain_records import plain_packets, plain_trajectories
 from ..trajectory.schema import Trajectory
@@ -51,8 +51,11 @@ class Pushes:
         first = trajectories[0]
         slots = ticket.slots if ticket is not None else first.group_size + redundancy
         spec = GroupSpec(first.group_id, first.group_size, slots, first.data_source)
-        limit = self._membership.manifest.max_trajectory_bytes
-        packets = plain_trajectories(trajectories, limit) or encode_packets(trajectories, limit)
+        manifest = self._membership.manifest
+        limit, packets = manifest.max_trajectory_bytes, None
+        if manifest.filter_by == REWARD:
+            packets = plain_trajectories(trajectories, limit)
+        packets = packets or encode_packets(trajectories, limit, manifest.filter_by)
         if ticket is not None:
             return (yield from self._send_slices(spec, packets, ticket.epoch, None))
         budget = self._admission.budget_for_new(spec.group_id)
@@ -60,7 +63,9 @@ class Pushes:
 
     def plain_packets(self, records: Sequence[Any], ticket: Ticket) -> list[Packet] | None:
         """For `push_plain`; None if the records of the ticket's group are not all plain."""
-        return plain_packets(records, ticket, self._membership.manifest.max_trajectory_bytes)
+        manifest = self._membership.manifest
+        is_plain = manifest.filter_by == REWARD
+        return plain_packets(records, ticket, manifest.max_trajectory_bytes) if is_plain else None
 
     def push_plain(self, packets: Sequence[Packet], ticket: Ticket) -> Steps[PushResult]:
         """`push` of plain records: nobody has to bring their rewards, and they have no extra columns."""
@@ -113,11 +118,13 @@ class Pushes:
         """Bring the reward of a pushed trajectory: 'scored', 'duplicate', 'ended' or 'unknown'."""
         checked = check_score(group_id, rollout_index, reward, rewards)
         score: dict[str, Any] = {"reward": checked.reward} | ({"rewards": checked.rewards} if rewards else {})
-        value = "" if checked.reward is None else repr(checked.reward)
+        value = None  # unscorable
+        if checked.reward is not None:
+            value = checked.rewards.get(self._membership.manifest.filter_by, checked.reward)
         call = script_call(
             "score",
             self._membership.keys_of(group_id),
-            [group_id, checked.rollout_index, value, json.dumps(score)],
+            [group_id, checked.rollout_index, "" if value is None else repr(value), json.dumps(score)],
             group=group_id,
         )
 

@@ -26,6 +26,8 @@ from ..errors import ManifestMismatchError, SettingError
 from ..messages import brief, first_problem
 from ..store.keys import EntryKeys, RunKeys, check_run_name, find_salt
 from ..store.scripts import ScriptCall, script_call
+from ..trajectory.fields import ShortText
+from ..trajectory.packet import REWARD
 from ..trajectory.payload import SCHEMA_VERSION
 from ..trajectory.schema import MAX_GROUP_SIZE
 
@@ -43,6 +45,7 @@ DEFAULTS: Final[dict[str, Any]] = {
     "zero_variance_filter": False,
     "difficulty_low": None,
     "difficulty_high": None,
+    "filter_by": REWARD,
     "scorers": (),
     "max_trajectory_bytes": 4 << 20,
     "max_bytes": None,
@@ -65,6 +68,9 @@ class RunSettings(BaseModel):
     zero_variance_filter: bool | None = None  # drop groups whose rewards are all equal
     difficulty_low: FiniteFloat | None = None  # drop groups with mean reward <= this
     difficulty_high: FiniteFloat | None = None  # drop groups with mean reward >= this
+    filter_by: ShortText | None = (
+        None  # what these filters judge: "reward", a named reward, or a number in metadata
+    )
     scorers: tuple[ScorerName, ...] | None = None  # visited in this order by trajectories without reward
     max_trajectory_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] | None = None
     max_bytes: Annotated[int, Field(ge=1 << 20)] | None = None  # of the run; default from the server's memory
@@ -109,6 +115,7 @@ class Manifest(BaseModel):
     zero_variance_filter: bool
     difficulty_low: float | None
     difficulty_high: float | None
+    filter_by: str
     scorers: tuple[str, ...]
     max_trajectory_bytes: int
     max_bytes: int | None

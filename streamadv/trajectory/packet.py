@@ -27,6 +27,10 @@ MAX_PACKET_BYTES: Final = 256 << 10
 LARGE_COLUMN: Final = 32 << 10
 
 
+#: What filters judge unless the run says otherwise, see `filter_value`.
+REWARD: Final = "reward"
+
+
 class Packet(NamedTuple):
     """An encoded packet. Kept for a while, so it holds little that the garbage collector walks."""
 
@@ -82,6 +86,21 @@ def stored_bytes(fields: Mapping[Any, Any]) -> int:
         else:
             size += len(value) if isinstance(value, bytes) else value.nbytes
     return size
+
+
+def filter_value(
+    name: str, reward: float | None, rewards: Mapping[str, float], metadata: Mapping[str, Any]
+) -> float | None:
+    """The number by which a run with `filter_by` = `name` judges a member; None while it has no reward.
+
+    Raises ValueError if the member has no such reward, and no number of this name in its metadata.
+    """
+    if name == REWARD or reward is None:
+        return reward
+    value = rewards.get(name, metadata.get(name))
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"has no reward and no number {brief(name)}, by which the run filters (filter_by)")
+    return float(value)
 
 
 def member_line(index: int, kind: str, reward: float | None, role: str) -> str:

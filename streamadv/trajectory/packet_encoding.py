@@ -14,7 +14,16 @@ from ..errors import TrajectoryError
 from .columns import HEADER, OUTPUT_COLUMNS, REQUIRED_COLUMNS, Array
 from .member_table import decode_table, encode_table
 from .members import members_of, offsets, spans
-from .packet import Packet, end_to_end, field_of, member_line, split_packets, stored_bytes
+from .packet import (
+    REWARD,
+    Packet,
+    end_to_end,
+    field_of,
+    filter_value,
+    member_line,
+    split_packets,
+    stored_bytes,
+)
 from .schema import Column, Role, Trajectory
 
 #: Of the header of a payload.
@@ -36,15 +45,17 @@ class _Group:
 
     size: int
     data_source: str | None
+    filter_by: str = REWARD  # what the run's filters judge
 
 
-def encode_packets(trajectories: Sequence[Trajectory], limit: int) -> list[Packet]:
+def encode_packets(trajectories: Sequence[Trajectory], limit: int, filter_by: str = REWARD) -> list[Packet]:
     """Packets of the trajectories of one group, to be sent in this order.
 
     If a rollout_index stands in two trajectories, the second one is in a later packet. Raises TrajectoryError for more
-    than `limit` bytes in a trajectory, for a header above MAX_HEADER_BYTES, and for rows that differ in their columns.
+    than `limit` bytes in a trajectory, for a header above MAX_HEADER_BYTES, for rows that differ in their columns, and
+    for a trajectory without the number `filter_by`.
     """
-    group = _Group(trajectories[0].group_size, trajectories[0].data_source)
+    group = _Group(trajectories[0].group_size, trajectories[0].data_source, filter_by)
     parts = [_part(trajectory, group, limit) for trajectory in trajectories]
     order = _order([trajectory.rollout_index for trajectory in trajectories], [part.kind for part in parts])
     ranges = split_packets([key for key, _ in order], [parts[position].size for _, position in order])
@@ -129,13 +140,22 @@ def _order(indices: Sequence[int], kinds: Sequence[object]) -> list[tuple[tuple[
     return [(key, position) for key, _, position in sorted(order)]
 
 
+def _line(member: Trajectory, filter_by: str) -> str:
+    kind, value = kind_of(member), member.reward
+    if kind == "usable":
+        try:
+            value = filter_value(filter_by, member.reward, member.rewards, member.metadata)
+        except ValueError as error:
+            where = f"{member.group_id}/{member.rollout_index}"
+            raise TrajectoryError(f"trajectory {where} {error}") from error
+    return member_line(member.rollout_index, kind, value, member.role)
+
+
 def _packet(
     group: _Group, positions: Sequence[int], members: Sequence[Trajectory], parts: Sequence[_Part]
 ) -> Packet:
     indices = tuple(member.rollout_index for member in members)
-    text = "".join(
-        member_line(member.rollout_index, kind_of(member), member.reward, member.role) for member in members
-    )
+    text = "".join(_line(member, group.filter_by) for member in members)
     names = list(parts[0].columns)
     if not names:
         return Packet(tuple(positions), indices, text, b"", 0, {})

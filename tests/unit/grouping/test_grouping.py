@@ -104,6 +104,45 @@ def test_filters_look_at_rewards(
     assert problems(run) == []
 
 
+NAMED = {"zero_variance_filter": True, "filter_by": "correct"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "outcome"),
+    [
+        ({"rewards": {"correct": 1.0}}, "zero_variance"),
+        ({"metadata": {"correct": 1}}, "zero_variance"),
+        ({"metadata": {"correct": True}, "rewards": {"style": 1.0}}, "zero_variance"),
+    ],
+)
+def test_filters_look_at_what_the_run_names(fake: Connection, fields: dict[str, Any], outcome: str) -> None:
+    with producing(fake, "r", NAMED) as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", index, reward=float(index), **fields) for index in range(2)])
+        assert group_all(run) == [outcome]
+        producer.push(
+            [trajectory("h", n, reward=0.5, rewards={"correct": float(n)}) for n in range(2)]
+        )  # equal rewards
+        assert group_all(run) == ["complete"]
+        with pytest.raises(TrajectoryError, match="correct"):
+            producer.push([trajectory("i", 0)])
+    assert problems(run) == []
+
+
+def test_filters_look_at_what_a_score_names(fake: Connection) -> None:
+    with producing(fake, "r", NAMED) as producer:
+        run = join(fake, "r")
+        for group_id, named in (("g", {"correct": 1.0}), ("h", {})):
+            producer.push([unscored(group_id, index) for index in range(2)])
+            group_all(run)
+            for index in range(2):
+                producer.score(group_id, index, float(index), rewards=named)
+        group_all(run)
+        assert ledger(run)["dropped"] == {"zero_variance": 2}
+        assert [member.reward for member in logged(run)["h"].references] == [0.0, 1.0]
+    assert problems(run) == []
+
+
 def test_filters_do_not_look_at_baselines(fake: Connection) -> None:
     with producing(fake, "r", {"zero_variance_filter": True}) as producer:
         run = join(fake, "r")

@@ -20,6 +20,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "zero_variance_filter": (True, False),
     "difficulty_low": (0.1, 0.2),
     "difficulty_high": (0.9, 0.8),
+    "filter_by": ("correct", "style"),
     "scorers": (["a", "b"], ["b", "a"]),
     "max_trajectory_bytes": (1 << 20, 1 << 21),
     "max_bytes": (1 << 30, 1 << 31),
