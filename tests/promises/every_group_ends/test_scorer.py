@@ -120,6 +120,21 @@ ANSWERS: dict[str, Callable[[], Any]] = {
 }
 
 
+def test_filters_judge_the_named_reward_that_a_scorer_brings(redis_url: str, run: str) -> None:
+    def judge(references: Sequence[Reference], _: Sequence[Payload]) -> list[Any]:
+        return [{"correct": 1.0, "style": float(item.rollout_index)} for item in references]
+
+    settings = {"scorers": ("judge",), "zero_variance_filter": True, "filter_by": "correct"}
+    with producing(redis_url, run, settings) as producer:
+        joined = join(redis_url, run)
+        producer.push([unscored("g", index, 2) for index in range(2)])
+        scorer = Scorer(redis_url, run, "judge")
+        with threads(lambda stop: scorer.run(judge, stop)):
+            wait_for_rollouts(joined, 2)
+        assert group_all(joined) == ["zero_variance"]
+    assert problems(joined) == []
+
+
 def test_a_trajectory_without_a_score_is_unscorable_alone(
     redis_url: str, run: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -139,7 +139,7 @@ def test_filters_look_at_what_a_score_names(fake: Connection) -> None:
                 producer.score(group_id, index, float(index), rewards=named)
         group_all(run)
         assert ledger(run)["dropped"] == {"zero_variance": 2}
-        assert [member.reward for member in logged(run)["h"].references] == [0.0, 1.0]
+        assert [member.reward for member in references(logged(run)["h"])] == [0.0, 1.0]
     assert problems(run) == []
 
 
