@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from ..errors import ProcessEndedError
 from ..run import find_run
 from ..status.audit import delete_run
 from ..store.connection import Connection
@@ -119,7 +120,10 @@ def measure_pipeline(
         with Watch(url) as watch:
             windows, slowest = measure_line(url, line, ways, watch, seconds, repeat)
         if python is not None and kind == PEERS_BESIDE:
-            windows |= measure_transferqueue(url, line, python, seconds, repeat)
+            try:
+                windows |= measure_transferqueue(url, line, python, seconds, repeat)
+            except ProcessEndedError as error:  # what was measured before it stays
+                say(f"TransferQueue is left out at {line.name}: {error}")
         own = {way: windows.pop(way) for way in ways}
         for way, window in own.items():
             yield record(line, way, window, windows) | slowest[way]
