@@ -224,6 +224,19 @@ def test_a_foreign_packet_takes_no_member_twice(run: Run) -> None:
     assert ledger(run)["queued"] == 3
 
 
+def test_a_copy_of_a_whole_group_is_removed(run: Run) -> None:
+    """Taken in one call with the genuine packet."""
+    keys, scripts = run.keys.home, run.connection.scripts
+    push_together(run, whole("g"))
+    ((_, fields),) = scripts.xrange(keys.rollouts)
+    scripts.xadd(keys.rollouts, fields)
+    assert group_all(run) == ["complete"]
+    counters = scripts.hgetall(keys.ledger)
+    assert [int(counters[name]) for name in (b"rollouts", b"rollouts_packets", b"malformed")] == [0, 0, 1]
+    assert len(payload_keys(run)) == 1
+    assert problems(run) == []
+
+
 def test_packets_that_come_after_the_end_of_their_group_are_dropped_whole(run: Run) -> None:
     push_together(run, whole("late", 3), [ended("short", 0, 2, "failed")])
     make_overdue(run, "late")
