@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -127,18 +127,21 @@ class _Entry(NamedTuple):
 
 
 def parse_groups(
-    keys: RunKeys, entries: Iterable[tuple[int, bytes, Mapping[bytes, bytes]]]
+    keys: RunKeys, entries: Sequence[tuple[int, bytes, Mapping[bytes, bytes]]]
 ) -> list[LoggedGroup]:
     """Parse entries of groups logs (shard, id, fields), and fill in rewards that came after the push.
 
     An entry that is no group is `malformed`; a group whose members cannot be read has a `problem`.
     """
-    parsed = [_parse_entry(keys, *entry) for entry in entries]
+    prefixes = {shard: keys.shard(shard).payload("") for shard in {entry[0] for entry in entries}}
+    parsed = [_parse_entry(keys, prefixes[entry[0]], *entry) for entry in entries]
     members = _read_together(parsed) or map(_read_alone, parsed)
     return [LoggedGroup(**entry.group, **fields) for entry, fields in zip(parsed, members, strict=True)]
 
 
-def _parse_entry(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes, bytes]) -> _Entry:
+def _parse_entry(
+    keys: RunKeys, payload_prefix: str, shard: int, entry: bytes, fields: Mapping[bytes, bytes]
+) -> _Entry:
     try:
         missing = [name for name in _GROUP_FIELDS if name not in fields]
         if missing:
@@ -146,7 +149,7 @@ def _parse_entry(keys: RunKeys, shard: int, entry: bytes, fields: Mapping[bytes,
         group_id = fields[b"group_id"].decode()
         if not group_id or keys.shard_of(group_id) != shard:
             raise ValueError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
-        lines = _payload_lines(fields[b"payloads"].decode(), keys.shard(shard).payload(""))
+        lines = _payload_lines(fields[b"payloads"].decode(), payload_prefix)
         count = sum([line.mask.count("1") for line in lines])
         if int(fields[b"count"]) != count or count == 0:
             raise ValueError(f"count is {brief(fields[b'count'])}, {count} members count by their masks")
