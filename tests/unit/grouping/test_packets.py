@@ -224,6 +224,14 @@ def test_a_foreign_packet_takes_no_member_twice(run: Run) -> None:
     assert ledger(run)["queued"] == 3
 
 
+def test_a_whole_group_without_anything_to_train_on_is_dropped(run: Run) -> None:
+    push_together(run, whole("g", role="baseline"))
+    assert group_all(run) == ["no_train_members"]
+    assert ledger(run)["dropped"] == {"no_train_members": 2}
+    assert payload_keys(run) == []
+    assert problems(run) == []
+
+
 def test_a_copy_of_a_whole_group_is_removed(run: Run) -> None:
     """Taken in one call with the genuine packet."""
     keys, scripts = run.keys.home, run.connection.scripts
