@@ -38,10 +38,10 @@ BOUNDS = {
     "grpo+kl": Cost(7.2, 0.70, 690, 750),
     "gae+kl": Cost(7.3, 0.71, 690, 740),
 }
-#: Of each further trajectory in a packet.
+#: Of each further trajectory in a packet. A call of a script takes a bounded number of them, so a few calls more.
 FURTHER = {
-    "grpo": Cost(0.01, 0.01, 210, 335),
-    "gae+kl": Cost(0.01, 0.01, 210, 335),
+    "grpo": Cost(0.03, 0.01, 210, 335),
+    "gae+kl": Cost(0.03, 0.01, 210, 335),
 }
 LARGE_GROUP = 48  # one packet still
 

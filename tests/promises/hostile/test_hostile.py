@@ -431,7 +431,7 @@ def test_removed_items_are_shown_and_purged_and_cannot_be_requeued(
     (item,) = list_dead(logged)
     assert item.group_id.startswith("rollouts/")
     assert (item.reason, item.trajectories, item.detail) == ("malformed", 0, "group_id is missing")
-    assert "junk" in show_dead(logged, item.group_id).members
+    assert "junk" in show_dead(logged, item.group_id).text
     with pytest.raises(StreamadvError, match="is no group"):
         requeue(logged, item.group_id)
     where = ["--redis", logged.connection.url, "--run", logged.name]
