@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,46 +21,9 @@ from ..grouping.layout import Layout
 from ..trajectory.columns import Array, count_ones
 from ..trajectory.members import HAS_REWARD, NO_STATE, STATUSES, Members, Positions, offsets
 from ..trajectory.schema import Status, Trajectory
+from .packable import Packable
 from .packed import PackedBatch, Steps
 from .packed_checks import BUILT
-
-
-class StepLike(Protocol):
-    """A turn: a `schema.Step`, or a `reference.StepSpan`."""
-
-    @property
-    def row(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def reward(self) -> float: ...
-    @property
-    def state_key(self) -> str | None: ...
-
-
-class Packable(Protocol):
-    """What `pack` reads of a trajectory; its columns come separately.
-
-    A trajectory with named rewards also has `rewards`, Mapping[str, float]; one with a status has `status`, and
-    `data_source`, a text or None, where statistics are taken by source.
-    """
-
-    @property
-    def group_id(self) -> str: ...
-    @property
-    def rollout_index(self) -> int: ...
-    @property
-    def reward(self) -> float | None: ...
-    @property
-    def is_baseline(self) -> bool: ...
-    @property
-    def row_lengths(self) -> Sequence[int]: ...
-    @property
-    def row_trainable(self) -> Sequence[int]: ...
-    @property
-    def steps(self) -> Sequence[StepLike]: ...
 
 
 def pack(

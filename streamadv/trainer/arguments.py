@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..errors import SettingError
 
 
@@ -18,3 +21,12 @@ def check_arguments(
         raise SettingError(f"commit is {commit!r}, needs 'each_batch' or 'manual'")
     if not durability_window >= 0:
         raise SettingError(f"durability_window is {durability_window}, needs 0 or more seconds")
+
+
+def check_state(state: Mapping[str, Any], run: str) -> None:
+    """Raise SettingError unless `state` is what `state_dict` of a queue of this run returned."""
+    missing = {"run", "version", "groups"} - state.keys()
+    if missing:
+        raise SettingError(f"state has no {sorted(missing)[0]!r}: give what state_dict() returned")
+    if state["run"] != run:
+        raise SettingError(f"state is of run {state['run']!r}, this queue reads {run!r}")

@@ -34,7 +34,7 @@ from ..run.manifest import RunSettings
 from ..status.watchdog import Limits, Watchdog, why_no_batch
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, T, patiently
-from .arguments import check_arguments
+from .arguments import check_arguments, check_state
 from .late_columns import LateColumn, check_late, pushed_columns
 from .microbatch import Batch
 from .patience import Patience
@@ -259,11 +259,7 @@ class TrainerQueue(IterableDataset[Batch]):
         every rank with the same state; `next_batch` of a rank above 0 waits for rank 0's call. Raises SettingError for
         the state of another run, or none.
         """
-        missing = {"run", "version", "groups"} - state.keys()
-        if missing:
-            raise SettingError(f"state has no {sorted(missing)[0]!r}: give what state_dict() returned")
-        if state["run"] != self._run_name:
-            raise SettingError(f"state is of run {state['run']!r}, this queue reads {self._run_name!r}")
+        check_state(state, self._run_name)
         self._progress.load(state)
         self._sessions.end()
         self._current = None

@@ -23,7 +23,7 @@ class StepSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One trajectory, of a batch or for a scorer. Satisfies `algorithms.packed.Packable`."""
+    """One trajectory, of a batch or for a scorer. Satisfies `algorithms.packable.Packable`."""
 
     group_id: str
     rollout_index: int
