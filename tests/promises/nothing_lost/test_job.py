@@ -411,7 +411,7 @@ def test_a_rank_that_came_by_an_epoch_leaves_out_what_it_cannot_read(server_of_j
     assert leader.epoch == 2
     scripts: Any = joined.connection.scripts
     for _, fields in scripts.xrange(joined.keys.home.groups):
-        scripts.delete(*(line.rpartition(b" ")[0] for line in fields[b"payloads"].split(b"\n")))
+        scripts.delete(*(line.split(b" ")[0] for line in fields[b"payloads"].split(b"\n")))
     theirs = given(ranks[1], joined)
     assert (theirs.id, theirs.delivered) == (mine.id, [])
     for queue, batch in zip(ranks, (mine, theirs), strict=True):
@@ -740,7 +740,7 @@ def test_dead_groups_hold_nobody_up(server_of_job: Server, run: str, lost: str) 
     (queue,) = ranks_of(joined, 1, batch_groups=4, max_staleness=0)
     scripts: Any = joined.connection.scripts
     for _, fields in scripts.xrange(joined.keys.home.groups, count=2):
-        scripts.delete(*(line.rpartition(b" ")[0] for line in fields[b"payloads"].split(b"\n")))
+        scripts.delete(*(line.split(b" ")[0] for line in fields[b"payloads"].split(b"\n")))
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
     compute_all(joined)
