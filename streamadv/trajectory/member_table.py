@@ -223,44 +223,30 @@ def packets_problem(members: Members, sizes: Sequence[int], counts: Sequence[int
     members: of all packets, end to end. sizes, counts: payload bytes and members of each, one member at least.
     """
     table, rows = members.table, members.rows
-    flags = table["flags"]
     tokens = rows["tokens"].astype(np.int64)
     first = offsets(np.asarray(counts))[:-1]  # of each payload
     ascends = np.diff(table["index"].astype(np.int64), prepend=-1) > 0
     ascends[first] = True
-    checks = (
-        ("index", bool(ascends.all()), "is not in ascending order"),
-        ("status", bool((table["status"] < len(STATUSES)).all()), "is unknown"),
-        ("flags", bool((flags <= _ALL_FLAGS).all()), "are unknown"),
-        ("rows", bool(((table["rows"] >= 1) & (table["rows"] <= MAX_ROWS)).all()), "is not 1..4096"),
-        (
-            "tokens",
-            bool(((tokens >= 1) & (tokens <= MAX_ROW_TOKENS)).all()),
-            "of a row is none of its lengths",
-        ),
-        ("trainable", bool((rows["trainable"] <= rows["tokens"]).all()), "is above the row's tokens"),
-        ("reward", bool(np.isfinite(table["reward"]).all()), "is not finite"),
-        (
-            "versions",
-            bool(((table["oldest"] >= 0) & (table["oldest"] <= table["newest"])).all()),
-            "end before they start",
-        ),
-        ("steps", bool((table["steps"] <= MAX_STEPS).all()), f"are more than {MAX_STEPS}"),
-        (
-            "size",
-            bool((np.add.reduceat(table["size"].astype(np.int64), first) <= sizes).all()),
-            "is more than the payload has",
-        ),
-    )
-    for name, is_right, problem in checks:
-        if not is_right:
-            return f"{name} {problem}"
+    sizes_fit = np.add.reduceat(table["size"].astype(np.int64), first) <= sizes
+    checks = {
+        "index is not in ascending order": ascends,
+        "status is unknown": table["status"] < len(STATUSES),
+        "flags are unknown": table["flags"] <= _ALL_FLAGS,
+        f"rows is not 1..{MAX_ROWS}": (table["rows"] >= 1) & (table["rows"] <= MAX_ROWS),
+        "tokens of a row is none of its lengths": (tokens >= 1) & (tokens <= MAX_ROW_TOKENS),
+        "trainable is above the row's tokens": rows["trainable"] <= rows["tokens"],
+        "reward is not finite": np.isfinite(table["reward"]),
+        "versions end before they start": (table["oldest"] >= 0) & (table["oldest"] <= table["newest"]),
+        f"steps are more than {MAX_STEPS}": table["steps"] <= MAX_STEPS,
+        "size is more than the payload has": sizes_fit,
+    }
+    for problem, is_right in checks.items():
+        if not is_right.all():
+            return problem
     first_row = members.first_row[:-1]
-    sums_agree = (np.add.reduceat(tokens, first_row) == table["tokens"]).all() and (
-        np.add.reduceat(rows["trainable"].astype(np.int64), first_row) == table["trainable"]
-    ).all()
-    if not sums_agree:
-        return "tokens are not the sum of the rows"
+    for name, of_rows in (("tokens", tokens), ("trainable", rows["trainable"].astype(np.int64))):
+        if (np.add.reduceat(of_rows, first_row) != table[name]).any():
+            return "tokens are not the sum of the rows"
     if (np.add.reduceat(table["tokens"], first) * MIN_TOKEN_BYTES > sizes).any():
         return f"rows have {int(tokens.sum())} tokens, the payload has {sum(sizes)} bytes"
     if any(np.isinf(values).any() for values in members.rewards.values()):

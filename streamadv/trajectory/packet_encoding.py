@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -217,6 +218,7 @@ def version_of(oldest: int, newest: int) -> int | tuple[int, int]:
     return oldest if oldest == newest else (oldest, newest)
 
 
+@lru_cache(256)
 def header_head(group_size: int, data_source: str | None) -> bytes:
     """The header of a packet whose members add nothing to it."""
     head: dict[str, Any] = {"group_size": group_size}

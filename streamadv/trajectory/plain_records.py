@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 from pydantic_core import to_json
 
-from .columns import HEADER, KNOWN_COLUMNS, REQUIRED_COLUMNS, Array
+from .columns import HEADER, KNOWN_COLUMNS, REQUIRED_COLUMNS, check_values
 from .member_table import plain_table
 from .members import BASELINE, HAS_REWARD, HAS_VERSION, MEMBER, STATUSES
 from .packet import Packet, field_of, member_line, split_packets, stored_bytes
@@ -123,7 +123,7 @@ def _packets(
         return None
     packets = []
     for start, stop in split_packets([None] * len(members), [member.size for member in members]):
-        packet = _packet(members[start:stop], _head(group_size, data_source), columns)
+        packet = _packet(members[start:stop], header_head(group_size, data_source), columns)
         if packet is None:
             return None
         packets.append(packet)
@@ -156,11 +156,7 @@ def _is_plain_group(group: Defaults) -> bool:
 
 
 def _member(
-    position: int,
-    record: Mapping[str, Any],
-    defaults: Defaults,
-    columns: Columns,
-    width: int,
+    position: int, record: Mapping[str, Any], defaults: Defaults, columns: Columns, width: int
 ) -> _Member | None:
     get = record.get
     index, reward = get("rollout_index", defaults.rollout_index), get("reward")
@@ -180,21 +176,40 @@ def _member(
         or not (version is None or (type(version) is int and 0 <= version < _MAX_VERSION))
     ):
         return None
-    ids = record["input_ids"]
-    if type(ids) is not np.ndarray or ids.ndim != 1 or not ids.size:
+    tokens = _tokens(record, columns)
+    header = _header(get("metadata", {}), defaults.metadata)
+    if not tokens or header is None:
         return None
+    return _made(position, index, tokens, width, reward, status, role, version, header, record)
+
+
+def _tokens(record: Mapping[str, Any], columns: Columns) -> int:
+    """The tokens of a record's one row; 0 unless its columns are arrays of one length and their dtypes."""
+    ids = record["input_ids"]
+    if type(ids) is not np.ndarray or ids.ndim != 1:
+        return 0
     shape = ids.shape
     for name, dtype in columns:
         array = record[name]
         if type(array) is not np.ndarray or array.shape != shape:
-            return None
+            return 0
         if array.dtype is not dtype and array.dtype != dtype:
-            return None
-    header = _header(get("metadata", {}), defaults.metadata)
-    if header is None:
-        return None
-    tokens = shape[0]
-    flags = HAS_REWARD | _ROLE[role] | (0 if version is None else HAS_VERSION)
+            return 0
+    return len(ids)
+
+
+def _made(
+    position: int,
+    index: int,
+    tokens: int,
+    width: int,
+    reward: float,
+    status: str,
+    role: str,
+    version: int | None,
+    header: bytes,
+    record: Mapping[str, Any],
+) -> _Member:
     return _Member(
         index,
         position,
@@ -202,7 +217,7 @@ def _member(
         tokens,
         reward,
         _STATUS[status],
-        flags,
+        HAS_REWARD | _ROLE[role] | (0 if version is None else HAS_VERSION),
         version or 0,
         member_line(index, "usable", reward, role),
         header,
@@ -231,20 +246,9 @@ def _member_of(
     if any((values[name] is not None) != is_there for name, is_there in _presence(columns)):
         return None
     header = to_json({"metadata": trajectory.metadata}) if trajectory.metadata else b""
-    tokens, role = len(values["input_ids"]), trajectory.role
-    return _Member(
-        trajectory.rollout_index,
-        position,
-        tokens * width + len(header),
-        tokens,
-        reward,
-        STATUSES.index(trajectory.status),
-        HAS_REWARD | _ROLE[role] | (0 if version is None else HAS_VERSION),
-        version or 0,
-        member_line(trajectory.rollout_index, "usable", reward, role),
-        header,
-        values,
-    )
+    tokens, index = len(values["input_ids"]), trajectory.rollout_index
+    status, role = trajectory.status, trajectory.role
+    return _made(position, index, tokens, width, reward, status, role, version, header, values)
 
 
 @lru_cache(64)
@@ -252,11 +256,6 @@ def _presence(columns: Columns) -> tuple[tuple[str, bool], ...]:
     """Of every stored column, whether it is one of `columns`."""
     present = {name for name, _ in columns}
     return tuple((name, name in present) for name in KNOWN_COLUMNS)
-
-
-@lru_cache(256)
-def _head(group_size: int, data_source: str | None) -> bytes:
-    return header_head(group_size, data_source)
 
 
 def _header(metadata: Any, shared: Mapping[str, Any]) -> bytes | None:
@@ -297,12 +296,16 @@ def _is_unicode(text: str) -> bool:
 def _packet(members: Sequence[_Member], head: bytes, columns: Columns) -> Packet | None:
     """The packet of these members; None if a column has wrong values, or the header is too large."""
     fields: dict[Any, Any] = {}
-    for name, dtype in columns:
+    for name, _ in columns:
         arrays = [member.record[name] for member in members]
         column = field_of(arrays)
-        parts = column if isinstance(column, list) else [column]
-        if not all(part.flags.c_contiguous and _are_right(name, dtype, part) for part in parts):
-            return None
+        for part in column if isinstance(column, list) else [column]:
+            if not part.flags.c_contiguous:
+                return None
+            try:
+                check_values(name, part)
+            except ValueError:
+                return None
         fields[name] = column
     fields[HEADER] = header = join_headers(head, [member.header for member in members])
     if len(header) > MAX_HEADER_BYTES:
@@ -323,10 +326,3 @@ def _packet(members: Sequence[_Member], head: bytes, columns: Columns) -> Packet
         stored_bytes(fields),
         fields,
     )
-
-
-def _are_right(name: str, dtype: np.dtype[Any], array: Array) -> bool:
-    """Whether `columns.check_values` would accept the values."""
-    if dtype.kind == "f":
-        return int(np.count_nonzero(np.isfinite(array))) == array.size
-    return name != "response_mask" or int(np.maximum.reduce(array)) <= 1
