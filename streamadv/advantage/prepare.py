@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from ..algorithms.chain import Chain, cut_chain
+from ..batch.exclusion import read_exclusions
 from ..batch.record import Death, find_record, read_records
 from ..batch.work import WorkItem, work_items
 from ..errors import BatchLostError, SettingError, WireError
-from ..grouping.groups_log import ENTRY_ID, LoggedGroup, read_groups
+from ..grouping.groups_log import ENTRY_ID, LoggedGroup, Pointer, read_groups
 from ..messages import first_problem, log_fields
 from ..run import Run
 from ..run.consumer import ADVANTAGE, Entry
@@ -30,7 +31,7 @@ class PreparedItem:
 
     entry: Entry
     item: WorkItem
-    groups: list[LoggedGroup]
+    groups: list[LoggedGroup]  # without dead letters
     columns: dict[str, dict[str, Array]]  # payload key -> columns of the packet; {} if the chain needs none
     dead: dict[str, Death] = field(default_factory=dict)  # groups that could not be read or computed
 
@@ -77,7 +78,7 @@ def prepare(run: Run, entry: Entry) -> PreparedItem:
     that this process cannot build.
     """
     item = _work_item_of(run, entry)
-    groups = read_groups(run, item.groups)
+    groups = _living_groups(run, item, item.groups)
     needs = worker_chain(item).needs
     columns: dict[str, dict[str, Array]] = {}
     dead: dict[str, Death] = {}
@@ -90,8 +91,20 @@ def prepare(run: Run, entry: Entry) -> PreparedItem:
             if problem is not None:
                 dead.setdefault(group_id, Death("undecodable", f"{_name(fetched.packet)}: {problem}"))
     if dead:  # a batch that was committed meanwhile has no payloads any more, and nothing is wrong
-        read_groups(run, [pointer for pointer in item.groups if pointer.group_id in dead])
+        _living_groups(run, item, [pointer for pointer in item.groups if pointer.group_id in dead])
     return PreparedItem(entry, item, groups, columns, dead)
+
+
+def _living_groups(run: Run, item: WorkItem, pointers: Sequence[Pointer]) -> list[LoggedGroup]:
+    """The groups pointed at, without dead letters of the batch. Raises BatchLostError if another one is gone.
+
+    A trainer that repeats what a server has lost writes dead letters before the batch is computed again.
+    """
+    try:
+        return read_groups(run, pointers)
+    except BatchLostError:
+        dead = read_exclusions(run, item.batch, pointers).dead
+        return read_groups(run, [pointer for pointer in pointers if pointer.group_id not in dead])
 
 
 def _name(packet: StoredPacket) -> str:

@@ -86,16 +86,17 @@ class Exclusions(NamedTuple):
     left_out: set[tuple[str, int]]  # (group_id, rollout_index) of members of the others
 
 
-def read_exclusions(run: Run, record: BatchRecord) -> Exclusions:
-    """What has been excluded since the batch was named, as its shards know it."""
+def read_exclusions(run: Run, batch_id: str, groups: Sequence[Pointer]) -> Exclusions:
+    """What of these groups of a batch has been excluded since it was named, as its shards know it."""
     exclusions = Exclusions(set(), set())
-    for shard in {pointer.shard for pointer in record.groups}:
-        text: Any = run.connection.scripts.hget(run.keys.shard(shard).applied, record.id)
-        by_entry = json.loads(text) if text else {}  # 'dead', or the rollout indices left out
-        for pointer in record.in_shard(shard):
-            excluded = by_entry.get(pointer.entry, ())
-            if excluded == "dead":
-                exclusions.dead.add(pointer.group_id)
-            else:
-                exclusions.left_out.update((pointer.group_id, index) for index in excluded)
+    by_entry: dict[int, Any] = {}  # of each shard: entry -> 'dead', or the rollout indices left out
+    for shard in {pointer.shard for pointer in groups}:
+        text: Any = run.connection.scripts.hget(run.keys.shard(shard).applied, batch_id)
+        by_entry[shard] = json.loads(text) if text else {}
+    for pointer in groups:
+        excluded = by_entry[pointer.shard].get(pointer.entry, ())
+        if excluded == "dead":
+            exclusions.dead.add(pointer.group_id)
+        else:
+            exclusions.left_out.update((pointer.group_id, index) for index in excluded)
     return exclusions

@@ -125,7 +125,7 @@ def _without_groups(run: Run, progress: Progress, batches: dict[int, NamedBatch]
 
 def missing(run: Run, record: BatchRecord) -> list[Pointer]:
     """Groups of a batch that the server has lost; dead letters are not lost."""
-    dead = read_exclusions(run, record).dead
+    dead = read_exclusions(run, record.id, record.groups).dead
     living = [pointer for pointer in record.groups if pointer.group_id not in dead]
     return [
         pointer

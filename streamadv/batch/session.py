@@ -121,7 +121,7 @@ class Session(ABC):
 
     def dead_letter(self, record: BatchRecord, deaths: Mapping[str, Death]) -> Exclusions:
         """Groups of a batch that cannot be computed become dead letters. Returns all that is excluded from it."""
-        dead, left_out = read_exclusions(self.run, record)
+        dead, left_out = read_exclusions(self.run, record.id, record.groups)
         self._write_dead_letters(record, {group_id: deaths[group_id] for group_id in deaths.keys() - dead})
         deaths_so_far = self.progress.batch(record).dead
         written_by_others = dead - deaths_so_far.keys()

@@ -33,7 +33,6 @@ from ..trajectory.columns import (
     HEADER,
     KNOWN_COLUMNS,
     OUTPUT_COLUMNS,
-    REQUIRED_COLUMNS,
     Array,
     check_values,
     count_ones,
@@ -59,7 +58,7 @@ class FetchedShare:
     """
 
     def __init__(self, run: Run, share: Share, device: torch.device) -> None:
-        """Raises UndecodableGroupError for packets that announce more than their bytes, or lack a required column."""
+        """Raises UndecodableGroupError for packets that announce more than their bytes."""
         self.share = share
         self.columns: dict[str, Tensor] = {}  # name -> [N, ...] on the host
         self.others: dict[int, dict[str, Array]] = {}  # further columns, by the packet's number in the layout
@@ -152,9 +151,8 @@ class FetchedShare:
         width = sum(self._widths.values())
         for number in self.missing:
             packet = own.packets[number]
-            lacking = [name for name in REQUIRED_COLUMNS if name not in packet.columns]
-            if lacking or self._tokens[number] * width > packet.size:
-                text = f"column {lacking[0]} is missing" if lacking else "columns are larger than the payload"
+            if self._tokens[number] * width > packet.size:
+                text = "columns are larger than the payload"
                 problems |= self._problems(np.flatnonzero(own.packet == number), text)
         if problems:
             raise UndecodableGroupError(problems)

@@ -194,13 +194,20 @@ def _parse_names(text: bytes) -> _Names:
         is_text = all(type(name) is str and len(name) <= MAX_TEXT_CHARS for name in all_texts)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise WireError(f"member table: its text {brief(text)} is none: {error}") from error
+    if not is_text or not all(map(is_stored_column, (*parsed.columns, *parsed.entries))):
+        raise WireError(f"member table: its text {brief(text)} holds what is no name")
     limits = {"columns": 2 * MAX_COLUMNS, "rewards": MAX_NAMED_REWARDS, "entries": 2 * MAX_COLUMNS}
     for name, limit in limits.items():
         texts = getattr(parsed, name)
         if len(texts) > limit or len(set(texts)) != len(texts):
             raise WireError(f"member table: {len(texts)} {name}, needs {limit} at most, each once")
-    if not is_text or not all(map(is_stored_column, (*parsed.columns, *parsed.entries))):
-        raise WireError(f"member table: its text {brief(text)} holds what is no name")
+    # Of the members of many packets together, counts of one packet would hold for all.
+    known = KNOWN_COLUMNS.keys() & set(parsed.entries)
+    if known:
+        raise WireError(f"member table: column {min(known)} has entry counts, it has one value per token")
+    lacking = [name for name in REQUIRED_COLUMNS if name not in parsed.columns]
+    if lacking:
+        raise WireError(f"member table: column {lacking[0]} is missing")
     return parsed
 
 

@@ -14,14 +14,25 @@ from streamadv.advantage.poison import compute_safely
 from streamadv.advantage.prepare import prepare, prepare_or_discard, worker_chain
 from streamadv.advantage.publish import publish
 from streamadv.algorithms.device import choose_device
-from streamadv.batch.record import name_batch, read_records
+from streamadv.batch.exclusion import dead_letter_groups
+from streamadv.batch.record import Death, name_batch, read_records
 from streamadv.batch.recovery import undo_batches
 from streamadv.errors import NoBatchError, SettingError
 from streamadv.run import Run
 from streamadv.run.consumer import ADVANTAGE
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import CPU, consumer_of, group_all, join, ledger, problems, producing, push_groups
+from tests.support import (
+    CPU,
+    compute_all,
+    consumer_of,
+    group_all,
+    join,
+    ledger,
+    problems,
+    producing,
+    push_groups,
+)
 
 TOKENS: Any = {"estimator": "reinforce", "gamma": 0.9, "whiten_advantages": True}
 
@@ -96,6 +107,18 @@ def test_work_whose_groups_are_gone_is_finished(named: Run) -> None:
     named.connection.scripts.delete(named.keys.home.groups)
     assert prepare_or_discard(named, entry) is None
     assert named.connection.scripts.xlen(named.keys.home.work) == 0
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_work_is_done_without_dead_letters_of_its_batch(named: Run, count: int) -> None:
+    """A server has lost the results, and the trainer has repeated the dead letters before they are computed again."""
+    (record,) = read_records(named).values()
+    dead = {pointer.group_id: Death("compute_error", "") for pointer in record.groups[:count]}
+    dead_letter_groups(named, record, dead, 1)
+    compute_all(named)
+    batch = TrainerQueue(named.connection, "r", batch_groups=4, prefetch=0, chain=record.chain).next_batch(0)
+    assert batch is not None
+    assert {each.group_id for each in batch.references} == {p.group_id for p in record.groups[count:]}
 
 
 def test_work_of_a_batch_that_was_named_again_is_finished_and_no_foreign_entry(named: Run) -> None:

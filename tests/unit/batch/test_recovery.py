@@ -77,7 +77,7 @@ def test_a_dead_letter_for_a_lost_batch_is_written_when_the_batch_is_applied_aga
     assert ledger(run)["dead"] == {}
     take_over(run, SETTINGS, progress)
     assert ledger(run)["dead"] == {"crashed": 2}
-    assert read_exclusions(run, record).dead == {group_id}
+    assert read_exclusions(run, record.id, record.groups).dead == {group_id}
     assert missing(run, record) == []
     assert problems(run) == []
 

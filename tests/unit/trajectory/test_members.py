@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import tracemalloc
 from typing import Any
@@ -136,10 +137,14 @@ def test_entry_counts_belong_to_rows() -> None:
     assert {name: counts.tolist() for name, counts in members.entries.items()} == {"pixels": [3, 1]}
 
 
+KIND: Any = {
+    **{"masks": [[0, 1], [1]], "states": ["a", None, None], "reward": 1.0, "rewards": {"style": 0.5}},
+    **{"model_version": 3, "status": "completed", "role": "train"},
+}
+
+
 def sample() -> bytes:
-    kind = {"masks": [[0, 1], [1]], "states": ["a", None, None], "reward": 1.0, "rewards": {"style": 0.5}}
-    kind |= {"model_version": 3, "status": "completed", "role": "train"}
-    return encode_table(members_of(made([kind, kind]), [50, 50]), COLUMNS)
+    return encode_table(members_of(made([KIND, KIND]), [50, 50]), COLUMNS)
 
 
 def test_damaged_bytes_are_refused() -> None:
@@ -164,6 +169,25 @@ def test_damaged_bytes_are_refused() -> None:
         else:
             refused += 1
     assert refused > 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ({"columns": [*COLUMNS, ["values"]]}, "no name"),
+        ({"columns": COLUMNS, "rewards": [[1]]}, "no name"),
+        ({"columns": [*COLUMNS, "values", "values"]}, "each once"),
+        ({"columns": ["input_ids"]}, "column response_mask is missing"),
+        ({"columns": COLUMNS, "entries": ["response_mask"]}, "column response_mask has entry counts"),
+    ],
+)
+def test_names_of_columns_that_no_producer_sends_are_refused(text: dict[str, Any], problem: str) -> None:
+    raw = json.dumps(text).encode()
+    members = members_of(made([{**KIND, "rewards": {}, "states": ["none"] * 2}]), [50]).table.tobytes()
+    rows = struct.pack("<IIII", 2, 1, 1, 1)
+    size = 16 + len(members) + len(rows) + len(raw)
+    with pytest.raises(WireError, match=problem):
+        decode_table(struct.pack("<IIII", size, 1, 1, len(raw)) + members + rows + raw)
 
 
 @pytest.mark.parametrize("field", [0, 4, 8, 12])
