@@ -15,8 +15,6 @@ from ..run.consumer import ADVANTAGE
 from ..store.calls import run_transaction
 from ..store.scripts import script_call
 from ..trajectory.columns import Array
-from ..trajectory.members import STATUSES
-from ..trajectory.schema import Status
 from .compute import ComputedItem
 
 #: Reply of `publish.lua` when the output was gone.
@@ -64,7 +62,7 @@ def observe(computed: ComputedItem) -> None:
         advantages=[] if computed.advantages is None else computed.advantages,
         response_tokens=table["trainable"],
         turns=table["steps"][table["steps"] > 0],
-        truncated=table["status"] == STATUSES.index(Status.TRUNCATED),
+        truncated=layout.members.is_truncated,
         group_reward_std=_standard_deviations(rewards, layout.group),
         group_completion_s=[(group.logged_ms - group.opened_ms) / 1000 for group in layout.groups],
         metrics=computed.metrics,

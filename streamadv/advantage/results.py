@@ -17,7 +17,7 @@ from ..grouping.layout import Layout, Piece, pieces
 from ..messages import brief, first_problem, one_line
 from ..store.keys import ShardKeys
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
-from ..trajectory.members import Positions, offsets
+from ..trajectory.members import Members, Positions, offsets
 
 _RESULT_FIELDS: Final = (b"batch", b"header", b"output", b"output_bytes")
 _RESULTS: Final[dict[str, np.dtype[Any]]] = {
@@ -130,16 +130,20 @@ def misfit(result: Result, item: WorkItem, counts: Mapping[str, GroupCounts]) ->
 
 def counts_of(layout: Layout) -> list[GroupCounts]:
     """Of each group of a layout of whole groups."""
-    members = layout.members
     first = np.searchsorted(layout.group, np.arange(len(layout.groups) + 1))
-    bounds = (
-        first,
-        members.first_row[first],
-        members.first_step[first],
-        offsets(members.table["tokens"])[first],
-    )
-    table = np.stack([np.diff(bound) for bound in bounds], axis=1).tolist()
+    counts = [np.diff(bound[first]) for bound in _bounds_of(layout.members).values()]
+    table = np.stack(counts, axis=1).tolist()
     return [GroupCounts(group.group_id, *counts) for group, counts in zip(layout.groups, table, strict=True)]
+
+
+def _bounds_of(members: Members) -> dict[str, Positions]:
+    """[M + 1] by level: where the numbers of each member begin."""
+    return {
+        "trajectory": np.arange(len(members) + 1),
+        "row": members.first_row,
+        "step": members.first_step,
+        "token": offsets(members.table["tokens"]),
+    }
 
 
 def _level_of(result: str, level: Level) -> str:
@@ -160,14 +164,8 @@ class BatchResults:
         counts = [count for result in self.results for count in result.header.groups]
         number_of = {count.group_id: number for number, count in enumerate(counts)}
         group = np.array([number_of[group.group_id] for group in layout.groups], np.int64)[layout.group]
-        members = layout.members
         first_member = np.searchsorted(layout.group, layout.group)  # of the member's group
-        bounds = {
-            "trajectory": np.arange(len(members) + 1),
-            "row": members.first_row,
-            "step": members.first_step,
-            "token": offsets(members.table["tokens"]),
-        }
+        bounds = _bounds_of(layout.members)
         sizes = np.array([count[1:] for count in counts], np.int64).reshape(-1, len(bounds))
         before = np.cumsum(sizes, axis=0) - sizes  # numbers of the groups before, in all results end to end
         #: [M] by level: where a member's numbers begin in all results end to end, and how many there are.

@@ -19,8 +19,8 @@ from torch import Tensor
 from ..errors import TrajectoryError
 from ..grouping.layout import Layout
 from ..trajectory.columns import Array, count_ones
-from ..trajectory.members import HAS_REWARD, NO_STATE, STATUSES, Members, Positions, offsets
-from ..trajectory.schema import Status, Trajectory
+from ..trajectory.members import NO_STATE, Members, Positions, offsets
+from ..trajectory.schema import Trajectory
 from .packable import Packable
 from .packed import PackedBatch, Steps
 from .packed_checks import BUILT
@@ -109,7 +109,7 @@ def pack_members(
         np.cumsum(np.diff(layout.group, prepend=layout.group[:1]) != 0),
         table["reward"],
         is_baseline,
-        table["status"] == STATUSES.index(Status.TRUNCATED),
+        members.is_truncated,
         _steps_of(members, cu_seqlens, first_row),
         _components_of(members),
         [layout.groups[number].data_source for number in dict.fromkeys(layout.group.tolist())],
@@ -193,7 +193,7 @@ def _check_members(layout: Layout) -> None:
         identities = [layout.identity(member) for member in range(len(layout))]
         before, after = next(pair for pair in pairwise(identities) if not pair[0] < pair[1])
         raise TrajectoryError(f"member {after} follows {before}: sort by (group_id, rollout_index)")
-    has_reward = (table["flags"] & HAS_REWARD) != 0
+    has_reward = layout.members.has_reward
     is_wrong = ~(has_reward & np.isfinite(table["reward"]))
     if is_wrong.any():
         member = int(np.flatnonzero(is_wrong)[0])

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..grouping.groups_log import LoggedGroup
-from ..trajectory.members import HAS_VERSION, MEMBER, ROW, Members, join_records
+from ..trajectory.members import MEMBER, ROW, Members, join_records
 
 #: `oldest` of a group none of whose members has a version: no staleness is above any limit.
 NO_VERSION: Final = 1 << 62
@@ -36,6 +36,6 @@ class GroupSums:
     def oldest(self) -> NDArray[np.int64]:
         """[G]: the oldest version of each group's trainable tokens."""
         oldest = np.full(self._groups, NO_VERSION, np.int64)
-        has_version = (self.members.table["flags"] & HAS_VERSION) != 0
+        has_version = self.members.has_version
         np.minimum.at(oldest, self._group[has_version], self.members.table["oldest"][has_version])
         return oldest

@@ -7,9 +7,8 @@ batch reads its groups here again by their pointers.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -20,14 +19,8 @@ from ..errors import BatchLostError, WireError
 from ..messages import brief, first_problem
 from ..run import Run
 from ..store.keys import RunKeys
-from ..trajectory.member_table import decode_table, decode_tables, members_problem, packets_problem
-from ..trajectory.members import (
-    HAS_REWARD,
-    NO_MEMBERS,
-    Members,
-    Positions,
-    offsets,
-)
+from ..trajectory.member_table import cut_tables, decode_tables, packets_problem, read_table
+from ..trajectory.members import NO_MEMBERS, Members, Positions, offsets
 from ..trajectory.packet import StoredPacket
 
 ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
@@ -45,7 +38,6 @@ _GROUP_FIELDS: Final = (
     *(b"group_id", b"size", b"data_source", b"opened_ms", b"outcome", b"epoch", b"version", b"count"),
     *(b"payloads", b"tables", b"scores"),
 )
-_TABLE_SIZE: Final = struct.Struct("<I")
 
 
 class Pointer(NamedTuple):
@@ -166,7 +158,7 @@ def _parse_entry(
             "payloads": tuple([(line.key, line.size) for line in lines]),
             "count": count,
         }
-        return _Entry(group, lines, _cut(fields[b"tables"], len(lines)), fields[b"scores"])
+        return _Entry(group, lines, cut_tables(fields[b"tables"]), fields[b"scores"])
     except ValueError as error:
         problem = {"problem": first_problem(error), "malformed": True}
         group = {"shard": shard, "entry": entry.decode(), "group_id": "", "size": 0, "data_source": None}
@@ -185,17 +177,6 @@ def _payload_lines(text: str, prefix: str) -> list[_Line]:
     return lines
 
 
-def _cut(tables: bytes, count: int) -> list[memoryview]:
-    """The tables of `count` packets; the last one is all that is left, and none if the bytes end early."""
-    cut: list[memoryview] = []
-    rest = memoryview(tables)
-    while len(cut) < count - 1 and len(rest) >= _TABLE_SIZE.size:
-        (size,) = _TABLE_SIZE.unpack_from(rest)
-        cut.append(rest[:size])
-        rest = rest[size:]
-    return [*cut, rest]
-
-
 # Members
 
 
@@ -206,14 +187,14 @@ def _read_together(entries: Sequence[_Entry]) -> list[dict[str, Any]] | None:
     groups take as long as those of one.
     """
     lines = [line for entry in entries for line in entry.lines]
-    if not lines or not all(entry.lines and entry.scores == b"{}" for entry in entries):
+    is_plain = all(entry.scores == b"{}" and len(entry.tables) == len(entry.lines) > 0 for entry in entries)
+    if not lines or not is_plain:
         return None
     tables = decode_tables([table for entry in entries for table in entry.tables])
     if tables is None or tables.counts != [len(line.mask) for line in lines]:
         return None
     members = tables.members
-    has_reward = (members.table["flags"] & HAS_REWARD) != 0
-    if not has_reward.all() or packets_problem(members, [line.size for line in lines], tables.counts):
+    if not members.has_reward.all() or packets_problem(members, [line.size for line in lines], tables.counts):
         return None
     bounds = pairwise(offsets(np.array(tables.counts)).tolist())
     packets = [
@@ -229,13 +210,15 @@ def _read_together(entries: Sequence[_Entry]) -> list[dict[str, Any]] | None:
 def _read_alone(entry: _Entry) -> dict[str, Any]:
     """The fields of one LoggedGroup that tell of its members, or its problem."""
     try:
-        packets = [_read_packet(*pair) for pair in zip(entry.lines, entry.tables, strict=False)]
-        if not packets:  # the entry is malformed
+        if not entry.lines:  # it is malformed
             return {}
+        if len(entry.tables) != len(entry.lines):
+            raise ValueError(f"{len(entry.tables)} member tables for {len(entry.lines)} packets")
+        packets = [_read_packet(*pair) for pair in zip(entry.lines, entry.tables, strict=True)]
         [fields] = _arrange([entry], Members.concat([packet.members for packet in packets]), packets)
         if entry.scores != b"{}":
             fields["members"] = _with_scores(fields["members"], _SCORES.validate_json(entry.scores))
-        if not (fields["members"].table["flags"] & HAS_REWARD).all():
+        if not fields["members"].has_reward.all():
             raise ValueError("a member has no reward")
         return fields
     except WireError as error:
@@ -246,10 +229,10 @@ def _read_alone(entry: _Entry) -> dict[str, Any]:
 
 def _read_packet(line: _Line, table: memoryview) -> StoredPacket:
     """Raises WireError and ValueError for what no producer has pushed."""
-    members, columns = decode_table(table)
-    problem = members_problem(members, line.size)
-    if problem is not None:
-        raise ValueError(f"packet {line.key}: {problem}")
+    try:
+        members, columns = read_table(table, line.size)
+    except WireError as error:
+        raise WireError(f"packet {line.key}: {error}") from error
     if len(line.mask) != len(members):
         raise ValueError(f"packet {line.key} has {len(members)} members, its mask {line.mask}")
     return StoredPacket(line.key, line.size, line.epoch, columns, members)
@@ -289,20 +272,13 @@ def _arrange(
 
 def _with_scores(members: Members, scores: Mapping[str, StoredScore]) -> Members:
     """The members with rewards that came after their push."""
-    table = members.table.copy()
-    rewards = {name: values.copy() for name, values in members.rewards.items()}
-    for position, index in enumerate(table["index"].tolist()):
-        score = scores.get(str(index))
-        if score is None:
-            continue
-        table["reward"][position] = score.reward
-        table["flags"][position] |= HAS_REWARD
-        for name, values in rewards.items() if score.rewards else ():
-            values[position] = score.rewards.get(name, np.nan)
-        for name in score.rewards.keys() - rewards.keys():
-            rewards[name] = np.full(len(table), np.nan)
-            rewards[name][position] = score.rewards[name]
-    return replace(members, table=table, rewards=rewards)
+    none = dict.fromkeys(members.rewards, np.nan)
+    given = {
+        position: (score.reward, {**none, **score.rewards} if score.rewards else {})
+        for position, index in enumerate(members.table["index"].tolist())
+        if (score := scores.get(str(index))) is not None
+    }
+    return members.with_rewards(given)
 
 
 def read_log(run: Run, shard: int, after: str, count: int) -> list[LoggedGroup]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -13,8 +13,8 @@ from ..run import Run, Shard
 from ..run.consumer import Entry, entries_of
 from ..run.malformed import reject
 from ..run.packets import PACKET_FIELDS, USABLE, MemberLine, packet_problem, parse_members
-from ..trajectory.member_table import decode_table, encode_table, members_problem
-from ..trajectory.members import HAS_REWARD, Members
+from ..trajectory.member_table import encode_table, read_table
+from ..trajectory.members import Members
 from ..trajectory.packet import StoredPacket, member_line
 from ..trajectory.payload import Payload
 from ..trajectory.reference import Reference
@@ -99,17 +99,14 @@ class UnscoredTrajectory(NamedTuple):
 
 def _with_rewards(members: Members, verdicts: Mapping[int, Mapping[str, float] | None]) -> Members:
     """The members with the rewards of this scorer added."""
-    table = members.table.copy()
-    rewards = {name: values.copy() for name, values in members.rewards.items()}
-    for position, named in verdicts.items():
-        if named is None:
-            continue
-        before = float(table["reward"][position]) if table["flags"][position] & HAS_REWARD else 0.0
-        table["reward"][position] = sum(named.values(), before)
-        table["flags"][position] |= HAS_REWARD
-        for name, value in named.items():
-            rewards.setdefault(name, np.full(len(table), np.nan))[position] = value
-    return replace(members, table=table, rewards=rewards)
+    before = np.where(members.has_reward, members.table["reward"], 0.0).tolist()
+    return members.with_rewards(
+        {
+            position: (sum(named.values(), before[position]), named)
+            for position, named in verdicts.items()
+            if named is not None
+        }
+    )
 
 
 def unchanged(entry: Entry) -> HandOff:
@@ -148,13 +145,10 @@ def packets_of(run: Run, shard: Shard, scorer: str, entries: Sequence[Entry]) ->
 def _packet_of(entry: Entry) -> WaitingPacket:
     """Raises WireError for a member table that is not the one of its members."""
     fields, lines = entry.fields, parse_members(entry.fields["members"])
-    members, columns = decode_table(fields["table"])
     size = int(fields["bytes"])
-    problem = members_problem(members, size)
-    if problem is None and members.table["index"].tolist() != [line.rollout_index for line in lines]:
-        problem = "its members are not those of the packet"
-    if problem is not None:
-        raise WireError(f"member table: {problem}")
+    members, columns = read_table(fields["table"], size)
+    if members.table["index"].tolist() != [line.rollout_index for line in lines]:
+        raise WireError("member table: its members are not those of the packet")
     stored = StoredPacket(fields["payload"].decode(), size, int(fields["epoch"]), columns, members)
     return WaitingPacket(entry, lines, stored)
 

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from ..errors import StreamadvError
 from ..store.replies import as_count
-from ..trajectory.listing import cut_tables, list_table
+from ..trajectory.listing import list_table
+from ..trajectory.member_table import cut_tables
 from .malformed import Malformed, list_malformed
 from .run import Run, Shard
 
@@ -162,7 +163,7 @@ def _read(shard: Shard, group_id: str, age_ms: float) -> DeadGroup | None:
 def _members_of(stored: Mapping[bytes, bytes]) -> Iterator[dict[str, Any]]:
     """The trajectories of a letter, packet by packet, as they stood in the groups log."""
     lines = stored.get(b"log:payloads", b"").decode(errors="backslashreplace").splitlines()
-    tables = list(cut_tables(stored.get(b"log:tables", b"")))
+    tables = cut_tables(stored.get(b"log:tables", b""))
     scores = _scores_of(stored.get(b"log:scores", b""))
     for number, line in enumerate(lines):
         key, size, _, mask = [*line.split(" "), "", "", "", ""][:4]

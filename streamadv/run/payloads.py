@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..errors import WireError
@@ -32,10 +32,12 @@ def fetch_columns(
 
     Asks for at most REPLY_BYTES before it reads the replies. A packet that cannot be read has a `problem`.
     """
-    wanted = [packet.columns if names is None else _common(names, packet) for packet in packets]
+    wanted = [
+        packet.columns if names is None else [name for name in names if name in packet.columns]
+        for packet in packets
+    ]
     header = header or not all(wanted)  # a read names one field at least
-    if not set().union(*wanted) <= KNOWN_COLUMNS.keys() | run.manifest.columns.keys():
-        run.refresh()  # somebody has registered an extra column since
+    know_columns(run, wanted)
     fields = [[HEADER, *(name.encode() for name in names)][not header :] for names in wanted]
     replies = fetch_replies(
         run, [packet.key for packet in packets], [packet.size for packet in packets], fields
@@ -63,8 +65,23 @@ def fetch_replies(
         start = stop
 
 
-def _common(names: Sequence[str], packet: StoredPacket) -> list[str]:
-    return [name for name in names if name in packet.columns]
+def know_columns(run: Run, names: Iterable[Iterable[str]]) -> None:
+    """Read the manifest again if one of these columns is unknown: somebody has registered it since."""
+    if not set().union(*names) <= KNOWN_COLUMNS.keys() | run.manifest.columns.keys():
+        run.refresh()
+
+
+def split_reply(
+    reply: Sequence[bytes | None] | None, header: bool = True
+) -> tuple[bytes, Sequence[bytes | None]]:
+    """Header (b"" if it was not asked for) and columns of a packet's payload. Raises WireError if it is gone."""
+    if reply is None or (reply and all(value is None for value in reply)):
+        raise WireError("payload is gone, or is no hash")
+    if not header:
+        return b"", reply
+    if reply[0] is None:
+        raise WireError("payload has no header field")
+    return reply[0], reply[1:]
 
 
 def _decode(
@@ -75,13 +92,9 @@ def _decode(
     kinds: Mapping[str, str],
 ) -> FetchedPacket:
     """reply: the header if asked for, then the columns; None where the key is no hash."""
-    if reply is None or (reply and all(value is None for value in reply)):
-        return FetchedPacket(packet, {}, problem="payload is gone, or is no hash")
-    text, raw_columns = (reply[0], reply[1:]) if header else (b"", reply)
-    if text is None:
-        return FetchedPacket(packet, {}, problem="payload has no header field")
     columns = {}
     try:
+        text, raw_columns = split_reply(reply, header)
         if header:
             parse_header(text, packet.members)
         for name, raw in zip(names, raw_columns, strict=True):

@@ -17,7 +17,7 @@ from ..run import Run
 from ..run.packets import MemberLine, packet_problem, parse_members
 from ..store.keys import ShardKeys
 from ..store.replies import as_count
-from ..trajectory.listing import read_table
+from ..trajectory.member_table import read_table
 
 PAGE: Final = 256
 #: A packet in the hash of an open group, see `lua/lib/complete.lua`.
@@ -101,7 +101,7 @@ def _entry_problem(run: Run, shard: int, fields: Mapping[bytes, bytes]) -> str |
 def _table_problem(members: list[MemberLine], table: bytes, size: bytes) -> str | None:
     """Why this is not the table of a packet with these members, or None."""
     try:
-        indices = read_table(table, int(size)).table["index"].tolist()
+        indices = read_table(table, int(size))[0].table["index"].tolist()
     except WireError as error:
         return str(error)
     lines = [member.rollout_index for member in members]

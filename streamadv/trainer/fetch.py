@@ -28,7 +28,7 @@ from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
-from ..run.payloads import fetch_replies
+from ..run.payloads import fetch_replies, know_columns, split_reply
 from ..trajectory.columns import (
     HEADER,
     KNOWN_COLUMNS,
@@ -160,19 +160,16 @@ class FetchedShare:
     def _take(self, run: Run, number: int, reply: Sequence[bytes | None] | None) -> None:
         """reply: header and columns of a packet; None where the key is no hash. Raises WireError."""
         packet = self.share.own.packets[number]
-        if reply is None or all(value is None for value in reply):
-            raise WireError("payload is gone, or is no hash")
-        if reply[0] is None:
-            raise WireError("payload has no header field")
+        header, columns = split_reply(reply)
         others: dict[str, bytes | None] = {}
-        for name, raw in zip(packet.columns, reply[1:], strict=True):
+        for name, raw in zip(packet.columns, columns, strict=True):
             if name in self._widths:
                 self._place(number, name, raw)
             else:
                 others[name] = raw
-        parse_header(reply[0], packet.members)
+        parse_header(header, packet.members)
         self.others[number] = _decode_others(run, packet, others)
-        self.headers[number] = reply[0]
+        self.headers[number] = header
 
     def _place(self, number: int, name: str, raw: bytes | None) -> None:
         width = self._widths[name]
@@ -285,13 +282,11 @@ def _kinds(run: Run, share: Share) -> dict[str, ColumnKind]:
     packets = [share.trained.packets[number] for number in np.unique(share.trained.packet).tolist()]
     names = [set(columns) for columns in {packet.columns for packet in packets}]
     common = sorted(set.intersection(*names)) if names else []
-    if not set().union(*names) <= KNOWN_COLUMNS.keys() | run.manifest.columns.keys():
-        run.refresh()  # somebody has registered an extra column since
+    know_columns(run, names)
     kinds = {}
     for name in common:
-        with suppress(KeyError, WireError):  # each packet with such a column will be refused
-            known = KNOWN_COLUMNS.get(name)
-            kinds[name] = ColumnKind(known, (), True) if known else column_kind(run.manifest.columns[name])
+        with suppress(WireError):  # each packet with such a column will be refused
+            kinds[name] = column_kind(name, run.manifest.columns)
     return kinds
 
 

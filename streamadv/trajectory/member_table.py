@@ -50,6 +50,7 @@ MAX_NAMED_REWARDS: Final = 256
 MAX_TEXT_CHARS: Final = 200
 
 _HEAD: Final = struct.Struct("<IIII")
+_SIZE_BYTES: Final = 4  # of the first field
 _MANY_ROWS: Final = 1
 _ALL_FLAGS: Final = HAS_REWARD | BASELINE | HAS_VERSION
 #: Texts up to this size are parsed once: most packets of a run have the same.
@@ -120,6 +121,26 @@ def decode_table(raw: bytes | memoryview) -> tuple[Members, tuple[str, ...]]:
     if reader.at != text_at:
         raise WireError(f"member table has {text_at - reader.at} bytes that belong to nothing")
     return Members(table, rows, steps, names.states, rewards, entries), names.columns
+
+
+def read_table(raw: bytes | memoryview, size: int) -> tuple[Members, tuple[str, ...]]:
+    """Members and names of columns of a payload of `size` bytes. Raises WireError for what no producer has written."""
+    members, columns = decode_table(raw)
+    if problem := members_problem(members, size):
+        raise WireError(f"member table: {problem}")
+    return members, columns
+
+
+def cut_tables(tables: bytes) -> list[memoryview]:
+    """Member tables that stand one after another, each of which begins with its size; what is none comes last."""
+    cut, rest = [], memoryview(tables)
+    while rest:
+        size = int.from_bytes(rest[:_SIZE_BYTES], "little")
+        if not _SIZE_BYTES <= size <= len(rest):
+            size = len(rest)
+        cut.append(rest[:size])
+        rest = rest[size:]
+    return cut
 
 
 class Tables(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final
 
@@ -70,6 +70,24 @@ class Members:
         return mask
 
     @property
+    def has_reward(self) -> NDArray[np.bool_]:
+        """[M]: has a reward by now."""
+        mask: NDArray[np.bool_] = (self.table["flags"] & HAS_REWARD) != 0
+        return mask
+
+    @property
+    def has_version(self) -> NDArray[np.bool_]:
+        """[M]: has `oldest` and `newest`."""
+        mask: NDArray[np.bool_] = (self.table["flags"] & HAS_VERSION) != 0
+        return mask
+
+    @property
+    def is_truncated(self) -> NDArray[np.bool_]:
+        """[M]: status is truncated."""
+        mask: NDArray[np.bool_] = self.table["status"] == STATUSES.index(Status.TRUNCATED)
+        return mask
+
+    @property
     def longest_row(self) -> Positions:
         """[M]: tokens of the longest row of each."""
         if len(self.rows) == len(self):
@@ -78,8 +96,7 @@ class Members:
 
     def staleness(self, k: int) -> NDArray[np.float64]:
         """[M]: k minus the oldest version, at least 0; NaN without a version."""
-        has_version = (self.table["flags"] & HAS_VERSION) != 0
-        return np.where(has_version, np.maximum(0, k - self.table["oldest"]), np.nan)
+        return np.where(self.has_version, np.maximum(0, k - self.table["oldest"]), np.nan)
 
     def part(self, start: int, stop: int) -> Members:
         """Members start : stop, as views."""
@@ -101,6 +118,17 @@ class Members:
             {name: values[positions] for name, values in self.rewards.items()},
             {name: counts[of_rows] for name, counts in self.entries.items()},
         )
+
+    def with_rewards(self, given: Mapping[int, tuple[float, Mapping[str, float]]]) -> Members:
+        """The members with other rewards. given: reward and named ones to set, by position."""
+        table = self.table.copy()
+        rewards = {name: values.copy() for name, values in self.rewards.items()}
+        for position, (reward, named) in given.items():
+            table["reward"][position] = reward
+            table["flags"][position] |= HAS_REWARD
+            for name, value in named.items():
+                rewards.setdefault(name, np.full(len(table), np.nan))[position] = value
+        return replace(self, table=table, rewards=rewards)
 
     @staticmethod
     def concat(parts: Sequence[Members]) -> Members:

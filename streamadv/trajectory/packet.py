@@ -108,8 +108,13 @@ def member_line(index: int, kind: str, reward: float | None, role: str) -> str:
     return f"{index} {kind} {'-' if reward is None else repr(reward)} {role}\n"
 
 
-def column_kind(text: str) -> ColumnKind:
-    """From the manifest's JSON. Raises WireError."""
+def column_kind(name: str, kinds: Mapping[str, str]) -> ColumnKind:
+    """Of a stored column. kinds: extra columns of the manifest, as JSON. Raises WireError."""
+    if name in KNOWN_COLUMNS:
+        return ColumnKind(KNOWN_COLUMNS[name], (), True)
+    if name not in kinds:
+        raise WireError(f"column {name} is none that the run has registered")
+    text = kinds[name]
     try:
         dtype, shape, per_token = json.loads(text)
         kind = ColumnKind(np.dtype(dtype), tuple(int(size) for size in shape), bool(per_token))
@@ -127,12 +132,7 @@ def decode_column(packet: StoredPacket, name: str, raw: bytes | None, kinds: Map
     """
     if raw is None:
         raise WireError(f"column {name} is missing in the payload")
-    if name in KNOWN_COLUMNS:
-        kind = ColumnKind(KNOWN_COLUMNS[name], (), True)
-    elif name in kinds:
-        kind = column_kind(kinds[name])
-    else:
-        raise WireError(f"column {name} is none that the run has registered")
+    kind = column_kind(name, kinds)
     if kind.per_token != (name not in packet.members.entries):
         raise WireError(f"column {name} is per token in the manifest or in the packet, not in both")
     counts = packet.members.rows["tokens"] if kind.per_token else packet.members.entries[name]

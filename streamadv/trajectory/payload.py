@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from ..errors import WireError
@@ -114,7 +113,7 @@ class Payload:
 
     def _version(self) -> int | tuple[int, int] | None:
         record = self.packet.members.select([self.position])
-        if "versions" in self.packet.columns or np.isnan(record.staleness(0)[0]):
+        if "versions" in self.packet.columns or not record.has_version[0]:
             return None
         return version_of(int(record.table["oldest"][0]), int(record.table["newest"][0]))
 
