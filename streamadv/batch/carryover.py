@@ -19,6 +19,7 @@ from ..algorithms.kl import adapted_coefficient
 from ..algorithms.packed import PackedBatch
 from ..algorithms.packing import pack_members
 from ..algorithms.running_moments import RunningMoments
+from ..errors import ArgumentError
 from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout
 from .record import BatchRecord, Running
@@ -38,12 +39,20 @@ def running_with(
     moments = _moments(before)
     if not config.by_source:
         old = RunningMoments() if isinstance(moments, dict) else moments
-        return asdict(old.updated(_counted(config, batch)))
+        return asdict(_updated(old, _counted(config, batch)))
     by_source = moments if isinstance(moments, dict) else {}
     for source, part in split_by_source(batch):
         old = by_source.get(source, RunningMoments())
-        by_source[source] = old.updated(_counted(config, part.batch))
+        by_source[source] = _updated(old, _counted(config, part.batch))
     return {source: asdict(of_source) for source, of_source in by_source.items()}
+
+
+def _updated(moments: RunningMoments, rewards: Tensor) -> RunningMoments:
+    """The moments with `rewards` added, as they are where the sum is not finite: workers find the group at fault."""
+    try:
+        return moments.updated(rewards)
+    except ArgumentError:
+        return moments
 
 
 def _counted(config: ChainConfig, batch: PackedBatch) -> Tensor:

@@ -140,13 +140,15 @@ def _run_late_part(
 ) -> tuple[PackedShare, Metrics | None]:
     """Make the late columns and run the steps of the chain after them; the batch gets advantages and returns."""
     columns, results, metrics = dict(packed.columns), dict(packed.results), None
+    extras = {name: column for name, column in packed.extras.items() if name not in late}
     if len(packed.share.trained):  # else all groups are dead: no rank has a micro-batch
         all_columns = {**columns, **packed.extras}
         columns |= make_late_columns(late, packed.share, all_columns, packed.row_extras)
         chain = cut_chain(record.chain, record.late)[1]
         if chain.steps:
             _check_scope(chain, record, world_size)
-            batch = packed.batch.with_columns(**columns)
+            needed = {name: extras[name] for name in chain.needs if name in extras}
+            batch = packed.batch.with_columns(**columns, **needed)
             result = run_chain(chain, batch, record.kl_coefficient)
             metrics = (result.metrics, result.weights)
             batch = batch.with_columns(**result.columns)
@@ -156,7 +158,7 @@ def _run_late_part(
                     results[name] = expand(batch, result.level, values)
     if "advantages" in results:
         results.setdefault("returns", results["advantages"].clone())
-    return replace(packed, columns={**columns, **results}, results=results), metrics
+    return replace(packed, columns={**columns, **results}, extras=extras, results=results), metrics
 
 
 def _check_scope(chain: Chain, record: BatchRecord, world_size: int) -> None:

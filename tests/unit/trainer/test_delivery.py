@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from streamadv.algorithms.packed import PackedBatch
+from streamadv.algorithms.registry import Estimate, estimator
 from streamadv.errors import NoBatchError
 from streamadv.run.dead_letters import list_dead
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import compute_all, group_all, join, next_batch, producing, push_groups, trajectory
+from tests.support import (
+    compute_all,
+    group_all,
+    join,
+    ledger,
+    next_batch,
+    producing,
+    push_groups,
+    trajectory,
+)
 
 
 def test_a_group_whose_output_has_the_wrong_size_is_dead(fake: Connection) -> None:
@@ -61,3 +73,49 @@ def test_numbers_per_step_land_on_the_tokens_of_the_step(fake: Connection) -> No
         assert first[2] == first[3]
         assert first[5] == first[6]
         assert len({first[1], first[2], first[5]}) == 3
+
+
+@estimator("weighted", scope="row", needs=["old_log_probs", "weight"], level="token")
+def weighted(batch: PackedBatch) -> Estimate:
+    return Estimate("token", batch.column("weight") + batch.column("old_log_probs").double())
+
+
+def test_an_extra_column_supplies_a_step_after_a_late_one(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        weight = {"data": np.arange(5, dtype=np.float32), "per_token": True}
+        producer.push([trajectory("g", index, 2, weight=weight) for index in range(2)])
+    late = {"old_log_probs": lambda mb: mb.weight * 10}
+    queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain={"estimator": "weighted"}, late=late)
+    batch = next_batch(queue, join(fake, "r"))
+    assert batch is not None
+    (mb,) = batch
+    assert mb.advantages.tolist() == [0, 0, 22, 33, 44] * 2
+
+
+def test_a_late_column_replaces_an_extra_one_of_its_name(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        weight = {"data": np.arange(5, dtype=np.float32), "per_token": True}
+        producer.push([trajectory("g", index, 2, weight=weight) for index in range(2)])
+    late = {"weight": lambda mb: mb.weight + 1}
+    batch = next_batch(TrainerQueue(fake, "r", batch_groups=1, prefetch=0, late=late), join(fake, "r"))
+    assert batch is not None
+    (mb,) = batch
+    assert mb.weight.tolist() == [1, 2, 3, 4, 5] * 2
+
+
+@pytest.mark.parametrize("by_source", [False, True])
+def test_a_reward_beyond_running_moments_stops_no_trainer(fake: Connection, by_source: bool) -> None:
+    chain = {
+        "estimator": "reinforce",
+        "reward": {"mean": "running", "std": "running"},
+        "by_source": by_source,
+    }
+    with producing(fake, "r") as producer:
+        producer.push([trajectory("large", index, 2, reward=(-1) ** index * 1e300) for index in range(2)])
+        push_groups(producer, 2)
+    run = join(fake, "r")
+    queue = TrainerQueue(fake, "r", batch_groups=3, prefetch=0, chain=chain)
+    batch = next_batch(queue, run)
+    assert batch is not None
+    assert {each.group_id for each in batch.references} == {"g0000", "g0001"}
+    assert ledger(run)["dead"] == {"compute_error": 2}
