@@ -5,7 +5,11 @@
 local function append(group_id, packet, stream, name)
   local id = redis.pcall('XADD', stream, '*', 'group_id', group_id, 'payload', packet.key, 'bytes', packet.bytes,
     'epoch', packet.epoch, 'members', packet.text, 'table', packet.table)
-  if id.err then return false end
+  if id.err then
+    -- The first write of a script is refused above maxmemory. Producers have to be told so: nobody makes the stream anew.
+    if string.find(id.err, 'OOM', 1, true) then error(id) end
+    return false
+  end
   count('pushed', #packet.members)
   count(name, #packet.members)
   count(name .. '_packets', 1)

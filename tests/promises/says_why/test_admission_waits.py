@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from streamadv import clock
 from streamadv.cli.replay import replay
 from streamadv.errors import Busy, NoBatchError
 from streamadv.producer import Producer
+from streamadv.producer.group import Group
 from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
@@ -116,15 +117,28 @@ def full() -> Iterator[EmbeddedServer]:
         yield server
 
 
+def push_first(group: Group) -> None:
+    group.push([trajectory(group.group_id, 0)])
+
+
+def fail_first(group: Group) -> None:
+    next(iter(group)).fail()
+
+
+def cancel_one(group: Group) -> None:
+    group.cancel(1)
+
+
 @pytest.mark.server
+@pytest.mark.parametrize("push", [push_first, fail_first, cancel_one])
 def test_a_server_above_its_maxmemory(
-    full: EmbeddedServer, run: str, caplog: pytest.LogCaptureFixture
+    full: EmbeddedServer, run: str, caplog: pytest.LogCaptureFixture, push: Callable[[Group], None]
 ) -> None:
     with producing(full.url, run) as producer, redis.Redis.from_url(full.url) as client:
         group = producer.begin_group(2)
         client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
         assert "[maxmemory]" in begin_in_vain(producer, caplog)
-        pushing = threading.Thread(target=group.push, args=([trajectory(group.group_id, 0)],))
+        pushing = threading.Thread(target=push, args=(group,))
         with caplog.at_level(logging.WARNING):
             pushing.start()
             while not said(caplog, "a push waits for "):
