@@ -6,7 +6,7 @@
 --       the list, group id, payload key or '', bytes, fencing epoch, members, member table
 -- Returns  {entries taken, outcome and data source of each group that has ended ...}
 -- An entry that somebody else has finished (XACK 0) is skipped. A member that no slot waits for is malformed and does not
--- count; so is every member of a packet whose payload does not exist.
+-- count; so is every member of a packet with usable ones whose payload does not exist.
 -- include count
 -- include sizes
 -- include members
@@ -136,10 +136,15 @@ end
 if #acked == 0 then return {0} end
 count('rollouts_packets', -redis.call('XDEL', keys.rollouts, unpack(acked)))
 
+-- A packet of which a scorer could not read the payload is needed by nobody: it ends as its scorer says.
+local function has_payload(packet)
+  return packet.key == '' or not string.find(packet.text, ' usable ', 1, true) or redis.call('EXISTS', packet.key) == 1
+end
+
 local hashes, packets_of = {}, {}  -- in order of arrival
 local all_exist = #payloads == 0 or redis.call('EXISTS', unpack(payloads)) == #payloads
 for _, packet in ipairs(packets) do
-  if not all_exist and packet.key ~= '' and redis.call('EXISTS', packet.key) == 0 then
+  if not all_exist and not has_payload(packet) then
     refuse(packet, 'the payload does not exist')
   else
     if not packets_of[packet.group_hash] then

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from streamadv.grouping import grouper, housekeeping
+from streamadv.grouping.scorer import Scorer
 from streamadv.run import Run
 from streamadv.store.connection import Connection
 from tests.support import (
@@ -222,6 +223,24 @@ def test_a_foreign_packet_takes_no_member_twice(run: Run) -> None:
     counters = scripts.hgetall(keys.ledger)
     assert [int(counters[name]) for name in (b"rollouts", b"rollouts_packets", b"malformed")] == [0, 0, 2]
     assert ledger(run)["queued"] == 3
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_packet_that_no_scorer_can_read_ends_without_its_payload(fake: Connection, is_late: bool) -> None:
+    """Somebody has deleted the payload. The scorer says that its members are unscorable."""
+    with producing(fake, "r", {"scorers": ["judge"]}) as producer:
+        run = join(fake, "r")
+        producer.push([unscored("g", index) for index in range(2)])
+    run.connection.scripts.delete(*payload_keys(run))
+    if is_late:
+        make_overdue(run, "g")
+    consumer, judge = consumer_of(run, "judge"), Scorer(fake, "r", "judge")
+    judge.work(consumer, consumer.read(1), lambda references, payloads: [1.0] * len(references))
+    if is_late:
+        housekeeping.expire(run, run.home)
+    group_all(run)
+    assert (ledger(run)["queued"], ledger(run)["dropped"]) == (0, {"unscorable": 2})
+    assert problems(run) == []
 
 
 def test_a_whole_group_without_anything_to_train_on_is_dropped(run: Run) -> None:
