@@ -32,33 +32,44 @@ end
 
 -- Give the member its reward, or end its slot as unscorable.
 local function fill_in(group, index)
+  if is_complete(group) or letter_of(group, index) ~= 's' then return end
   local value = redis.call('HGET', group.hash, 'score_value:' .. index)
-  if letter_of(group, index) ~= 's' or not value then return end
+  if not value then return end
   local letter = value == 'x' and 'x' or 'u'
   group.slots = with_letters(group.slots, 1, {{index = index}}, letter)
-  redis.call('HSET', group.hash, 'slots', group.slots)
-  if letter == 'x' then
-    count('open', -1)
-    count('dropped:unscorable', 1)
+  if letter == 'u' then
+    group.usable = group.usable + 1
+    return
   end
-  return letter
+  group.unusable, group.has_unscorable = group.unusable + 1, true
+  count('open', -1)
+  count('dropped:unscorable', 1)
 end
 
-local ended = {}
+local groups, group_of = {}, {}  -- each is loaded once: many scores may be of one large group
 for i = POLICY_ARGS + 1, #ARGV do
   if redis.call('LREM', keys.scored, 1, ARGV[i]) == 1 then
     local index, id = string.match(ARGV[i], '^(%d+) (.+)$')
-    local group = load_group(id, keys.group_hashes[i - POLICY_ARGS])
-    local letter = group.state == 'open' and fill_in(group, tonumber(index))
-    if letter then
-      count_slots(group)
-      if letter == 'x' then discard_unscorable(group) end
-      if is_complete(group) then
-        local outcome, data_source = complete(group, policy)
-        ended[#ended + 1] = outcome
-        ended[#ended + 1] = data_source
-      end
+    local group = group_of[id]
+    if not group then
+      group = load_group(id, keys.group_hashes[i - POLICY_ARGS])
+      group.before, group_of[id], groups[#groups + 1] = group.slots, group, group
+      if group.state == 'open' then count_slots(group) end
     end
+    if group.state == 'open' then fill_in(group, tonumber(index)) end
+  end
+end
+
+local ended = {}
+for _, group in ipairs(groups) do
+  if group.has_unscorable then discard_unscorable(group) end
+  if group.slots == group.before then
+    -- Nothing waited for these scores, or somebody has overwritten the group.
+  elseif is_complete(group) then
+    ended[#ended + 1], ended[#ended + 2] = complete(group, policy)
+  else
+    change(group, 'slots', group.slots)
+    save_group(group)
   end
 end
 write_counts()

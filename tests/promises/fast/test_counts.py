@@ -11,9 +11,10 @@ import pytest
 import redis
 
 from streamadv.bench.lines import GROUP_SIZE, KINDS, Line, make_groups
+from streamadv.grouping import housekeeping
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import compute_all, group_all, join, next_batch, producing
+from tests.support import compute_all, group_all, join, ledger, next_batch, problems, producing, unscored
 
 LINE_TOKENS = 256
 BATCHES = 4
@@ -80,6 +81,26 @@ def test_what_a_packet_costs_is_paid_once(name: str, redis_url: str, run: str, s
         LARGE_GROUP - GROUP_SIZE
     )
     assert all(found <= most for found, most in zip(further, FURTHER[name], strict=True)), further
+
+
+def test_a_group_is_read_once_for_many_scores(redis_url: str, run: str) -> None:
+    """All of them are applied by one script: reading each packet for each score would hold up the server."""
+    with producing(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        producer.push([unscored("g", index, 64) for index in range(64)])
+        group_all(joined)
+        for index in range(32):
+            producer.score("g", index, None)
+    before = _hashes_read(joined.connection)
+    housekeeping.apply_scores(joined, joined.home)
+    assert _hashes_read(joined.connection) - before <= 2
+    assert ledger(joined)["dropped"] == {"unscorable": 32}
+    assert problems(joined) == []
+
+
+def _hashes_read(connection: Connection) -> int:
+    commands: Any = connection.scripts.info("commandstats")
+    return int(commands.get("cmdstat_hgetall", {"calls": 0})["calls"])
 
 
 def cost_of(name: str, redis_url: str, run: str, sent: list[int], size: int) -> Cost:

@@ -31,6 +31,7 @@ from tests.support import (
     logged,
     make_overdue,
     now_ms,
+    payload_keys,
     problems,
     producing,
     references,
@@ -239,6 +240,27 @@ def test_a_score_of_none_ends_the_place(fake: Connection, taken_first: bool) -> 
         group_all(run)
     assert logged(run)["g"].outcome == "partial"
     assert ledger(run)["dropped"] == {"unscorable": 1}
+    assert problems(run) == []
+
+
+def test_scores_of_one_group_are_applied_together(fake: Connection) -> None:
+    """None of them after those that complete it."""
+    with producing(fake, "r", {"redundancy": 2}) as producer:
+        run = join(fake, "r")
+        producer.push([unscored("g", 0, 3)])
+        producer.push([unscored("g", index, 3) for index in range(1, 5)])
+        group_all(run)
+        for index, reward in enumerate((None, 0.1, 0.2)):
+            producer.score("g", index, reward)
+        group_all(run)
+        assert ledger(run)["dropped"] == {"unscorable": 1}
+        assert len(payload_keys(run)) == 1
+        assert problems(run) == []
+        for index, reward in ((3, 0.3), (4, None)):
+            producer.score("g", index, reward)
+        group_all(run)
+    assert rewards_of(run) == [0.1, 0.2, 0.3]
+    assert ledger(run)["dropped"] == {"unscorable": 1, "surplus": 1}
     assert problems(run) == []
 
 
