@@ -64,15 +64,7 @@ def compute_advantage(
     loses such rewards, runs gae and returns over all tokens, leaves returns and raw_advantages unmasked and counts
     every position.
     """
-    if distill_teachers is not None and (distill_coef != 0 or not distill_teachers):
-        raise OptionError(
-            "distill_teachers has the coefficients: name a teacher in it, and leave out distill_coef"
-        )
-    teachers = {f"_{name}": coefficient for name, coefficient in (distill_teachers or {}).items()}
-    if not teachers and distill_coef != 0:
-        teachers = {"": distill_coef}
-    if distill_only and not teachers:
-        raise OptionError("distill_coef is 0, which leaves nothing with distill_only: give it")
+    teachers = _teachers(distill_coef, distill_teachers, distill_only)
     kinds: dict[str, Values | Flags] = {
         "response_mask": Flags(("B", "W")),
         "token_level_rewards": Values(("B", "T"), spills=True),
@@ -92,13 +84,7 @@ def compute_advantage(
         mask, {"token_level_rewards": rewards, **{n: columns[n] for n in ("values",) if n in columns}}
     )
     tokens = packed.trainable_tokens
-    distilled = torch.zeros((), device=mask.device)
-    for teacher, coefficient in teachers.items():
-        kl = approx_kl(columns[distill_from], columns[f"teacher_log_probs{teacher}"], distill_penalty)
-        term = -coefficient * _masked(kl, tokens)
-        rows = columns.get(f"teacher_rows{teacher}") if teacher else None
-        term = term if rows is None else torch.where(rows[:, None], term, 0.0)
-        distilled = distilled + term if distilled.dim() else term
+    distilled = _distilled(columns, teachers, distill_from, distill_penalty, tokens)
     if distill_only:
         advantages = returns = raw = distilled
     else:
@@ -123,6 +109,38 @@ def compute_advantage(
         "token_level_rewards": rewards,
     }
     return with_results(batch, results, call), metrics
+
+
+def _teachers(coefficient: float, by_name: Mapping[str, float] | None, is_needed: bool) -> dict[str, float]:
+    """Coefficients by the ending of the teachers' columns. Raises OptionError for options that do not fit together."""
+    if by_name is not None and (coefficient != 0 or not by_name):
+        raise OptionError(
+            "distill_teachers has the coefficients: name a teacher in it, and leave out distill_coef"
+        )
+    teachers = {f"_{name}": value for name, value in (by_name or {}).items()}
+    if not teachers and coefficient != 0:
+        teachers = {"": coefficient}
+    if is_needed and not teachers:
+        raise OptionError("distill_coef is 0, which leaves nothing with distill_only: give it")
+    return teachers
+
+
+def _distilled(
+    columns: Mapping[str, Tensor],
+    teachers: Mapping[str, float],
+    distill_from: str,
+    penalty: KLPenalty,
+    tokens: Trainable,
+) -> Tensor:
+    """[B, T]: the sum of the teachers' terms; a 0 without dimensions if there is none."""
+    distilled = torch.zeros((), device=columns["response_mask"].device)
+    for teacher, coefficient in teachers.items():
+        kl = approx_kl(columns[distill_from], columns[f"teacher_log_probs{teacher}"], penalty)
+        term = -coefficient * _masked(kl, tokens)
+        rows = columns.get(f"teacher_rows{teacher}") if teacher else None
+        term = term if rows is None else torch.where(rows[:, None], term, 0.0)
+        distilled = distilled + term if distilled.dim() else term
+    return distilled
 
 
 @checked

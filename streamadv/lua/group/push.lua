@@ -32,11 +32,6 @@ local function unlink(packet)
   if packet.key ~= '' then redis.call('UNLINK', packet.key) end
 end
 
--- The members of a packet; those of one that no producer sends have no slots.
-local function members_to_push(packet)
-  return members_of(packet.text) or {}
-end
-
 local function refuse(packet, code, codes)
   unlink(packet)
   for i = 1, #packet.members do codes[#codes + 1] = code end
@@ -143,7 +138,7 @@ for i = 1, groups do
   at = at + SPEC_ARGS + 2
   for j = 1, count_packets do
     local packet = {key = ARGV[at], bytes = ARGV[at + 1], epoch = epoch, text = ARGV[at + 2], table = ARGV[at + 3]}
-    packet.members = members_to_push(packet)
+    packet.members = members_of(packet.text)
     packets[j], at = packet, at + 4
   end
   replies[i] = push(spec, keys.group_hashes[i], packets)

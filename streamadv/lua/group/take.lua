@@ -33,7 +33,7 @@ end
 -- which `letter` at `offset` + index says so.
 local function waiting_members(packet, letters, offset, letter)
   local members, others = {}, {}
-  packet.members = members_of(packet.text) or {}
+  packet.members = members_of(packet.text)
   for _, member in ipairs(packet.members) do
     local position = offset + member.index
     local list = string.sub(letters, position, position) == letter and members or others
@@ -52,7 +52,7 @@ local function take_late(packet)
     members, late = waiting_members(packet, tombstone, 2, '2'), after_end(tombstone)
     redis.call('HSET', tombstones, packet.group_id, with_letters(tombstone, 2, members, '1'))
   else  -- forgotten: more groups have ended since than are remembered
-    members, late = members_of(packet.text) or {}, 'late'
+    members, late = members_of(packet.text), 'late'
     count('rollouts', -#members)
   end
   for _, member in ipairs(members) do count('dropped:' .. (member.kind == 'usable' and late or member.kind), 1) end

@@ -1,5 +1,5 @@
 -- Tombstones of ended groups: group id -> letter and one digit per slot. The letter: 'c' = completed, 'e' = expired. A
--- digit: '0' = nobody has pushed it, '1' = it has ended, '2' = its record is still on its way to the group. Two
+-- digit: '0' = nobody has pushed it, '1' = it has ended, '2' = its packet is still on its way to the group. Two
 -- generations: when the young one is full it replaces the old one, so at least the last dedupe_groups groups are remembered.
 -- KEYS  ended, ended_before
 
@@ -16,14 +16,7 @@ local function slot_digit(tombstone, index)
   return string.sub(tombstone, index + 2, index + 2)
 end
 
--- Note that a slot has ended. Returns the new tombstone.
-local function end_slot(key, id, tombstone, index)
-  tombstone = string.sub(tombstone, 1, index + 1) .. '1' .. string.sub(tombstone, index + 3)
-  redis.call('HSET', key, id, tombstone)
-  return tombstone
-end
-
--- Why a record is dropped that comes after the end of its group.
+-- Why a member is dropped that comes after the end of its group.
 local function after_end(tombstone)
   return string.sub(tombstone, 1, 1) == 'c' and 'surplus' or 'late'
 end
