@@ -89,11 +89,13 @@ class ProducerLogic:
             wait.because(LOST_GROUPS_FIRST)
             yield Pause(wait.delay())
         self.membership.finished = True
+        self.admission.leave_ahead()
         yield from self.heartbeat()
 
     def goodbye(self) -> Steps[None]:
         """Leave the run on a clean exit."""
         self.failures.log(now=True)
         if self.membership.is_joined:
+            self.admission.leave_ahead()
             yield from self.admission.withdraw()
             yield from self.membership.leave()

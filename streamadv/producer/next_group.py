@@ -40,14 +40,15 @@ class _Asked:
                 return
             if self._call.wanted and not is_error:
                 self._tickets = self._admission.tickets(self._shared, self._spec, reply)
+                self._admission.keep_ahead(self._call, self._spec.group_id)
             else:
                 self.withdraw()
 
     def take(self) -> list[Ticket] | None:
-        """The tickets if they have come; a group that is opened later is withdrawn."""
+        """The tickets if they have come, once; a group that is opened later is withdrawn."""
         with self._lock:
             self._call.wanted = False
-            return self._tickets
+            return self._tickets if self._admission.take_ahead(self._call) else None
 
     def withdraw(self) -> None:
         self._admission.leave_unclaimed(self._call, self._spec.group_id)
@@ -64,6 +65,7 @@ class NextGroup:
         self._request = request
         self._lock = threading.Lock()
         self._asked: _Asked | None = None
+        self._is_closed = False
 
     def begin(self) -> Steps[list[Ticket]]:
         """The tickets of the next group: at once if a push has brought them, else as `Admission.begin`."""
@@ -74,7 +76,8 @@ class NextGroup:
         return tickets
 
     def close(self) -> None:
-        """Nobody wants a next group."""
+        """Nobody wants a next group, also not with the pushes of groups that are still played."""
+        self._is_closed = True
         asked = self._forget()
         if asked is not None and asked.take() is not None:
             asked.withdraw()
@@ -99,7 +102,7 @@ class NextGroup:
         if not isinstance(attempt, Push):
             return attempt
         with self._lock:
-            if self._asked is not None:
+            if self._asked is not None or self._is_closed:
                 return attempt
             asked = self._asked = _Asked(self._admission, *self._admission.check(self._request))
         return attempt._replace(companion=asked.companion())

@@ -82,6 +82,35 @@ def test_a_group_that_nobody_asks_for_is_withdrawn(fake: Connection, end: str) -
     assert problems(run) == []
 
 
+def test_groups_still_played_when_the_iterator_is_closed_ask_for_no_other(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        groups = producer.groups(2)
+        played = list(islice(groups, 3))
+        groups.close()  # type: ignore[attr-defined]
+        for group in played:
+            group.push(whole(group))
+        assert open_groups(fake) == 3
+    assert problems(join(fake, "r")) == []
+
+
+@pytest.mark.parametrize("end", ["finish", "close"])
+def test_a_producer_that_ends_leaves_no_group_that_was_begun_ahead(fake: Connection, end: str) -> None:
+    with producing(fake, "r") as producer:
+        groups = producer.groups(2)  # still there when the producer is not
+        for group in islice(groups, 2):
+            group.push(whole(group))
+        assert open_groups(fake) == 3
+        if end == "finish":
+            producer.finish()
+            group_all(join(fake, "r"))
+            assert open_groups(fake) == 0
+            group = next(groups)
+            group.push(whole(group))
+    group_all(join(fake, "r"))
+    assert open_groups(fake) == 0
+    assert problems(join(fake, "r")) == []
+
+
 def test_an_answer_that_never_came_leaves_no_open_group(
     fake: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
