@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from redis.exceptions import ConnectionError
@@ -58,13 +59,13 @@ class Sender:
         while lane.queue and lane.under_way < MAX_UNDER_WAY:
             part = take_slice(lane.queue, lambda item: item[0].load)
             lane.under_way += 1
-            task = asyncio.create_task(self._send(lane, [item for item in part if not item[1].done()]))
+            task = asyncio.create_task(self._send([item for item in part if not item[1].done()]))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(self._sent, lane, part))
         if not lane.queue and not lane.under_way:
             self._lanes = {key: other for key, other in self._lanes.items() if other is not lane}
 
-    async def _send(self, lane: _Lane, part: Sequence[_Waiting]) -> None:
+    async def _send(self, part: Sequence[_Waiting]) -> None:
         pushes = [push for push, _ in part]
         try:
             replies = shares(pushes, await self._call(join(pushes))) if pushes else []
@@ -74,11 +75,14 @@ class Sender:
         except Exception as error:
             for _, future in part:
                 _fail(future, error)
-        finally:
-            for _, future in part:
-                _fail(future, ConnectionError("the call was cancelled"))
-            lane.under_way -= 1
-            self._flush(lane)
+
+    def _sent(self, lane: _Lane, part: Sequence[_Waiting], task: asyncio.Task[None]) -> None:
+        """A call has ended, or was cancelled before it began."""
+        self._tasks.discard(task)
+        for _, future in part:
+            _fail(future, ConnectionError("the call was cancelled"))
+        lane.under_way -= 1
+        self._flush(lane)
 
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:

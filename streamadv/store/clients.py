@@ -119,9 +119,15 @@ class Client(_Classified, redis.Redis):
     def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
         if command_name != TRANSACTION:
             return super().parse_response(connection, command_name, **options)  # type: ignore[no-untyped-call]
-        result = transaction_result([_reply_or_error(connection) for _ in range(options["replies"])])
-        if options["hear"] is not None:
-            options["hear"](_reply_or_error(connection))
+        count, hear = options["replies"], options["hear"]
+        try:
+            replies = [_reply_or_error(connection) for _ in range(count + (hear is not None))]
+        except BaseException:  # an interrupt: what is not read yet would be taken for replies to another call
+            connection.disconnect()
+            raise
+        result = transaction_result(replies[:count])
+        if hear is not None:
+            hear(replies[count])
         if isinstance(result, Exception):
             raise result
         return result

@@ -109,26 +109,26 @@ class Pipelined:
             unsent, self._unsent = self._unsent, []
             self._wire.write([call for call in unsent if not call.future.done()])
         elif self._opening is None and self._unsent:
+            self._wire = None
             self._opening = asyncio.create_task(self._open())
+            self._opening.add_done_callback(self._opened)
 
     async def _open(self) -> None:
         """Have redis-py connect, which knows about passwords, certificates and Sentinels; then take over."""
-        problem: Exception = ConnectionError(CLOSED)
-        self._wire = None
-        try:
-            connection: Any = self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-            with closed_under_way():
-                await connection.connect()
-                self._wire = _Wire(connection._writer, connection._parser.parse_error, self._timeout)
-                connection._writer = connection._reader = None  # not its own any more
-        except Exception as error:
-            problem = error
-        finally:
-            self._opening = None
-            if self._wire is None:
-                self._fail_unsent(problem)
-            else:
-                self._write()
+        connection: Any = self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+        with closed_under_way():
+            await connection.connect()
+            self._wire = _Wire(connection._writer, connection._parser.parse_error, self._timeout)
+            connection._writer = connection._reader = None  # not its own any more
+
+    def _opened(self, opening: asyncio.Task[None]) -> None:
+        """Connected or not; it may have been cancelled before it began."""
+        self._opening = None
+        problem = None if opening.cancelled() else opening.exception()
+        if self._wire is not None:
+            self._write()
+        else:
+            self._fail_unsent(problem if isinstance(problem, Exception) else ConnectionError(CLOSED))
 
     def _fail_unsent(self, problem: Exception) -> None:
         unsent, self._unsent = self._unsent, []

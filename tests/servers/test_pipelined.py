@@ -14,6 +14,7 @@ import redis
 from redis.exceptions import ConnectionError, OutOfMemoryError, ReadOnlyError, ResponseError, TimeoutError
 
 from streamadv.producer import Producer
+from streamadv.store import clients
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.pipelined import Pipelined
@@ -72,6 +73,19 @@ class CuttingProxy:
             pass
         writer.close()
         back.close()
+
+
+async def test_a_connection_whose_opening_is_cancelled_is_opened_by_the_next_call(redis_url: str) -> None:
+    async with AsyncConnection(redis_url) as connection:
+        pipelined = connection.pipelined
+        assert pipelined is not None
+        first = pipelined.eval(ECHO, 0, "1")
+        others = asyncio.all_tasks()
+        cancel = lambda: [task.cancel() for task in asyncio.all_tasks() - others]  # noqa: E731
+        asyncio.get_running_loop().call_soon(cancel)
+        with pytest.raises(ConnectionError):
+            await first
+        assert await pipelined.eval(ECHO, 0, "2") == b"2"
 
 
 async def push_some(producer: Any, number: int) -> list[str]:
@@ -156,6 +170,24 @@ def test_scripts_that_a_server_forgets_again_and_again(redis_url: str, run: str,
         assert len(payload_keys(joined)) == len(items)
         assert {client.ttl(key) for key in payload_keys(joined)} == {-1}
     assert problems(joined) == []
+
+
+def test_an_interrupt_between_two_replies_leaves_none_to_another_call(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    busy = "for i = 1, 3e6 do end return ARGV[1]"  # its replies come after the interrupt
+    with Connection(redis_url) as connection:
+        client = connection.push
+        assert isinstance(client, clients.Client)
+        client.ping()
+        with monkeypatch.context() as patch:
+            patch.setattr(clients, "_reply_or_error", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                client.transact([], ("EVAL", busy, 0, "first"))
+        assert client.transact([], ("EVAL", ECHO, 0, "second")) == b"second"
 
 
 def test_a_payload_whose_script_is_not_known_goes_by_itself(redis_url: str) -> None:

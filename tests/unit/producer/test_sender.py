@@ -151,3 +151,22 @@ def test_a_loop_that_ends_leaves_no_pusher_waiting() -> None:
         assert [type(outcome) for outcome in outcomes] == [redis.exceptions.ConnectionError]
 
     asyncio.run(work())
+
+
+async def test_a_call_that_is_cancelled_before_it_begins_blocks_nobody() -> None:
+    """As by a program that cancels all its tasks, then ends its producers."""
+    server = Server()
+    for _ in range(MAX_UNDER_WAY):
+        pushing = server.sender.push(push_of("a", 0))
+        asyncio.get_running_loop().call_soon(cancel_others)
+        outcomes = await asyncio.gather(pushing, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [redis.exceptions.ConnectionError]
+    assert server.calls == []
+    later = server.sender.push(push_of("b", 0))
+    await server.answer_all([later])
+
+
+def cancel_others() -> None:
+    for task in asyncio.all_tasks():
+        if task.get_coro().__name__ == "_send":  # type: ignore[union-attr]
+            task.cancel()
