@@ -82,19 +82,24 @@ class Pushes:
         check_seconds("timeout", timeout, zero=True)
         wait = self._admission.admission_wait(timeout)
         results: dict[int, PushResult] = {}
-        while len(results) < len(groups):
-            missing = [number for number in range(len(groups)) if number not in results]
+        missing, problem = list(range(len(groups))), None
+        while missing:
             outcomes = yield from together([self.push(groups[number]) for number in missing])
+            refused: list[int] = []
             refusal: Busy | None = None
             for number, outcome in zip(missing, outcomes, strict=True):
                 if isinstance(outcome, PushResult):
                     results[number] = outcome
                 elif isinstance(outcome, Busy) and not wait.expired:
+                    refused.append(number)
                     refusal = outcome
                 else:
-                    raise outcome
+                    problem = problem or outcome
+            missing = refused
             if refusal is not None:
                 yield from self._admission.wait_for_room(wait, Reason(*refusal.reason))
+        if problem is not None:
+            raise problem
         return [results[number] for number in range(len(groups))]
 
     def end_slots(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:

@@ -82,7 +82,8 @@ def attempts(steps: Steps[T], check_open: Callable[[], None], *, patient: bool) 
             if isinstance(reply, OutOfMemoryError) and isinstance(request, GroupCall):
                 reply = OUT_OF_MEMORY
                 break
-            if not isinstance(reply, RETRYABLE) or not (patient or isinstance(attempt, Push)):
+            is_repeated = patient or (isinstance(attempt, Push) and attempt.load.size > 0)
+            if not isinstance(reply, RETRYABLE) or not is_repeated:
                 raise reply
             outage = outage or Outage(STAGE)
             yield Pause(outage.delay_after(reply))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Self
 
 from ..errors import SettingError, TrajectoryError
@@ -107,7 +108,7 @@ class Slots:
 
     def _cancel_indices(self, indices: list[int]) -> Steps[PushResult]:
         for index in indices:
-            if isinstance(index, bool) or index not in self.indices:
+            if not isinstance(index, Integral) or isinstance(index, bool) or index not in self.indices:
                 raise TrajectoryError(
                     f"cancel: group {self.tickets[0].group_id} has no rollout {brief(index)}"
                 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from typing import cast
 
+import fakeredis
 import pytest
 
 from streamadv.errors import SettingError, TrajectoryError
+from streamadv.producer import Rollout
 from streamadv.producer.requests import GroupCall
 from streamadv.producer.tickets import Ticket
 from streamadv.store.connection import Connection
@@ -100,7 +102,13 @@ def test_cancelling_rollouts_by_name(fake: Connection) -> None:
         rollouts[0].push(input_ids=[1], response_mask=[1], reward=1.0)
         assert group.cancel(indices=[3, 0, 1]) == (["pushed", "duplicate", "pushed"], [3, 1])
         assert [rollout.cancelled for rollout in rollouts] == [False, True, False, True]
-        for wrong in ({"indices": [4]}, {"indices": [-1]}, {"indices": ["0"]}, {"indices": [True]}):
+        for wrong in (
+            {"indices": [4]},
+            {"indices": [-1]},
+            {"indices": ["0"]},
+            {"indices": [True]},
+            {"indices": [2.0]},
+        ):
             with pytest.raises(TrajectoryError, match="group g has no rollout"):
                 group.cancel(**wrong)
         for wrong in ({}, {"count": 1, "indices": [2]}, {"count": -1}, {"count": 1.5}):
@@ -133,3 +141,18 @@ def test_leaving_a_group_leaves_what_was_handed_out_to_others(fake: Connection) 
         group_all(run)
         assert ledger(run)["dropped"] == {"failed": 2}
         assert producer.rollout(away).push(input_ids=[1], response_mask=[1], reward=1.0) == "pushed"
+
+
+def test_an_interrupt_while_the_server_is_away_does_not_wait_for_it() -> None:
+    server = fakeredis.FakeServer()
+    connection = Connection.from_client(fakeredis.FakeRedis(server=server))
+
+    def play(rollout: Rollout) -> None:
+        server.connected = False
+        raise KeyboardInterrupt
+
+    with producing(connection, "r") as producer:
+        group = producer.begin_group(2)
+        with pytest.raises(KeyboardInterrupt):
+            group.run(play, threads=1)
+        server.connected = True

@@ -9,6 +9,7 @@ import pytest
 from streamadv.errors import Busy, TrajectoryError
 from streamadv.producer import Producer
 from streamadv.producer.encode import MAX_SLICE_BYTES, MAX_SLICE_MEMBERS, Push
+from streamadv.producer.requests import Pause
 from streamadv.store.connection import Connection
 from tests.support import group_all, join, ledger, payload_keys, problems, producing, push_one, trajectory
 
@@ -112,4 +113,24 @@ def test_what_is_wrong_is_raised(fake: Connection) -> None:
         with pytest.raises(TrajectoryError, match="group_size is 2, group b is open with 3"):
             producer.push_many([group_of("a"), group_of("b"), group_of("c")])
         assert ledger(run)["pushed"] == 5
+    assert problems(run) == []
+
+
+def test_a_wrong_group_costs_no_other_that_waits(fake: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        push_one(producer, trajectory("b", 0, 3))
+        fake.scripts.hset(run.keys.home.trainer, mapping={"max_staleness": "0", "batch_groups": "1"})
+        carry_out = Producer._carry_out
+
+        def make_room(self: Producer, request: Any) -> Any:
+            if isinstance(request, Pause):
+                fake.scripts.hset(run.keys.home.trainer, "batch_groups", "2")
+            return carry_out(self, request)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Producer, "_carry_out", make_room)
+            with pytest.raises(TrajectoryError, match="group_size is 2, group b is open with 3"):
+                producer.push_many([group_of("b"), group_of("c")], timeout=10)
+        assert ledger(run)["pushed"] == 3
     assert problems(run) == []
