@@ -210,10 +210,10 @@ class _Names:
 def _parse_names(text: bytes) -> _Names:
     try:
         names = json.loads(text)
+        json.dumps(names, ensure_ascii=False).encode()  # raises for half of a surrogate pair
         parsed = _Names(**{name: tuple(texts) for name, texts in names.items()})
         all_texts = [*parsed.columns, *parsed.states, *parsed.rewards, *parsed.entries]
-        "".join(all_texts).encode()  # raises for what is no text
-        is_text = all(len(name) <= MAX_TEXT_CHARS for name in all_texts)
+        is_text = all(type(name) is str and len(name) <= MAX_TEXT_CHARS for name in all_texts)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise WireError(f"member table: its text {brief(text)} is none: {error}") from error
     if not is_text or not all(map(is_stored_column, (*parsed.columns, *parsed.entries))):

@@ -190,6 +190,7 @@ def test_whoever_knows_another_value_stops(redis_url: str, run: str, name: str) 
         "zero_variance_filter": (True, "false"),
         "difficulty_low": (0.1, "0.2"),
         "difficulty_high": (0.9, "0.8"),
+        "filter_by": ("correct", '"style"'),
         "scorers": (("a",), '["b"]'),
         "max_trajectory_bytes": (1 << 20, "2097152"),
         "max_bytes": (1 << 30, "2147483648"),
@@ -209,7 +210,7 @@ def test_whoever_knows_another_value_stops(redis_url: str, run: str, name: str) 
         with pytest.raises(ManifestMismatchError, match=name) as told:
             early.refresh()
         with pytest.raises(ManifestMismatchError, match=name):
-            push_groups(pushing, 1)
+            push_groups(pushing, 1, metadata={"correct": 1})
     assert "stop all processes" in str(told.value)
     assert other in str(told.value)
 
@@ -265,6 +266,7 @@ def test_every_setting_given_later_reaches_who_is_running(redis_url: str, run: s
         "zero_variance_filter": True,
         "difficulty_low": 0.1,
         "difficulty_high": 0.9,
+        "filter_by": "correct",
         "scorers": ("a", "b"),
         "max_trajectory_bytes": 1 << 20,
         "max_bytes": 1 << 30,
