@@ -2,9 +2,10 @@
 
 In reading order:
 
-- `packed` is the batch, with `packing` (from trajectories to a batch), `packed_checks` (what must hold of one),
-  `trainable` (which tokens count), `segments` (sums and moments) and `scan` (reverse recurrences). `kernels` are the
-  compiled loops on a CPU; the function that calls a kernel has the same in torch, for other devices, beside it.
+- `packed` is the batch, with `packing` (from trajectories to a batch; `packable` says what it reads of one), `parts`
+  (some of its trajectories), `packed_checks` (what must hold of one), `trainable` (which tokens count), `segments`
+  (sums and moments) and `scan` (reverse recurrences). `kernels` are the compiled loops on a CPU; the function that
+  calls a kernel has the same in torch, for other devices, beside it.
 - The maths by subject: `rewards`, `token_rewards`, `length_penalties`, `running_moments`, `whitening`, `turns`,
   `step_returns`, `kl`, `off_policy` with `off_policy_metrics`, and `chain_metrics`.
 - `registry` and `estimators` turn rewards into advantages, one file per estimator.

@@ -10,20 +10,22 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import TrajectoryError
-from ..grouping.layout import Layout
 from ..trajectory.columns import Array, count_ones
 from ..trajectory.members import NO_STATE, Members, Positions, offsets
 from ..trajectory.schema import Trajectory
 from .packable import Packable
 from .packed import PackedBatch, Steps
 from .packed_checks import BUILT
+
+if TYPE_CHECKING:
+    from ..grouping.layout import Layout
 
 
 def pack(
@@ -267,11 +269,11 @@ def _steps_of(members: Members, cu_seqlens: Positions, first_row: Positions) -> 
     start, end = cu_seqlens[row] + steps["start"], cu_seqlens[row] + steps["end"]
     state = np.full(len(steps), -1, np.int64)
     has_state = steps["state"] != NO_STATE
-    state[has_state] = _numbered(steps["state"][has_state])
+    state[has_state] = numbered(steps["state"][has_state])
     return _packed_steps(trajectory, row, start, end, steps["reward"], state)
 
 
-def _numbered(labels: Array) -> Positions:
+def numbered(labels: Array) -> Positions:
     """The number of each label: equal ones share one, counted from 0 in order of appearance."""
     _, first, label = np.unique(labels, return_index=True, return_inverse=True)
     number = np.empty(len(first), np.int64)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -198,7 +198,7 @@ class Scorer:
             for position in positions:
                 packet.verdicts[position] = None
         if packet.is_scored:
-            self._pass_on(consumer, packet)
+            self._pass_on(consumer, [packet])
             return []
         owners = [(packet.group_id, source) for source in sources]
         references = references_of(packet.stored.members.select(positions), owners)
@@ -229,11 +229,7 @@ class Scorer:
         for item, answer in zip(items, answers, strict=True):
             with suppress(ScoreError):
                 item.packet.verdicts[item.position] = rewards_of(answer, self._name, item.reference)
-        scored = dict.fromkeys(item.packet for item in items if item.packet.is_scored)
-        self._hand_off(
-            consumer,
-            [(packet, self._scored(packet)) for packet in scored],
-        )
+        self._pass_on(consumer, dict.fromkeys(item.packet for item in items if item.packet.is_scored))
 
     def _score_alone(
         self, consumer: Consumer, item: UnscoredTrajectory, score: ScoreFunction
@@ -259,12 +255,13 @@ class Scorer:
         else:
             self._tries.forget(shard, item)
         if packet.is_scored:
-            self._pass_on(consumer, packet)
+            self._pass_on(consumer, [packet])
         return []
 
-    def _pass_on(self, consumer: Consumer, packet: WaitingPacket) -> None:
-        """Hand a packet on all of whose members have their verdicts."""
-        self._hand_off(consumer, [(packet, self._scored(packet))])
+    def _pass_on(self, consumer: Consumer, packets: Iterable[WaitingPacket]) -> None:
+        """Hand packets on all of whose members have their verdicts."""
+        filter_by = self._run.manifest.filter_by
+        self._hand_off(consumer, [(packet, packet.hand_off(self._next, filter_by)) for packet in packets])
 
     def _ask(
         self, items: Sequence[UnscoredTrajectory], score: ScoreFunction, stop: threading.Event
@@ -272,9 +269,6 @@ class Scorer:
         references, payloads = [item.reference for item in items], [item.payload for item in items]
         with metrics.timed(self._name, "score"):
             return ask(score, references, payloads, f"scorer {self._name}", self._timeout_s, stop)
-
-    def _scored(self, packet: WaitingPacket) -> HandOff:
-        return packet.hand_off(self._next, self._run.manifest.filter_by)
 
     def _hand_off(self, consumer: Consumer, packets: Sequence[tuple[WaitingPacket, HandOff]]) -> None:
         """Pass packets of one shard on."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..algorithms.arguments import Labels
 from ..algorithms.packed import PackedBatch, Steps
 from ..algorithms.packed_checks import BUILT
+from ..algorithms.packing import numbered
 from ..algorithms.trainable import Trainable, as_bool, tokens_where
 from ..errors import ArgumentError
 
@@ -44,11 +45,7 @@ def pair_codes(first: Tensor, second: Tensor) -> Tensor:
     """[B] int64: `label_codes` of the pairs of two label codes [B]."""
     if not len(first):
         return first
-    pairs = (first * (second.max() + 1) + second).numpy()
-    _, appearance, inverse = np.unique(pairs, return_index=True, return_inverse=True)
-    rank = np.empty_like(appearance)
-    rank[np.argsort(appearance)] = np.arange(len(rank))
-    return torch.from_numpy(rank[inverse])
+    return torch.from_numpy(numbered((first * (second.max() + 1) + second).numpy()))
 
 
 def group_order(labels: Labels, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from redis.exceptions import ConnectionError
 
+from ..store.pipelined import fail
 from .encode import Push, join, shares, take_slice
 
 #: Calls of a lane that wait for their replies. With more, each would bring less; with one, the server would wait.
@@ -52,7 +53,7 @@ class Sender:
         """What has not been sent raises ConnectionError."""
         for lane in self._lanes.values():
             while lane.queue:
-                _fail(lane.queue.popleft()[1], ConnectionError("the producer is closed"))
+                fail(lane.queue.popleft()[1], ConnectionError("the producer is closed"))
 
     def _flush(self, lane: _Lane) -> None:
         lane.is_scheduled = False
@@ -74,18 +75,12 @@ class Sender:
                     future.set_result(reply)
         except Exception as error:
             for _, future in part:
-                _fail(future, error)
+                fail(future, error)
 
     def _sent(self, lane: _Lane, part: Sequence[_Waiting], task: asyncio.Task[None]) -> None:
         """A call has ended, or was cancelled before it began."""
         self._tasks.discard(task)
         for _, future in part:
-            _fail(future, ConnectionError("the call was cancelled"))
+            fail(future, ConnectionError("the call was cancelled"))
         lane.under_way -= 1
         self._flush(lane)
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # seen: nobody looks at it when the caller is cancelled in the same turn

@@ -1,7 +1,7 @@
 """What all processes of a run share.
 
 To read in this order: `manifest.py` (what they agree on), `run.py` (a run and its shards), `consumer.py` over
-`leases.py` (the loop of all stages), `records.py` and `payloads.py` (what stages read), `heartbeats.py` (who is alive),
+`leases.py` (the loop of all stages), `packets.py` and `payloads.py` (what stages read), `heartbeats.py` (who is alive),
 `budget.py`, `hangs.py`; `dead_letters.py` and `malformed.py` (what cannot go on).
 """
 

@@ -52,9 +52,14 @@ class _Call:
         return result
 
     def fail(self, error: Exception) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-            self.future.exception()  # seen: nobody looks at it when the caller is cancelled in the same turn
+        fail(self.future, error)
+
+
+def fail(future: asyncio.Future[Any], error: Exception) -> None:
+    """Raise `error` in whoever waits for `future`, unless that is done."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # seen: nobody looks at it when the caller is cancelled in the same turn
 
 
 class Pipelined:

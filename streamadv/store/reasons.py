@@ -35,8 +35,8 @@ REASONS: Final[dict[str, Kind]] = {
         "open groups lack rewards",
         "push with a reward, bring it by producer.score(), or give the run scorers; null = unscorable",
     ),
-    "no_grouper": Kind("no grouper asks for pushed records", "start `streamadv worker grouper`"),
-    "no_scorer": Kind("no process of a scorer asks for its records", "start the scorer of that name"),
+    "no_grouper": Kind("no grouper asks for pushed packets", "start `streamadv worker grouper`"),
+    "no_scorer": Kind("no process of a scorer asks for its packets", "start the scorer of that name"),
     "no_advantage_worker": Kind(
         "no advantage worker asks for the work of named batches", "start `streamadv worker advantage`"
     ),

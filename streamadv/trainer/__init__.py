@@ -4,8 +4,8 @@ Read `queue.py` first, the object that a training loop uses, then `reader.py`, w
 `results_log.py` (results are read), `plan.py` (rows are shared among ranks and micro-batches), `fetch.py` (packets,
 also ahead), `delivery.py` (the five steps from computed to delivered), `late_columns.py`, `cut.py`, and
 `microbatch.py`, what the loop gets. `references.py` and `delivered.py` make single trajectories for whoever asks.
-`sessions.py` keeps a rank's trainer session, `patience.py` and `wait.py` are how it waits, `report.py` makes the
-metrics of a batch.
+`arguments.py` checks what the queue is given, `sessions.py` keeps a rank's trainer session, `patience.py` and `wait.py`
+are how it waits, `report.py` makes the metrics of a batch.
 """
 
 from .queue import TrainerQueue

@@ -3,6 +3,7 @@
 `columns` names and checks arrays, `fields` and `schema` are the pydantic model over them. `packet_encoding` makes
 packets of trajectories, `plain_records` the same of what needs no model. What a packet stores is read in two parts:
 the numbers of its members, which pass through streams (`members`, `member_table`), and the columns beside them
-(`packet`). `reference` and `payload` are a single trajectory's, for users. `interchange` reads and writes JSON lines;
-`adapters` reads recordings of other tools.
+(`packet`);
+`listing` has the numbers in words. `reference` and `payload` are a single trajectory's, for users. `interchange` reads
+and writes JSON lines; `adapters` reads recordings of other tools.
 """

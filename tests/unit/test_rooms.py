@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -64,3 +66,10 @@ def test_the_rooms_before_the_maths_do_not_need_torch(room: str) -> None:
             names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert not {"torch", "numba"} & {name.split(".")[0] for name in names}, file.relative_to(PACKAGE)
+
+
+@pytest.mark.processes
+def test_the_maths_load_nothing_of_the_pipeline() -> None:
+    code = "import sys, streamadv.algorithms, streamadv.padded, streamadv.losses; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"redis", "streamadv.store", "streamadv.run", "streamadv.grouping"} & set(loaded.split())
