@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from redis.exceptions import NoScriptError
+
 from ..store.calls import Companion
 from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
@@ -32,7 +34,9 @@ class _Asked:
 
     def _hear(self, reply: Any) -> None:
         with self._lock:
-            if self._is_answered:
+            if self._is_answered or isinstance(
+                reply, NoScriptError
+            ):  # not executed; asked by text, if at all
                 return
             self._is_answered = True
             is_error = isinstance(reply, BaseException)  # it may be open, or not

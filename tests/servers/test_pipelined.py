@@ -172,6 +172,17 @@ def test_scripts_that_a_server_forgets_again_and_again(redis_url: str, run: str,
     assert problems(joined) == []
 
 
+def test_a_group_begun_ahead_of_a_server_that_forgot_its_scripts(redis_url: str, run: str) -> None:
+    """It is asked for once more with the push, and taken."""
+    with redis.Redis.from_url(redis_url) as client, Producer(redis_url, run) as producer:
+        groups = producer.groups(1)
+        group = next(groups)
+        client.script_flush()
+        assert group.push([{"rollout_index": 0, **ROLLOUT}]).codes == ["pushed"]
+        begun = set(client.zrange(join(redis_url, run).keys.home.open, 0, -1)) - {group.group_id.encode()}
+        assert begun == {next(groups).group_id.encode()}
+
+
 def test_an_interrupt_between_two_replies_leaves_none_to_another_call(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
