@@ -25,12 +25,12 @@ class Load(NamedTuple):
     """What one call brings."""
 
     members: int
-    size: int  # bytes of payloads
+    size: int  # bytes of payloads and member tables
 
 
 def load_of(packet: Packet) -> Load:
     """Of one packet."""
-    return Load(len(packet.indices), packet.size)
+    return Load(len(packet.indices), packet.size + len(packet.table))
 
 
 class GroupPush(NamedTuple):

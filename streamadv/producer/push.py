@@ -147,7 +147,7 @@ class Pushes:
         send: Callable[[], Steps[PushResult]],
         size: int = 0,
     ) -> Steps[PushResult]:
-        """Send something, and keep `send` for a server that comes back without it. size: bytes of its payloads."""
+        """Send something, and keep `send` for a server that comes back without it. size: as of `Sent`."""
         shard = self._membership.shard_of(group_id)
         # Read before sending, because another server may take over meanwhile.
         server_id = self._resend.server_of(shard)
@@ -176,7 +176,7 @@ class Pushes:
         for part in slices(packets, load_of):
             send = partial(self._send, spec, part, epoch)
             first_send = self._until_admitted(send) if budget is None else send(budget)
-            size = sum(packet.size for packet in part)
+            size = sum(load_of(packet).size for packet in part)
             result = yield from self._send_and_remember(spec.group_id, first_send, send, size)
             codes |= zip(sorted(_positions(part)), result.codes, strict=True)
         return _result(packets, codes)

@@ -36,7 +36,7 @@ class Sent:
     shard: int
     server_id: str | None  # the shard's server as of the last check before it was sent
     when: float
-    size: int  # bytes of its payloads
+    size: int  # bytes of its payloads and member tables
     send: Callable[[], Steps[PushResult]]
 
 

@@ -14,7 +14,7 @@ from pydantic_core import from_json, to_json
 from ..errors import TrajectoryError
 from .columns import HEADER, OUTPUT_COLUMNS, REQUIRED_COLUMNS, Array
 from .member_table import decode_table, encode_table
-from .members import members_of, offsets, spans
+from .members import STEP, members_of, offsets, spans
 from .packet import (
     REWARD,
     Packet,
@@ -59,7 +59,10 @@ def encode_packets(trajectories: Sequence[Trajectory], limit: int, filter_by: st
     group = _Group(trajectories[0].group_size, trajectories[0].data_source, filter_by)
     parts = [_part(trajectory, group, limit) for trajectory in trajectories]
     order = _order([trajectory.rollout_index for trajectory in trajectories], [part.kind for part in parts])
-    ranges = split_packets([key for key, _ in order], [parts[position].size for _, position in order])
+    sizes = [
+        part.size + _bytes_of_steps(trajectory) for part, trajectory in zip(parts, trajectories, strict=True)
+    ]
+    ranges = split_packets([key for key, _ in order], [sizes[position] for _, position in order])
     packets = []
     for start, stop in ranges:
         positions = [position for _, position in order[start:stop]]
@@ -121,6 +124,12 @@ def _part(trajectory: Trajectory, group: _Group, limit: int) -> _Part:
     extras = [(name, *_kind_of_extra(column)) for name, column in trajectory.rows[0].extras.items()]
     kind = (tuple(sorted(columns)), tuple(sorted(extras)), trajectory.reward is None)
     return _Part(kind, columns, header, size)
+
+
+def _bytes_of_steps(trajectory: Trajectory) -> int:
+    """What its steps need in the member table. Turns of few tokens need more than the columns."""
+    keys = {step.state_key for step in trajectory.steps} - {None}
+    return len(trajectory.steps) * STEP.itemsize + sum(map(len, keys))  # type: ignore[arg-type]
 
 
 def kind_of(trajectory: Trajectory) -> str:

@@ -259,6 +259,17 @@ def test_a_packet_is_bounded() -> None:
     }
 
 
+def test_a_member_table_is_bounded_too() -> None:
+    """Turns of one token need more there than in the columns."""
+    tokens = 6000
+    steps = [{"start": start, "end": start + 1, "state_key": f"{start:064}"} for start in range(tokens)]
+    items = [trajectory("g", index, 8, tokens=tokens, steps=steps) for index in range(8)]
+    packets = encode_packets(items, LIMIT)
+    assert [packet.indices for packet in packets] == [(index,) for index in range(8)]
+    few = [trajectory("g", index, 8, steps=[{"start": 2, "end": 3}]) for index in range(8)]
+    assert len(encode_packets(few, LIMIT)) == 1
+
+
 def test_received_columns_are_views() -> None:
     stored, fields = received(encode_packets([trajectory(), trajectory(index=1)], LIMIT)[0])
     payloads = payloads_of(stored, columns_of(stored, fields, {}), fields["header"])
