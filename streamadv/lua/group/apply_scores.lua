@@ -1,5 +1,5 @@
 -- The grouper fills in rewards that `producer.score` brought for members it had taken before, and ends their groups if
--- those were the last ones missing.
+-- those were the last ones missing. Once the groups of a call have APPLY_SLOTS slots it leaves scores of others in the list.
 -- KEYS  void, scored, open, groups, ended, ended_before, ledger, garbage, sizes, group_hashes: group ...
 -- ARGV  those of a policy (lib/complete), then items as they stand in the list: '<index> <group id>' ...
 -- Returns  {outcome, data source, ...} of the groups that have ended
@@ -9,6 +9,7 @@
 -- include group
 -- include ended
 -- include complete
+local APPLY_SLOTS = 1024
 local policy = policy_of(ARGV, 1)
 
 -- Discard packets none of whose members counts any more.
@@ -46,14 +47,15 @@ local function fill_in(group, index)
   count('dropped:unscorable', 1)
 end
 
-local groups, group_of = {}, {}  -- each is loaded once: many scores may be of one large group
+local groups, group_of, slots = {}, {}, 0  -- each group is loaded once: many scores may be of one large group
 for i = POLICY_ARGS + 1, #ARGV do
-  if redis.call('LREM', keys.scored, 1, ARGV[i]) == 1 then
-    local index, id = string.match(ARGV[i], '^(%d+) (.+)$')
-    local group = group_of[id]
+  local index, id = string.match(ARGV[i], '^(%d+) (.+)$')
+  local group = group_of[id]
+  if (group or slots < APPLY_SLOTS) and redis.call('LREM', keys.scored, 1, ARGV[i]) == 1 then
     if not group then
       group = load_group(id, keys.group_hashes[i - POLICY_ARGS])
       group.before, group_of[id], groups[#groups + 1] = group.slots, group, group
+      slots = slots + #(group.slots or '')
       if group.state == 'open' then count_slots(group) end
     end
     if group.state == 'open' then fill_in(group, tonumber(index)) end

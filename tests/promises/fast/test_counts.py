@@ -98,6 +98,27 @@ def test_a_group_is_read_once_for_many_scores(redis_url: str, run: str) -> None:
     assert problems(joined) == []
 
 
+def test_one_call_applies_scores_of_few_large_groups(redis_url: str, run: str) -> None:
+    with producing(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        for number in range(40):
+            producer.push([unscored(f"g{number}", index, 64) for index in range(64)])
+        group_all(joined)
+        for number in range(40):
+            producer.score(f"g{number}", 0, None)
+    scores, keys, scripts = (
+        [f"0 g{number}" for number in range(40)],
+        joined.keys.home,
+        joined.connection.scripts,
+    )
+    group_hashes = [keys.group(f"g{number}") for number in range(40)]
+    joined.home.call("apply_scores", [*joined.manifest.policy_args, *scores], group_hashes=group_hashes)
+    assert scripts.llen(keys.scored) == 40 - 1024 // 64
+    housekeeping.apply_scores(joined, joined.home)
+    assert ledger(joined)["dropped"] == {"unscorable": 40}
+    assert problems(joined) == []
+
+
 def _hashes_read(connection: Connection) -> int:
     commands: Any = connection.scripts.info("commandstats")
     return int(commands.get("cmdstat_hgetall", {"calls": 0})["calls"])
