@@ -10,12 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from hiredis import pack_command
 from redis.exceptions import DataError, InvalidResponse
-
-try:
-    from hiredis import pack_command
-except ImportError:  # the extra `fast` is not installed
-    pack_command = None  # type: ignore[assignment]
 
 #: Keys of hashes and their fields: bytes, an array, or a list of arrays that lie end to end.
 Payloads = Sequence[tuple[str, dict[Any, Any]]]
@@ -45,7 +41,7 @@ class Packer:
             return args[1]  # type: ignore[no-any-return]
         name = args[0] if isinstance(args[0], bytes) else args[0].encode()
         args = (*name.split(), *args[1:])  # 'XINFO GROUPS' is two words to Redis
-        if pack_command is not None and name != b"HSET":
+        if name != b"HSET":
             with suppress(TypeError):  # it takes no buffers
                 return [pack_command(args)]
         chunks: list[bytes | memoryview] = []

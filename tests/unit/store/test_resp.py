@@ -1,4 +1,4 @@
-"""Commands as Redis reads them, with and without hiredis, whatever their size."""
+"""Commands as Redis reads them, whatever their size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import DataError, InvalidResponse, ResponseError
 
-from streamadv.store import resp
 from streamadv.store.resp import LARGE, Incomplete, Packer, as_buffer, pack_transaction, read_reply
 
 Argument = st.one_of(
@@ -37,12 +36,6 @@ def plain(args: tuple[Any, ...]) -> bytes:
 @given(args=st.lists(Argument, max_size=6))
 def test_the_bytes_are_those_redis_py_sends(command: str | bytes, args: list[Any]) -> None:
     assert b"".join(Packer().pack(command, *args)) == plain((command, *args))
-
-
-def test_without_hiredis_the_bytes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resp, "pack_command", None)
-    args = ("EVALSHA", "sha", 2, b"\0key", "k\u00fcy", 1.5)
-    assert b"".join(Packer().pack(*args)) == plain(args)
 
 
 def test_a_large_value_is_sent_from_where_it_lies() -> None:
