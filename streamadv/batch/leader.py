@@ -98,6 +98,12 @@ class Leader(Session):
             drop_after=self._settings.drop_after,
             needs=self._settings.needs,
             trained=self.progress,
+            named={
+                pointer.group_id
+                for k, batch in self.batches.items()
+                if k >= self.version
+                for pointer in batch.living
+            },
             rolled_back_above=None if self._settings.keep_rolled_back else self.progress.restored,
             branch=self.progress.branch,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ class NamingRules:
     rolled_back_above: int | None = None  # version restored by load_state_dict
     #: Epoch that load_state_dict took. Epochs taken again after a restart of the server do not count.
     branch: int = 0
+    named: Container[str] = frozenset()  # ids of the groups in batches that are yet to be trained
 
     def reasons_against(self, groups: Sequence[LoggedGroup], k: int) -> list[str | None]:
         """Why each of the groups is dropped instead of trained on at version k, or None."""
@@ -63,14 +64,21 @@ class NamingRules:
 def choose(
     candidates: Iterable[LoggedGroup], k: int, batch_groups: int, rules: NamingRules
 ) -> tuple[list[LoggedGroup], list[tuple[LoggedGroup, str]]]:
-    """The first `batch_groups` groups fit for batch k, and those before them to be dropped, with the reason."""
+    """The first `batch_groups` groups fit for batch k, and those before them to be dropped, with the reason.
+
+    A group of a named batch that stands in the log again, because a server lost it, waits until the batch is trained.
+    """
     fit: list[LoggedGroup] = []
     unfit: list[tuple[LoggedGroup, str]] = []
-    remaining = iter(candidates)
+    chosen: set[str] = set()
+    remaining = (group for group in candidates if group.group_id not in rules.named)
     while page := list(islice(remaining, batch_groups - len(fit))):
         for group, reason in zip(page, rules.reasons_against(page, k), strict=True):
-            if reason is None:
+            if reason is None and group.group_id not in chosen:
                 fit.append(group)
+                chosen.add(group.group_id)
+            elif reason is None:
+                unfit.append((replace(group, problem="a copy of another entry"), "malformed"))
             else:
                 unfit.append((group, reason))
     return fit, unfit

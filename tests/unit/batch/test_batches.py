@@ -184,6 +184,16 @@ def test_the_first_fit_groups_are_chosen_and_only_those_before_them_refused() ->
     assert [(each.group_id, reason) for each, reason in refused] == [("g0", "trained"), ("g2", "trained")]
 
 
+def test_a_group_of_a_named_batch_is_not_chosen_again() -> None:
+    rules = NamingRules(drop_after=None, named=frozenset({"g0"}))
+    groups = [group(number) for number in (0, 1, 1, 2, 3)]
+    chosen, refused = selection.choose(groups, 0, 3, rules)
+    assert [each.group_id for each in chosen] == ["g1", "g2", "g3"]
+    assert [(each.group_id, each.problem, reason) for each, reason in refused] == [
+        ("g1", "a copy of another entry", "malformed")
+    ]
+
+
 pointers = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 1500), st.integers(1, 1 << 21)), min_size=1, max_size=20
 )

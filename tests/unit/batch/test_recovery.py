@@ -127,3 +127,21 @@ def test_a_session_that_was_replaced_changes_nothing(run: Run) -> None:
         with pytest.raises(EpochFencedError, match="a newer trainer has taken over"):
             attempt()
     assert ledger(run)["in_flight"] == 0
+
+
+def test_a_group_that_comes_back_before_its_batch_is_trained_is_not_named_again(run: Run) -> None:
+    """A server loses a group of a batch that is delivered next, and its producer pushes it again."""
+    leader = begin(run, Progress())
+    group_id = leader.batches[1].record.groups[0].group_id
+    log = run.shard(run.keys.shard_of(group_id)).keys.groups
+    (entry,) = [e for e in run.connection.scripts.xrange(log) if e[1][b"group_id"] == group_id.encode()]
+    run.connection.scripts.xadd(log, entry[1])
+    run.connection.scripts.xdel(log, entry[0])
+    leader.note_trained(leader.batches[0].record)
+    leader.name_ahead(True)
+    assert sorted(leader.batches) == [0, 1]
+    assert leader.dropped.figures() == {}
+    leader.note_trained(leader.batches[1].record)
+    leader.name_ahead(True)
+    assert sorted(leader.batches) == [0, 1]
+    assert leader.dropped.figures()["dropped/trained/unknown/groups"] == 1
