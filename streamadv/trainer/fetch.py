@@ -38,7 +38,7 @@ from ..trajectory.columns import (
     count_ones,
 )
 from ..trajectory.members import offsets
-from ..trajectory.packet import ColumnKind, StoredPacket, check_column, column_kind, decode_column
+from ..trajectory.packet import ColumnKind, StoredPacket, check_column, column_kind, decode_column, sized
 from ..trajectory.payload import parse_header
 from .plan import Rank, Share, share_of
 
@@ -176,11 +176,7 @@ class FetchedShare:
         needed = self._tokens[number] * width
         if name in self.share.own.packets[number].members.entries:
             raise WireError(f"column {name} is per token in the manifest, not in the packet")
-        if raw is None:
-            raise WireError(f"column {name} is missing in the payload")
-        if len(raw) != needed:
-            raise WireError(f"column {name} has {len(raw)} bytes, its packet says {needed}")
-        source, column = np.frombuffer(raw, np.uint8), self._bytes[name]
+        source, column = np.frombuffer(sized(name, raw, needed), np.uint8), self._bytes[name]
         for start, stop, first in self._pieces[number]:
             column[start * width : stop * width] = source[first * width : (first + stop - start) * width]
 

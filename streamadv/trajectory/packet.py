@@ -130,17 +130,22 @@ def decode_column(packet: StoredPacket, name: str, raw: bytes | None, kinds: Map
 
     kinds: extra columns of the manifest. Raises WireError for what is no such column.
     """
-    if raw is None:
-        raise WireError(f"column {name} is missing in the payload")
     kind = column_kind(name, kinds)
     if kind.per_token != (name not in packet.members.entries):
         raise WireError(f"column {name} is per token in the manifest or in the packet, not in both")
     counts = packet.members.rows["tokens"] if kind.per_token else packet.members.entries[name]
     entries = int(counts.sum(dtype=np.int64))
     needed = entries * math.prod(kind.shape) * kind.dtype.itemsize
+    return np.frombuffer(sized(name, raw, needed), kind.dtype).reshape(entries, *kind.shape)
+
+
+def sized(name: str, raw: bytes | None, needed: int) -> bytes:
+    """`raw`, a column as it was read. Raises WireError unless it is there and has `needed` bytes."""
+    if raw is None:
+        raise WireError(f"column {name} is missing in the payload")
     if len(raw) != needed:
         raise WireError(f"column {name} has {len(raw)} bytes, its packet says {needed}")
-    return np.frombuffer(raw, kind.dtype).reshape(entries, *kind.shape)
+    return raw
 
 
 def check_column(packet: StoredPacket, name: str, values: Array) -> None:
