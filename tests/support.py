@@ -30,7 +30,7 @@ from streamadv.run import Run, open_run
 from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer, Entry
 from streamadv.run.manifest import RunSettings
 from streamadv.status import Status, problems_of, read_shard, read_status
-from streamadv.status.audit import deep_problems
+from streamadv.status.audit import audit
 from streamadv.status.model import Ledger, to_json
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch
@@ -41,6 +41,11 @@ from streamadv.trajectory.schema import Trajectory, parse_trajectory
 Forward = Callable[[float], None]
 
 CPU = choose_device("cpu")
+
+
+def deep_problems(run: Run) -> list[str]:
+    """The problems that an audit finds; [] is what a quiet run has."""
+    return audit(run).problems
 
 
 def trajectory(

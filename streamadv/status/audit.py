@@ -36,11 +36,6 @@ def audit(run: Run) -> Audit:
     return Audit(problems, payloads, uncounted)
 
 
-def deep_problems(run: Run) -> list[str]:
-    """The problems that an audit finds; [] is what a quiet run has."""
-    return audit(run).problems
-
-
 def _wrong_counters(run: Run, keys: ShardKeys, stored: StoredData) -> Iterator[str]:
     unfilled = {
         name.removeprefix("u"): count

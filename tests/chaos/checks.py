@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from streamadv.run import Run
 from streamadv.status import problems_of, read_shard
-from streamadv.status.audit import deep_problems
 from streamadv.status.model import Ledger, to_json
 from streamadv.store.keys import manifest_key
+from tests.support import deep_problems
 
 Identity = tuple[str, int]
 

@@ -22,14 +22,13 @@ from streamadv.producer import Producer
 from streamadv.run import open_run
 from streamadv.run.manifest import RunSettings
 from streamadv.status import read_status
-from streamadv.status.audit import deep_problems
 from streamadv.status.model import Bytes
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.retry import NotNowError
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import refusals, until
-from tests.support import ADVANTAGE, batches_read, consumer_of, group_all, push_groups, threads
+from tests.support import ADVANTAGE, batches_read, consumer_of, deep_problems, group_all, push_groups, threads
 
 pytestmark = pytest.mark.server
 

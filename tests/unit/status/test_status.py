@@ -8,11 +8,12 @@ import pytest
 
 from streamadv.run import Run
 from streamadv.status import read_status
-from streamadv.status.audit import audit, deep_problems, delete_run
+from streamadv.status.audit import audit, delete_run
 from streamadv.status.model import Ledger, Places
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
+    deep_problems,
     group_all,
     join,
     ledger,
