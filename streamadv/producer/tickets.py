@@ -9,12 +9,13 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, TypeAdapter
 
 from ..errors import TrajectoryError
-from ..messages import first_problem
+from ..messages import brief, first_problem
+from ..trajectory.schema import MAX_GROUP_SIZE
 
 
 class _Watched:
@@ -71,7 +72,22 @@ class Ticket(_Watched):
 
 @cache
 def _ticket_type() -> TypeAdapter[Ticket]:
-    return TypeAdapter(Ticket)
+    return TypeAdapter(Annotated[Ticket, AfterValidator(_of_some_group)])
+
+
+def _of_some_group(ticket: Ticket) -> Ticket:
+    """Raises ValueError for numbers that no group has: a push to more slots would wait for room without end."""
+    most = 2 * MAX_GROUP_SIZE
+    bounds = {
+        "rollout_index": (0, most - 1),
+        "group_size": (1, MAX_GROUP_SIZE),
+        "slots": (1, most),
+        "epoch": (0, 2**53),
+    }
+    for name, (low, high) in bounds.items():
+        if not low <= getattr(ticket, name) <= high:
+            raise ValueError(f"{name} is {brief(getattr(ticket, name))}, needs {low}..{high}")
+    return ticket
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -22,6 +23,18 @@ from tests.support import (
 def test_what_is_no_ticket_is_said_to_be_none(text: str) -> None:
     with pytest.raises(TrajectoryError, match="ticket: "):
         Ticket.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"slots": 10**7}, {"slots": 0}, {"group_size": 0}, {"rollout_index": -1}, {"epoch": -1}]
+)
+def test_a_ticket_that_no_group_has_is_refused(wrong: dict[str, int]) -> None:
+    """A push to ten million slots would wait for room without end."""
+    (field,) = wrong
+    text = Ticket("g", 1, 2, 3, 0, 7).to_json()
+    assert Ticket.from_json(text).slots == 3
+    with pytest.raises(TrajectoryError, match=f"ticket: .*{field} is"):
+        Ticket.from_json(json.dumps({**json.loads(text), **wrong}))
 
 
 def test_a_ticket_can_be_pushed_from_anywhere(fake: Connection) -> None:
