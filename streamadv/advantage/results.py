@@ -27,7 +27,7 @@ _RESULTS: Final[dict[str, np.dtype[Any]]] = {
     "returns": np.dtype("<f4"),
 }
 
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, lt=1 << 40)]  # sums of them fit into 64 bits
 
 
 def _known_output(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -97,3 +98,17 @@ def test_strays_are_removed_although_the_server_was_away_at_first(
     assert queue.next_batch(timeout=5) is not None
     assert next(away, None) is None
     assert [entry for _, entry in scripts.xrange(key)] == [fields]
+
+
+@pytest.mark.parametrize("count", [-1, 1 << 40, 10**30])
+def test_results_of_more_tokens_than_any_batch_has_are_refused(computed: Run, count: int) -> None:
+    (record,) = read_records(computed).values()
+    scripts, key = computed.connection.scripts, computed.keys.home.results
+    ((entry, fields),) = scripts.xrange(key)
+    header = json.loads(fields[b"header"])
+    header["groups"][0][-1] = count
+    scripts.xdel(key, entry)
+    scripts.xadd(key, {**fields, b"header": json.dumps(header)})
+    (stray,) = ResultsLog().read(computed, {record.id})
+    assert stray.problem is not None
+    assert stray.problem.startswith("header: groups.0")
