@@ -28,7 +28,8 @@ local function load_group(id, hash)
   local has_map = group.slots and #group.slots <= MAX_SLOTS and not string.find(group.slots, '[^.pusx]')
   if not (f[1] or f[2] or f[3]) then
     group.state = 'none'
-  elseif has_map and group.size and group.size > 0 and group.slot_bytes and group.opened_ms then
+  elseif has_map and group.size and group.size > 0 and group.slot_bytes and group.opened_ms and whole(group.epoch)
+    and (group.version == '' or whole(group.version)) then
     group.state = 'open'
   else
     group.state = 'broken'

@@ -158,7 +158,11 @@ def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: i
     assert all("\n" not in item.detail and item.detail for item in dead)
 
 
-@pytest.mark.parametrize("change", [{"slots": "many"}, {"size": "x"}, {"slot_bytes": ""}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"slots": "many"}, {"size": "x"}, {"slot_bytes": ""}, {"epoch": "x"}, {"version": "x"}],
+    ids=str,
+)
 def test_a_producer_is_told_of_a_group_that_somebody_wrote_into(
     redis_url: str, run: str, change: dict[str, str]
 ) -> None:
@@ -321,6 +325,8 @@ def test_copies_of_genuine_entries_change_nothing(redis_url: str, run: str) -> N
         {"slots": ".p?"},
         {"slot_bytes": "x"},
         {"opened_ms": ""},
+        {"epoch": "x"},
+        {"version": "x"},
     ],
     ids=lambda change: next(iter(change)),
 )
