@@ -473,9 +473,7 @@ class Pipeline:
             late = {"c": "surplus", "e": "late"}[group.letter]
             self.dropped[late if kind in ("usable", "unscored") else kind] += 1
             return
-        if kind != "unscored":
-            group.scores.pop(index, None)
-        elif index in group.scores:
+        if kind == "unscored" and index in group.scores:
             kind = "usable" if group.scores[index] else "unscorable"
         if kind in ("usable", "unscored"):
             group.members[index] = kind == "usable"
