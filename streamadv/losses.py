@@ -28,17 +28,9 @@ AGGREGATIONS: Final[tuple[str, ...]] = get_args(Aggregation)
 Loss = tuple[Tensor, dict[str, Tensor]]
 
 
-def ppo_clip(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
-    weights: Tensor | None = None,
-) -> Loss:
+def ppo_clip(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+             clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = 3.0,
+             weights: Tensor | None = None) -> Loss:  # fmt: skip
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); for A < 0 at most -A dual_clip.
 
     PPO arXiv:1707.06347; clip_high > clip_low is DAPO's clip-higher, arXiv:2503.14476; dual clip arXiv:1912.09729.
@@ -58,17 +50,9 @@ def ppo_clip(
     return _result(loss, response_mask, weights, **metrics)
 
 
-def gspo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    cu_seqlens: Tensor | None = None,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    weights: Tensor | None = None,
-) -> Loss:
+def gspo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+         cu_seqlens: Tensor | None = None, clip_low: float = 3e-4, clip_high: float = 4e-4,
+         weights: Tensor | None = None) -> Loss:  # fmt: skip
     """max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), s = exp(the row's mean of d, at most 10); d is not held.
 
     GSPO-token, arXiv:2507.18071, with its clips (verl's default is 0.2): each token has the gradient s (verl). TRL's
@@ -84,16 +68,8 @@ def gspo(
     return loss, metrics | _result(loss, response_mask, None, ppo_kl=-d)[1]
 
 
-def cispo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    weights: Tensor | None = None,
-) -> Loss:
+def cispo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+          clip_low: float = 0.2, clip_high: float = 0.2, weights: Tensor | None = None) -> Loss:  # fmt: skip
     """-c A log_probs with c = clip(r, 1 - clip_low, 1 + clip_high) constant, so that every token has a gradient.
 
     MiniMax-M1, arXiv:2506.13585. TRL bounds r above alone (clip_low 1), and its `epsilon_high` is 1 + clip_high.
@@ -106,31 +82,18 @@ def cispo(
     return _result(loss, response_mask, weights, **metrics)
 
 
-def reinforce(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    weights: Tensor | None = None,
-) -> Loss:
+def reinforce(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+              weights: Tensor | None = None) -> Loss:  # fmt: skip
     """-A log_probs; old_log_probs only for the metric. Williams 1992; verl `gpg`, with weights its `reinforce`."""
     d = _log_ratio(log_probs, old_log_probs, advantages, response_mask, weights)
     loss = -advantages * _kept(log_probs, response_mask)
     return _result(loss, response_mask, weights, ppo_kl=-d)
 
 
-def aggregate(
-    loss: Tensor,
-    response_mask: Tensor,
-    mode: Aggregation = "token-mean",
-    *,
-    cu_seqlens: Tensor | None = None,
-    num_tokens: float | None = None,
-    num_rows: float | None = None,
-    loss_scale_factor: float | None = None,
-    world_size: int = 1,
-) -> Tensor:
+def aggregate(loss: Tensor, response_mask: Tensor, mode: Aggregation = "token-mean", *,
+              cu_seqlens: Tensor | None = None, num_tokens: float | None = None,
+              num_rows: float | None = None, loss_scale_factor: float | None = None,
+              world_size: int = 1) -> Tensor:  # fmt: skip
     """One number [] from the losses of tokens; verl's `agg_loss`.
 
     token-mean: sum / num_tokens (DAPO). token-sum: sum. seq-mean-token-sum: sum / num_rows. seq-mean-token-sum-norm:
