@@ -27,6 +27,7 @@ from tests.support import (
     problems,
     producing,
     push_groups,
+    references,
     unscored,
 )
 
@@ -273,8 +274,8 @@ def test_a_scorer_from_the_command_line(redis_url: str, run: str, folder: Path) 
         scorer.terminate()
         _, err = scorer.communicate(timeout=30)
     assert scorer.returncode == 0, err
-    assert [member.reward for member in log[0].references] == [2.5, 3.0]
-    assert [member.rewards for member in log[0].references] == [{"judge": 2.5}, {"judge": 3.0}]
+    assert [member.reward for member in references(log[0])] == [2.5, 3.0]
+    assert [member.rewards for member in references(log[0])] == [{"judge": 2.5}, {"judge": 3.0}]
     assert problems(joined) == []
 
 
