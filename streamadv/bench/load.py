@@ -101,7 +101,8 @@ def train(line: Line, url: str) -> None:
     messages.send("ready", epoch=queue.epoch)
     for batch in queue:
         now = time.monotonic()
-        ended: list[Any] = [item.payload.header.metadata["ended"] for item in batch.delivered if latency]
+        delivered = batch.delivered if latency else []  # made when asked for
+        ended: list[Any] = [item.payload.header.metadata["ended"] for item in delivered]
         waits = [round(now - moment, 6) for moment in ended]
         messages.send("received", at=now, count=batch.num_trajectories, waits=waits)
 
