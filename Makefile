@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 ARGS :=
 BENCH := pipeline
+SITE := site
 
-.PHONY: help demo bench quick test chaos soak compat fuzz names lint format clean
+.PHONY: help demo bench quick test chaos soak compat fuzz names docs lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
@@ -17,6 +18,7 @@ help:
 	@echo "make fuzz    STREAMADV_FUZZ_CASES (100000) damaged inputs drawn from STREAMADV_FUZZ_SEED (0)"
 	@echo "make compat  tests with the oldest and the newest redis-py on every server binary found"
 	@echo "make names   writes down the public names and signatures anew (tests/unit/public_names.txt)"
+	@echo "make docs    builds the documentation into site/, and fails on a broken link"
 	@echo "make lint    ruff and mypy; make format repairs what ruff can"
 	@echo "make clean   removes .venv and all caches"
 
@@ -48,6 +50,9 @@ names: $(VENV)/test.installed
 	$(VENV)/bin/python -m tests.unit.test_public_names > tests/unit/public_names.tmp
 	mv tests/unit/public_names.tmp tests/unit/public_names.txt
 
+docs: $(VENV)/docs.installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet --site-dir $(SITE)
+
 lint: $(VENV)/dev.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -58,7 +63,7 @@ format: $(VENV)/dev.installed
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian without python3-venv cannot put pip into a venv; then the pip outside installs into it.

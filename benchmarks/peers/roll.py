@@ -1,7 +1,7 @@
 """How ROLL computes the same numbers: loops over tokens, batches split by label.
 
 Padded [B, T] float32 tensors, masks float32; `labels` [B] are objects, equal ones a group. Written anew from the
-formulas (docs/estimators.md names the files). Simplified in its favour: its containers drag all
+formulas (docs/reference/estimators.md names the files). Simplified in its favour: its containers drag all
 columns of a batch along when they split it into groups, these carry only what the result needs.
 """
 

@@ -1,7 +1,7 @@
 """How verl computes the same numbers: loops over tokens, dictionaries over rows.
 
 Padded [B, T] float32 tensors, masks float32; `labels` [B] are objects, equal ones a group. Written anew from the
-formulas (docs/estimators.md names the files).
+formulas (docs/reference/estimators.md names the files).
 """
 
 from __future__ import annotations

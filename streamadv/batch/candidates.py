@@ -21,7 +21,7 @@ class Candidates:
         self._run = run
         self._named = {(pointer.shard, pointer.entry) for pointer in named}
         #: Last entry read of each shard's groups log. Every session reads from the start: a shard that lost recent
-        #: writes has older groups again, see "Going back in time" in docs/reliability.md.
+        #: writes has older groups again, see "Going back in time" in docs/concepts/guarantees.md.
         self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
         self._groups: dict[int, list[LoggedGroup]] = {shard: [] for shard in self.cursors}  # in log order
         self._read_to_end: set[int] = set()  # shards

@@ -45,8 +45,8 @@ def drop(run: Run, unfit: Sequence[tuple[LoggedGroup, str]], epoch: int) -> None
 def dead_letter(run: Run, group: LoggedGroup, death: Death, batch_id: str, epoch: int) -> None:
     """Make a dead letter of a group in a batch, or in none yet ('').
 
-    A shard that does not know the batch does nothing, see "Going back in time" in docs/reliability.md: rank 0 applies
-    the batch again and repeats this.
+    A shard that does not know the batch does nothing, see "Going back in time" in docs/concepts/guarantees.md: rank 0
+    applies the batch again and repeats this.
     """
     args = [epoch, group.entry, group.group_id, batch_id, *death, group.count, group.size_bytes]
     run.shard(group.shard).call("dead_letter_group", args, dead_group=group.group_id)

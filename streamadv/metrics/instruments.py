@@ -1,6 +1,6 @@
 """The instruments of a process, each made once, and the values that their labels may take.
 
-docs/observability.md explains each. Labels take values from small fixed sets, never an id.
+docs/reference/metrics.md explains each. Labels take values from small fixed sets, never an id.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Column t of every array is the same token. `index` holds one label per row; equal labels are one prompt group, in any
 order. `peer_quirks="verl"` reproduces verl 0.9.1 where it differs from streamadv, "verl-2026-01" verl of January 2026;
-the docstrings name the differences, and docs/estimators.md lists them.
+the docstrings name the differences, and docs/reference/estimators.md lists them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a producer keeps for a while, to send it again to a server that comes back without its recent writes.
 
-See "Going back in time" in docs/reliability.md.
+See "Going back in time" in docs/concepts/guarantees.md.
 """
 
 from __future__ import annotations

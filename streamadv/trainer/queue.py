@@ -317,7 +317,7 @@ class TrainerQueue(IterableDataset[Batch]):
                 return reader.collect()
             except (BatchLostError, UndecodableGroupError) as error:
                 # After data loss the next turn begins a session that repeats what is lost, see "Going back in time"
-                # in docs/reliability.md: nothing may be dead-lettered for it.
+                # in docs/concepts/guarantees.md: nothing may be dead-lettered for it.
                 if not reader.session.has_same_servers():
                     return None
                 if isinstance(error, BatchLostError):

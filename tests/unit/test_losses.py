@@ -174,7 +174,7 @@ def test_half_precision_is_computed_in_float32() -> None:
 
 
 def test_the_code_of_the_document_runs() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "losses.md").read_text()
     mb = packed()
     mb.columns["rollout_is_weights"] = mb.weights
     policy = mb.log_probs.clone().requires_grad_()

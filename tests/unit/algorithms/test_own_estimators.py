@@ -300,7 +300,7 @@ def test_the_check_takes_the_function(own: Callable[..., str]) -> None:
 
 
 def test_the_example_of_the_page_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (Path(__file__).parents[3] / "docs" / "own-estimators.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "how-to" / "estimator.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert len(block.splitlines()) < 40
     monkeypatch.setattr(registry, "_REGISTRY", {**registry._REGISTRY})  # forgets it again

@@ -30,7 +30,7 @@ from streamadv.store.connection import Connection
 
 Delta = Callable[..., float]
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "observability.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 STATUS: dict[str, Any] = {
     "ledger": {

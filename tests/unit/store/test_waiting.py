@@ -97,7 +97,7 @@ def test_an_outage_is_told_at_once_with_its_reason(
 
 
 def test_the_list_of_reasons_is_the_one_documented() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "how-to" / "troubleshooting.md").read_text()
     rows = re.findall(
         r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", text[text.index("## Why somebody waits") :], re.MULTILINE
     )

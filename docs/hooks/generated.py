@@ -1,0 +1,111 @@
+"""What the site has beside the pages of docs/: pages of the checkout, and reference read from the code.
+
+A line `<!-- generated: NAME [ARGUMENT] -->` of a page is replaced by what the function of that name returns. Nothing is
+written into docs/, so what it returns is never older than the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from streamadv.cli import make_parser
+
+ROOT: Final = Path(__file__).parents[2]
+#: Files of the checkout that are pages of the site.
+OUTSIDE: Final = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "project/architecture.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+    "deploy/README.md": "project/deploy.md",
+    "CHANGELOG.md": "project/changelog.md",
+}
+MARKER: Final = re.compile(r"^<!-- generated: (\w+)(?: (\S+))? -->$", re.MULTILINE)
+LINK: Final = re.compile(r"(?<!!)\[([^\]\n]*(?:\n[^\]\n]*)?)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+HELP_COLUMNS: Final = 100
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages of the checkout."""
+    for path, uri in OUTSIDE.items():
+        if files.get_file_from_path(uri) is None:
+            files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fill in what is generated, then let links lead to pages of the site."""
+    text = MARKER.sub(lambda match: GENERATORS[match[1]](*filter(None, [match[2]])), markdown)
+    return LINK.sub(lambda match: _link(page.file, *match.groups()), text)
+
+
+def _link(source: File, text: str, path: str, anchor: str | None) -> str:
+    """A link to a file of the checkout, as the site has it; a file that is no page loses its link."""
+    unchanged = f"[{text}]({path}{anchor or ''})"
+    if "://" in path or source.abs_src_path is None:
+        return unchanged
+    target = (Path(source.abs_src_path).parent / path).resolve()
+    if not target.exists() or not target.is_relative_to(ROOT):
+        return unchanged  # MkDocs complains
+    name = target.relative_to(ROOT).as_posix()
+    uri = OUTSIDE.get(name, name.removeprefix("docs/") if name.startswith("docs/") else None)
+    if uri is None:
+        return text
+    return f"[{text}]({posixpath.relpath(uri, posixpath.dirname(source.src_uri) or '.')}{anchor or ''})"
+
+
+def commands() -> str:
+    """`--help` of every command."""
+    os.environ["COLUMNS"] = str(HELP_COLUMNS)
+    return "\n".join(
+        f"## {parser.prog}\n\n```text\n{parser.format_help().rstrip()}\n```\n"
+        for parser in _parsers(make_parser([]))
+    )
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in dict.fromkeys(action.choices.values()):
+                yield from _parsers(child)
+
+
+def names(module: str) -> str:
+    """The public names of a module: those in its `__all__`, else its classes and functions without underscore."""
+    folder = ROOT / module.replace(".", "/")
+    tree = ast.parse((folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")).read_text())
+    listed: list[str] = next(
+        (
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+        ),
+        [
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+        ],
+    )
+    return "\n\n".join(
+        f"::: {module}.{name}" for name in listed if name[0] != "_" and not _is_module(module, name)
+    )
+
+
+def _is_module(package: str, name: str) -> bool:
+    path = ROOT / package.replace(".", "/") / name
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+GENERATORS: Final[dict[str, Callable[..., Any]]] = {"commands": commands, "names": names}
