@@ -1,8 +1,8 @@
 """Chain configurations by name.
 
 Every registered estimator is a preset under its name, with its defaults. `verl/<name>` and `roll/<name>` reproduce
-those libraries with their default settings, deviations included (docs/reference/estimators.md); `verl-2026-01/<name>` is
-verl of January 2026 where its numbers were others.
+those libraries with their default settings, deviations included (docs/reference/estimators.md); `verl-2026-01/<name>`
+is verl of January 2026 where its numbers were others.
 """
 
 from __future__ import annotations
