@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -57,6 +59,23 @@ def brief(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return repr(value) if isinstance(value, int | float | None) else f"a {type(value).__name__}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`: did you mean NAME?` for an error message about an unknown name; `` if no known one is near."""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f": did you mean {by_lower[close[0]]}?" if close else ""
+
+
+def unknown_field(data: Mapping[Any, Any], known: Iterable[str]) -> str | None:
+    """What to say of the first name in `data` that is no known field; None if there is none."""
+    names = list(known)
+    for name in data:
+        if name not in names:
+            nearest = did_you_mean(str(name), names) or ": leave it out"
+            return f"{brief(name)} is no field{nearest}"
+    return None
 
 
 def log_fields(

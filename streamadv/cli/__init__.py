@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from ..messages import log_fields, printable
 from ..plugins import import_module
 from ..settings import Settings, likely_typos, load_settings
 from ..store.connection import Connection
+from .parser import CommandParser, seconds
 
 COMMANDS: Final = (
     "demo",
@@ -81,7 +81,7 @@ def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
     Only what is needed is imported: `streamadv status` does not wait for what `streamadv compute` needs.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="streamadv",
         description="The durable middle of asynchronous, off-policy RL training of LLM agents, on Redis Streams.",
     )
@@ -116,17 +116,6 @@ def add_wait_option(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"give up when the server does not answer for so long (default {WAIT_S:g})",
     )
-
-
-def seconds(text: str) -> float:
-    """Type of an option: a length of time."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if math.isfinite(value) and value > 0:
-        return value
-    raise argparse.ArgumentTypeError(f"is {text!r}, needs a number of seconds above 0")
 
 
 def add_metrics_option(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,9 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from .. import metrics
 from ..errors import NoBatchError
 from ..trajectory.interchange import recover, write_trajectory
-from . import FAILED, add_metrics_option, add_redis_options, connect, seconds, settings_from
+from . import FAILED, add_metrics_option, add_redis_options, connect, settings_from
 from .compute import add_chain_options, chain_from
+from .parser import count, seconds
 
 if TYPE_CHECKING:
     from ..trainer.queue import TrainerQueue
@@ -30,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: stdout")
     parser.add_argument(
-        "--max-groups", type=_groups, metavar="N", help="stop after N groups (those in FILE count)"
+        "--max-groups", type=count, metavar="N", help="stop after N groups (those in FILE count)"
     )
     parser.add_argument(
         "--timeout", type=seconds, metavar="S", help="fail after S seconds without a new group"
@@ -104,9 +105,3 @@ def consume(
         queue.trained(batch)
         queue.commit(queue.state_dict())
     return 0
-
-
-def _groups(text: str) -> int:
-    if text.isdecimal() and int(text) >= 1:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"is {text!r}, needs a whole number of at least 1")

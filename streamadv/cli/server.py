@@ -12,6 +12,7 @@ from ..errors import ServerError
 from ..store.addresses import LOOPBACK
 from ..store.embedded import APPENDFSYNC, EmbeddedServer
 from . import add_log_options, settings_from
+from .parser import size
 
 LOOK_SECONDS: Final = 0.5
 
@@ -41,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
         help=f"when data reaches the disk (default {APPENDFSYNC[0]}; always: nothing acknowledged is ever lost)",
     )
     parser.add_argument(
-        "--maxmemory", metavar="SIZE", help='such as "4gb"; refuses writes above it, never evicts'
+        "--maxmemory", type=size, metavar="SIZE", help='such as "4gb"; refuses writes above it, never evicts'
     )
     add_log_options(parser)
     parser.set_defaults(run=run)

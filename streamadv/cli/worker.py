@@ -9,6 +9,7 @@ from typing import Any
 from ..plugins import function_of
 from ..run.manifest import RunSettings, run_settings
 from . import add_import_option, add_metrics_option, add_redis_options, settings_from
+from .parser import size
 
 STAGES = {
     "grouper": "takes pushed trajectories into groups and ends groups",
@@ -86,17 +87,20 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="what these filters judge: a named reward, or a number in metadata",
     )
     group.add_argument("--scorers", type=_names, metavar="A,B", help="visited in this order (default none)")
-    group.add_argument("--max-trajectory-bytes", type=int, metavar="B", help="default 4 MiB")
+    group.add_argument("--max-trajectory-bytes", type=size, metavar="SIZE", help="default 4 MiB")
     group.add_argument(
-        "--max-bytes", type=int, metavar="B", help="of the run (default: from the server's memory)"
+        "--max-bytes",
+        type=size,
+        metavar="SIZE",
+        help="of the run, such as 4gb (default: from the server's memory)",
     )
     group.add_argument(
         "--dedupe-groups", type=int, metavar="N", help="ended groups remembered per shard (default 1000000)"
     )
     group.add_argument(
         "--dead-bytes",
-        type=int,
-        metavar="B",
+        type=size,
+        metavar="SIZE",
         help="payloads of dead letters kept per shard (default 256 MiB)",
     )
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     FiniteFloat,
@@ -23,14 +24,16 @@ from pydantic import (
 )
 
 from ..errors import ManifestMismatchError, SettingError
-from ..messages import brief, first_problem
+from ..messages import brief, first_problem, unknown_field
 from ..store.keys import EntryKeys, RunKeys, check_run_name, find_salt
 from ..store.scripts import ScriptCall, script_call
 from ..trajectory.fields import ShortText
 from ..trajectory.packet import REWARD
 from ..trajectory.payload import SCHEMA_VERSION
 from ..trajectory.schema import MAX_GROUP_SIZE
+from ..units import size_or_other
 
+Size = Annotated[int, BeforeValidator(size_or_other)]  # also as "4gb"
 ScorerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 MAX_SHARDS: Final = 1024
@@ -72,10 +75,12 @@ class RunSettings(BaseModel):
         None  # what these filters judge: "reward", a named reward, or a number in metadata
     )
     scorers: tuple[ScorerName, ...] | None = None  # visited in this order by trajectories without reward
-    max_trajectory_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] | None = None
-    max_bytes: Annotated[int, Field(ge=1 << 20)] | None = None  # of the run; default from the server's memory
+    max_trajectory_bytes: Annotated[Size, Field(ge=1024, le=1 << 30)] | None = None
+    max_bytes: Annotated[Size, Field(ge=1 << 20)] | None = (
+        None  # of the run; default from the server's memory
+    )
     dedupe_groups: Annotated[int, Field(ge=1)] | None = None  # ended groups remembered per shard
-    dead_bytes: Annotated[int, Field(ge=0)] | None = None  # payloads of dead letters kept per shard
+    dead_bytes: Annotated[Size, Field(ge=0)] | None = None  # payloads of dead letters kept per shard
     batch_groups: Annotated[int, Field(ge=1)] | None = None  # for pacing until a trainer says its own
     max_staleness: Annotated[int, Field(ge=0)] | None = None  # likewise
 
@@ -292,6 +297,8 @@ def register_call(run: str) -> ScriptCall:
 
 def run_settings(**values: Any) -> RunSettings:
     """RunSettings from flags or keywords. Raises SettingError on one line."""
+    if problem := unknown_field(values, RunSettings.model_fields):
+        raise SettingError(f"run settings: {problem}")
     try:
         return RunSettings(**values)
     except ValueError as error:  # pydantic's, or a lone surrogate in a key

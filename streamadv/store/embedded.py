@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -24,13 +23,13 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from ..errors import ServerError, SettingError
+from ..units import parse_size
 from .acl import password_hash
 from .addresses import EVERYWHERE, LOOPBACK, check_bind, check_free, free_port
 from .binary import find_server_binary
 from .credentials import complete_url
 
 APPENDFSYNC: Final = ("everysec", "always", "no")
-SIZE: Final = re.compile(r"[0-9]{1,18}([kmg]?b|[kmg])?", re.IGNORECASE)
 ANSWER_SECONDS: Final = 20.0  # from start to an answer; reading a large append-only file may take longer
 STOP_SECONDS: Final = 10.0  # from SIGTERM to SIGKILL
 POLL_SECONDS: Final = 0.01
@@ -56,7 +55,7 @@ class EmbeddedServer:
         port: TCP port on 127.0.0.1; 0 takes a free one, and the same one again at the next `start()`.
         unix_socket: listen on a private unix socket only; `port` is not used.
         appendfsync: "everysec", "always" or "no"; matters with `data_dir` only.
-        maxmemory: limit as the server understands it ("512mb", or bytes); None is unlimited. Never evicts.
+        maxmemory: limit in bytes, or as "512mb" or "4gb"; None is unlimited. Never evicts.
         binary: see `find_server_binary`.
         bind: address to listen at, an IP address or "0.0.0.0" for all; off loopback a password is a must.
         password: of the default user; kept out of the process list and of the configuration (its hash is there).
@@ -83,8 +82,10 @@ class EmbeddedServer:
             raise SettingError(f"appendfsync={appendfsync!r}: use one of {', '.join(APPENDFSYNC)}")
         if not 0 <= port <= 65535:
             raise SettingError(f"port={port}: use 1 to 65535, or 0 for a free one")
-        if maxmemory is not None and not SIZE.fullmatch(str(maxmemory)):
-            raise SettingError(f"--maxmemory {maxmemory}: use a number of bytes, or a size like 512mb or 4gb")
+        try:
+            self._maxmemory = parse_size(str(maxmemory or 0))
+        except SettingError as error:
+            raise SettingError(f"maxmemory {error}") from None
         check_bind(bind, password)
         self._bind = bind
         self._password = password
@@ -93,7 +94,6 @@ class EmbeddedServer:
         self._port = 0  # set by the first successful start, then kept
         self._unix_socket = unix_socket
         self._appendfsync = appendfsync
-        self._maxmemory = maxmemory
         self._extra_options = dict(extra_options or {})
         self._binary = find_server_binary(binary)
         self._folder = tempfile.TemporaryDirectory(prefix="streamadv-")  # log, socket, and data when not kept
@@ -262,7 +262,7 @@ class EmbeddedServer:
             "save": "",
             "appendonly": "no" if self._data_dir is None else "yes",
             "appendfsync": self._appendfsync,
-            "maxmemory": str(self._maxmemory or 0),
+            "maxmemory": str(self._maxmemory),
             "maxmemory-policy": "noeviction",
         }
         if self._unix_socket:

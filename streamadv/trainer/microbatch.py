@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..grouping.layout import Layout
+from ..messages import did_you_mean
 from ..trajectory.columns import Array
 from ..trajectory.payload import Payload, payload_trajectory
 from ..trajectory.reference import Reference
@@ -32,8 +33,11 @@ class Columns:
         try:
             return self.__dict__["columns"][name]  # type: ignore[no-any-return]
         except KeyError:
-            present = ", ".join(self.__dict__.get("columns", ())) or "none"
-            raise AttributeError(f"no column {name}: this batch has {present}") from None
+            present = list(self.__dict__.get("columns", ()))
+            nearest = did_you_mean(name, present) or ":"
+            raise AttributeError(
+                f"no column {name}{nearest} this batch has {', '.join(present) or 'none'}"
+            ) from None
 
     def __contains__(self, name: str) -> bool:
         return name in self.columns

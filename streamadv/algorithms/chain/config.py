@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 
 from ...errors import SettingError
-from ...messages import brief, first_problem
+from ...messages import brief, did_you_mean, first_problem, unknown_field
 from .. import estimators as _registered  # noqa: F401  registers the built-in estimators
 from ..kl import KLPenalty
 from ..off_policy import BoundMode, RatioLevel, Rejection, RejectionKind
-from ..registry import get_estimator
+from ..registry import MOST_NAMED, estimator_names, get_estimator
 from ..rewards import NormScope
 
 Positive = Annotated[float, Field(gt=0)]
@@ -22,6 +22,13 @@ PolicyLogProbs = Literal["old_log_probs", "rollout_log_probs"]
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and (problem := unknown_field(data, cls.model_fields)):
+            raise ValueError(problem)
+        return data
 
 
 class OverlongConfig(_Section):
@@ -148,7 +155,8 @@ class ChainConfig(_Section):
     def _gather_options(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        offered = get_estimator(str(data.get("estimator", "grpo"))).options
+        estimator = str(data.get("estimator", "grpo"))
+        offered = get_estimator(estimator).options
         nested = data.get("options") or {}
         if not isinstance(nested, Mapping):
             raise ValueError(f"options is {brief(nested)}, needs an object")
@@ -159,8 +167,10 @@ class ChainConfig(_Section):
                 if name in options:
                     raise ValueError(f"{name} is given twice, beside options and in it: keep one")
                 options[name] = value
-            else:
+            elif name in cls.model_fields:
                 rest[name] = value
+            else:
+                raise ValueError(_unknown(str(name), estimator, [*cls.model_fields, *offered]))
         return {**rest, "options": options}
 
     @model_validator(mode="after")
@@ -169,7 +179,8 @@ class ChainConfig(_Section):
         for name, value in self.options.items():
             if name not in definition.options:
                 offered = ", ".join(definition.options) or "no options"
-                raise ValueError(f"options.{name} is unknown to {self.estimator}, which takes {offered}")
+                nearest = did_you_mean(name, definition.options) or ":"
+                raise ValueError(f"options.{name} is unknown to {self.estimator}{nearest} it takes {offered}")
             try:
                 TypeAdapter(definition.types[name]).validate_python(value, strict=True)
             except ValidationError as error:
@@ -186,6 +197,14 @@ class ChainConfig(_Section):
         if weights and not (weights.difficulty or weights.length):
             raise ValueError("sample_weights does nothing: give it difficulty or length")
         return self
+
+
+def _unknown(name: str, estimator: str, known: Iterable[str]) -> str:
+    """What to say of a name that is neither a field of the chain nor an option of its estimator."""
+    nearest = did_you_mean(name, known)
+    takers = [each for each in estimator_names() if name in get_estimator(each).options]
+    others = f": {', '.join(takers[:MOST_NAMED])} would take it" if takers else ": leave it out"
+    return f"{brief(name)} is no field of the chain, and no option of {estimator}{nearest or others}"
 
 
 def _token_reward_problems(config: ChainConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ...errors import SettingError
-from ...messages import brief
+from ...messages import brief, did_you_mean
 from ...plugins import REMEDY
 from ..registry import estimator_names
 from .config import ChainConfig, parse_config
@@ -53,14 +53,14 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
 
 
 def preset(name: str) -> ChainConfig:
-    """The configuration of a preset. Raises SettingError, which lists all names, for an unknown one."""
+    """The configuration of a preset. Raises SettingError, which names the nearest or lists all, for an unknown one."""
     if name in PRESETS:
         return parse_config(PRESETS[name])
     if name in estimator_names():
         return parse_config({"estimator": name})
-    raise SettingError(
-        f"preset {brief(name)} is unknown: choose one of {', '.join(preset_names())}; if it is an estimator, {REMEDY}"
-    )
+    names = preset_names()
+    nearest = did_you_mean(str(name), names) or f": choose one of {', '.join(names)}."
+    raise SettingError(f"preset {brief(name)} is unknown{nearest} If it is an estimator of yours, {REMEDY}")
 
 
 def preset_names() -> list[str]:

@@ -409,7 +409,7 @@ def test_configuration_travels_as_json() -> None:
         ({"estimator": "gae", "gamma": "high"}, "options.gamma"),
         ({"estimator": "gae", "gamma": 1.0, "options": {"gamma": 1.0}}, "gamma is given twice"),
         ({"reward": {"mean": "prompt"}}, "reward.mean"),
-        ({"reward": {"cilp": 1}}, "reward.cilp"),
+        ({"reward": {"cilp": 1}}, "cilp"),
         ({"kl": {"penalty": "k4"}}, "kl.penalty"),
         ({"whiten_rewards": True}, "whiten_rewards"),
         ({"token_rewards": "steps"}, "token_rewards"),

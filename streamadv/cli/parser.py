@@ -1,0 +1,85 @@
+"""How the command line is parsed: argparse, with errors of the command that was meant and the nearest right word."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ..errors import SettingError
+from ..messages import did_you_mean
+from ..units import parse_size
+
+WRONG_USAGE: Final = 2
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of the command line, or of one of its commands.
+
+    A wrong option is an error of the command it was given to, with that command's usage. A command that needs another
+    word, and has none, prints its help.
+    """
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse's, except that words that are not known are an error here, not of the outermost parser."""
+        words = list(sys.argv[1:] if args is None else args)
+        if not words and self._commands():
+            self.print_help(sys.stderr)
+            self.exit(WRONG_USAGE)
+        parsed, unknown = super().parse_known_args(words, namespace)
+        options = [word for word in unknown if word.startswith("-") and len(word) > 1]
+        if options:
+            self._refuse(options[0])
+        elif unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, []
+
+    def _refuse(self, word: str) -> None:
+        option = word.partition("=")[0]
+        known = [name for action in self._actions for name in action.option_strings]
+        self.error(f"unrecognized option {option}{did_you_mean(option, known)}")
+
+    def _commands(self) -> bool:
+        return any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        nearest = did_you_mean(str(value), choices)
+        raise argparse.ArgumentError(
+            action, f"invalid choice {str(value)!r}{nearest or ':'} choose from {', '.join(choices)}"
+        )
+
+
+def seconds(text: str) -> float:
+    """Type of an option: a length of time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value) and value > 0:
+        return value
+    raise argparse.ArgumentTypeError(f"is {text!r}, needs a number of seconds above 0")
+
+
+def size(text: str) -> int:
+    """Type of an option: a number of bytes, as `4194304`, `512mb` or `4gb`."""
+    try:
+        return parse_size(text)
+    except SettingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def count(text: str) -> int:
+    """Type of an option: a whole number of at least 1."""
+    if text.isdecimal() and int(text) >= 1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"is {text!r}, needs a whole number of at least 1")
+
+
+def count_or_none(text: str) -> int:
+    """Type of an option: a whole number of at least 0."""
+    return 0 if text.isdecimal() and not int(text) else count(text)
