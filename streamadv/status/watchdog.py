@@ -59,6 +59,8 @@ class Watchdog:
     """
 
     def __init__(self, run: Run, limits: Limits, ended_before: Counter[str] | None = None) -> None:
+        #: Of the ledger, as the last batch came, or when the trainer took the run; None = the server was away.
+        self.counters: Counter[str] | None = None
         self._run = run
         self._limits = limits
         self._look_due = clock.now()
@@ -70,13 +72,15 @@ class Watchdog:
     @classmethod
     def begin(cls, run: Run, limits: Limits) -> Self:
         """When the trainer takes the run: groups that ended earlier do not count as lost."""
-        return cls(run, limits, _read_ended(run))
+        watchdog = cls(run, limits)
+        watchdog._read_counters()
+        return watchdog
 
     def progress(self) -> None:
         """A batch was delivered: the wait for the next one begins."""
         self._look_due = clock.now() + LOOK_S
         self._has_delivered = True
-        self._ended_before = _read_ended(self._run)
+        self._read_counters()
         self._blocked.over()
         metrics.no_progress(0.0)
 
@@ -97,6 +101,12 @@ class Watchdog:
         metrics.no_progress(self._blocked.seconds)
         self._check_losses(status, ended)
         _check_budget(status)
+
+    def _read_counters(self) -> None:
+        self.counters = self._ended_before = None
+        with suppress(*RETRYABLE):
+            self.counters = read_counters(self._run)
+            self._ended_before = Counter(by_reason(self.counters, "outcome"))
 
     def _check_losses(self, status: Status, ended: Mapping[str, int]) -> None:
         losses = Losses.of(ended)
@@ -120,13 +130,6 @@ class Watchdog:
                 counts_as_text(ended),
                 extra=log_fields("few_groups_kept", run=status.run, role="trainer"),
             )
-
-
-def _read_ended(run: Run) -> Counter[str] | None:
-    """How groups of the run have ended; None while the server is away."""
-    with suppress(*RETRYABLE):
-        return Counter(by_reason(read_counters(run), "outcome"))
-    return None
 
 
 def read_for_trainer(run: Run, limits: Limits) -> Status:

@@ -23,7 +23,7 @@ from .cut import RowExtras, cut
 from .delivered import delivered
 from .fetch import FetchedShare, Problems, fetch, fetch_outputs
 from .late_columns import LateColumn, make_late_columns
-from .microbatch import Batch
+from .microbatch import Batch, as_indices
 from .plan import Rank, Share, share_of
 
 Metrics = tuple[Mapping[str, float], Mapping[str, float]]  # values, and the weights to merge them by
@@ -47,6 +47,7 @@ class PackedShare:
     fetched: FetchedShare
     batch: PackedBatch  # rewards as shaped so far
     columns: Mapping[str, Tensor]  # [N]: pushed ones, the workers' and late ones
+    indices: Mapping[str, Tensor]  # [N]: those of `columns` that torch indexes with, in dtypes that it takes
     extras: Mapping[str, Tensor]  # pushed columns per token that the library does not interpret, [N, ...]
     row_extras: RowExtras
     results: Mapping[str, Tensor]  # advantages and returns [N], as far as they are computed
@@ -92,7 +93,8 @@ def _pack(
         batch = replace(batch, rewards=rewards, steps=replace(batch.steps, rewards=step_rewards))
         per_token = _results_per_token(batch, results, share)
         _check_finite(batch, share, per_token, outputs)
-    return PackedShare(share, fetched, batch, batch.columns, extras, fetched.row_extras(), per_token)
+    indices = as_indices(batch.columns)
+    return PackedShare(share, fetched, batch, batch.columns, indices, extras, fetched.row_extras(), per_token)
 
 
 def _results_per_token(batch: PackedBatch, results: BatchResults, share: Share) -> dict[str, Tensor]:
@@ -142,7 +144,7 @@ def _run_late_part(
     columns, results, metrics = dict(packed.columns), dict(packed.results), None
     extras = {name: column for name, column in packed.extras.items() if name not in late}
     if len(packed.share.trained):  # else all groups are dead: no rank has a micro-batch
-        all_columns = {**columns, **packed.extras}
+        all_columns = {**columns, **packed.indices, **packed.extras}
         columns |= make_late_columns(late, packed.share, all_columns, packed.row_extras)
         chain = cut_chain(record.chain, record.late)[1]
         if chain.steps:
@@ -185,7 +187,9 @@ def _cut(computed: ComputedBatch, packed: PackedShare, late_metrics: Metrics | N
     return Batch(
         version=record.k,
         id=record.id,
-        micro_batches=cut(packed.share, {**packed.columns, **packed.extras}, packed.row_extras),
+        micro_batches=cut(
+            packed.share, {**packed.columns, **packed.indices, **packed.extras}, packed.row_extras
+        ),
         num_tokens=int(trained.members.table["trainable"].sum()),
         num_rows=len(trained.members.rows),
         num_trajectories=len(trained),

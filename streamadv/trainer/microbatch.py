@@ -46,7 +46,7 @@ class Columns:
 class PaddedBatch(Columns):
     """The columns of a micro-batch as [R, T]: one row each, right padded with 0 to the longest of T tokens.
 
-    `attention_mask` [R, T] uint8 is 1 on tokens; `position_ids` [R, T] int64 count from 0.
+    `attention_mask` [R, T] bool is true on tokens; `position_ids` [R, T] int64 count from 0.
     """
 
     def __repr__(self) -> str:
@@ -57,10 +57,12 @@ class PaddedBatch(Columns):
 class MicroBatch(Columns):
     """R rows that one rank runs at once, laid end to end without padding: N tokens, every column [N] on one device.
 
-    Always present: `input_ids` int32, `response_mask` uint8 (1 = trained on), `advantages` and `returns` float32,
-    unless the chain makes none. Further columns are those that every trajectory of the batch was pushed with
-    (`rollout_log_probs`, `ref_log_probs`, `values` ... float32, extra columns in their own dtype), late columns
-    (float32), and what the chain adds (`rollout_is_weights`, `sample_weights` ... float32).
+    Always present: `input_ids` int64, `response_mask` bool (true = trained on), `advantages` and `returns` float32,
+    unless the chain makes none. torch indexes with these dtypes (`logits.gather(-1, mb.input_ids[:, None])`,
+    `values[mb.response_mask]`); what travels and is stored is int32 and uint8. Further columns are those that every
+    trajectory of the batch was pushed with (`rollout_log_probs`, `ref_log_probs`, `values` ... float32, extra columns
+    in their own dtype), late columns (float32), and what the chain adds (`rollout_is_weights`, `sample_weights` ...
+    float32).
 
     An empty micro-batch (R = 0) keeps the ranks of a job in step and adds nothing to a loss. Where rows lie side by
     side a column is a view of the batch's, which on a CPU `batch.delivered` shares: do not write into it.
@@ -128,7 +130,19 @@ class MicroBatch(Columns):
         padded = {}
         for name, values in {**self.columns, "position_ids": self.position_ids}.items():
             padded[name] = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])[index]
-        return PaddedBatch({**padded, "attention_mask": mask.to(torch.uint8)})
+        return PaddedBatch({**padded, "attention_mask": mask})
+
+
+def as_indices(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`input_ids` as int64 and `response_mask` as bool. torch refuses, or misreads, int32 and uint8 as indices."""
+    indices = {}
+    if "input_ids" in columns:
+        indices["input_ids"] = columns["input_ids"].to(torch.int64)
+    if "response_mask" in columns:
+        indices["response_mask"] = columns["response_mask"].view(
+            torch.bool
+        )  # its values are 0 and 1: no copy
+    return indices
 
 
 def with_other_columns(micro_batch: MicroBatch, columns: Mapping[str, Tensor]) -> MicroBatch:
@@ -177,7 +191,11 @@ class Batch:
     kl: float | None
     """Mean KL to the reference policy, by which the KL coefficient adapts; None if the chain has no KL step."""
     metrics: dict[str, float]
-    """Means over the batch by name, such as `critic/rewards/mean`, and what was dropped since the batch before."""
+    """Figures to log, by verl's names where it has one: finite floats, flat. docs/how-to/logging.md lists them.
+
+    The same on every rank, but for `timing_s/`, `trainer/` and metrics of steps after a late column, which are the
+    rank's own, and `ledger/`, `groups/`, `trajectories/` and `dropped/`, which rank 0 alone has.
+    """
     layout: Layout = field(repr=False)
     """For the library: the trajectories of the whole batch as arrays."""
     make_delivered: Callable[[], list[Delivered]] = field(repr=False)
@@ -195,10 +213,13 @@ class Batch:
         return list(References(self.layout))
 
     @cached_property
-    def staleness(self) -> list[int | None]:
-        """For each of `references`, k minus the oldest version that made its tokens; None for one without a version."""
-        values = self.layout.members.staleness(self.version).tolist()
-        return [None if np.isnan(value) else int(value) for value in values]
+    def staleness(self) -> list[int]:
+        """For each of `references`, k minus the oldest version that made its tokens.
+
+        0 for one that was pushed without a version: it is never stale. `metrics` leave such trajectories out.
+        """
+        staleness: list[int] = np.nan_to_num(self.layout.members.staleness(self.version)).astype(int).tolist()
+        return staleness
 
     @cached_property
     def logged_s(self) -> list[float]:

@@ -40,7 +40,7 @@ from .microbatch import Batch
 from .patience import Patience
 from .plan import Rank
 from .reader import STAGE, BatchReader
-from .report import observe
+from .report import RunFigures, named, observe, times
 from .sessions import Sessions
 
 #: Milliseconds of one wait for news at most.
@@ -152,6 +152,8 @@ class TrainerQueue(IterableDataset[Batch]):
         # Of the session that `next_batch` saw last:
         self._reader: BatchReader | None = None
         self._watchdog: Watchdog | None = None  # rank 0's
+        self._run_figures: RunFigures | None = None  # likewise
+        self._delivered_at: float | None = None  # when a batch was delivered last
 
     # Iteration
 
@@ -299,7 +301,9 @@ class TrainerQueue(IterableDataset[Batch]):
         """The reader of this session: a new session reads the logs from their start."""
         if self._reader is None or self._reader.session is not session:
             self._stop_reading()
-            self._watchdog = Watchdog.begin(session.run, self._limits) if self._rank.number == 0 else None
+            if self._rank.number == 0:
+                self._watchdog = Watchdog.begin(session.run, self._limits)
+                self._run_figures = self._run_figures or RunFigures(self._watchdog.counters)
             self._reader = BatchReader(session, self._rank, self._late)
         return self._reader
 
@@ -332,8 +336,14 @@ class TrainerQueue(IterableDataset[Batch]):
             reader.read_ahead(reader.session.find(self._next))
 
     def _report(self, batch: Batch, wait_s: float) -> None:
-        if self._watchdog is not None:
+        now = clock.now()
+        figures = times(wait_s, None if self._delivered_at is None else now - self._delivered_at)
+        self._delivered_at = now
+        if self._watchdog is not None and self._run_figures is not None:
             self._watchdog.progress()
+            figures |= self._run_figures.figures(self._watchdog.counters)
+        batch.metrics.update(named(figures))
+        if self._watchdog is not None:
             observe(batch, wait_s)
 
     def _wait_for_news(self, reader: BatchReader, patience: Patience, max_groups: int | None) -> None:

@@ -24,7 +24,7 @@ from .fetch import ReadAhead
 from .late_columns import LateColumn
 from .microbatch import Batch
 from .plan import Rank
-from .report import selection_metrics
+from .report import batch_figures, named
 from .results_log import ResultsLog, Stray
 from .wait import wait_for_news
 
@@ -69,7 +69,9 @@ class BatchReader:
         except UndecodableGroupError as error:
             read_groups(session.run, _pointers(record, error))  # BatchLostError: they are gone, not broken
             raise
-        batch.metrics.update(selection_metrics(session.dropped, batch))
+        figures = {**batch_figures(batch), **session.dropped.figures(), **batch.metrics}
+        batch.metrics.clear()
+        batch.metrics.update(named(figures))
         session.dropped.clear()
         self._log.forget(record.id)
         self.stop()

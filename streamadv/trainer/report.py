@@ -1,25 +1,126 @@
-"""Metrics of a delivered batch, and of the groups dropped while it was selected."""
+"""The figures of a batch: `batch.metrics`, which a training loop logs, and the metrics of the process.
+
+Everything here works on the arrays of a batch's layout, whatever the number of trajectories.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import metrics
-from ..batch.dropped import DroppedGroups
+from ..algorithms.chain.sources import UNKNOWN
+from ..grouping.layout import Layout
+from ..metrics.instruments import KEPT, MAX_DATA_SOURCES
+from ..status.losses import LOST
+from ..status.model import Ledger, by_reason
 from .microbatch import Batch
 
+#: Names of metrics that every logger takes: MLflow refuses other characters.
+_NOT_IN_NAMES: Final = re.compile(r"[^\w\-. :/]")
+_TAG: Final = "training/off_policy"
 
-def selection_metrics(dropped: DroppedGroups, batch: Batch) -> dict[str, float]:
-    """For `batch.metrics`: groups dropped since the batch before, by reason and source, with their mean length.
+Values = NDArray[Any]
 
-    The batch's own mean length stands beside it: filters and staleness may prefer short trajectories.
+
+@np.errstate(over="ignore", invalid="ignore")
+def batch_figures(batch: Batch) -> dict[str, float]:
+    """Figures of the trajectories that are trained on, on all ranks together: the same on every rank."""
+    members, k = batch.layout.members, batch.version
+    table = members.table
+    if not len(members):
+        return {}
+    observed = table["tokens"] - table["trainable"]
+    figures = {
+        "perf/total_num_tokens": float(table["tokens"].sum()),
+        **_summary("response_length", table["trainable"]),
+        "response_length/clip_ratio": float(members.is_truncated.mean()),
+        **_summary("prompt_length", observed),
+        **{
+            f"rewards/{name}/mean": float(np.nanmean(values))
+            for name, values in members.rewards.items()
+            if not np.isnan(values).all()
+        },
+        **_group_figures(batch.layout),
+        **_source_figures(batch.layout),
+    }
+    if len(members.steps):
+        figures |= _summary("num_turns", table["steps"])
+    versions = table[members.has_version]
+    if len(versions):
+        figures |= _summary(f"{_TAG}/trajectory_staleness_worst", np.maximum(0, k - versions["oldest"]))
+        figures |= _summary(f"{_TAG}/trajectory_staleness", np.maximum(0, k - versions["newest"]))
+        figures |= _summary(f"{_TAG}/trajectory_spans", versions["newest"] - versions["oldest"] + 1)
+    return figures
+
+
+class RunFigures:
+    """Figures of the whole run beside those of a batch: the ledger, and what ended since the batch before.
+
+    Rank 0 has them; they come from counters that it reads with every batch anyway.
     """
-    values = dropped.figures()
-    if batch.num_trajectories:
-        values["response_length/mean"] = batch.num_tokens / batch.num_trajectories
-    return values
+
+    def __init__(self, counters: Counter[str] | None) -> None:
+        """counters: the run's when the trainer took it; None = the server was away."""
+        self._before = counters
+
+    def figures(self, counters: Counter[str] | None) -> dict[str, float]:
+        """The figures of the batch that is delivered now. counters: the run's now; {} while the server is away."""
+        before, self._before = self._before, counters if counters is not None else self._before
+        if counters is None:
+            return {}
+        ledger = Ledger.of(counters)
+        figures: dict[str, float] = {
+            "ledger/pushed": ledger.pushed,
+            "ledger/trained": ledger.trained,
+            "ledger/dropped": sum(ledger.dropped.values()),
+            "ledger/dead": sum(ledger.dead.values()),
+            "ledger/queued": ledger.queued,
+            "ledger/in_flight": ledger.in_flight,
+        }
+        return figures if before is None else figures | _flow(counters - before)
+
+
+def _flow(news: Counter[str]) -> dict[str, float]:
+    """What the counters have gained between two batches: groups by how they ended, trajectories by what became."""
+    outcomes = by_reason(news, "outcome")
+    kept = sum(outcomes.get(name, 0) for name in KEPT)
+    lost = {kind: sum(outcomes.get(name, 0) for name in names) for kind, names in LOST.items()}
+    ended = kept + lost["filtered"] + lost["ended_short"]
+    flow: dict[str, float] = {
+        "groups/kept": kept,
+        **{f"groups/{kind}": count for kind, count in lost.items()},
+        **{f"groups/outcome/{name}": count for name, count in outcomes.items()},
+        "trajectories/pushed": news["pushed"],
+        **{f"trajectories/dropped/{name}": count for name, count in by_reason(news, "dropped").items()},
+        **{f"trajectories/dead/{name}": count for name, count in by_reason(news, "dead").items()},
+    }
+    return flow | ({"groups/kept_ratio": kept / ended} if ended else {})
+
+
+def times(wait_s: float, step_s: float | None) -> dict[str, float]:
+    """Of this rank. wait_s: in `next_batch`. step_s: since the batch before was delivered; None for the first one."""
+    figures = {"timing_s/wait": wait_s}
+    if step_s:
+        figures |= {"timing_s/step": step_s, "trainer/idle_ratio": min(1.0, wait_s / step_s)}
+    return figures
+
+
+def named(figures: Mapping[str, float]) -> dict[str, float]:
+    """Plain floats under names that every logger takes: another character of a data source becomes `_`.
+
+    Left out is what is not finite: rewards near the limit of float64 overflow in a sum.
+    """
+    return {
+        _NOT_IN_NAMES.sub("_", name): float(value) for name, value in figures.items() if math.isfinite(value)
+    }
 
 
 def observe(batch: Batch, wait_s: float) -> None:
@@ -42,3 +143,49 @@ def observe(batch: Batch, wait_s: float) -> None:
         wait_s=wait_s,
         e2e_s=time.time() - logged_s[batch.layout.group],
     )
+
+
+def _summary(name: str, values: Values) -> dict[str, float]:
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def _group_figures(layout: Layout) -> dict[str, float]:
+    """How far the pushed rewards of a group's members differ: groups in which they are equal teach nothing."""
+    rewards = layout.members.table["reward"]
+    first = np.flatnonzero(np.diff(layout.group, prepend=-1))
+    sizes = np.diff(first, append=len(rewards))
+    means = np.add.reduceat(rewards, first) / sizes
+    squares = np.add.reduceat((rewards - np.repeat(means, sizes)) ** 2, first)
+    is_flat = np.maximum.reduceat(rewards, first) == np.minimum.reduceat(rewards, first)
+    return {
+        "critic/score/std_mean": float(np.sqrt(squares / sizes).mean()),
+        "critic/score/zero_std_ratio": float(is_flat.mean()),
+    }
+
+
+def _source_figures(layout: Layout) -> dict[str, float]:
+    """By data source, if a group names one: `<source>/...`; sources beyond the first 32 by name are `other`."""
+    sources = [group.data_source for group in layout.groups]
+    if not any(sources):
+        return {}
+    names = sorted({source or UNKNOWN for source in sources})
+    number_of = {name: min(number, MAX_DATA_SOURCES) for number, name in enumerate(names)}
+    names = [*names[:MAX_DATA_SOURCES], "other"]
+    of_group = np.array([number_of[source or UNKNOWN] for source in sources], np.int64)
+    of_member = of_group[layout.group]
+    table = layout.members.table
+    counts = np.bincount(of_member, minlength=len(names))
+    rewards = np.bincount(of_member, table["reward"], len(names))
+    lengths = np.bincount(of_member, table["trainable"], len(names))
+    figures: dict[str, float] = {}
+    for number in np.flatnonzero(counts).tolist():
+        figures |= {
+            f"{names[number]}/critic/score/mean": float(rewards[number] / counts[number]),
+            f"{names[number]}/response_length/mean": float(lengths[number] / counts[number]),
+            f"{names[number]}/trajectories": float(counts[number]),
+        }
+    return figures

@@ -8,8 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import MicroBatch
+from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.columns import EXTRA_DTYPES
+from tests.support import join, next_batch, producing, push_groups
 
 
 def micro_batch(lengths: list[int], dtype: str = "<f4", shape: tuple[int, ...] = ()) -> MicroBatch:
@@ -45,7 +48,7 @@ def test_padded_rows_are_the_packed_ones(lengths: list[int], dtype: str, shape: 
             assert not column[row, length:].numpy().any()
             assert padded.attention_mask[row].tolist() == [1] * length + [0] * (width - length)
             assert padded.position_ids[row, :length].tolist() == list(range(length))
-    assert padded.attention_mask.dtype == torch.uint8
+    assert padded.attention_mask.dtype == torch.bool
 
 
 def test_positions_count_from_zero_in_every_row() -> None:
@@ -73,3 +76,26 @@ def test_a_missing_column_is_named() -> None:
     assert "old_log_probs" not in batch
     with pytest.raises(AttributeError, match="no column old_log_probs: this batch has input_ids, extra"):
         _ = batch.old_log_probs
+
+
+def test_ids_and_masks_index_tensors_as_they_are(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        push_groups(producer, 1)
+    late = {"old_log_probs": _by_index}
+    queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, late=late)
+    batch = next_batch(queue, join(fake, "r"))
+    assert batch is not None
+    (mb,) = batch
+    for columns in (mb, mb.padded()):
+        assert (columns.input_ids.dtype, columns.response_mask.dtype) == (torch.int64, torch.bool)
+    assert mb.old_log_probs.tolist() == mb.input_ids.tolist()
+    assert mb.advantages[mb.response_mask].shape == (6,)
+    assert (~mb.response_mask).sum() == 4
+    assert torch.nn.functional.cross_entropy(torch.zeros(mb.num_tokens, 30), mb.input_ids) > 0
+    (first, _) = batch.trajectories()
+    assert first.rows[0].input_ids.dtype == np.int32, "what travels stays narrow"
+
+
+def _by_index(mb: MicroBatch) -> torch.Tensor:
+    scores = torch.arange(30.0).expand(mb.num_tokens, 30)
+    return scores.gather(-1, mb.input_ids[:, None])[:, 0]
