@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import streamadv
 from streamadv import losses
 from streamadv.errors import ArgumentError, OptionError
 from streamadv.losses import AGGREGATIONS
@@ -171,26 +168,6 @@ def test_half_precision_is_computed_in_float32() -> None:
     loss, metrics = losses.ppo_clip(log_probs, old, advantages, torch.ones(1))
     assert loss.dtype == metrics["actor/ppo_kl"].dtype == torch.float32
     assert loss.item() == pytest.approx(-math.exp(0.001))
-
-
-def test_the_code_of_the_document_runs() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "how-to" / "losses.md").read_text()
-    mb = packed()
-    mb.columns["rollout_is_weights"] = mb.weights
-    policy = mb.log_probs.clone().requires_grad_()
-
-    class Batch(list[MicroBatch]):
-        num_rows = 5
-
-    names = {
-        "sa": streamadv,
-        "batch": Batch([mb]),
-        "actor": SimpleNamespace(log_probs=lambda mb: policy),
-        "world_size": 1,
-    }
-    exec(text.split("```python\n")[1].split("```")[0], names)
-    assert policy.grad is not None
-    assert policy.grad.abs().sum() > 0
 
 
 def test_what_does_not_fit_is_named() -> None:

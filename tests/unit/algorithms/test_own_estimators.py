@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from streamadv.algorithms import (
     estimator,
     estimator_names,
     pack_trajectories,
-    registry,
     run_chain,
 )
 from streamadv.algorithms.registry import get_estimator
@@ -297,14 +294,6 @@ def test_the_check_takes_the_function(own: Callable[..., str]) -> None:
     assert torch.equal(
         check_estimator(get_estimator(name).function, uneven).rewards, check_estimator(name, uneven).rewards
     )
-
-
-def test_the_example_of_the_page_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (Path(__file__).parents[3] / "docs" / "how-to" / "estimator.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(block.splitlines()) < 40
-    monkeypatch.setattr(registry, "_REGISTRY", {**registry._REGISTRY})  # forgets it again
-    exec(block, {})
 
 
 @pytest.mark.parametrize(

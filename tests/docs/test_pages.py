@@ -1,0 +1,80 @@
+"""Every Python and shell block of README and docs runs, as the story of its page."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from streamadv.store.addresses import free_port
+
+from .story import OWN_SERVER, ROOT, SHELLS, SHOWN, blocks_of, in_child, pages, run_story
+
+#: Blocks that do not run, by page and first line, with the reason.
+NOT_RUN: Final[dict[str, dict[str, str]]] = {
+    "README.md": {"pip install 'streamadv[embedded]'": "the tests run in an environment that has it"},
+    "deploy/README.md": {
+        "docker compose --profile core --profile observability up --build --detach": "needs Docker"
+    },
+}
+STORIES: Final = [page for page in pages() if any(block.runs for block in blocks_of(page))]
+LIMIT_S: Final = 100.0
+
+
+def reward_rises(log: str) -> None:
+    rewards = [float(reward) for reward in re.findall(r"^version \d+: reward (.*)$", log, re.MULTILINE)]
+    assert rewards[0] < 0.4 < 0.8 < rewards[-1], rewards
+
+
+#: What else the output of a page has to show.
+CHECKS: Final[dict[str, Callable[[str], None]]] = {"README.md": reward_rises}
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "streamadv.advantage.worker", "streamadv.trainer.queue", __name__])
+
+
+@pytest.mark.slow
+@pytest.mark.server
+@pytest.mark.processes
+@pytest.mark.parametrize("page", STORIES)
+def test_the_code_of_a_page_runs(page: str, redis_url: str, tmp_path: Path) -> None:
+    left_out = NOT_RUN.get(page, {})
+    blocks = [block for block in blocks_of(page) if block.runs and block.first_line not in left_out]
+    own_server = any(words in block.code for block in blocks for words in OWN_SERVER)
+    port = str(free_port()) if own_server else redis_url.removesuffix("/0").rpartition(":")[2]
+    folder, log = tmp_path / "story", tmp_path / "log"
+    folder.mkdir()
+    arguments = (log, run_story, page, tuple(left_out), folder, redis_url, port)
+    process = _context.Process(target=in_child, args=arguments)
+    process.start()
+    process.join(LIMIT_S)
+    if process.is_alive():
+        process.kill()
+    assert process.exitcode == 0, log.read_text()[-20_000:]
+    if page in CHECKS:
+        CHECKS[page](log.read_text())
+
+
+@pytest.mark.parametrize(
+    ("page", "line", "reason"),
+    [(page, line, reason) for page, lines in NOT_RUN.items() for line, reason in lines.items()],
+)
+def test_not_run(page: str, line: str, reason: str) -> None:
+    assert line in {block.first_line for block in blocks_of(page)}, "no block of the page begins like this"
+    pytest.skip(reason)
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if not page.startswith("docs/")])
+def test_links_outside_the_site_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
+    assert [target for target in targets if not (ROOT / page).parent.joinpath(target).exists()] == []
+
+
+@pytest.mark.parametrize("page", list(pages()))
+def test_every_block_has_a_language(page: str) -> None:
+    unknown = [block.line for block in blocks_of(page) if block.language not in ("python", *SHELLS, *SHOWN)]
+    assert not unknown, f"lines {unknown}: use python, bash or one of {', '.join(SHOWN)}"
