@@ -12,11 +12,14 @@ from typing import NoReturn
 
 from streamadv import metrics
 from streamadv.errors import SettingError
+from streamadv.messages import log_fields
 from streamadv.run import Run, open_run
 from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
 from streamadv.store.connection import Connection
 from streamadv.store.retry import RETRYABLE, Outage
+
+logger = logging.getLogger(__name__)
 
 
 def stop_on_signals() -> threading.Event:
@@ -64,4 +67,6 @@ def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Eve
             on_wait(error)
             outage.pause_after(error)
     metrics.serve(settings.metrics_port, run.name, settings.metrics_host)
+    fields = log_fields("joined", run=run.name)
+    logger.info("ready: run %s on %s", run.name, connection.safe_url, extra=fields)
     return run

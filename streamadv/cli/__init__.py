@@ -22,11 +22,12 @@ from ..messages import log_fields, printable
 from ..plugins import import_module
 from ..settings import Settings, likely_typos, load_settings
 from ..store.connection import Connection
-from .parser import CommandParser, seconds
+from .parser import CommandParser, seconds, split_commands
 
 COMMANDS: Final = (
     "demo",
     "server",
+    "up",
     "worker",
     "replay",
     "consume",
@@ -50,8 +51,11 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 1 after an error, 2 for wrong usage, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
+    commands: list[list[str]] = []
+    if words[:1] == ["up"]:
+        words, commands = split_commands(words)
     try:
-        arguments = make_parser(words).parse_args(words)
+        arguments = make_parser(words).parse_args(words, argparse.Namespace(commands=commands))
         set_up_logging(settings_from(arguments).log_level)
         for message in likely_typos():
             logger.warning(message, extra=log_fields("setting_unknown"))

@@ -13,6 +13,8 @@ from ..messages import did_you_mean
 from ..units import parse_size
 
 WRONG_USAGE: Final = 2
+#: In front of each command of `streamadv up`.
+SEPARATOR: Final = "--"
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -52,6 +54,17 @@ class CommandParser(argparse.ArgumentParser):
         raise argparse.ArgumentError(
             action, f"invalid choice {str(value)!r}{nearest or ':'} choose from {', '.join(choices)}"
         )
+
+
+def split_commands(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The words of `streamadv` itself, and the commands behind them: `up ... -- one ... -- another ...`."""
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word == SEPARATOR:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts[0], parts[1:]
 
 
 def seconds(text: str) -> float:

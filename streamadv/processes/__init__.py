@@ -1,1 +1,5 @@
-"""Child processes: how a supervisor (the demo, a benchmark) starts, hears, kills and ends them, and their memory."""
+"""Child processes: how a supervisor starts, hears, kills and ends them, and their memory.
+
+`children` are processes of the package, which send `messages` to the demo or a benchmark. `machine` is what
+`streamadv up` runs: commands (`kept` by a `keeper` each) and workers, with `restarts`. `malloc` is about memory.
+"""

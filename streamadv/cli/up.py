@@ -1,0 +1,102 @@
+"""`streamadv up`: server, grouper and advantage workers on this machine, and the commands that use them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ..errors import ServerError, SettingError
+from ..processes.machine import Plan, Signals, run_machine, say
+from ..settings import Settings
+from ..store.credentials import environment_with
+from ..store.embedded import EmbeddedServer
+from ..store.urls import hide_password
+from . import add_redis_options, settings_from
+from .parser import count, size
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the `up` command to the command line."""
+    parser = subparsers.add_parser(
+        "up",
+        help="server, grouper and advantage workers on this machine, in one command",
+        usage="%(prog)s [options] [-- COMMAND ... [-- COMMAND ...]]",
+        description="Starts a server, a grouper and advantage workers, and runs the commands with the server's URL "
+        "and the run in their environment (STREAMADV_REDIS_URL, STREAMADV_RUN). When the last command has ended, or "
+        "the first has failed, everything ends, with the status of the commands. Without a command it prints the URL "
+        "and runs until Ctrl-C. A worker that crashes is started again. With --redis or STREAMADV_REDIS_URL that "
+        "server is used, and none is started.",
+    )
+    parser.add_argument("--workers", type=count, default=1, metavar="N", help="advantage workers (default 1)")
+    parser.add_argument("--groupers", type=count, default=1, metavar="N", help="groupers (default 1)")
+    parser.add_argument(
+        "--import",
+        dest="worker_modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="imported by the advantage workers, for your estimators; may be given several times",
+    )
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="keep the server's data there")
+    parser.add_argument(
+        "--maxmemory",
+        type=size,
+        metavar="SIZE",
+        help="of the server, such as 4gb; a run uses up to 70 %% of it",
+    )
+    add_redis_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run until the commands have ended, or a signal comes."""
+    commands: list[list[str]] = arguments.commands
+    if [] in commands:
+        raise SettingError("there is no command behind `--`: write one, or leave `--` out")
+    settings = settings_from(arguments)
+    signals = Signals()
+    with ExitStack() as stack:
+        url, shown, check_server = _server(settings, arguments, stack)
+        environment = {
+            **environment_with(url, os.environ),
+            "STREAMADV_RUN": settings.run,
+            "STREAMADV_LOG_LEVEL": settings.log_level,
+            "STREAMADV_METRICS_PORT": "0",  # a free one for each process
+        }
+        plan = Plan(environment, arguments.groupers, arguments.workers, arguments.worker_modules, commands)
+        if not commands:
+            print(shown, flush=True)
+        say(f"server {shown}, run {settings.run}, {plan}")
+        return run_machine(plan, signals, check_server)
+
+
+def _server(
+    settings: Settings, arguments: argparse.Namespace, stack: ExitStack
+) -> tuple[str, str, Callable[[], object]]:
+    """The server's URL, the URL that may be shown, and what raises ServerError once the server has ended."""
+    if settings.redis_url is not None:
+        for name in ("data_dir", "maxmemory"):
+            if getattr(arguments, name) is not None:
+                raise SettingError(
+                    f"--{name.replace('_', '-')} is for a server that `up` starts: leave it out, or leave out the "
+                    "server's URL (--redis, STREAMADV_REDIS_URL)"
+                )
+        return settings.redis_url, hide_password(settings.redis_url), lambda: None
+    server = stack.enter_context(
+        EmbeddedServer(
+            arguments.data_dir,
+            maxmemory=arguments.maxmemory,
+            binary=settings.server_binary,
+            password=settings.password,
+        )
+    )
+
+    def check() -> None:
+        if not server.running:
+            raise ServerError(f"the server ended: {server.log_tail()}")
+
+    return server.url, server.open_url, check

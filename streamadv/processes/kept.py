@@ -1,0 +1,90 @@
+"""Commands that a supervisor runs, each with all the processes it starts: none outlives the supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+KEEPER: Final = Path(__file__).with_name("keeper.py")
+#: Seconds that a command gets to end in order before it is killed.
+GRACE_S: Final = 10.0
+
+
+class Kept:
+    """One command. Start it from the main thread only: on Linux it ends with the thread that started it.
+
+    show: called with each line of its output, in a thread; None: it has the supervisor's own input and output.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        show: Callable[[str], object] | None,
+    ) -> None:
+        self.name = name
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._show = show
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start it, or start it again after it has ended."""
+        keeper = [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid()), str(GRACE_S)]
+        piped = self._show is not None
+        self._process = subprocess.Popen(
+            [*keeper, *self._command],
+            stdin=subprocess.DEVNULL if piped else None,
+            stdout=subprocess.PIPE if piped else None,
+            stderr=subprocess.STDOUT if piped else None,
+            text=True,
+            errors="backslashreplace",
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends all in order
+        )
+        if piped:
+            self._reader = threading.Thread(
+                target=self._read, args=(self._process,), name=f"output of {self.name}", daemon=True
+            )
+            self._reader.start()
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; 128 and the number of the signal that ended it."""
+        if self._process is None:
+            return None
+        status = self._process.poll()
+        return status if status is None or status >= 0 else 128 - status  # < 0: its keeper was killed
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to it and what it has started; it is killed if it has not ended GRACE_S later."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def wait(self) -> None:
+        """Wait until it has ended and its output is shown. Call `send` before."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(GRACE_S + 5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._reader is not None:
+            self._reader.join(1.0)  # somebody outside its group may still have the pipe
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        assert self._show is not None
+        with suppress(ValueError, OSError), process.stdout:
+            for line in process.stdout:
+                self._show(line.rstrip("\n"))

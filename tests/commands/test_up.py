@@ -1,0 +1,226 @@
+"""`streamadv up`: everything it starts ends with it, however it ends, and with the status of its commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from streamadv.cli import main
+from streamadv.cli.parser import split_commands
+from streamadv.processes.machine import names_of
+from streamadv.processes.restarts import MOST_ENDS, WORKED_S, Restarts
+from streamadv.store.connection import Connection
+from streamadv.trajectory.interchange import write_trajectory
+from tests.support import trajectory
+
+DEADLINE_S = 60.0
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `streamadv up` with these words, without a server in the environment."""
+    started: list[subprocess.Popen[str]] = []
+    environment = {name: value for name, value in os.environ.items() if name != "STREAMADV_REDIS_URL"}
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "streamadv", "up", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={
+                **environment,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Process id -> command line, of all that a process has started, directly or not."""
+    found: dict[int, str] = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        found |= {int(child): command, **descendants(int(child))}
+    return found
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def have_ended(pids: dict[int, str]) -> bool:
+    return not any(_runs(pid) for pid in pids)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def worker_of(process: subprocess.Popen[str]) -> int | None:
+    """The grouper itself, not its keeper."""
+    for pid, command in descendants(process.pid).items():
+        if command.rstrip().endswith("worker grouper") and "keeper.py" not in command:
+            return pid
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_file_goes_through_all_stages_in_one_command(
+    up: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    with (tmp_path / "in.jsonl").open("wb") as file:
+        for index in range(4):
+            write_trajectory(file, trajectory("g", index, 4, reward=float(index)))
+    streamadv = (sys.executable, "-m", "streamadv")
+    words = ("--", *streamadv, "replay", "in.jsonl", "--", *streamadv, "consume", "-o", "out.jsonl")
+    written, errors = up("--run", "whole", *words).communicate(timeout=DEADLINE_S)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [len(line["advantages"]) > 0 for line in lines] == [True] * 4, errors
+    assert "streamadv-1 | pushed 4, duplicates 0" in written
+    assert "run whole, 1 grouper, 1 advantage worker, 2 commands" in errors
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_first_command_that_fails_ends_everything(up: Callable[..., subprocess.Popen[str]]) -> None:
+    process = up("--", "sh", "-c", "sleep 1000", "--", "sh", "-c", "exit 3", "--", "sleep", "1000")
+    assert process.wait(DEADLINE_S) == 3
+    assert "up: sh-2 ended with status 3" in process.communicate()[1]
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_it(up: Callable[..., subprocess.Popen[str]], number: signal.Signals) -> None:
+    process = up("--", "sh", "-c", "sleep 1000 & echo ready; wait")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    until(lambda: worker_of(process), "no grouper")
+    until(
+        lambda: any(each.startswith("sleep 1000") for each in descendants(process.pid).values()), "no sleep"
+    )
+    started = descendants(process.pid)
+    process.send_signal(number)
+    status = process.wait(DEADLINE_S)
+    assert status == (-number if number == signal.SIGKILL else 128 + number)
+    until(lambda: have_ended(started), "something runs on")
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_killed_worker_is_started_again(up: Callable[..., subprocess.Popen[str]]) -> None:
+    process = up("--workers", "1")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    url = process.stdout.readline().strip()
+    with Connection(url) as connection:
+        connection.wait_until_ready(DEADLINE_S)
+    until(lambda: worker_of(process), "no grouper")
+    first = worker_of(process)
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    while "up: grouper ended with status 137, is started again in" not in (line := process.stderr.readline()):
+        assert line
+    until(lambda: worker_of(process) not in (None, first), "no other grouper")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(DEADLINE_S) == 0  # it has run until Ctrl-C, as asked
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_worker_that_refuses_to_start_ends_everything(up: Callable[..., subprocess.Popen[str]]) -> None:
+    process = up("--import", "no_such_module", "--", "sleep", "1000")
+    errors = process.communicate(timeout=DEADLINE_S)[1]
+    assert process.returncode == 1
+    assert "no_such_module" in errors
+    assert "streamadv: error: advantage ended with status 1" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_server_that_is_there_is_used(
+    up: Callable[..., subprocess.Popen[str]], redis_url: str, run: str
+) -> None:
+    process = up(
+        "--redis", redis_url, "--run", run, "--", "sh", "-c", "echo $STREAMADV_REDIS_URL $STREAMADV_RUN"
+    )
+    written, _ = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, written) == (0, f"{redis_url} {run}\n")
+    with Connection(redis_url) as connection:
+        connection.check()
+
+
+def test_options_of_a_server_need_one_that_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--redis", "redis://localhost:1", "--maxmemory", "1gb", "--", "true"]) == 1
+    assert "--maxmemory is for a server that `up` starts" in capsys.readouterr().err
+
+
+def test_a_separator_needs_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--"]) == 1
+    assert "there is no command behind `--`" in capsys.readouterr().err
+
+
+def test_commands_are_split_and_named() -> None:
+    assert split_commands(["up", "--run", "a"]) == (["up", "--run", "a"], [])
+    assert split_commands(["up", "--", "a", "-b", "--", "c"]) == (["up"], [["a", "-b"], ["c"]])
+    commands = [
+        ["python3", "-u", "x/train.py", "a.py"],
+        ["/bin/sh", "-c", "x"],
+        ["python", "-m", "pkg.play"],
+        ["sh"],
+    ]
+    assert names_of(commands) == ["train", "sh-1", "pkg.play", "sh-2"]
+
+
+def test_restarts_become_rarer_and_end(forward: Callable[[float], None]) -> None:
+    restarts = Restarts()
+    delays = []
+    for _ in range(MOST_ENDS - 1):
+        restarts.started()
+        assert not restarts.waits
+        delay = restarts.ended()
+        assert delay is not None
+        delays.append(delay)
+        assert not restarts.is_due
+        forward(delay)
+        assert restarts.is_due
+    assert delays == sorted(delays)
+    assert delays[-1] > 10 * delays[0]
+    restarts.started()
+    assert restarts.ended() is None
+
+
+def test_a_worker_that_has_worked_may_end_again(forward: Callable[[float], None]) -> None:
+    restarts = Restarts()
+    for _ in range(3 * MOST_ENDS):
+        restarts.started()
+        forward(WORKED_S)
+        assert restarts.ended() is not None
