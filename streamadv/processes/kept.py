@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 KEEPER: Final = Path(__file__).with_name("keeper.py")
 #: Seconds that a command gets to end in order before it is killed.
@@ -20,7 +20,8 @@ GRACE_S: Final = 10.0
 class Kept:
     """One command. Start it from the main thread only: on Linux it ends with the thread that started it.
 
-    show: called with each line of its output, in a thread; None: it has the supervisor's own input and output.
+    show: called in threads with each line of its output and whether that is of stderr; None: it has the supervisor's
+    own input and output.
     """
 
     def __init__(
@@ -28,14 +29,14 @@ class Kept:
         name: str,
         command: Sequence[str],
         environment: Mapping[str, str],
-        show: Callable[[str], object] | None,
+        show: Callable[[str, bool], object] | None,
     ) -> None:
         self.name = name
         self._command = list(command)
         self._environment = dict(environment)
         self._show = show
         self._process: subprocess.Popen[str] | None = None
-        self._reader: threading.Thread | None = None
+        self._readers: list[threading.Thread] = []
 
     def start(self) -> None:
         """Start it, or start it again after it has ended."""
@@ -45,17 +46,19 @@ class Kept:
             [*keeper, *self._command],
             stdin=subprocess.DEVNULL if piped else None,
             stdout=subprocess.PIPE if piped else None,
-            stderr=subprocess.STDOUT if piped else None,
+            stderr=subprocess.PIPE if piped else None,
             text=True,
             errors="backslashreplace",
             env=self._environment,
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends all in order
         )
-        if piped:
-            self._reader = threading.Thread(
-                target=self._read, args=(self._process,), name=f"output of {self.name}", daemon=True
-            )
-            self._reader.start()
+        self._readers = [
+            threading.Thread(target=self._read, args=(pipe, pipe is self._process.stderr), daemon=True)
+            for pipe in (self._process.stdout, self._process.stderr)
+            if pipe is not None
+        ]
+        for reader in self._readers:
+            reader.start()
 
     @property
     def exit_status(self) -> int | None:
@@ -79,12 +82,11 @@ class Kept:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._reader is not None:
-            self._reader.join(1.0)  # somebody outside its group may still have the pipe
+        for reader in self._readers:
+            reader.join(1.0)  # somebody outside its group may still have the pipe
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
+    def _read(self, pipe: IO[str], is_stderr: bool) -> None:
         assert self._show is not None
-        with suppress(ValueError, OSError), process.stdout:
-            for line in process.stdout:
-                self._show(line.rstrip("\n"))
+        with suppress(ValueError, OSError), pipe:
+            for line in pipe:
+                self._show(line.rstrip("\n"), is_stderr)

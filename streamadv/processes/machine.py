@@ -97,7 +97,7 @@ class _Crew:
     def __init__(self, plan: Plan) -> None:
         self._commands = _kept_commands(plan)
         self._workers: dict[Kept, Restarts] = {
-            Kept(name, command, plan.environment, _prefixed(name, sys.stderr.buffer.fileno())): Restarts()
+            Kept(name, command, plan.environment, _prefixed(name, 2)): Restarts()
             for name, command in _worker_commands(plan)
         }
 
@@ -166,9 +166,8 @@ def _kept_commands(plan: Plan) -> list[Kept]:
         (command,) = plan.commands
         return [Kept(name_of(command), command, plan.environment, None)]
     environment = {**plan.environment, "PYTHONUNBUFFERED": "1"}  # into a pipe, lines would come late
-    output = sys.stdout.buffer.fileno()
     return [
-        Kept(name, command, environment, _prefixed(name, output))
+        Kept(name, command, environment, _prefixed(name, 1))
         for name, command in zip(names_of(plan.commands), plan.commands, strict=True)
     ]
 
@@ -197,10 +196,10 @@ def name_of(command: Sequence[str]) -> str:
     return program
 
 
-def _prefixed(name: str, descriptor: int) -> Callable[[str], object]:
-    """Writes lines with the name in front, each in one piece."""
+def _prefixed(name: str, output: int) -> Callable[[str, bool], object]:
+    """Writes lines with the name in front, each in one piece. output: descriptor for what is written to stdout."""
 
-    def show(line: str) -> None:
-        os.write(descriptor, f"{name} | {line}\n".encode(errors="backslashreplace"))
+    def show(line: str, is_stderr: bool) -> None:
+        os.write(2 if is_stderr else output, f"{name} | {line}\n".encode(errors="backslashreplace"))
 
     return show
