@@ -6,9 +6,9 @@ cuts reads off after 5 s).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any, Final, cast
 
 import redis
@@ -22,10 +22,11 @@ import redis.sentinel
 from redis.backoff import FullJitterBackoff, NoBackoff
 from redis.retry import Retry
 
+from .exchange import Pool, exchange
 from .resp import (
-    TRANSACTION,
     Packer,
     Payloads,
+    Piece,
     pack_transaction,
     replies_to_transaction,
     transaction_result,
@@ -64,13 +65,11 @@ def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Re
     options |= {"retry": retry, "retry_on_error": list(SENT_AGAIN_ON)}
     options["command_packer"] = Packer()  # a cluster's client takes none: it copies
     if not target.sentinels:
-        pool = redis.BlockingConnectionPool.from_url(
-            target.url, max_connections=MAX_CONNECTIONS, timeout=None, **options
-        )
+        pool = Pool.from_url(target.url, max_connections=MAX_CONNECTIONS, timeout=None, **options)
         return Client.from_pool(pool)
     kind = _MasterSSLConnection if target.tls else _MasterConnection
     options |= _through_sentinels(target, redis.sentinel.Sentinel, kind, Retry(NoBackoff(), 0))
-    return Client.from_pool(cast(Any, redis.BlockingConnectionPool)(**options))
+    return Client.from_pool(cast(Any, Pool)(**options))
 
 
 class _Classified:
@@ -112,32 +111,41 @@ class Client(_Classified, redis.Redis):
 
         also: a command that is sent behind EXEC. hear: gets its reply or its error, unless the connection breaks.
         """
-        chunks = pack_transaction(payloads, call)
-        packed = itertools.chain(chunks, Packer().pack(*also)) if also else chunks
-        return self.execute_command(TRANSACTION, packed, replies=replies_to_transaction(payloads), hear=hear)
+        pieces, count = pack_transaction(payloads, call), replies_to_transaction(payloads)
+        if not also:
+            return self._exchange(pieces, count, transaction_result)
 
-    def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
-        if command_name != TRANSACTION:
-            return super().parse_response(connection, command_name, **options)  # type: ignore[no-untyped-call]
-        count, hear = options["replies"], options["hear"]
+        def result_of(replies: list[Any]) -> Any:
+            if hear is not None:
+                hear(replies.pop())
+            return transaction_result(replies)
+
+        return self._exchange([*pieces, *Packer().pack(*also)], count + 1, result_of)
+
+    def evalsha(self, sha: str, numkeys: int, *keys_and_args: Any) -> Any:
+        """As redis-py's client."""
+        return self._exchange(Packer().pack("EVALSHA", sha, numkeys, *keys_and_args), 1, itemgetter(0))
+
+    def _exchange(self, pieces: Sequence[Piece], count: int, result_of: Callable[[list[Any]], Any]) -> Any:
+        """Send commands, and return or raise what `result_of` makes of so many replies.
+
+        Again on the errors, and as often, as redis-py was told.
+        """
+        pool: Any = self.connection_pool
+        connection = pool.get_connection()
+
+        def attempt() -> Any:
+            result = result_of(exchange(connection, pieces, count))
+            if isinstance(result, Exception):
+                raise result
+            return result
+
         try:
-            replies = [_reply_or_error(connection) for _ in range(count + (hear is not None))]
-        except BaseException:  # an interrupt: what is not read yet would be taken for replies to another call
-            connection.disconnect()
-            raise
-        result = transaction_result(replies[:count])
-        if hear is not None:
-            hear(replies[count])
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-
-def _reply_or_error(connection: Any) -> Any:
-    try:
-        return connection.read_response()
-    except redis.exceptions.ResponseError as error:
-        return error
+            return connection.retry.call_with_retry(attempt, lambda _: connection.disconnect())
+        except redis.exceptions.ResponseError as error:
+            raise classified(error) from None
+        finally:
+            pool.release(connection)
 
 
 class _MasterConnection(redis.sentinel.SentinelManagedConnection):

@@ -14,13 +14,13 @@ import redis.asyncio
 from redis.exceptions import ConnectionError, InvalidResponse, ReadOnlyError, ResponseError, TimeoutError
 
 from .resp import (
-    GATHERED,
-    LARGE,
-    Incomplete,
+    INCOMPLETE,
     Packer,
     Payloads,
+    Piece,
+    gathered,
+    make_reader,
     pack_transaction,
-    read_reply,
     replies_to_transaction,
     transaction_result,
 )
@@ -32,12 +32,10 @@ CLOSED: Final = "connection closed"
 class _Call:
     """A call, and what has come of its replies."""
 
-    __slots__ = ("chunks", "expected", "future", "replies")
+    __slots__ = ("expected", "future", "pieces", "replies")
 
-    def __init__(
-        self, chunks: Sequence[bytes | memoryview], expected: int, future: asyncio.Future[Any]
-    ) -> None:
-        self.chunks = chunks
+    def __init__(self, pieces: Sequence[Piece], expected: int, future: asyncio.Future[Any]) -> None:
+        self.pieces = pieces
         self.expected = expected
         self.future = future
         self.replies: list[Any] = []
@@ -81,7 +79,7 @@ class Pipelined:
 
     def transact(self, payloads: Payloads, call: Sequence[Any]) -> asyncio.Future[Any]:
         """MULTI: write the hashes, then make `call`, whose reply is the result; or the first error there was."""
-        return self._send(list(pack_transaction(payloads, call)), replies_to_transaction(payloads))
+        return self._send(pack_transaction(payloads, call), replies_to_transaction(payloads))
 
     def evalsha(self, *arguments: Any) -> asyncio.Future[Any]:
         """As redis-py's client."""
@@ -99,9 +97,9 @@ class Pipelined:
             self._wire.abort(ConnectionError(CLOSED))
         self._fail_unsent(ConnectionError(CLOSED))
 
-    def _send(self, chunks: Sequence[bytes | memoryview], replies: int) -> asyncio.Future[Any]:
+    def _send(self, pieces: Sequence[Piece], replies: int) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
-        call = _Call(chunks, replies, loop.create_future())
+        call = _Call(pieces, replies, loop.create_future())
         self._unsent.append(call)
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -153,10 +151,9 @@ class _Wire(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._writer = writer  # kept, because it closes its transport when it goes
         self._transport = writer.transport
-        self._as_error = as_error
+        self._reader = make_reader(as_error)
         self._timeout = timeout
         self._waiting: deque[_Call] = deque()  # for replies
-        self._received = b""  # the beginning of a reply
         self._total = 0  # bytes received
         self._moved: tuple[int, int] | None = None  # bytes received, bytes not yet sent
         self._moved_at = 0.0
@@ -166,37 +163,23 @@ class _Wire(asyncio.Protocol):
 
     def write(self, calls: Sequence[_Call]) -> None:
         """Send calls in few pieces."""
-        pieces: list[bytes | memoryview] = []
-        gathered = 0
+        self._waiting.extend(calls)
+        for chunk in gathered(piece for call in calls for piece in call.pieces):
+            self._transport.write(chunk)
         for call in calls:
-            self._waiting.append(call)
-            for chunk in call.chunks:
-                if len(chunk) >= LARGE or gathered + len(chunk) > GATHERED:
-                    self._transport.write(b"".join(pieces))
-                    pieces, gathered = [], 0
-                if len(chunk) >= LARGE:
-                    self._transport.write(chunk)
-                else:
-                    pieces.append(chunk)
-                    gathered += len(chunk)
-            call.chunks = ()
-        self._transport.write(b"".join(pieces))
+            call.pieces = ()
         if self._watching is None:
             self._moved, self._moved_at = None, self._loop.time()
             self._watch()
 
     def data_received(self, data: bytes) -> None:
         self._total += len(data)
-        data, at = self._received + data, 0
+        self._reader.feed(data)
         try:
-            while at < len(data):
-                reply, at = read_reply(data, at, self._as_error)
+            while (reply := self._reader.gets()) is not INCOMPLETE:
                 self._take(reply)
-        except Incomplete:
-            pass
         except InvalidResponse as error:
             self.abort(ConnectionError(str(error)))
-        self._received = data[at:]
 
     def _take(self, reply: Any) -> None:
         if not self._waiting:

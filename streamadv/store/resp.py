@@ -6,11 +6,11 @@ most of a producer's cost. Redis itself reads large values without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from hiredis import pack_command
+import hiredis
 from redis.exceptions import DataError, InvalidResponse
 
 #: Keys of hashes and their fields: bytes, an array, or a list of arrays that lie end to end.
@@ -22,11 +22,12 @@ LARGE: Final = 60_000
 GATHERED: Final = 2 * LARGE
 #: Milliseconds that a payload lives whose script the server does not know: see `pack_transaction`.
 UNREGISTERED_MS: Final = 60_000
-#: Instead of a command with its arguments, `Packer` takes this and the chunks of `pack_transaction`.
-TRANSACTION: Final = "MULTI"
+#: Of a reader: the rest of a reply has not come yet.
+INCOMPLETE: Final = object()
 
+Piece = bytes | memoryview
 
-_PEXPIRE: Final = b"*3\r\n$7\r\nPEXPIRE\r\n$%%d\r\n%%b\r\n$%d\r\n%d\r\n" % (
+_PEXPIRE: Final = b"\r\n*3\r\n$7\r\nPEXPIRE\r\n$%%d\r\n%%b\r\n$%d\r\n%d" % (
     len(str(UNREGISTERED_MS)),
     UNREGISTERED_MS,
 )
@@ -37,13 +38,11 @@ class Packer:
 
     def pack(self, *args: Any) -> Sequence[bytes | memoryview]:
         """The chunks, to be sent in order. Raises redis' DataError unless all are str, bytes, buffers or numbers."""
-        if args[0] == TRANSACTION and len(args) > 1:
-            return args[1]  # type: ignore[no-any-return]
         name = args[0] if isinstance(args[0], bytes) else args[0].encode()
         args = (*name.split(), *args[1:])  # 'XINFO GROUPS' is two words to Redis
         if name != b"HSET":
             with suppress(TypeError):  # it takes no buffers
-                return [pack_command(args)]
+                return [hiredis.pack_command(args)]
         chunks: list[bytes | memoryview] = []
         pieces: list[bytes | memoryview] = [b"*%d\r\n" % len(args)]
         for arg in args:
@@ -57,37 +56,41 @@ class Packer:
         return [*chunks, b"".join(pieces)]
 
 
-def pack_transaction(payloads: Payloads, call: Sequence[Any]) -> Iterator[bytes | memoryview]:
-    """The chunks of a MULTI that writes hashes (for their values see `Payloads`), then makes `call`.
+def pack_transaction(payloads: Payloads, call: Sequence[Any]) -> list[Piece]:
+    """A MULTI that writes hashes (for their values see `Payloads`), then makes `call`, as pieces to be sent in order.
 
     The hashes live for UNREGISTERED_MS, unless the call makes them last: a server that does not know the script of the
-    call, because it has just taken over, executes the rest nevertheless. Generated lazily: each chunk reuses the memory
-    freed by the previous one.
+    call, because it has just taken over, executes the rest nevertheless.
     """
-    pieces: list[Any] = [b"*1\r\n$5\r\nMULTI\r\n"]
-    gathered = 0
+    pieces: list[Piece] = [b"*1\r\n$5\r\nMULTI"]
     for key_text, fields in payloads:
         key = key_text.encode()
-        pieces.append(b"*%d\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n" % (2 + 2 * len(fields), len(key), key))
+        pieces.append(b"\r\n*%d\r\n$4\r\nHSET\r\n$%d\r\n%b" % (2 + 2 * len(fields), len(key), key))
         for field, value in fields.items():
             name = field if isinstance(field, bytes) else field.encode()
-            parts = value if isinstance(value, list) else [value]
-            sizes = [len(part) if isinstance(part, bytes) else part.nbytes for part in parts]
-            pieces.append(b"$%d\r\n%b\r\n$%d\r\n" % (len(name), name, sum(sizes)))
-            for part, size in zip(parts, sizes, strict=True):
-                if size >= LARGE:
-                    yield b"".join(pieces)
-                    yield as_buffer(part)
-                    pieces, gathered = [], 0
-                    continue
-                if gathered + size > GATHERED:
-                    yield b"".join(pieces)
-                    pieces, gathered = [], 0
-                pieces.append(part)
-                gathered += size
-            pieces.append(b"\r\n")
+            parts = [as_buffer(part) for part in value] if isinstance(value, list) else [as_buffer(value)]
+            pieces.append(b"\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, sum(map(len, parts))))
+            pieces += parts
         pieces.append(_PEXPIRE % (len(key), key))
-    yield b"".join([*pieces, *Packer().pack(*call), b"*1\r\n$4\r\nEXEC\r\n"])
+    return [*pieces, b"\r\n", *Packer().pack(*call), b"*1\r\n$4\r\nEXEC\r\n"]
+
+
+def gathered(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The same bytes in few chunks, large pieces as they are. Lazily: a chunk reuses the memory of the one before."""
+    small: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        is_large = len(piece) >= LARGE
+        if small and (is_large or size + len(piece) > GATHERED):
+            yield b"".join(small)
+            small, size = [], 0
+        if is_large:
+            yield piece
+        else:
+            small.append(piece)
+            size += len(piece)
+    if small:
+        yield b"".join(small)
 
 
 def replies_to_transaction(payloads: Payloads) -> int:
@@ -103,42 +106,14 @@ def transaction_result(replies: Sequence[Any]) -> Any:
     return next((reply for reply in executed if isinstance(reply, Exception)), executed[-1])
 
 
-class Incomplete(Exception):
-    """The rest of a reply has not come yet."""
-
-
-def read_reply(data: bytes, at: int, as_error: Callable[[str], Exception]) -> tuple[Any, int]:
-    """The reply that begins at data[at], and where it ends: bytes, a number, None, a list, or what `as_error` makes.
-
-    Raises Incomplete, and redis' InvalidResponse for anything else.
-    """
-    end = data.find(b"\r\n", at)
-    if end < 0:
-        raise Incomplete
-    kind, line, at = data[at], data[at + 1 : end], end + 2
-    if kind == ord("+"):
-        return line, at
-    if kind == ord("-"):
-        return as_error(line.decode(errors="backslashreplace")), at
-    if not line.removeprefix(b"-").isdigit():
-        raise InvalidResponse(f"{line!r} is no number")
-    number = int(line)
-    if kind == ord(":"):
-        return number, at
-    if kind not in b"$*":
-        raise InvalidResponse(f"{chr(kind)!r} begins no reply")
-    if number < 0:
-        return None, at
-    if kind == ord("$"):
-        end = at + number
-        if len(data) < end + 2:
-            raise Incomplete
-        return data[at:end], end + 2
-    items = []
-    for _ in range(number):
-        item, at = read_reply(data, at, as_error)
-        items.append(item)
-    return items, at
+def make_reader(as_error: Callable[[str], Exception]) -> hiredis.Reader:
+    """A reader of replies: `feed` it bytes; `gets` is a reply, a refusal as `as_error` makes it, or INCOMPLETE."""
+    return hiredis.Reader(
+        protocolError=InvalidResponse,
+        replyError=as_error,
+        errors="backslashreplace",
+        notEnoughData=INCOMPLETE,
+    )
 
 
 def as_buffer(value: Any) -> bytes | memoryview:

@@ -86,12 +86,16 @@ def hooked(reached: Hook, gate: Callable[[], object] = lambda: None) -> Iterator
     def on_push(self: Any, payloads: Any, call: Sequence[Any]) -> Any:
         return around(_called(names, call), lambda: push(self, payloads, call))
 
-    push = Client.transact
+    def on_script(self: Any, sha: str, *args: Any) -> Any:
+        return around([names[sha]], lambda: evalsha(self, sha, *args))
+
+    push, evalsha = Client.transact, Client.evalsha
     cluster_send: Any = redis.cluster.RedisCluster.execute_command
     transact: Any = TransactionStrategy.execute
     redis.cluster.RedisCluster.execute_command = on_cluster_command  # type: ignore[method-assign]
     TransactionStrategy.execute = on_transaction
     Client.transact = on_push  # type: ignore[method-assign]
+    Client.evalsha = on_script  # type: ignore[method-assign]
     redis.Redis.execute_command = on_command  # type: ignore[method-assign]
     redis.client.Pipeline.execute = on_pipeline  # type: ignore[method-assign]
     try:
@@ -103,6 +107,7 @@ def hooked(reached: Hook, gate: Callable[[], object] = lambda: None) -> Iterator
         redis.cluster.RedisCluster.execute_command = cluster_send  # type: ignore[method-assign]
         TransactionStrategy.execute = transact
         Client.transact = push  # type: ignore[method-assign]
+        Client.evalsha = evalsha  # type: ignore[method-assign]
 
 
 def _called(names: dict[str, str], command: Sequence[Any]) -> list[str]:

@@ -14,7 +14,7 @@ import redis
 from redis.exceptions import ConnectionError, OutOfMemoryError, ReadOnlyError, ResponseError, TimeoutError
 
 from streamadv.producer import Producer
-from streamadv.store import clients
+from streamadv.store import clients, exchange
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.pipelined import Pipelined
@@ -186,7 +186,7 @@ def test_a_group_begun_ahead_of_a_server_that_forgot_its_scripts(redis_url: str,
 def test_an_interrupt_between_two_replies_leaves_none_to_another_call(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(_: Any) -> None:
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     busy = "for i = 1, 3e6 do end return ARGV[1]"  # its replies come after the interrupt
@@ -195,7 +195,7 @@ def test_an_interrupt_between_two_replies_leaves_none_to_another_call(
         assert isinstance(client, clients.Client)
         client.ping()
         with monkeypatch.context() as patch:
-            patch.setattr(clients, "_reply_or_error", interrupt)
+            patch.setattr(exchange, "_receive", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 client.transact([], ("EVAL", busy, 0, "first"))
         assert client.transact([], ("EVAL", ECHO, 0, "second")) == b"second"

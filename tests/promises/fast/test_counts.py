@@ -12,6 +12,7 @@ import redis
 
 from streamadv.bench.lines import GROUP_SIZE, KINDS, Line, make_groups
 from streamadv.grouping import housekeeping
+from streamadv.store import exchange
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import compute_all, group_all, join, ledger, next_batch, problems, producing, unscored
@@ -51,13 +52,18 @@ LARGE_GROUP = 48  # one packet still
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each time a client has sent something and will wait for the reply."""
     times: list[int] = []
-    original = redis.connection.AbstractConnection.send_packed_command
 
-    def send(self: Any, command: Any, check_health: bool = True) -> None:
-        times.append(1)
-        original(self, command, check_health)
+    def count(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
 
-    monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", send)
+        def send(*args: Any, **options: Any) -> None:
+            times.append(1)
+            original(*args, **options)
+
+        monkeypatch.setattr(owner, name, send)
+
+    count(redis.connection.AbstractConnection, "send_packed_command")
+    count(exchange, "_send")
     return times
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import DataError, InvalidResponse, ResponseError
 
-from streamadv.store.resp import LARGE, Incomplete, Packer, as_buffer, pack_transaction, read_reply
+from streamadv.store.resp import INCOMPLETE, LARGE, Packer, as_buffer, gathered, make_reader, pack_transaction
 
 Argument = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
@@ -82,15 +81,18 @@ REPLIES = (
 )
 
 
+def read(*parts: bytes) -> list[Any]:
+    replies, reader = [], make_reader(ResponseError)
+    for part in parts:
+        reader.feed(part)
+        while (reply := reader.gets()) is not INCOMPLETE:
+            replies.append(reply)
+    return replies
+
+
 @given(cut=st.integers(0, len(REPLIES)))
 def test_replies_are_read_wherever_the_bytes_are_cut(cut: int) -> None:
-    replies, at = [], 0
-    for data in (REPLIES[:cut], REPLIES):
-        with suppress(Incomplete):
-            while at < len(data):
-                reply, at = read_reply(data, at, ResponseError)
-                replies.append(reply)
-    assert repr(replies) == repr(
+    assert repr(read(REPLIES[:cut], REPLIES[cut:])) == repr(
         [
             *(b"OK", -7, None, None, b"", b"a\r\nb", ResponseError("ERR no")),
             [1, [b"a", ResponseError("NOSCRIPT x")], b"-"],
@@ -98,7 +100,16 @@ def test_replies_are_read_wherever_the_bytes_are_cut(cut: int) -> None:
     )
 
 
-@pytest.mark.parametrize("data", [b"?\r\n", b"$x\r\n", b":\r\n", b"*1\r\n!1\r\n"])
+@pytest.mark.parametrize("data", [b"?\r\n", b"$x\r\n", b":\r\n", b"*1\r\n!x\r\n"])
 def test_what_is_no_reply_is_an_error(data: bytes) -> None:
     with pytest.raises(InvalidResponse):
-        read_reply(data, 0, ResponseError)
+        read(data)
+
+
+@given(st.lists(st.sampled_from([b"", b"a", bytes(LARGE - 1), bytes(LARGE), memoryview(bytes(LARGE + 1))])))
+def test_gathered_pieces_are_the_same_bytes_and_large_ones_are_not_copied(pieces: list[Any]) -> None:
+    chunks = list(gathered(pieces))
+    assert b"".join(chunks) == b"".join(pieces)
+    assert [piece for piece in pieces if len(piece) >= LARGE] == [
+        chunk for chunk in chunks if any(chunk is piece for piece in pieces) and len(chunk) >= LARGE
+    ]

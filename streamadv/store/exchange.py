@@ -1,0 +1,99 @@
+"""Calls and their replies over connections of redis-py, without what redis-py records and looks up for each.
+
+That takes longer than packing and sending a small call.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+import hiredis
+import redis
+import redis.exceptions
+
+from .resp import INCOMPLETE, Piece, gathered, make_reader
+
+#: What one call of sendmsg may bring.
+MAX_PIECES: Final = 1024
+#: Bytes of one read.
+RECEIVED: Final = 16 << 10
+
+
+class Pool(redis.BlockingConnectionPool):
+    """redis-py's pool: what a client sends travels over one of these connections."""
+
+    def get_connection(self, *_: Any, **__: Any) -> Any:
+        """A connection that works as far as one can tell. Blocks until one is free."""
+        self._checkpid()
+        connection: Any = self.pool.get() or cast(Any, self).make_connection()
+        try:
+            connection.connect()
+            if _is_dirty(connection):
+                connection.disconnect()
+                connection.connect()
+        except BaseException:
+            self.release(connection)
+            raise
+        return connection
+
+    def release(self, connection: Any) -> None:
+        """Take it back; a copy of the pool in a forked process takes none of its parent's."""
+        self._checkpid()
+        if connection.pid == self.pid:
+            self.pool.put_nowait(connection)
+        else:
+            connection.disconnect()
+            self.pool.put_nowait(None)
+
+
+def _is_dirty(connection: Any) -> bool:
+    """Whether a connection was closed by the server, or has replies that nobody has read."""
+    try:
+        return bool(connection.can_read())
+    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError):
+        return True
+
+
+def exchange(connection: Any, pieces: Sequence[Piece], count: int) -> list[Any]:
+    """Send commands and read so many replies, refusals among them. Raises redis' ConnectionError or TimeoutError."""
+    try:
+        connection.connect()
+        _send(connection._sock, pieces)
+        return _receive(connection._sock, count, make_reader(connection._parser.parse_error))
+    except BaseException as error:  # after an interrupt too: what is not read yet would answer another call
+        connection.disconnect()
+        if isinstance(error, TimeoutError):
+            raise redis.exceptions.TimeoutError(f"no reply: {error}") from error
+        if isinstance(error, OSError):
+            raise redis.exceptions.ConnectionError(f"connection lost: {error}") from error
+        raise
+
+
+def _send(sock: Any, pieces: Sequence[Piece]) -> None:
+    """Send pieces from where they lie, as far as the kernel takes them at once."""
+    sent = 0 if isinstance(sock, ssl.SSLSocket) else sock.sendmsg(pieces[:MAX_PIECES])
+    rest = []
+    for piece in pieces:
+        if sent < len(piece):
+            rest.append(memoryview(piece)[sent:])
+        sent = max(0, sent - len(piece))
+    for chunk in gathered(rest):
+        sock.sendall(chunk)
+
+
+def _receive(sock: Any, count: int, reader: hiredis.Reader) -> list[Any]:
+    replies: list[Any] = []
+    while len(replies) < count:
+        reply = reader.gets()
+        if reply is INCOMPLETE:
+            data = sock.recv(RECEIVED)
+            if not data:
+                raise redis.exceptions.ConnectionError("connection closed by the server")
+            reader.feed(data)
+        elif isinstance(reply, redis.exceptions.ConnectionError):  # the server is loading its data
+            raise reply
+        else:
+            replies.append(reply)
+    return replies
