@@ -22,7 +22,7 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
     },
 }
 STORIES: Final = [page for page in pages() if any(block.runs for block in blocks_of(page))]
-LIMIT_S: Final = 100.0
+LIMIT_S: Final = 200.0
 
 
 def reward_rises(log: str) -> None:
@@ -37,6 +37,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "streamadv.advantage.worker", "streamadv.trainer.queue", __name__])
 
 
+@pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.slow
 @pytest.mark.server
 @pytest.mark.processes
