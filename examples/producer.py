@@ -5,7 +5,6 @@ Needs a grouper, an advantage worker and a trainer (`examples/trainer.py`) on th
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 
@@ -39,4 +38,4 @@ async def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    sa.run_program(main, sys.argv[1])

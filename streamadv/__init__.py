@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .producer.group import Group, Rollout
     from .producer.producer import Producer
     from .producer.tickets import Ticket
+    from .program import run_program
     from .run.manifest import RunSettings
     from .settings import redis_url
     from .store.connection import Connection
@@ -50,6 +51,7 @@ _HOMES = {
     "estimator": "algorithms.registry",
     "losses": "losses",
     "redis_url": "settings",
+    "run_program": "program",
 }
 
 __all__ = [
@@ -77,6 +79,7 @@ __all__ = [
     "estimator",
     "losses",
     "redis_url",
+    "run_program",
 ]
 
 

@@ -60,6 +60,7 @@ class Admission:
         self._resend = resend
         self._not_admitted = Blocked(membership.who, "not admitted")  # of all threads and tasks together
         self._has_warned_unpaced = False
+        self._has_said_sizes = False
         self._unclaimed: dict[str, str] = {}  # nonce of a begin that nobody waits for any more -> group id
         self._ahead: dict[str, str] = {}  # likewise of a group that is open before anybody has asked for it
 
@@ -138,7 +139,8 @@ class Admission:
 
     def tickets(self, shared: Trajectory, spec: GroupSpec, reply: Reply) -> list[Ticket]:
         """The tickets of a group that a reply of `begin` says is open. shared: see `check_group`."""
-        _, epoch, version, slots = reply
+        _, epoch, version, slots, slot_bytes = reply
+        self._say_sizes(int(slot_bytes or 0))
         self._membership.version = model_version = int(version or 0)
         return [
             Ticket(
@@ -289,6 +291,24 @@ class Admission:
             "touch", keys, [group_id, milliseconds, self._membership.name], group=group_id
         )
         return bool(reply)
+
+    def _say_sizes(self, slot_bytes: int) -> None:
+        """Log once how many rollouts may be open. slot_bytes: what is reserved for one."""
+        if self._has_said_sizes or not slot_bytes:
+            return
+        self._has_said_sizes = True
+        limit, most = self._membership.max_bytes, self._membership.manifest.max_trajectory_bytes
+        is_known = slot_bytes < most
+        logger.info(
+            "run %s: max_bytes %d%s holds %d open rollouts, as each reserves %d bytes: %s",
+            self._membership.run,
+            limit,
+            " of a shard" * (self._membership.shards > 1),
+            limit // slot_bytes,
+            slot_bytes,
+            "what the run's trajectories need" if is_known else "max_trajectory_bytes, until eight are known",
+            extra=log_fields("reservation", run=self._membership.run, role="producer"),
+        )
 
     def _warn_if_unpaced(self) -> None:
         manifest = self._membership.manifest

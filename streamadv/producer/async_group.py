@@ -39,14 +39,14 @@ class AsyncRollout(BaseRollout):
         self,
         *,
         reward: RewardArg = ...,
-        rewards: MappingArg = ...,
+        rewards: MappingArg = None,
         reward_later: bool = False,
         status: str = "completed",
         role: str = "train",
         model_version: VersionArg = ...,
-        metadata: MappingArg = ...,
-        steps: StepsArg = ...,
-        rows: RowsArg = ...,
+        metadata: MappingArg = None,
+        steps: StepsArg = None,
+        rows: RowsArg = None,
         **columns: Any,
     ) -> str:
         """As `Rollout.push`."""

@@ -14,12 +14,14 @@ from .tickets import Ticket
 
 FAIL_REASONS: Final = ("failed", "aborted")
 
-# What `Rollout.push` takes. `...` = not given, which differs from None.
+# What `Rollout.push` takes. `...` = not given, which differs from None where None says something.
 RewardArg = float | None | EllipsisType
 VersionArg = int | tuple[int, int] | None | EllipsisType
-MappingArg = Mapping[str, Any] | EllipsisType
-StepsArg = Sequence[Step | Mapping[str, Any]] | EllipsisType
-RowsArg = Sequence[Row | Mapping[str, Any]] | EllipsisType
+MappingArg = Mapping[str, Any] | None
+StepsArg = Sequence[Step | Mapping[str, Any]] | None
+RowsArg = Sequence[Row | Mapping[str, Any]] | None
+#: Arguments that None says something of; any other that is None is as not given.
+_MAY_BE_NONE: Final = frozenset(("reward", "model_version"))
 
 
 class BaseRollout:
@@ -32,6 +34,9 @@ class BaseRollout:
         self.group_id = ticket.group_id
         self.rollout_index = ticket.rollout_index
         self.model_version = ticket.model_version
+        """The newest version that the trainer has published, as far as known when it was started or admitted.
+
+        Your engine may have loaded another one: then pass `model_version=` to `push`."""
 
     @property
     def ended(self) -> bool:
@@ -51,7 +56,11 @@ class BaseRollout:
 
     def _push(self, **fields: Any) -> Steps[str]:
         self._slots.started.add(self.rollout_index)
-        record = {name: value for name, value in fields.items() if value is not ...}
+        record = {
+            name: value
+            for name, value in fields.items()
+            if value is not ... and (value is not None or name in _MAY_BE_NONE)
+        }
         record.setdefault("model_version", self.model_version)
         result = yield from self._slots.push([record], self.ticket)
         return result.codes[0]

@@ -139,7 +139,8 @@ def _with_ticket(record: Trajectory | Mapping[str, Any], ticket: Ticket, where: 
         defaults["model_version"] = ticket.model_version
     if ticket.data_source is not None:
         defaults["data_source"] = ticket.data_source
-    metadata = record.get("metadata", {})
+    metadata = record.get("metadata")
+    metadata = {} if metadata is None else metadata
     if isinstance(metadata, Mapping):
         metadata = {**ticket.metadata, **metadata}
     return parse_trajectory({**defaults, **record, "metadata": metadata}, where)

@@ -44,29 +44,32 @@ class Rollout(BaseRollout):
         self,
         *,
         reward: RewardArg = ...,
-        rewards: MappingArg = ...,
+        rewards: MappingArg = None,
         reward_later: bool = False,
         status: str = "completed",
         role: str = "train",
         model_version: VersionArg = ...,
-        metadata: MappingArg = ...,
-        steps: StepsArg = ...,
-        rows: RowsArg = ...,
+        metadata: MappingArg = None,
+        steps: StepsArg = None,
+        rows: RowsArg = None,
         **columns: Any,
     ) -> str:
         """Push this rollout. Waits while the server is full.
+
+        Optional arguments that are None are as not given, except `reward` and `model_version`.
 
         Returns 'pushed', 'duplicate' (the slot had ended before, nothing changed), 'surplus' or 'late' (its group had
         ended: complete without it, or expired). Raises TrajectoryError, naming field and value; ProducerClosedError.
 
         Args:
             reward: finite; None = unscorable. Left out, the run's scorers bring it.
-            rewards: named components of the reward, for metrics and estimators.
+            rewards: named components of the reward, for metrics and estimators; they do not replace `reward`.
             reward_later: `producer.score` brings the reward; else a push without one needs scorers.
             status: completed, truncated (ran into a limit), aborted or failed; the last two have no columns.
             role: train, or baseline (counts for its group's statistics, is not trained on).
             model_version: policy version that generated it, or (oldest, newest); None = unknown. By default the newest
-                one known when the rollout was started, else that of its ticket.
+                one that the trainer had published when the rollout was started, else that of its ticket: give it where
+                an engine loads weights later, or staleness is counted too low.
             metadata: a small JSON object, added to the group's; at most 32 levels deep.
             steps: turns in time order: `row`, `start`, `end` (token span, exclusive), `reward`, `state_key`.
             rows: several token sequences instead of one, each with its columns; then no columns stand beside.

@@ -248,10 +248,12 @@ class Pushes:
         if waiting and not self._membership.manifest.scorers:  # some may have been named since
             yield from self._membership.agree()
         if waiting and not self._membership.manifest.scorers:
+            first = waiting[0]
+            has, its = (" only components (rewards)", ", their total") if first.rewards else (" none", "")
             raise TrajectoryError(
-                f"reward: trajectory {waiting[0].group_id}/{waiting[0].rollout_index} has none, and run "
-                f"{self._membership.run} has no scorers to bring it: give reward (None = unscorable), name scorers in "
-                f"the settings of the run, or say reward_later=True and bring it with producer.score"
+                f"reward: trajectory {first.group_id}/{first.rollout_index} has{has}, and run {self._membership.run} "
+                f"has no scorers to bring it: give reward{its} (None = unscorable), name scorers in the run's "
+                f"settings, or say reward_later=True and bring it with producer.score"
             )
 
     def _register_extras(self, trajectories: Iterable[Trajectory]) -> Steps[None]:

@@ -72,11 +72,13 @@ def refusal(reply: Reply, shard: int | None = None) -> Reason:
     if float(limit) == NO_ROOM:
         return LOST_GROUPS_FIRST
     text = f"{where}{used} bytes live or reserved of max_bytes {limit}"
-    open_groups, logged, moving, batch_groups = (int(figure or 0) for figure in figures)
+    open_groups, logged, moving, batch_groups, slot_bytes = (int(float(figure or 0)) for figure in figures)
     if shard is None and not open_groups and not moving and logged < batch_groups:
         return Reason("batch_over_budget", f"{text} by {logged} groups, batch_groups is {batch_groups}")
     return Reason(
-        "max_bytes", f"{text}, {open_groups} groups are open and {logged} wait for their training or commit"
+        "max_bytes",
+        f"{text}, {open_groups} groups are open and {logged} wait for their training or commit; an open rollout "
+        f"reserves {slot_bytes}",
     )
 
 

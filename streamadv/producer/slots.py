@@ -96,7 +96,7 @@ class Slots:
     def cancel_unfinished(self) -> Steps[PushResult]:
         """Cancel every unfinished slot, also those that are being played."""
         self.cancelled.update(self.unfinished)
-        return (yield from self.end(self.unfinished, CANCELLED))
+        return (yield from self.end(self.unfinished, CANCELLED, note=False))
 
     def cancel(self, count: int | None, indices: Iterable[int] | None) -> Steps[PushResult]:
         """Cancel by count or by indices, as `Group.cancel`."""
@@ -138,8 +138,9 @@ class Slots:
         if error is None:
             return (yield from self.end(self.unfinished, "failed", NOT_PUSHED))
         why = describe(error)
-        why = why if why == CANCELLED else f"its group was left by {why}"
-        return (yield from self.end(self.unfinished, _kind_of(error), why))
+        if why == CANCELLED:
+            return (yield from self.cancel_unfinished())
+        return (yield from self.end(self.unfinished, "failed", f"its group was left by {why}"))
 
     def end_after_play(self, index: int, outcome: Outcome) -> Steps[PushResult]:
         """End the slot of a rollout that the user's function has left without ending it."""

@@ -47,6 +47,12 @@ MAX_DIMENSIONS: Final = 6
 HEADER: Final = b"header"
 COLUMN_NAME: Final = re.compile(r"(?!header\Z)[A-Za-z_][A-Za-z0-9_.]{0,63}")
 
+#: Columns of log-probabilities.
+LOG_PROBS: Final = frozenset(("rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs"))
+#: A log-probability may exceed 0 by this much: the spacing of float32 at logits of 8192, from which it is subtracted.
+#: log_softmax itself never exceeds 0.
+LOG_PROB_ROUNDING: Final = 1e-3
+
 #: Entries of a mask that are summed faster than cut into blocks.
 _SHORT_MASK: Final = 1 << 16
 
@@ -95,12 +101,17 @@ def extra_array(value: Any) -> Array:
 
 
 def check_values(name: str, array: Array) -> None:
-    """Raise ValueError if the column holds NaN or infinity, or `response_mask` holds anything except 0 and 1."""
+    """Raise ValueError for NaN and infinity, for `response_mask` other than 0 and 1, for positive log-probabilities."""
     if array.dtype.kind == "f":
         finite = np.isfinite(array)
         if np.count_nonzero(finite) < array.size:
             first = int(np.flatnonzero(~finite)[0])
             raise ValueError(f"is {array[first]} at token {first}, needs finite numbers")
+        if name in LOG_PROBS and array.size and np.maximum.reduce(array) > LOG_PROB_ROUNDING:
+            first = int(np.flatnonzero(array > LOG_PROB_ROUNDING)[0])
+            raise ValueError(
+                f"is {array[first]} at token {first}, needs at most 0: it is the logarithm of a probability"
+            )
     elif name == "response_mask" and array.size and np.maximum.reduce(array) > 1:
         first = int(np.flatnonzero(array > 1)[0])
         raise ValueError(f"is {array[first]} at token {first}, needs 0 or 1")

@@ -37,6 +37,7 @@ from .columns import (
     extra_array,
 )
 from .fields import GroupId, Metadata, Reward, ShortText, TokenColumn, Version, Whole
+from .names import check_names
 
 MAX_ROWS: Final = 4096
 MAX_STEPS: Final = 65536
@@ -128,6 +129,16 @@ class Row(BaseModel):
     rollout_is_weights: Annotated[Array | None, TokenColumn("rollout_is_weights")] = None
     sample_weights: Annotated[Array | None, TokenColumn("sample_weights")] = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        """Leave out extra columns that are None; refuse names that mean something else."""
+        if not isinstance(data, Mapping):
+            return data
+        extras = [name for name in data if name not in _ROW_FIELDS]
+        check_names(name for name in extras if isinstance(name, str))
+        return {name: value for name, value in data.items() if value is not None or name not in extras}
+
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
         length = len(self)
@@ -159,6 +170,9 @@ class Row(BaseModel):
     def extras(self) -> dict[str, Column]:
         """Extra columns, which the library carries to the trainer without interpreting them."""
         return self.__pydantic_extra__ or {}
+
+
+_ROW_FIELDS: Final = frozenset(Row.model_fields)
 
 
 def _extra_column(name: str, value: Any, length: int) -> Column:
@@ -219,13 +233,15 @@ class Trajectory(BaseModel):
         """Gather columns at top level into `rows`: files write a single row so."""
         if not isinstance(data, Mapping):
             return data
+        if any(value is None for value in data.values()):
+            data = {name: value for name, value in data.items() if value is not None or name in _MAY_BE_NONE}
         columns = {name: value for name, value in data.items() if name not in _FIELDS}
         if not columns:
             return data
         if data.get("rows", []) != []:
             raise ValueError(f"{next(iter(columns))!r} stands beside rows: move it into a row or remove it")
-        missing = [name for name in REQUIRED_COLUMNS if name not in columns]
-        if len(missing) == len(REQUIRED_COLUMNS):
+        check_names(name for name in columns if isinstance(name, str) and name not in _ROW_FIELDS)
+        if not any(name in columns for name in REQUIRED_COLUMNS):
             unknown = brief(next(iter(columns)))
             raise ValueError(f"unknown field {unknown}: columns need input_ids and response_mask")
         rest = {name: value for name, value in data.items() if name in _FIELDS}
@@ -305,6 +321,10 @@ class Trajectory(BaseModel):
 
 
 _FIELDS: Final = frozenset(Trajectory.model_fields)
+#: Fields that None says something of, or that are required. Any other field that is None is left out.
+_MAY_BE_NONE: Final = frozenset(
+    ("group_id", "group_size", "rollout_index", "reward", "model_version", *REQUIRED_COLUMNS)
+)
 
 
 def parse_trajectory(data: Any, where: str = "trajectory") -> Trajectory:
@@ -329,12 +349,14 @@ def trajectory_json_schema() -> dict[str, Any]:
     row = schema["$defs"]["Row"]
     flat = {name: value for name, value in row["properties"].items() if name != "reward"}
     schema["properties"] |= flat
+    for name in _FIELDS - _MAY_BE_NONE:
+        schema["properties"][name] = {"anyOf": [schema["properties"][name], {"type": "null"}]}
     schema["additionalProperties"] = {"$ref": "#/$defs/ExtraColumn"}
     row["additionalProperties"] = {"$ref": "#/$defs/ExtraColumn"}
     schema["$defs"]["ExtraColumn"] = {
         "title": "ExtraColumn",
         "description": "Any further column: carried through to the trainer, not interpreted.",
-        "anyOf": [{"type": "array"}, {"$ref": "#/$defs/Column"}],
+        "anyOf": [{"type": "array"}, {"$ref": "#/$defs/Column"}, {"type": "null"}],
     }
     column = schema["$defs"].setdefault("Column", Column.model_json_schema())
     column["properties"]["dtype"] = {"enum": sorted(EXTRA_DTYPES)}

@@ -1,7 +1,7 @@
 -- Admit and open a group before its rollouts are played.
 -- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes
 -- ARGV  the group, its limits (see lib/admit); nonce of this call, under which the group knows who has its tickets
--- Returns  {'ok' | 'open', epoch, version or '', slots}   opened, or open already
+-- Returns  {'ok' | 'open', epoch, version or '', slots, bytes reserved for a slot}   opened, or open already
 --          {'ended', letter}                       it has ended
 --          {'busy', reason, used, limit ...}       not admitted now
 --          {'mismatch', size}                      open with another size
@@ -30,4 +30,4 @@ end
 save_group(group)
 write_counts()
 write_sizes()
-return {is_opened and 'ok' or 'open', group.epoch, group.version, #group.slots}
+return {is_opened and 'ok' or 'open', group.epoch, group.version, #group.slots, group.slot_bytes or ''}

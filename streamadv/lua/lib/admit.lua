@@ -49,14 +49,14 @@ local function no_room(spec, limits)
   end
   local moving = count_of(keys.ledger, 'rollouts') + count_of(keys.ledger, 'scoring') + count_of(keys.ledger, 'in_flight')
   return {'busy', 'max_bytes', string.format('%.17g', used), limit, redis.call('ZCARD', keys.open),
-    redis.call('XLEN', keys.groups), moving, admission.batch_groups or ''}
+    redis.call('XLEN', keys.groups), moving, admission.batch_groups or '', string.format('%.17g', bytes)}
 end
 
 -- Admit and open a group that does not exist. Returns nil when opened, else
 --   {'busy', 'max_staleness', groups ahead, limit}
 --   {'busy', 'group_bytes', bytes a slot needs, max_bytes}   more than the whole budget
 --   {'busy', 'max_bytes', bytes used, max_bytes, open groups, groups logged, trajectories in streams and in flight,
---    batch_groups or ''}
+--    batch_groups or '', bytes a slot needs}
 --   {'layout'}  nobody has confirmed that the run has so many shards: the server may have lost its manifest, and nobody
 --               may read what is pushed here
 -- What is reserved is a function of the open groups' free slots, so no credit can leak.

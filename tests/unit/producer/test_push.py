@@ -130,7 +130,9 @@ def test_a_push_without_reward_that_nobody_brings_is_an_error(fake: Connection) 
         run = join(fake, "r")
         first, second, third = producer.begin_group(3, group_id="g")
         for forgotten in (columns, {**columns, "rewards": {"format": 1.0}}):
-            with pytest.raises(TrajectoryError, match=r"reward: .* g/0 .*no scorers.*reward_later"):
+            with pytest.raises(
+                TrajectoryError, match=r"reward: .* g/0 .*no scorers.*give reward.*reward_later"
+            ):
                 first.push(**forgotten)
         with pytest.raises(TrajectoryError, match=r"reward: .* h/1 "):
             producer.push([trajectory("h", 0), trajectory("h", 1, reward=...)])
@@ -217,7 +219,7 @@ def test_what_is_no_record_is_refused_by_its_position(fake: Connection, record: 
             producer.push([record])
 
 
-@pytest.mark.parametrize("metadata", [["a"], "text", 5, None])
+@pytest.mark.parametrize("metadata", [["a"], "text", 5])
 def test_metadata_of_a_push_is_an_object(fake: Connection, metadata: Any) -> None:
     with producing(fake, "r") as producer:
         rollout = next(iter(producer.begin_group(1)))
@@ -382,3 +384,41 @@ def test_arrays_and_lists_are_stored_alike(fake: Connection, tokens: int) -> Non
     assert found[0] == found[1]
     assert len(found[0]) >= 2
     assert problems(run) == []
+
+
+def test_optional_arguments_of_push_take_none(fake: Connection) -> None:
+    columns: dict[str, Any] = {"input_ids": [1, 2], "response_mask": [0, 1]}
+    with producing(fake, "r", {"scorers": ("s",)}) as producer:
+        one, other = producer.begin_group(2, metadata={"prompt": "p-7"})
+        fields = dict.fromkeys(("rewards", "metadata", "steps", "rows", "rollout_log_probs", "seen_images"))
+        assert one.push(**columns, **fields, reward=0.5) == "pushed"
+        group = producer.begin_group(1)
+        assert group.push([{**columns, **fields, "reward": 0.5}]).codes == ["pushed"]
+        assert other.push(**columns, reward=None, model_version=None) == "pushed"  # unscorable, of no version
+        run = join(fake, "r")
+        assert fake.scripts.xlen(run.keys.home.scoring("s")) == 0
+    assert ledger(run)["queued"] == 3
+
+
+def test_positive_log_probs_are_refused_at_push(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        [rollout] = producer.begin_group(1)
+        columns = {"input_ids": np.array([1, 2], np.int32), "response_mask": np.array([0, 1], np.uint8)}
+        with pytest.raises(
+            TrajectoryError, match=r"rollout_log_probs: is 0\.\d+ at token 1, needs at most 0"
+        ):
+            rollout.push(**columns, reward=1.0, rollout_log_probs=np.array([0.0, 0.7], np.float32))
+
+
+def test_how_many_rollouts_may_be_open_is_logged_once(
+    fake: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"max_bytes": 4_000_000, "max_trajectory_bytes": 100_000}
+    with caplog.at_level("INFO"), producing(fake, "r", settings) as producer:
+        for _ in range(3):
+            producer.begin_group(2)
+    said = [message for message in caplog.messages if "open rollouts" in message]
+    assert said == [
+        "run r: max_bytes 4000000 holds 40 open rollouts, as each reserves 100000 bytes: max_trajectory_bytes, "
+        "until eight are known"
+    ]

@@ -21,9 +21,9 @@ def test_integers_keep_their_values(values):
 
 @given(st.lists(FLOAT32, min_size=1))
 def test_float32_values_survive_lists_exactly(values):
-    array = known_array("rollout_log_probs", values)
+    array = known_array("values", values)
     assert array.dtype == np.float32
-    assert known_array("rollout_log_probs", array.tolist()).tobytes() == array.tobytes()
+    assert known_array("values", array.tolist()).tobytes() == array.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint16, np.float32, np.float64, ">i4"])

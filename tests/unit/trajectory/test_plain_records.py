@@ -49,7 +49,7 @@ def columns(tokens: int, seed: int = 0, *names: str) -> dict[str, Any]:
         "input_ids": rng.integers(0, 1 << 20, tokens).astype(np.int32),
         "response_mask": rng.integers(0, 2, tokens).astype(np.uint8),
     }
-    return found | {name: rng.normal(size=tokens).astype(np.float32) for name in names}
+    return found | {name: -rng.exponential(size=tokens).astype(np.float32) for name in names}
 
 
 TICKET = Ticket("g-1", 0, 6, 8, 3, 7, "math", {"prompt": 5})
@@ -62,6 +62,7 @@ plain_values = st.recursive(
 bad_arrays = st.sampled_from(
     [
         *(np.zeros((2, 2), np.float32), np.array([], np.int32), np.array([np.nan, 0.0], np.float32)),
+        *(np.array([0.5, 0.0], np.float32), np.array([0.0005, 0.0], np.float32)),
         *(np.array([1, 2, 3]), [1, 2], (0, 1), "text", None, np.array([0, 2], np.uint8), np.array(1)),
         *(np.array([True, False]), np.arange(4, dtype=np.int32)[::2], np.array(["a", "b"])),
         *(np.array([1, 2], ">i4"), np.array([0.5, np.inf], np.float32), np.array([1.5, 2.0])),

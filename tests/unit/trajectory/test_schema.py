@@ -50,6 +50,8 @@ def trajectories(draw):
         length = draw(st.integers(1, 6))
         columns = {"input_ids": st.integers(0, 2**31 - 1), "response_mask": st.integers(0, 1)}
         columns |= dict.fromkeys(sorted(floats), FLOAT32)
+        if "rollout_log_probs" in floats:
+            columns["rollout_log_probs"] = st.floats(max_value=0, width=32, allow_infinity=False)
         row = {k: draw(st.lists(v, min_size=length, max_size=length)) for k, v in columns.items()}
         row |= {name: draw(extras(length)) for name in sorted(names)}
         row |= draw(st.fixed_dictionaries({}, optional={"agent": st.just("judge"), "reward": FINITE}))
@@ -200,9 +202,10 @@ BAD_FIELDS = [
     ("response_mask", [0, 1, 2]),
     ("rollout_log_probs", [0.0, 0.0]),
     ("rollout_log_probs", [0.0, float("nan"), 0.0]),
+    ("rollout_log_probs", [0.0, 0.25, -1.0]),
+    ("attention_mask", [1, 1, 1]),
     ("values", 3),
     ("rewrad", 1.0),
-    ("extra", None),
     ("extra", {"data": [1, 2, 3]}),
     ("extra", {"data": [1, 2], "per_token": True}),
     ("extra", {"data": [1], "per_token": False, "dtype": "O"}),

@@ -1,0 +1,113 @@
+"""Names of columns that a caller surely or probably meant otherwise: other frameworks' names, and typing errors.
+
+An extra column may have any name, so a misspelt one would travel to the trainer unnoticed, and fail there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Final
+
+from ..messages import brief, log_fields
+from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS
+
+logger = logging.getLogger(__name__)
+
+_ONE_SEQUENCE: Final = "prompt and response stand end to end in input_ids, response_mask tells them apart"
+_STATUS: Final = "say it by status: completed, truncated, aborted or failed"
+
+#: What other frameworks call a field -> what to do here.
+_OF_OTHERS: Final = {
+    **dict.fromkeys(
+        ("tokens", "token_ids", "sequences", "output_ids"), "use input_ids (prompt and response)"
+    ),
+    **dict.fromkeys(
+        (
+            "prompt_ids",
+            "response_ids",
+            "completion_ids",
+            "prompt_token_ids",
+            "response_token_ids",
+            "prompts",
+            "responses",
+        ),
+        _ONE_SEQUENCE,
+    ),
+    **dict.fromkeys(
+        ("loss_mask", "action_mask", "completion_mask", "assistant_masks", "mask", "labels"),
+        "use response_mask (1 = written by the policy, as long as input_ids)",
+    ),
+    **dict.fromkeys(
+        ("attention_mask",),
+        "leave it out, rows are not padded: response_mask (1 = written by the policy) says what is trained on",
+    ),
+    **dict.fromkeys(
+        (
+            "logprobs",
+            "log_probs",
+            "logprob",
+            "rollout_logprobs",
+            "inference_logprobs",
+            "sampling_logprobs",
+            "logp",
+        ),
+        "use rollout_log_probs for those of the engine, old_log_probs for those made anew by the trainer's weights",
+    ),
+    **dict.fromkeys(("old_logprobs", "prox_logp", "old_log_prob"), "use old_log_probs"),
+    **dict.fromkeys(("ref_logprobs", "ref_log_prob", "base_action_log_probs"), "use ref_log_probs"),
+    **dict.fromkeys(("teacher_logprobs", "teacher_log_prob"), "use teacher_log_probs"),
+    **dict.fromkeys(("token_level_scores", "token_rewards"), "use token_level_rewards"),
+    **dict.fromkeys(("weight_versions", "token_versions"), "use versions (one per token) or model_version"),
+    **dict.fromkeys(("policy_version", "weight_version", "version"), "use model_version"),
+    **dict.fromkeys(("score", "scores", "raw_reward"), "use reward, or rewards for named components"),
+    **dict.fromkeys(("finish_reason", "stop_reason", "truncated", "is_truncated"), _STATUS),
+}
+_FIELDS: Final = (
+    *("reward", "rewards", "reward_later", "status", "role", "model_version", "metadata", "steps", "rows"),
+    *("group_id", "group_size", "rollout_index", "data_source"),
+)
+#: How alike two names are (0 to 1) of which one is taken for a typing error of the other.
+_ALIKE: Final = 0.87
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise ValueError for the name of an extra column that means something else; warn once of one that may.
+
+    An error: another framework's name, or a known one but for case, underscores and a plural. A warning: a name close
+    to a known one by spelling.
+    """
+    for name in names:
+        problem, close = _judge(name)
+        if problem is not None:
+            raise ValueError(problem)
+        if close is not None:
+            _warn(name, close)
+
+
+@lru_cache(1024)
+def _judge(name: str) -> tuple[str | None, str | None]:
+    """What is wrong with the name of an extra column, and the known name that it is close to."""
+    known = (*KNOWN_COLUMNS, *OUTPUT_COLUMNS, *_FIELDS)
+    if advice := _OF_OTHERS.get(name):
+        return f"{brief(name)} is another framework's name: {advice}", None
+    if name in _FIELDS:
+        return f"{brief(name)} is a field of the trajectory, needs to stand outside its rows", None
+    same = {_plain(each): each for each in known}.get(_plain(name))
+    if same is not None:
+        return f"{brief(name)} is no column that is interpreted, needs to be {same}", None
+    close = difflib.get_close_matches(name, known, 1, _ALIKE)
+    return None, close[0] if close else None
+
+
+@lru_cache(1024)
+def _warn(name: str, close: str) -> None:
+    """Once for each name."""
+    text = "%s becomes an extra column, which only your own code reads: did you mean %s?"
+    logger.warning(text, brief(name), close, extra=log_fields("column_unknown"))
+
+
+def _plain(name: str) -> str:
+    return name.casefold().replace("_", "").removesuffix("s")

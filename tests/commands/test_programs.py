@@ -1,0 +1,96 @@
+"""`run_program`: a user's program ends on Ctrl-C and SIGTERM with one line, and takes leave of its run."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from streamadv.status import read_status
+from tests.support import group_all, join, ledger
+
+pytestmark = [pytest.mark.processes, pytest.mark.server]
+
+START = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & ignores it
+ASYNCIO = """
+    import asyncio, sys, streamadv as sa
+
+    async def play(rollout):
+        print("playing", flush=True)
+        await asyncio.Event().wait()
+
+    async def main(url, run):
+        async with sa.Producer(url, run=run) as producer, producer.group(size=4) as group:
+            await group.run(play)
+
+    sa.run_program(main, *sys.argv[1:])
+"""
+BLOCKING = """
+    import sys, threading, streamadv as sa
+
+    def play(rollout):
+        print("playing", flush=True)
+        threading.Event().wait()
+
+    def main(url, run):
+        with sa.Producer(url, run=run) as producer, producer.group(size=4) as group:
+            group.run(play)
+
+    sa.run_program(main, *sys.argv[1:])
+"""
+WAITING = """
+    import sys, streamadv as sa
+
+    def main(url, run):
+        settings = sa.RunSettings(max_bytes=1_200_000, max_trajectory_bytes=300_000)
+        with sa.Producer(url, run=run, settings=settings) as producer:
+            producer.begin_group(4)
+            print("playing", flush=True)
+            producer.begin_group(4)
+
+    sa.run_program(main, *sys.argv[1:])
+"""
+
+
+def program(code: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", START + textwrap.dedent(code), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("code", [ASYNCIO, BLOCKING, WAITING], ids=["asyncio", "blocking", "waiting"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_with_one_line(
+    redis_url: str, run: str, code: str, number: signal.Signals, status: int
+) -> None:
+    process = program(code, redis_url, run)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "playing\n"
+    process.send_signal(number)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == status, log
+    lines = [line for line in log.splitlines() if "has no trainer yet" not in line]
+    assert lines == [f"ended by {number.name}"]
+    joined = join(redis_url, run)
+    assert read_status(joined).producers == []
+    if code != WAITING:
+        group_all(joined)
+        assert ledger(joined)["dropped"] == {"cancelled": 4}
+
+
+def test_an_error_of_streamadv_is_one_line_and_others_are_raised(run: str) -> None:
+    code = "import sys, streamadv as sa\ndef main(u, r): {}\nsa.run_program(main, *sys.argv[1:])"
+    for body, end in (
+        ("sa.Producer('http://x', run=r)", "error: "),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ):
+        process = program(code.format(body), "", run)
+        _, log = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert log.splitlines()[-1].startswith(end)
+        assert ("Traceback" in log) == (body == "1 / 0")
+    process = program(code.format("print(7)"), "", run)
+    out, log = process.communicate(timeout=30)
+    assert (process.returncode, out, log) == (0, "7\n", "")
