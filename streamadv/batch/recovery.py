@@ -49,6 +49,9 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     _finish_commits(run, progress, recorded, progress.committed)  # commits that the server lost
     _restore_batches(run, progress, recorded)
     set_trainer(run, settings, progress)
+    if begins_branch:
+        for shard in run.shards:
+            shard.call("forget_evals", [progress.epoch, progress.version])
     # Only now: until a shard has this epoch, an older job may still apply its batches there.
     undo_unknown(run, [batch.record for batch in progress.batches.values()], progress.epoch)
     if progress.ends:  # for ranks that have not read it yet

@@ -32,6 +32,7 @@ COMMANDS: Final = (
     "replay",
     "consume",
     "compute",
+    "evals",
     "status",
     "dead",
     "runs",

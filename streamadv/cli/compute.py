@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, TrajectoryError
 from ..trajectory.interchange import read_trajectories, write_trajectory
-from ..trajectory.schema import Trajectory
+from ..trajectory.schema import Role, Trajectory
 from . import add_import_option
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "compute",
         help="advantages for a file of trajectories, without Redis",
         description="Writes the trajectories of a file with advantages and returns, computed by the chain that the "
-        "pipeline uses. Those that are unusable or have no reward are written as they are.",
+        "pipeline uses. Those that are unusable, have no reward or are for evaluation are written as they are.",
     )
     parser.add_argument("file", type=Path, help="trajectories, one JSON object a line")
     parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
@@ -48,8 +48,8 @@ def chain_from(preset: str, config: Path | None) -> str | dict[str, Any]:
 def run(file: Path, output: Path, preset: str = "grpo", config: Path | None = None) -> int:
     """Write the lines of `file` to `output`, those that count for training with `advantages` and `returns`.
 
-    Trajectories that are unusable (aborted, failed) or unscorable (reward null) pass unchanged. Returns the
-    exit status 0. Raises TrajectoryError naming the file and where in it, SettingError for a wrong chain or an
+    Trajectories that are unusable (aborted, failed), unscorable (reward null) or for evaluation pass unchanged. Returns
+    the exit status 0. Raises TrajectoryError naming the file and where in it, SettingError for a wrong chain or an
     output that cannot be written; then there is no output.
     """
     from ..algorithms import build_chain, run_chain  # torch: only commands that compute load it
@@ -83,7 +83,8 @@ class _Line:
 
     @property
     def counts(self) -> bool:
-        return self.trajectory.status.usable and self.trajectory.reward is not None
+        trajectory = self.trajectory
+        return trajectory.status.usable and trajectory.reward is not None and trajectory.role is not Role.EVAL
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -135,6 +135,10 @@ def _group_lines(status: Status, manifest: Manifest) -> Iterator[str]:
     yield (
         f"bytes: live {used.live}, reserved {used.reserved}{budget}; {status.place_bytes} for each new rollout"
     )
+    for each in status.evaluations:
+        version = "unknown" if each.version is None else each.version
+        source = f" {each.data_source}" if each.data_source else ""
+        yield f"evaluation{source}: version {version}, mean reward {each.mean:.4g} of {each.trajectories} rollouts"
     if staleness.mean is not None:
         yield f"staleness of waiting groups: mean {staleness.mean:.2f}, max {staleness.max}"
 

@@ -18,6 +18,7 @@ from ..trajectory.members import Members
 from ..trajectory.packet import StoredPacket, member_line
 from ..trajectory.payload import Payload
 from ..trajectory.reference import Reference
+from ..trajectory.schema import Role
 
 #: Packets of ended groups that one look at a scorer's stream finds at most.
 LOOK_COUNT: Final = 64
@@ -68,7 +69,8 @@ class WaitingPacket:
             kind = USABLE if has_reward else "unscorable"
             named = members.rewards.get(filter_by)
             reward = float(members.table["reward"][position])
-            value = reward if named is None or np.isnan(named[position]) else float(named[position])
+            is_judged = named is not None and line.role != Role.EVAL and not np.isnan(named[position])
+            value = float(named[position]) if named is not None and is_judged else reward
             text += member_line(line.rollout_index, kind, value if has_reward else None, line.role)
         fields: dict[str, Any] = {
             **self.entry.fields,

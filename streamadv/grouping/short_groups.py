@@ -70,7 +70,9 @@ def loss_of(counters: Mapping[str, int]) -> Loss:
         groups=sum(ended[name] for name in SHORT),
         ended=sum(ended.values()),
         trajectories=sum(dropped[name] for name in SHORT),
-        usable=counters.get("pushed", 0) - sum(dropped[name] for name in UNUSABLE),
+        usable=counters.get("pushed", 0)
+        - sum(dropped[name] for name in UNUSABLE)
+        - counters.get("dropped:eval", 0),
     )
 
 

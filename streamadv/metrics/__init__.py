@@ -81,10 +81,11 @@ def group_recreated(stage: str) -> None:
 def group_ended(outcome: str, data_source: str | None = None) -> None:
     """A group ended, see OUTCOMES. With `data_source` it counts in the kept/produced ratio of that source.
 
-    An outcome of AT_NAMING befalls a group that was counted before: its source's numbers stay.
+    An outcome of AT_NAMING befalls a group that was counted before: its source's numbers stay. Those of evaluation
+    groups are not for training.
     """
     child(instruments.GROUPS, outcome if outcome in instruments.OUTCOMES else "other").inc()
-    if data_source is not None and outcome not in instruments.AT_NAMING:
+    if data_source is not None and outcome not in (*instruments.AT_NAMING, instruments.EVALUATED):
         source = _bounded_source(data_source)
         child(instruments.GROUPS_PRODUCED, source).inc()
         # By 0 too: a source that keeps nothing must show.

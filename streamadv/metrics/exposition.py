@@ -12,7 +12,7 @@ import socketserver
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,10 @@ class ArrayHistogram(Collector):
             cumulated, total = self._counts.cumsum().tolist(), self._sum
         buckets = list(zip(self._labels, cumulated, strict=True))
         yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=total)
+
+
+#: Data sources whose evaluation is shown, the first in the alphabet.
+MAX_EVALUATIONS: Final = 32
 
 
 class LedgerCollector(Collector):
@@ -118,6 +122,12 @@ def _ledger_families() -> Iterable[GaugeMetricFamily]:
         ("short_groups_ratio", "Share of the groups that ended short of usable rollouts and were dropped."),
         ("short_trajectories_ratio", "Share of the usable trajectories that was dropped with such groups."),
         ("producers", "Producers by state; lost: not finished and no longer heard of.", "state"),
+        ("eval_version", "Newest policy version that evaluation has a reward of.", "data_source"),
+        ("eval_reward_mean", "Mean reward of that version.", "data_source"),
+        ("eval_reward_std_error", "Standard error of that mean, between groups.", "data_source"),
+        ("eval_reward_best", "Mean over groups of the best reward in each.", "data_source"),
+        ("eval_trajectories", "Trajectories with a reward in it.", "data_source"),
+        ("eval_failed_trajectories", "Rollouts without a reward in it.", "data_source"),
         ("live_bytes", "Bytes of the payloads stored."),
         ("reserved_bytes", "Bytes promised to members of open groups that have not come yet."),
         ("model_version", "Version of the policy."),
@@ -146,6 +156,15 @@ def _ledger_samples(status: Mapping[str, Any]) -> Iterator[tuple[str, list[str],
     yield "short_trajectories_ratio", [], short["trajectories"] / max(1, short["usable"])
     yield "live_bytes", [], status["bytes"]["live"]
     yield "reserved_bytes", [], status["bytes"]["reserved"]
+    for evaluation in status["evaluations"][:MAX_EVALUATIONS]:
+        source = [evaluation["data_source"]]
+        for name in ("mean", "std_error", "best"):
+            if evaluation[name] is not None:
+                yield f"eval_reward_{name}", source, evaluation[name]
+        yield "eval_trajectories", source, evaluation["trajectories"]
+        yield "eval_failed_trajectories", source, evaluation["failed"]
+        if evaluation["version"] is not None:
+            yield "eval_version", source, evaluation["version"]
     states = Counter(producer["state"] for producer in status["producers"])
     for state in ("open", "finished", "lost"):
         yield "producers", [state], states[state]

@@ -17,10 +17,12 @@ from .exposition import ArrayHistogram, LedgerCollector
 #: How a group can end; any other name is counted as "other".
 OUTCOMES: Final = (
     "complete", "partial", "incomplete", "expired", "cancelled", "zero_variance", "difficulty",
-    "no_train_members", "missing_column", "stale", "oversize", "rolled_back", "other",
+    "no_train_members", "eval", "missing_column", "stale", "oversize", "rolled_back", "other",
 )  # fmt: skip
 #: Outcomes of groups that go on to a batch.
 KEPT: Final = ("complete", "partial")
+#: How a group of role eval ends.
+EVALUATED: Final = "eval"
 #: What befalls a group later, when a batch is named: it was counted as kept before.
 AT_NAMING: Final = ("missing_column", "stale", "oversize", "rolled_back")
 #: Why a stage has to try again: see `store.retry.reason_of`.

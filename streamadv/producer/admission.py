@@ -18,7 +18,7 @@ from ..messages import log_fields
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Blocked, Wait
-from ..trajectory.schema import Trajectory
+from ..trajectory.schema import Role, Trajectory
 from .checks import GroupRequest, check_deadline, check_group
 from .encode import Push
 from .membership import Membership
@@ -39,7 +39,7 @@ from .tickets import GroupSpec, Ticket, new_group_id
 logger = logging.getLogger(__name__)
 
 #: How many of a script's arguments say what the group is; the rest are the limits. See lua/lib/admit.lua.
-SPEC_ARGS: Final = 5
+SPEC_ARGS: Final = 6
 #: First wait for admission: about what a batch takes of a trainer that keeps up.
 ADMISSION_WAIT_S: Final = 0.005
 
@@ -102,10 +102,14 @@ class Admission:
     def check(self, request: GroupRequest) -> tuple[Trajectory, GroupSpec]:
         """What all rollouts of the group share, and what the scripts need to know of it. Raises as `check_group`."""
         manifest = self._membership.manifest
-        redundancy = manifest.redundancy if request.redundancy is None else request.redundancy
+        # Every rollout of an evaluation counts, unless the caller wants spare ones.
+        default = 0 if request.role == Role.EVAL else manifest.redundancy
+        redundancy = default if request.redundancy is None else request.redundancy
         shared = check_group(request, redundancy)
         slots = request.size + redundancy
-        return shared, GroupSpec(shared.group_id, request.size, slots, shared.data_source, request.deadline_s)
+        return shared, GroupSpec(
+            shared.group_id, request.size, slots, shared.data_source, request.deadline_s, shared.role
+        )
 
     def _ask_to_begin(
         self, spec: GroupSpec, call: BeginCall, has_given_id: bool
@@ -152,6 +156,7 @@ class Admission:
                 model_version,
                 shared.data_source,
                 dict(shared.metadata),
+                str(shared.role),
             )
             for index in range(int(slots))
         ]
@@ -236,6 +241,7 @@ class Admission:
             spec.slots,
             spec.data_source or "",
             round((spec.deadline_s or manifest.group_deadline_s) * 1000),
+            spec.role,
             slot_bytes,
             budget,
             self._membership.shards,

@@ -42,7 +42,7 @@ class AsyncRollout(BaseRollout):
         rewards: MappingArg = None,
         reward_later: bool = False,
         status: str = "completed",
-        role: str = "train",
+        role: str | None = None,
         model_version: VersionArg = ...,
         metadata: MappingArg = None,
         steps: StepsArg = None,

@@ -31,6 +31,7 @@ class BaseProducer(Generic[GroupT, GroupsT]):
         deadline_s: float | None = None,
         redundancy: int | None = None,
         timeout: float | None = None,
+        role: str = "train",
     ) -> GroupT:
         """Admit a group of `size` rollouts of one prompt, and get its tickets.
 
@@ -46,6 +47,8 @@ class BaseProducer(Generic[GroupT, GroupsT]):
                 group_deadline_s.
             redundancy: rollouts beyond `size`; the first `size` usable ones count. Default the run's.
             timeout: seconds to wait for admission; None = for ever, 0 = ask once.
+            role: train, or eval: its rollouts measure a policy version and are never trained on. Evaluation groups
+                count in the byte budget and not in pacing; `streamadv evals` has what they show.
 
         Raises:
             Busy: not admitted within `timeout`.
@@ -61,6 +64,7 @@ class BaseProducer(Generic[GroupT, GroupsT]):
                 deadline_s=deadline_s,
                 redundancy=redundancy,
                 timeout=timeout,
+                role=role,
             )
         )
 
@@ -76,6 +80,7 @@ class BaseProducer(Generic[GroupT, GroupsT]):
         deadline_s: float | None = None,
         redundancy: int | None = None,
         timeout: float | None = None,
+        role: str = "train",
         ahead: int = 1,
     ) -> GroupsT:
         """Groups without end, each begun as by `begin_group` when the iterator is asked for it.
@@ -99,6 +104,7 @@ class BaseProducer(Generic[GroupT, GroupsT]):
             deadline_s=deadline_s,
             redundancy=redundancy,
             timeout=timeout,
+            role=role,
         )
         return self._groups(NextGroup(self._logic.admission, request), ahead)
 

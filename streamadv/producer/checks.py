@@ -12,8 +12,8 @@ from typing import Any, Final
 from ..errors import SettingError, TrajectoryError
 from ..messages import brief
 from ..run.manifest import MAX_DEADLINE_S
-from ..trajectory.schema import MAX_GROUP_SIZE, Trajectory, parse_trajectory
-from .tickets import Ticket, new_group_id
+from ..trajectory.schema import MAX_GROUP_SIZE, Role, Trajectory, parse_trajectory
+from .tickets import GROUP_ROLES, Ticket, new_group_id
 
 MAX_METADATA_BYTES: Final = 1 << 16
 
@@ -29,6 +29,7 @@ class GroupRequest:
     deadline_s: float | None
     redundancy: int | None
     timeout: float | None
+    role: str = Role.TRAIN
 
 
 def check_group(request: GroupRequest, redundancy: int) -> Trajectory:
@@ -42,12 +43,15 @@ def check_group(request: GroupRequest, redundancy: int) -> Trajectory:
             raise TrajectoryError(
                 f"{name} is {brief(value)}, needs a whole number in {low}..{MAX_GROUP_SIZE}"
             )
+    if request.role not in GROUP_ROLES:
+        raise TrajectoryError(f"group: role is {brief(request.role)}, needs one of {', '.join(GROUP_ROLES)}")
     shared = parse_trajectory(
         {
             "group_id": new_group_id() if request.group_id is None else request.group_id,
             "group_size": request.size,
             "rollout_index": 0,
             "status": "failed",
+            "role": request.role,
             "data_source": request.data_source,
             "metadata": {} if request.metadata is None else request.metadata,
         },
@@ -120,20 +124,40 @@ def check_records(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Tic
                 f"rollout_index {index}: name another in each"
             )
         trajectories.append(trajectory)
+    check_roles(trajectories, ticket.role)
     return trajectories
+
+
+def check_roles(trajectories: Sequence[Trajectory], role: str | None = None) -> str:
+    """The role of the group that trajectories may be in together; role: the one it has, None = not known.
+
+    Raises TrajectoryError for eval beside train or baseline.
+    """
+    role = role or (Role.EVAL if trajectories[0].role is Role.EVAL else Role.TRAIN)
+    for trajectory in trajectories:
+        if (trajectory.role is Role.EVAL) != (role == Role.EVAL):
+            raise TrajectoryError(
+                f"role is {trajectory.role} in trajectory {trajectory.group_id}/{trajectory.rollout_index}, its group "
+                f"has role {role}: evaluate in groups of their own, begun with role='eval'"
+            )
+    return role
 
 
 def _with_ticket(record: Trajectory | Mapping[str, Any], ticket: Ticket, where: str) -> Trajectory:
     """A record as a trajectory, with what the ticket knows and the record does not say."""
     if not isinstance(record, Mapping):
-        trajectory = parse_trajectory(record, where)
-        if "model_version" not in record.model_fields_set and ticket.model_version is not None:
-            trajectory = record.model_copy(update={"model_version": ticket.model_version})
-        return trajectory
+        trajectory, given = parse_trajectory(record, where), record.model_fields_set
+        known: dict[str, Any] = {}
+        if "model_version" not in given and ticket.model_version is not None:
+            known["model_version"] = ticket.model_version
+        if "role" not in given and ticket.role != Role.TRAIN:
+            known["role"] = Role(ticket.role)
+        return trajectory.model_copy(update=known) if known else trajectory
     defaults: dict[str, Any] = {
         "group_id": ticket.group_id,
         "group_size": ticket.group_size,
         "rollout_index": ticket.rollout_index,
+        "role": ticket.role,
     }
     if ticket.model_version is not None:
         defaults["model_version"] = ticket.model_version

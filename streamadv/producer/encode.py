@@ -36,7 +36,7 @@ def load_of(packet: Packet) -> Load:
 class GroupPush(NamedTuple):
     """Packets of a group, as one call of the push script takes them."""
 
-    spec: tuple[Any, ...]  # id, size, slots, data source, deadline (ms): see lua/lib/admit.lua
+    spec: tuple[Any, ...]  # id, size, slots, data source, deadline (ms), role: see lua/lib/admit.lua
     epoch: int  # of the ticket
     packets: Sequence[Packet]
 

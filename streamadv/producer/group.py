@@ -47,7 +47,7 @@ class Rollout(BaseRollout):
         rewards: MappingArg = None,
         reward_later: bool = False,
         status: str = "completed",
-        role: str = "train",
+        role: str | None = None,
         model_version: VersionArg = ...,
         metadata: MappingArg = None,
         steps: StepsArg = None,
@@ -66,7 +66,8 @@ class Rollout(BaseRollout):
             rewards: named components of the reward, for metrics and estimators; they do not replace `reward`.
             reward_later: `producer.score` brings the reward; else a push without one needs scorers.
             status: completed, truncated (ran into a limit), aborted or failed; the last two have no columns.
-            role: train, or baseline (counts for its group's statistics, is not trained on).
+            role: that of its group by default, train or eval; baseline in a group of role train (counts for the group's
+                statistics, is not trained on).
             model_version: policy version that generated it, or (oldest, newest); None = unknown. By default the newest
                 one that the trainer had published when the rollout was started, else that of its ticket: give it where
                 an engine loads weights later, or staleness is counted too low.

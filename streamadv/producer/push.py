@@ -16,9 +16,9 @@ from ..store.waiting import Wait
 from ..trajectory.packet import REWARD, Packet
 from ..trajectory.packet_encoding import encode_packets, ended_packets
 from ..trajectory.plain_records import plain_packets, plain_trajectories
-from ..trajectory.schema import Trajectory
+from ..trajectory.schema import Role, Trajectory
 from .admission import SPEC_ARGS, Admission
-from .checks import check_one_group, check_score, check_seconds
+from .checks import check_one_group, check_roles, check_score, check_seconds
 from .encode import MAX_SLICE_MEMBERS, GroupPush, Push, load_of, slices
 from .membership import Membership
 from .replies import cancelled_slots, push_codes, unregistered
@@ -41,16 +41,17 @@ class Pushes:
 
         Without a ticket the group may be unknown: it is opened, or Busy raised. Raises TrajectoryError.
         """
-        redundancy = self._membership.manifest.redundancy
         if not trajectories:
             return PushResult([])
         check_one_group(trajectories)
+        role = check_roles(trajectories, None if ticket is None else ticket.role)
+        redundancy = self._membership.manifest.redundancy if role == Role.TRAIN else 0
         yield from self._check_rewards(trajectories)
         yield from self._membership.reopen()
         yield from self._register_extras(trajectories)
         first = trajectories[0]
         slots = ticket.slots if ticket is not None else first.group_size + redundancy
-        spec = GroupSpec(first.group_id, first.group_size, slots, first.data_source)
+        spec = GroupSpec(first.group_id, first.group_size, slots, first.data_source, role=role)
         manifest = self._membership.manifest
         limit, packets = manifest.max_trajectory_bytes, None
         if manifest.filter_by == REWARD:
@@ -104,7 +105,7 @@ class Pushes:
 
     def end_slots(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that these rollouts ended without a trajectory: `kind` failed, aborted or cancelled."""
-        return self._send_slices(GroupSpec.of(ticket), ended_packets(indices, kind), 0, None)
+        return self._send_slices(GroupSpec.of(ticket), ended_packets(indices, kind, ticket.role), 0, None)
 
     def cancel(self, ticket: Ticket, count: int, free: Collection[int]) -> Steps[PushResult]:
         """Cancel `count` of the slots `free`: the highest ones that nobody has ended elsewhere.

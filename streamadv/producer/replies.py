@@ -34,7 +34,7 @@ def is_over_share(reply: Reply) -> bool:
 def check_group_reply(reply: Reply, spec: GroupSpec) -> None:
     """Raise what a reply says of the group that no waiting changes.
 
-    Raises GroupEndedError (somebody else wrote into its hash), TrajectoryError (it is open with another size),
+    Raises GroupEndedError (somebody else wrote into its hash), TrajectoryError (it is open with another size or role),
     SettingError (it needs more than the whole byte budget).
     """
     error = _group_error(reply, spec)
@@ -48,9 +48,13 @@ def _group_error(reply: Reply, spec: GroupSpec) -> StreamadvError | None:
             f"group {spec.group_id} is not what was opened, somebody wrote into it: begin another one"
         )
     if reply[0] == b"mismatch":
-        return TrajectoryError(
-            f"group_size is {spec.size}, group {spec.group_id} is open with {int(reply[1])}"
-        )
+        size, role = int(reply[1]), reply[2].decode()
+        if size == spec.size:
+            return TrajectoryError(
+                f"role is {spec.role}, group {spec.group_id} is open with role {role}: evaluate in groups of their "
+                "own, begun with role='eval'"
+            )
+        return TrajectoryError(f"group_size is {spec.size}, group {spec.group_id} is open with {size}")
     if list(reply[:2]) == [b"busy", b"group_bytes"]:
         slot_bytes, limit = int(float(reply[2])), int(float(reply[3]))
         return SettingError(

@@ -9,13 +9,16 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Final, NamedTuple, Self
 
 from pydantic import AfterValidator, TypeAdapter
 
 from ..errors import TrajectoryError
 from ..messages import brief, first_problem
-from ..trajectory.schema import MAX_GROUP_SIZE
+from ..trajectory.schema import MAX_GROUP_SIZE, Role
+
+#: A group's rollouts are for training, with baselines among them, or for evaluation.
+GROUP_ROLES: Final = (str(Role.TRAIN), str(Role.EVAL))
 
 
 class _Watched:
@@ -45,6 +48,8 @@ class Ticket(_Watched):
     model_version: int | None
     data_source: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    role: str = "train"
+    """Of the group: train, or eval."""
 
     def to_json(self) -> str:
         """One line of JSON, for `from_json` in the process that plays the rollout."""
@@ -84,6 +89,8 @@ def _of_some_group(ticket: Ticket) -> Ticket:
         "slots": (1, most),
         "epoch": (0, 2**53),
     }
+    if ticket.role not in GROUP_ROLES:
+        raise ValueError(f"role is {brief(ticket.role)}, needs one of {', '.join(GROUP_ROLES)}")
     for name, (low, high) in bounds.items():
         if not low <= getattr(ticket, name) <= high:
             raise ValueError(f"{name} is {brief(getattr(ticket, name))}, needs {low}..{high}")
@@ -99,11 +106,12 @@ class GroupSpec:
     slots: int
     data_source: str | None = None
     deadline_s: float | None = None  # from its opening; None = the run's group_deadline_s
+    role: str = Role.TRAIN
 
     @classmethod
     def of(cls, ticket: Ticket) -> GroupSpec:
         """The group of a ticket."""
-        return cls(ticket.group_id, ticket.group_size, ticket.slots, ticket.data_source)
+        return cls(ticket.group_id, ticket.group_size, ticket.slots, ticket.data_source, role=ticket.role)
 
 
 class PushResult(NamedTuple):

@@ -28,7 +28,7 @@ _GROUP_ID: Final = re.compile(r"[^\s\x00-\x1f]{1,200}")
 _NUMBER: Final = re.compile(rb"0|[1-9][0-9]{0,9}")
 _EPOCH: Final = re.compile(rb"0|[1-9][0-9]{0,14}")
 _KIND: Final = "usable|unscorable|failed|aborted|cancelled"
-_LINE: Final = rf"(0|[1-9][0-9]{{0,3}}) ({_KIND}) (-|-?[0-9][-+.e0-9]{{0,29}}) (train|baseline)\n"
+_LINE: Final = rf"(0|[1-9][0-9]{{0,3}}) ({_KIND}) (-|-?[0-9][-+.e0-9]{{0,29}}) (train|baseline|eval)\n"
 _MEMBER: Final = re.compile(_LINE)
 _MEMBERS: Final = re.compile(f"(?:{_LINE}){{1,{MAX_PACKET_MEMBERS}}}")
 

@@ -49,7 +49,8 @@ def admission_of(run: Run, shards: Sequence[ShardState], server: Server) -> Admi
 
 def _groups_ahead(shard: ShardState) -> int:
     """Groups begun and not trained on."""
-    open_groups = max(0, shard.groups_open - max(0, shard.count("groups_abandoned")))
+    uncounted = max(0, shard.count("groups_abandoned")) + max(0, shard.count("groups_eval"))
+    open_groups = max(0, shard.groups_open - uncounted)
     return open_groups + shard.groups_logged - as_count(shard.trainer.get("held"))
 
 

@@ -53,6 +53,7 @@ def _wrong_counters(run: Run, keys: ShardKeys, stored: StoredData) -> Iterator[s
         *((f"{name}_packets", stored.packets[name]) for name in ("rollouts", "scoring")),
         ("live_bytes", sum(stored.payloads.values()) + sum(stored.outputs.values())),
         ("groups_abandoned", stored.abandoned),
+        ("groups_eval", stored.evaluations),
         ("dead_bytes", sum(stored.dead.values())),
     ):
         if ledger[name] != found:
@@ -112,7 +113,7 @@ def _fixed_keys(run: Run, keys: ShardKeys) -> list[str]:
     return [
         *(keys.rollouts, keys.open, keys.groups, keys.work, keys.results, keys.applied, keys.owners),
         *(keys.ledger, keys.trainer, keys.ended, keys.ended_before, keys.garbage, keys.dead, keys.attempts),
-        *(keys.malformed, keys.sizes, keys.scored),
+        *(keys.malformed, keys.sizes, keys.scored, keys.evals),
         *(keys.scoring(scorer) for scorer in run.manifest.scorers),
         *(keys.session, keys.batches, keys.producers),
     ]

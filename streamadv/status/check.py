@@ -40,9 +40,12 @@ def _structures(shard: ShardState) -> Iterator[str]:
         packets = shard.count(f"{name}_packets")
         if not packets <= shard.count(name) <= MAX_PACKET_MEMBERS * packets:
             yield f"ledger {name} is {shard.count(name)}, in {packets} packets"
-    of_open_groups = shard.count("open") or shard.reservation.total_bytes or shard.count("groups_abandoned")
+    kinds = shard.count("groups_abandoned"), shard.count("groups_eval")
+    of_open_groups = shard.count("open") or shard.reservation.total_bytes or any(kinds)
     if of_open_groups and not shard.groups_open:
-        yield "no group is open, but open trajectories, reserved bytes or abandoned groups are counted"
+        yield "no group is open, but open trajectories, reserved bytes, abandoned or evaluation groups are counted"
+    if sum(kinds) > shard.groups_open:
+        yield f"{kinds[0]} groups are abandoned and {kinds[1]} are for evaluation, {shard.groups_open} are open"
     logged = shard.count("grouped") + shard.count("in_flight")
     if bool(logged) != bool(shard.groups_logged):
         yield f"ledger grouped + in_flight is {logged}, the groups log has {shard.groups_logged} entries"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final, Literal, Self
 
 from ..grouping.short_groups import Loss
+from .evaluations import Evaluation
 
 #: Counters of the ledger that add up to `queued`.
 QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
@@ -194,6 +195,7 @@ class Status:
     staleness: Staleness
     producers: list[ProducerState]
     admission: Admission
+    evaluations: list[Evaluation]  # the newest of each data source
     server: Server
     quiet_s: float | None  # since something entered a stream; None = never
 

@@ -12,6 +12,7 @@ from ..store.replies import as_count, as_texts
 from .activity import Activity, read_activity, read_producers, read_staleness
 from .admission import admission_of, read_server
 from .check import problems_of
+from .evaluations import newest, read_evaluations
 from .model import QUEUED, Bytes, Groups, Ledger, Places, Status, Stream, Trainer, by_reason
 from .shard import ShardState, read_shard
 
@@ -52,6 +53,7 @@ def read_status(run: Run) -> Status:
         staleness=read_staleness(run, trainer.version or 0),
         producers=read_producers(run, now_ms),
         admission=admission_of(run, shards, server),
+        evaluations=newest(read_evaluations(run)),
         server=server,
         quiet_s=activity.quiet_s,
     )

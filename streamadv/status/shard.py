@@ -23,7 +23,8 @@ from .model import QUEUED, Ledger
 #: The ledger's counters without a reason.
 COUNTERS: Final = (
     *("pushed", "trained", *QUEUED, "in_flight", "duplicates", "groups_open", "groups_logged"),
-    *("rollouts_packets", "scoring_packets", "live_bytes", "dead_bytes", "groups_abandoned", "malformed"),
+    *("rollouts_packets", "scoring_packets", "live_bytes", "dead_bytes", "groups_abandoned", "groups_eval"),
+    "malformed",
 )
 #: A group's owner as `apply_batch` writes it: batch id, trajectories of the group.
 OWNER: Final = re.compile(r"[0-9]+-[0-9a-f]{12} ([0-9]{1,5})")

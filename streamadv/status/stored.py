@@ -39,6 +39,7 @@ class StoredData:
     uncounted: int = 0  # trajectories that count for no group and stay until their packet goes
     unfilled: Counter[str] = field(default_factory=Counter)  # bytes a slot began with -> free slots
     abandoned: int = 0  # open groups
+    evaluations: int = 0  # open groups of role eval
     problems: list[str] = field(default_factory=list)  # what no process of the run has written like this
 
     @property
@@ -114,6 +115,7 @@ def _walk_open_groups(run: Run, keys: ShardKeys, stored: StoredData) -> None:
         stored.open_groups.append(group_id)
         group = hash_at(run, keys.group(group_id))
         stored.abandoned += group.get(b"abandoned") == b"1"
+        stored.evaluations += group.get(b"role") == b"eval"
         slots = group.get(b"slots", b"")
         if b"." in slots:
             slot_bytes = group.get(b"slot_bytes", b"").decode(errors="backslashreplace")

@@ -72,7 +72,7 @@ OBSERVER: Final = Role(
     "observer",
     {
         "manifest runs": "hgetall",
-        "ledger sizes trainer session owners producers dead_group": "hgetall",
+        "ledger sizes evals trainer session owners producers dead_group": "hgetall",
         "open": "zcard zrange",
         "group": "hmget",
         "ended ended_before batches": "hlen",

@@ -113,6 +113,7 @@ class ShardKeys:
     # Figures
     ledger = _Single()
     sizes = _Single()  # what trajectories need, for admission
+    evals = _Single()  # what evaluation groups have shown
     trainer = _Single()  # the shard's copy of epoch, version and pacing
 
     # Of the home shard only

@@ -303,7 +303,7 @@ class TrainerQueue(IterableDataset[Batch]):
             self._stop_reading()
             if self._rank.number == 0:
                 self._watchdog = Watchdog.begin(session.run, self._limits)
-                self._run_figures = self._run_figures or RunFigures(self._watchdog.counters)
+                self._run_figures = self._run_figures or RunFigures(session.run, self._watchdog.counters)
             self._reader = BatchReader(session, self._rank, self._late)
         return self._reader
 

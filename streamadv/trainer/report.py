@@ -18,9 +18,12 @@ from numpy.typing import NDArray
 from .. import metrics
 from ..algorithms.chain.sources import UNKNOWN
 from ..grouping.layout import Layout
-from ..metrics.instruments import KEPT, MAX_DATA_SOURCES
+from ..metrics.instruments import EVALUATED, KEPT, MAX_DATA_SOURCES
+from ..run import Run
+from ..status.evaluations import Evaluation, read_evaluations
 from ..status.losses import LOST
 from ..status.model import Ledger, by_reason
+from ..store.retry import RETRYABLE
 from .microbatch import Batch
 
 #: Names of metrics that every logger takes: MLflow refuses other characters.
@@ -62,20 +65,22 @@ def batch_figures(batch: Batch) -> dict[str, float]:
 
 
 class RunFigures:
-    """Figures of the whole run beside those of a batch: the ledger, and what ended since the batch before.
+    """Figures of the whole run beside those of a batch: the ledger, evaluation, what ended since the batch before.
 
     Rank 0 has them; they come from counters that it reads with every batch anyway.
     """
 
-    def __init__(self, counters: Counter[str] | None) -> None:
+    def __init__(self, run: Run, counters: Counter[str] | None) -> None:
         """counters: the run's when the trainer took it; None = the server was away."""
         self._before = counters
+        self._evaluation = EvaluationFigures(run)
 
     def figures(self, counters: Counter[str] | None) -> dict[str, float]:
         """The figures of the batch that is delivered now. counters: the run's now; {} while the server is away."""
         before, self._before = self._before, counters if counters is not None else self._before
         if counters is None:
             return {}
+        evaluation = self._evaluation.figures(counters)
         ledger = Ledger.of(counters)
         figures: dict[str, float] = {
             "ledger/pushed": ledger.pushed,
@@ -84,6 +89,7 @@ class RunFigures:
             "ledger/dead": sum(ledger.dead.values()),
             "ledger/queued": ledger.queued,
             "ledger/in_flight": ledger.in_flight,
+            **evaluation,
         }
         return figures if before is None else figures | _flow(counters - before)
 
@@ -103,6 +109,54 @@ def _flow(news: Counter[str]) -> dict[str, float]:
         **{f"trajectories/dead/{name}": count for name, count in by_reason(news, "dead").items()},
     }
     return flow | ({"groups/kept_ratio": kept / ended} if ended else {})
+
+
+class EvaluationFigures:
+    """What evaluation groups have shown, under verl's names. A result goes with one batch, and again if it changes."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._ended = 0  # evaluation groups that had ended when all results were reported
+        self._reported: dict[str, Evaluation] = {}
+
+    def figures(self, counters: Counter[str]) -> dict[str, float]:
+        """Of each data source the newest version, or the one before it while evaluation groups are open.
+
+        counters: the run's. While the server is away there is nothing new.
+        """
+        if counters[f"outcome:{EVALUATED}"] == self._ended:
+            return {}
+        try:
+            evaluations = read_evaluations(self._run)
+        except RETRYABLE:
+            return {}
+        is_complete = counters["groups_eval"] <= 0
+        by_source: dict[str, list[Evaluation]] = {}
+        for evaluation in evaluations:
+            if evaluation.mean is not None:
+                by_source.setdefault(evaluation.data_source, []).append(evaluation)
+        figures: dict[str, float] = {}
+        for source, versions in list(by_source.items())[:MAX_DATA_SOURCES]:
+            complete = versions if is_complete else versions[:-1]
+            if complete and complete[-1] != self._reported.get(source):
+                self._reported[source] = complete[-1]
+                figures |= _validation(complete[-1])
+        if is_complete:
+            self._ended = counters[f"outcome:{EVALUATED}"]
+        return figures
+
+
+def _validation(evaluation: Evaluation) -> dict[str, float]:
+    source = evaluation.data_source or UNKNOWN
+    core = {"mean": evaluation.mean, "best/mean": evaluation.best}
+    aux = {"std_error": evaluation.std_error, "min": evaluation.min, "max": evaluation.max}
+    return {
+        **{f"val-core/{source}/reward/{name}": value for name, value in core.items() if value is not None},
+        **{f"val-aux/{source}/reward/{name}": value for name, value in aux.items() if value is not None},
+        f"val-aux/{source}/trajectories": evaluation.trajectories,
+        f"val-aux/{source}/failed": evaluation.failed,
+        **({} if evaluation.version is None else {f"val-aux/{source}/version": evaluation.version}),
+    }
 
 
 def times(wait_s: float, step_s: float | None) -> dict[str, float]:

@@ -8,8 +8,7 @@ import numpy as np
 
 from ..errors import WireError
 from .member_table import read_table
-from .members import BASELINE, HAS_REWARD, HAS_VERSION, STATUSES, Members
-from .schema import Role
+from .members import HAS_REWARD, HAS_VERSION, STATUSES, Members, role_of
 
 
 def list_table(table: bytes | memoryview, size: int) -> list[dict[str, Any]]:
@@ -31,7 +30,7 @@ def list_members(members: Members) -> list[dict[str, Any]]:
             {
                 "index": int(record["index"]),
                 "status": str(STATUSES[int(record["status"])]),
-                "role": str(Role.BASELINE if flags & BASELINE else Role.TRAIN),
+                "role": str(role_of(flags)),
                 "rows": int(record["rows"]),
                 "tokens": int(record["tokens"]),
                 "trainable": int(record["trainable"]),

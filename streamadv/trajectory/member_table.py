@@ -30,6 +30,7 @@ from ..messages import brief
 from .columns import COLUMN_NAME, KNOWN_COLUMNS, MAX_COLUMNS, REQUIRED_COLUMNS, Array
 from .members import (
     BASELINE,
+    EVAL,
     HAS_REWARD,
     HAS_VERSION,
     MEMBER,
@@ -52,7 +53,7 @@ MAX_TEXT_CHARS: Final = 200
 _HEAD: Final = struct.Struct("<IIII")
 _SIZE_BYTES: Final = 4  # of the first field
 _MANY_ROWS: Final = 1
-_ALL_FLAGS: Final = HAS_REWARD | BASELINE | HAS_VERSION
+_ALL_FLAGS: Final = HAS_REWARD | BASELINE | HAS_VERSION | EVAL
 #: Texts up to this size are parsed once: most packets of a run have the same.
 _CACHED_TEXT: Final = 1024
 

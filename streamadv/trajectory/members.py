@@ -31,6 +31,9 @@ NO_STATE: Final = 0xFFFFFFFF
 HAS_REWARD: Final = 1
 BASELINE: Final = 2
 HAS_VERSION: Final = 4
+EVAL: Final = 8
+#: Flag of a role.
+ROLE_FLAGS: Final = {Role.TRAIN: 0, Role.BASELINE: BASELINE, Role.EVAL: EVAL}
 #: Status of a usable trajectory by its number in a table.
 STATUSES: Final = (Status.COMPLETED, Status.TRUNCATED)
 
@@ -149,6 +152,13 @@ class Members:
 NO_MEMBERS: Final = Members(np.zeros(0, MEMBER), _NO_ROWS)
 
 
+def role_of(flags: int) -> Role:
+    """The role that a member's flags say."""
+    if flags & EVAL:
+        return Role.EVAL
+    return Role.BASELINE if flags & BASELINE else Role.TRAIN
+
+
 def offsets(counts: Array) -> Positions:
     """[K + 1] int64: 0, and the running sums of the K `counts`."""
     sums = np.zeros(len(counts) + 1, np.int64)
@@ -223,7 +233,7 @@ def members_of(trajectories: Sequence[Trajectory], sizes: Sequence[int]) -> Memb
 def _record(trajectory: Trajectory, size: int) -> tuple[float, ...]:
     """A MEMBER without the sums of its rows."""
     versions = trajectory.version_span
-    flags = HAS_REWARD * (trajectory.reward is not None) | BASELINE * (trajectory.role is Role.BASELINE)
+    flags = HAS_REWARD * (trajectory.reward is not None) | ROLE_FLAGS[trajectory.role]
     flags |= HAS_VERSION * (versions is not None)
     return (
         *(trajectory.rollout_index, STATUSES.index(trajectory.status), flags),

@@ -71,14 +71,14 @@ def encode_packets(trajectories: Sequence[Trajectory], limit: int, filter_by: st
     return packets
 
 
-def ended_packets(indices: Sequence[int], kind: str) -> list[Packet]:
-    """Packets of rollouts that end without a trajectory. kind: failed, aborted or cancelled."""
+def ended_packets(indices: Sequence[int], kind: str, role: str = Role.TRAIN) -> list[Packet]:
+    """Packets of rollouts that end without a trajectory. kind: failed, aborted or cancelled. role: of their group."""
     order = sorted(range(len(indices)), key=indices.__getitem__)
     return [
         Packet(
             tuple(order[start:stop]),
             tuple(indices[position] for position in order[start:stop]),
-            "".join(member_line(indices[p], kind, None, Role.TRAIN) for p in order[start:stop]),
+            "".join(member_line(indices[p], kind, None, role) for p in order[start:stop]),
             b"",
             0,
             {},
@@ -152,7 +152,7 @@ def _order(indices: Sequence[int], kinds: Sequence[object]) -> list[tuple[tuple[
 
 def _line(member: Trajectory, filter_by: str) -> str:
     kind, value = kind_of(member), member.reward
-    if kind == "usable":
+    if kind == "usable" and member.role is not Role.EVAL:
         try:
             value = filter_value(filter_by, member.reward, member.rewards, member.metadata)
         except ValueError as error:

@@ -21,7 +21,7 @@ from pydantic_core import to_json
 
 from .columns import HEADER, KNOWN_COLUMNS, REQUIRED_COLUMNS, check_values
 from .member_table import plain_table
-from .members import BASELINE, HAS_REWARD, HAS_VERSION, MEMBER, STATUSES
+from .members import HAS_REWARD, HAS_VERSION, MEMBER, ROLE_FLAGS, STATUSES
 from .packet import Packet, field_of, member_line, split_packets, stored_bytes
 from .packet_encoding import MAX_HEADER_BYTES, header_head, join_headers
 from .schema import MAX_GROUP_SIZE, Role, Trajectory
@@ -31,7 +31,12 @@ _SCALARS: Final = frozenset(
     ("rollout_index", "reward", "reward_later", "status", "role", "model_version", "metadata")
 )
 _STATUS: Final = {str(status): number for number, status in enumerate(STATUSES)}
-_ROLE: Final = {str(Role.TRAIN): 0, str(Role.BASELINE): BASELINE}
+_FLAGS: Final = {str(role): flag for role, flag in ROLE_FLAGS.items()}
+#: Roles of members by that of their group.
+_ROLES: Final[Mapping[str, tuple[str, ...]]] = {
+    Role.TRAIN: (str(Role.TRAIN), str(Role.BASELINE)),
+    Role.EVAL: (str(Role.EVAL),),
+}
 _RECORD: Final = struct.Struct("<HBBIIIdqqqq")
 assert _RECORD.size == MEMBER.itemsize
 _MAX_VERSION: Final = 2**53
@@ -56,6 +61,8 @@ class Defaults(Protocol):
     def slots(self) -> int: ...
     @property
     def model_version(self) -> int | None: ...
+    @property
+    def role(self) -> str: ...
     @property
     def data_source(self) -> str | None: ...
     @property
@@ -150,6 +157,7 @@ def _is_plain_group(group: Defaults) -> bool:
         and type(group.group_size) is int
         and 1 <= group.group_size <= MAX_GROUP_SIZE
         and type(group.slots) is int
+        and group.role in _ROLES
         and (source is None or (type(source) is str and len(source) <= 200 and source.isascii()))
         and type(group.metadata) is dict
     )
@@ -160,7 +168,7 @@ def _member(
 ) -> _Member | None:
     get = record.get
     index, reward = get("rollout_index", defaults.rollout_index), get("reward")
-    status, role = get("status", "completed"), get("role", "train")
+    status, role = get("status", "completed"), get("role", defaults.role)
     version = get("model_version", defaults.model_version)
     if (
         type(index) is not int
@@ -172,7 +180,7 @@ def _member(
         or type(status) is not str
         or status not in _STATUS
         or type(role) is not str
-        or role not in _ROLE
+        or role not in _ROLES[defaults.role]
         or not (version is None or (type(version) is int and 0 <= version < _MAX_VERSION))
     ):
         return None
@@ -217,7 +225,7 @@ def _made(
         tokens,
         reward,
         _STATUS[status],
-        HAS_REWARD | _ROLE[role] | (0 if version is None else HAS_VERSION),
+        HAS_REWARD | _FLAGS[role] | (0 if version is None else HAS_VERSION),
         version or 0,
         member_line(index, "usable", reward, role),
         header,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import isnan
 from typing import NamedTuple
 
-from .members import BASELINE, HAS_REWARD, HAS_VERSION, NO_STATE, STATUSES, Members
+from .members import HAS_REWARD, HAS_VERSION, NO_STATE, STATUSES, Members, role_of
 from .schema import Role, Status
 
 
@@ -68,7 +68,7 @@ def references_of(members: Members, owners: Iterable[tuple[str, str | None]]) ->
             status=STATUSES[status],
             reward=reward if flags & HAS_REWARD else None,
             rewards={name: values[member] for name, values in named if not isnan(values[member])},
-            role=Role.BASELINE if flags & BASELINE else Role.TRAIN,
+            role=role_of(flags),
             versions=(oldest, newest) if flags & HAS_VERSION else None,
             data_source=owner[1],
             steps=tuple(

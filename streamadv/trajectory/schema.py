@@ -59,10 +59,14 @@ class Status(StrEnum):
 
 
 class Role(StrEnum):
-    """What a trajectory is for. The estimator reads a `baseline` (ReMax); the trainer never receives it."""
+    """What a trajectory is for. The estimator reads a `baseline` (ReMax); the trainer never receives it.
+
+    `eval` trajectories have groups of their own, which measure a policy version and are never trained on.
+    """
 
     TRAIN = "train"
     BASELINE = "baseline"
+    EVAL = "eval"
 
 
 class Column(BaseModel):

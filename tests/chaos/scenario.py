@@ -38,6 +38,7 @@ SETTINGS: Final = RunSettings(shards=2, redundancy=1, scorers=("judge",), max_tr
 CHAIN: Final = {"estimator": "gae", "whiten_advantages": True}
 MAX_ROUNDS: Final = 400
 COMMAND: Final = "command"
+EVALUATION: Final = "evaluation"
 VALUES: Final = [0.5] * 5
 
 
@@ -219,6 +220,12 @@ def _plan(world: World, producer: Producer) -> Iterator[Callable[[], object]]:
         _note(world, "crowded", 0, 1, 2)
         producer.push([trajectory("crowded", index, 2, **values) for index in range(3)])
 
+    def evaluate() -> None:
+        """In the weights it would be an identity that is not usable."""
+        _note(world, EVALUATION, 0, 1, usable=False)
+        for index in range(2):
+            producer.push([trajectory(EVALUATION, index, 2, role="eval")])
+
     def unscorable() -> None:
         push("unscorable", 0, reward=None)
         push("unscorable", 1)
@@ -230,6 +237,7 @@ def _plan(world: World, producer: Producer) -> Iterator[Callable[[], object]]:
     yield lambda: push("whole1", 2)  # surplus
     yield mixed
     yield crowded
+    yield evaluate
     yield fail
     yield cancel
     yield expire

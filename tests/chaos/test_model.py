@@ -50,10 +50,16 @@ from tests.support import (
 )
 
 SIZE = 2
-GROUPS = ["a", "b", "c", "w0", "w3"]
+GROUPS = ["a", "b", "c", "w0", "w3", "eval"]
 runs = itertools.count()
 
 groups = st.sampled_from(GROUPS)
+
+
+def role_of(group_id: str) -> str:
+    return "eval" if group_id == "eval" else "train"
+
+
 indices = st.integers(0, SIZE - 1)
 fates = st.sampled_from(["finished", "finished twice", "crashed"])
 
@@ -97,16 +103,23 @@ class Lifecycle(RuleBasedStateMachine):
         group_id, index = data.draw(groups), data.draw(indices)
         if kind == "begin":
             with suppress(GroupEndedError):
-                self.producer.begin_group(SIZE, group_id=group_id, timeout=0)
+                self.producer.begin_group(SIZE, group_id=group_id, role=role_of(group_id), timeout=0)
         elif kind == "push":
             members = data.draw(st.lists(st.tuples(indices, st.booleans()), min_size=1, max_size=3))
             makes = {True: trajectory, False: unscored}
-            self.producer.push([makes[has_reward](group_id, place, SIZE) for place, has_reward in members])
+            self.producer.push(
+                [
+                    makes[has_reward](group_id, place, SIZE, role=role_of(group_id))
+                    for place, has_reward in members
+                ]
+            )
         elif kind == "score":
             self.producer.score(group_id, index, data.draw(st.sampled_from([0.0, 1.0, None])))
         elif kind == "cancel":
             with suppress(GroupEndedError, TrajectoryError):  # ended, or no place left
-                self.producer.begin_group(SIZE, group_id=group_id, timeout=0).cancel(1)
+                self.producer.begin_group(SIZE, group_id=group_id, role=role_of(group_id), timeout=0).cancel(
+                    1
+                )
         elif kind == "expire":
             make_overdue(self.run, group_id)
             housekeeping.Housekeeping(self.run).round()
@@ -206,6 +219,7 @@ class Lifecycle(RuleBasedStateMachine):
         self.queue.commit(self.queue.state_dict())
         found = ledger(self.run)
         assert len(self.weights) == len(set(self.weights)), "trained twice"
+        assert "eval" not in {group_id for group_id, _ in self.weights}
         assert found["trained"] == len(self.weights)
         assert found["queued"] == found["in_flight"] == 0
         assert found["pushed"] == found["trained"] + sum(found["dropped"].values())

@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from streamadv.run import open_run
+from streamadv.status.evaluations import read_evaluations
 
 from .checks import problems, total
 from .scenario import COMMAND, World
@@ -30,6 +31,8 @@ def play(url: str, run: str, dies: Callable[[str, int], bool]) -> World:
     weights = [] if world.checkpoint is None else world.checkpoint[0]
     assert problems(joined, world.planned, weights, usable=world.usable) == []
     assert total(joined)["pushed"] == len(world.planned)
+    shown = [(each.groups, each.trajectories, each.mean) for each in read_evaluations(joined)]
+    assert shown == [(1, 2, 0.5)], "each evaluation group counts once"
     world.connection.close()
     return world
 

@@ -16,7 +16,10 @@ import redis.exceptions
 
 from streamadv import cli
 from streamadv.errors import SettingError
+from streamadv.producer import Producer
+from streamadv.run import Run
 from streamadv.settings import load_settings
+from tests.support import group_all, trajectory
 
 
 @pytest.mark.parametrize("words", [["no-such-command"], [], ["schema", "--no-such-flag"]])
@@ -247,3 +250,24 @@ def test_access_rules_show_no_password(
 def test_a_user_prefix_cannot_bring_rules_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "acl", "--user-prefix", "a +@all"]) == 1
     assert "--user-prefix" in capsys.readouterr().err
+
+
+@pytest.mark.server
+def test_evals_shows_what_evaluation_has_shown(
+    producer: Producer, joined: Run, redis_url: str, run: str, capsys: Any
+) -> None:
+    arguments = ["evals", "--redis", redis_url, "--run", run]
+    assert cli.main(arguments) == 0
+    assert "no group of role eval has ended yet" in capsys.readouterr().out
+    producer.push(
+        [trajectory("e", i, 2, role="eval", data_source="m\x1b[2J", model_version=3) for i in range(2)]
+    )
+    group_all(joined)
+    assert cli.main(arguments) == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.split()[:5] == ["data", "source", "version", "mean", "std"]
+    assert line.split()[1:] == ["3", "0.5", "-", "1", "0", "1", "2", "1", "0"]
+    assert "\x1b" not in line
+    assert cli.main([*arguments, "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)["evaluations"]
+    assert (shown["version"], shown["mean"], shown["std_error"], shown["groups"]) == (3, 0.5, None, 1)

@@ -1,11 +1,11 @@
--- Open groups of a lost producer stop counting in pacing, until a process pushes to them or touches them.
+-- Open groups of a lost producer stop counting in pacing (evaluation never counts), until a process pushes to them or touches them.
 -- KEYS  void, ledger, open, group_hashes: group ...
 -- ARGV  producer, id of each group ...
 -- Returns  number of groups that stop counting: those that this producer was the last to open, push to or touch
 local abandoned = 0
 for i, group_hash in ipairs(keys.group_hashes) do
-  local group = redis.pcall('HMGET', group_hash, 'producer', 'abandoned')
-  if not group.err and group[1] == ARGV[1] and group[2] ~= '1' and redis.call('ZSCORE', keys.open, ARGV[i + 1]) then
+  local group = redis.pcall('HMGET', group_hash, 'producer', 'abandoned', 'role')
+  if not group.err and group[1] == ARGV[1] and group[2] ~= '1' and group[3] ~= 'eval' and redis.call('ZSCORE', keys.open, ARGV[i + 1]) then
     redis.call('HSET', group_hash, 'abandoned', 1)
     abandoned = abandoned + 1
   end

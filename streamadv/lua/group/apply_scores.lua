@@ -1,6 +1,7 @@
 -- The grouper fills in rewards that `producer.score` brought for members it had taken before, and ends their groups if
 -- those were the last ones missing. Once the groups of a call have APPLY_SLOTS slots it leaves scores of others in the list.
--- KEYS  void, scored, open, groups, ended, ended_before, ledger, garbage, sizes, group_hashes: group ...
+-- KEYS  void, scored, open, groups, ended, ended_before, ledger, garbage, sizes, evals,
+--       group_hashes: group ...
 -- ARGV  those of a policy (lib/complete), then items as they stand in the list: '<index> <group id>' ...
 -- Returns  {outcome, data source, ...} of the groups that have ended
 -- include count
@@ -8,6 +9,7 @@
 -- include members
 -- include group
 -- include ended
+-- include evaluation
 -- include complete
 local APPLY_SLOTS = 1024
 local policy = policy_of(ARGV, 1)

@@ -4,7 +4,7 @@
 -- Returns  {'ok' | 'open', epoch, version or '', slots, bytes reserved for a slot}   opened, or open already
 --          {'ended', letter}                       it has ended
 --          {'busy', reason, used, limit ...}       not admitted now
---          {'mismatch', size}                      open with another size
+--          {'mismatch', size, role}                      open with another size or role
 --          {'layout'}                              the run may have another number of shards: read the manifest again
 --          {'broken'}                              its hash is not what the scripts wrote
 -- include clock

@@ -5,7 +5,7 @@
 --       cancelled, else '0'
 -- Returns  {'ok', index of each slot cancelled ...}   fewer than wanted: no more of those allowed are free
 --          {'ended', 'surplus' | 'late'}   the group had ended: nothing changes
---          {'busy', reason, used, limit ...}, {'mismatch', size}, {'layout'} or {'broken'}, as of `push`
+--          {'busy', reason, used, limit ...}, {'mismatch', size, role}, {'layout'} or {'broken'}, as of `push`
 -- include clock
 -- include count
 -- include sizes
@@ -28,7 +28,7 @@ if refused then return refused end
 -- Append a packet of cancelled slots. Returns whether the stream takes entries.
 local function cancel(members)
   local lines = {}
-  for i, member in ipairs(members) do lines[i] = member.index .. ' cancelled - train\n' end
+  for i, member in ipairs(members) do lines[i] = member.index .. ' cancelled - ' .. group.role .. '\n' end
   local packet = {key = '', bytes = '0', epoch = '0', text = table.concat(lines), table = '', members = members}
   if not append(group.id, packet, keys.rollouts, 'rollouts') then return false end
   group.slots = with_letters(group.slots, 1, members, 'p')

@@ -1,7 +1,8 @@
 -- End groups whose deadline has passed, unless packets pushed before the deadline still wait in the rollouts stream:
 -- the grouper's own downtime must not lose anything. One call stops after the group with which it has reached
 -- EXPIRE_SLOTS slots.
--- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, group_hashes: group ...
+-- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, evals,
+--       group_hashes: group ...
 -- ARGV  those of a policy (lib/complete), id of each group ...
 -- Returns  {groups looked at, id, outcome, data source of each that has ended ...}
 -- include clock
@@ -11,6 +12,7 @@
 -- include group
 -- include ended
 -- include malformed
+-- include evaluation
 -- include complete
 -- include broken
 local EXPIRE_SLOTS = 1024

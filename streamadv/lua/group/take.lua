@@ -1,6 +1,6 @@
 -- The grouper's hand-off: move packets from the rollouts stream into their groups, and end the groups that then have
 -- all they need.
--- KEYS  void, rollouts, open, groups, ended, ended_before, ledger, garbage, malformed, sizes,
+-- KEYS  void, rollouts, open, groups, ended, ended_before, ledger, garbage, malformed, sizes, evals,
 --       group_hashes: group ..., (payloads: payload ...)
 -- ARGV  consumer group, those of a policy (lib/complete), then for each entry: entry id, position of its group's hash in
 --       the list, group id, payload key or '', bytes, fencing epoch, members, member table
@@ -13,6 +13,7 @@
 -- include group
 -- include ended
 -- include malformed
+-- include evaluation
 -- include complete
 -- include broken
 local PACKET_ARGS = 8
@@ -61,6 +62,7 @@ end
 
 -- How the slot of a member ends: its letter in the slot map, and why it is dropped if it is.
 local function judge(group, member)
+  if (member.role == 'eval') ~= (group.role == 'eval') then return 'x', 'wrong_role' end  -- no producer sends that
   if member.kind ~= 'usable' then return 'x', member.kind end
   if is_complete(group) then return 'x', 'surplus' end  -- an earlier member of this call was the last one needed
   if member.reward ~= '-' then return 'u' end
@@ -98,6 +100,7 @@ local function is_whole(group, packet)
   local _, lines = string.gsub(packet.text, '\n', '')
   local _, rewarded = string.gsub(packet.text, ' usable %-?%d', '')
   return lines == slots and rewarded == slots and string.find(packet.text, ' train\n', 1, true)
+    and group.role == 'train' and not string.find(packet.text, ' eval\n', 1, true)
     and tonumber(string.match(packet.text, '(%d+) [^\n]*\n$')) == slots - 1
 end
 

@@ -1,11 +1,12 @@
 -- Admission: whether a group may be opened now, and opening it.
 -- KEYS  open, groups, ledger, trainer, sizes
-local LIMITS_ARGS, SPEC_ARGS = 7, 5
+local LIMITS_ARGS, SPEC_ARGS = 7, 6
 
--- The arguments of a group that may be opened: group id, size, slots, data source, deadline (ms).
+-- The arguments of a group that may be opened: group id, size, slots, data source, deadline (ms), role of its members:
+-- 'train' (baselines are in such groups) or 'eval'.
 local function spec_of(args, at)
   return {id = args[at], size = args[at + 1], slots = tonumber(args[at + 2]), data_source = args[at + 3],
-    deadline_ms = tonumber(args[at + 4])}
+    deadline_ms = tonumber(args[at + 4]), role = args[at + 5]}
 end
 
 -- What admission depends on beside the group: max_trajectory_bytes, max_bytes of this shard (-1 = open nothing), shards,
@@ -27,9 +28,10 @@ local function read_admission(limits)
     live_bytes = count_of(keys.ledger, 'live_bytes')}
 end
 
--- Returns a refusal if the producers are too far ahead of the trainer, else nil.
-local function too_far_ahead(limits)
-  if not (admission.max_staleness and admission.batch_groups) then return nil end
+-- Returns a refusal if the producers are too far ahead of the trainer, else nil. Evaluation is never trained on: it is
+-- not paced.
+local function too_far_ahead(spec, limits)
+  if spec.role == 'eval' or not (admission.max_staleness and admission.batch_groups) then return nil end
   local limit = (admission.max_staleness + 1) * admission.batch_groups
   local used = admission.ahead + (limits.elsewhere or 0)
   -- A shard admits its own share by itself. A client that wants more says how many groups the other shards have, because
@@ -63,18 +65,24 @@ end
 local function open_group(group, spec, limits)
   if tonumber(redis.call('HMGET', keys.ledger, 'shards')[1] or '') ~= limits.shards then return {'layout'} end
   admission = admission or read_admission(limits)
-  local refused = too_far_ahead(limits) or no_room(spec, limits)
+  local refused = too_far_ahead(spec, limits) or no_room(spec, limits)
   if refused then return refused end
   local now = now_ms()
   group.state, group.size, group.slots = 'open', tonumber(spec.size), string.rep('.', spec.slots)
   group.opened_ms, group.slot_bytes, group.data_source = now, admission.slot_bytes, spec.data_source
   group.epoch, group.version, group.producer = admission.epoch, admission.version, limits.producer
+  group.role = spec.role
   group.changes = {'size', spec.size, 'slots', group.slots, 'data_source', spec.data_source,
     'opened_ms', string.format('%.17g', now), 'slot_bytes', string.format('%d', group.slot_bytes),
     'producer', limits.producer, 'epoch', group.epoch, 'version', group.version}
   redis.call('ZADD', keys.open, string.format('%.17g', now + spec.deadline_ms), spec.id)
   reserve(group.slot_bytes, spec.slots)
   count('groups_open', 1)
-  admission.ahead = admission.ahead + 1
+  if spec.role == 'eval' then
+    change(group, 'role', 'eval')
+    count('groups_eval', 1)
+  else
+    admission.ahead = admission.ahead + 1
+  end
   return nil
 end

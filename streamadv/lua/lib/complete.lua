@@ -89,11 +89,12 @@ local function reward_of(group, member)
   if member.reward ~= '-' then return tonumber(member.reward) end
   local score = group.fields['score:' .. member.index]
   if score then table.insert(group.scores, '"' .. member.index .. '":' .. score) end
+  if group.role == 'eval' then return score and reward_in(score) end  -- no filter judges it
   return tonumber(group.fields['score_value:' .. member.index] or '')
 end
 
--- Judge the members of the group's packets: how many have a reward, how many have none yet, and the rewards of those to
--- be trained on. From here on only those with a reward count.
+-- Judge the members of the group's packets: how many have a reward, how many have none yet, and the rewards of those that
+-- are no baselines. From here on only those with a reward count.
 local function judge_members(group)
   local scored, unscored, rewards = 0, 0, {}
   for _, packet in ipairs(group.packets) do
@@ -104,7 +105,7 @@ local function judge_members(group)
       if letter == 'u' then
         packet.scored = packet.scored + 1
         local reward = reward_of(group, member)
-        if member.role == 'train' then rewards[#rewards + 1] = reward end
+        if member.role ~= 'baseline' then rewards[#rewards + 1] = reward end
       elseif letter == 's' then
         unscored = unscored + 1
       end
@@ -160,6 +161,7 @@ local function remove_group(group)
   count('groups_open', -1)
   if group.slots and group.slot_bytes then reserve(group.slot_bytes, -slots_with(group, '.')) end
   if group.abandoned == '1' then count('groups_abandoned', -1) end
+  if group.role == 'eval' then count('groups_eval', -1) end
   group.state = 'none'
 end
 
@@ -172,12 +174,17 @@ local function close_group(group, outcome, letter, policy)
 end
 
 -- End the group for `outcome`. 'complete' and 'partial' go to the groups log unless a filter drops them; any other outcome
--- drops the members under its name. `letter` is the first one of the tombstone. Returns the outcome counted and the
+-- drops the members under its name. However an evaluation group ends, its members are dropped as 'eval'. `letter` is the first one of the tombstone. Returns the outcome counted and the
 -- group's data source.
 local function end_group(group, outcome, letter, policy)
   if group.has_fields then load_packets(group) end
   local scored, unscored, rewards = judge_members(group)
-  if outcome == 'complete' or outcome == 'partial' then outcome = filter_reason(rewards, policy) or outcome end
+  if group.role == 'eval' and outcome ~= 'malformed' then
+    note_evaluation(group, rewards)
+    outcome = 'eval'
+  elseif outcome == 'complete' or outcome == 'partial' then
+    outcome = filter_reason(rewards, policy) or outcome
+  end
   if outcome == 'complete' or outcome == 'partial' then
     log_group(group, outcome, scored)
     count('dropped:surplus', unscored)

@@ -16,7 +16,7 @@ end
 -- The group's table. `state` is 'open', 'none' (no such group is open), or 'broken': somebody has overwritten its hash.
 local function load_group(id, hash)
   local f = redis.pcall('HMGET', hash, 'size', 'slots', 'slot_bytes', 'opened_ms', 'epoch', 'version', 'data_source',
-    'holders', 'producer', 'abandoned')
+    'holders', 'producer', 'abandoned', 'role')
   local group = {id = id, hash = hash, changes = {}, packets = {}, fields = {}, scores = {}}
   if f.err then
     group.state = 'broken'
@@ -25,6 +25,7 @@ local function load_group(id, hash)
   group.size, group.slot_bytes, group.opened_ms = whole(f[1]), whole(f[3]), whole(f[4])
   group.slots, group.epoch, group.version = f[2] or nil, f[5] or '0', f[6] or ''
   group.data_source, group.holders, group.producer, group.abandoned = f[7] or '', f[8], f[9], f[10]
+  group.role = f[11] == 'eval' and 'eval' or 'train'
   local has_map = group.slots and #group.slots <= MAX_SLOTS and not string.find(group.slots, '[^.pusx]')
   if not (f[1] or f[2] or f[3]) then
     group.state = 'none'

@@ -1,5 +1,6 @@
 -- Members of a packet as text: a line 'index kind reward role' for each, in ascending order of their index. kind is
 -- 'usable', or why the slot ended: failed, aborted, cancelled, unscorable; reward '-' = none yet.
+-- role: train or baseline, in an evaluation group eval.
 
 -- The members; none if the indices do not ascend: no producer sends such a packet.
 local function members_of(text)

@@ -5,9 +5,10 @@ local function count_of(key, field)
   return tonumber(redis.call('HMGET', key, field)[1] or '') or 0
 end
 
--- Groups begun and neither terminal nor trained on; `held` are trained and not committed. Groups of lost producers do not
--- count until somebody pushes to them or touches them.
+-- Groups begun and neither terminal nor trained on; `held` are trained and not committed. Evaluation groups do not count,
+-- and those of lost producers do not until somebody pushes to them or touches them.
 local function groups_ahead(held)
-  local abandoned = math.max(0, count_of(keys.ledger, 'groups_abandoned'))
-  return math.max(0, redis.call('ZCARD', keys.open) - abandoned) + redis.call('XLEN', keys.groups) - (tonumber(held or '') or 0)
+  local counted = redis.call('HMGET', keys.ledger, 'groups_abandoned', 'groups_eval')
+  local uncounted = math.max(0, tonumber(counted[1] or '') or 0) + math.max(0, tonumber(counted[2] or '') or 0)
+  return math.max(0, redis.call('ZCARD', keys.open) - uncounted) + redis.call('XLEN', keys.groups) - (tonumber(held or '') or 0)
 end

@@ -27,7 +27,7 @@ def transaction_of(
     pushes = []
     for trajectories in groups:
         first = trajectories[0]
-        spec = (first.group_id, first.group_size, slots or first.group_size, "", 3_600_000)
+        spec = (first.group_id, first.group_size, slots or first.group_size, "", 3_600_000, "train")
         pushes.append(GroupPush(spec, 0, encode_packets(trajectories, MB)))
     scorer = next(iter(run.manifest.scorers), "")
     return Push(run.keys.home, scorer, limits, pushes).transaction()

@@ -49,6 +49,17 @@ STATUS: dict[str, Any] = {
         "work": {"length": 0, "pending": 0, "lag": 0, "oldest_age_s": None},
     },
     "trainer": {"version": 7},
+    "evaluations": [
+        {
+            "data_source": "math",
+            "version": 6,
+            "trajectories": 64,
+            "failed": 1,
+            "mean": 0.5,
+            "std_error": 0.0625,
+            "best": 0.75,
+        }
+    ],
     "producers": [{"state": "open"}, {"state": "open"}, {"state": "lost"}],
 }
 

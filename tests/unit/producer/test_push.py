@@ -235,7 +235,7 @@ def test_scripts_refuse_what_they_do_not_know(fake: Connection) -> None:
     fake.scripts.hset(keys.payload("n"), "header", "x")
     max_trajectory_bytes, max_bytes, shards = 50, 10, 1
     limits = [max_trajectory_bytes, max_bytes, shards, "", "", "", "p"]
-    group = ["g", 1, 1, "", 1000]
+    group = ["g", 1, 1, "", 1000, "train"]
     packet = [keys.payload("n"), 10, "0 usable 1.0 train\n", ""]
     (reply,) = run.home.call(
         "push",

@@ -164,6 +164,44 @@ def test_a_queue_counts_from_where_it_began(fake: Connection) -> None:
     assert metrics["ledger/pushed"] == 6
 
 
+def test_evaluation_goes_with_the_next_batch_once(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run, queue = join(fake, "r"), queue_of(fake)
+
+        def evaluate(*rewards: float, version: int, source: str = "math") -> None:
+            with producer.group(len(rewards), role="eval", data_source=source) as group:
+                for rollout, reward in zip(group, rewards, strict=True):
+                    columns = {"input_ids": [1], "response_mask": [1]}
+                    rollout.push(**columns, reward=reward, model_version=version)
+
+        def next_metrics() -> dict[str, float]:
+            push_groups(producer, 1, prefix=f"t{queue._next}")
+            metrics = delivered(queue, run).metrics
+            return {name: value for name, value in metrics.items() if name.startswith("val-")}
+
+        assert next_metrics() == {}
+        evaluate(1.0, 0.0, version=0)
+        assert next_metrics() == {
+            "val-core/math/reward/mean": 0.5,
+            "val-core/math/reward/best/mean": 1.0,
+            "val-aux/math/reward/min": 0.0,
+            "val-aux/math/reward/max": 1.0,
+            "val-aux/math/trajectories": 2.0,
+            "val-aux/math/failed": 0.0,
+            "val-aux/math/version": 0.0,
+        }
+        assert next_metrics() == {}
+        evaluate(1.0, version=1)
+        under_way = producer.begin_group(1, role="eval", data_source="math")
+        evaluate(0.25, version=0, source="code")
+        assert next_metrics() == {}, "more of version 1 may come, and version 0 was reported"
+        under_way.cancel(1)
+        metrics = next_metrics()
+        assert metrics["val-core/math/reward/mean"] == 1.0
+        assert metrics["val-core/code/reward/mean"] == 0.25
+        assert next_metrics() == {}
+
+
 def test_times_begin_with_the_second_batch(fake: Connection, forward: Any) -> None:
     queue = queue_of(fake)
     with producing(fake, "r") as producer:

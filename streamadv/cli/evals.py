@@ -1,0 +1,77 @@
+"""`streamadv evals`: what evaluation groups have shown, by data source and policy version."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ..messages import printable
+from ..run import find_run
+from ..status.evaluations import Evaluation, read_evaluations
+from . import add_redis_options, add_wait_option, connect_once, settings_from
+
+COLUMNS = (
+    "data source",
+    "version",
+    "mean",
+    "std error",
+    "best",
+    "min",
+    "max",
+    "rollouts",
+    "groups",
+    "failed",
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the `evals` command to the command line."""
+    parser = subparsers.add_parser(
+        "evals",
+        help="shows what evaluation groups have shown, by data source and version",
+        description="Shows the rewards of groups that were begun with role='eval' and have ended. 'std error' is that "
+        "of the mean, between groups; 'best' is the mean over groups of the best reward in each.",
+    )
+    add_redis_options(parser)
+    add_wait_option(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object with a list")
+    parser.set_defaults(run=show_evaluations)
+
+
+def show_evaluations(arguments: argparse.Namespace) -> int:
+    """Print all that are stored of the run."""
+    with connect_once(arguments, reading=True) as connection:
+        run = find_run(connection, settings_from(arguments).run)
+        evaluations = read_evaluations(run)
+    if arguments.json:
+        print(json.dumps({"run": run.name, "evaluations": [each.to_json() for each in evaluations]}))
+    elif not evaluations:
+        print(f"run {run.name}: no group of role eval has ended yet")
+    else:
+        print("\n".join(map(printable, _table([COLUMNS, *map(_cells, evaluations)]))))
+    return 0
+
+
+def _cells(evaluation: Evaluation) -> tuple[str, ...]:
+    numbers = (evaluation.mean, evaluation.std_error, evaluation.best, evaluation.min, evaluation.max)
+    return (
+        evaluation.data_source or "-",
+        "-" if evaluation.version is None else str(evaluation.version),
+        *("-" if number is None else f"{number:.4g}" for number in numbers),
+        str(evaluation.trajectories),
+        str(evaluation.groups),
+        str(evaluation.failed),
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as lines: the first column left-aligned, numbers right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

@@ -1,0 +1,295 @@
+"""Groups of role eval: admitted whatever the trainer does, in no batch, their rewards kept by version and source."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from typing import Any
+
+import pytest
+
+from streamadv.errors import Busy, TrajectoryError
+from streamadv.producer import Producer
+from streamadv.producer.tickets import Ticket
+from streamadv.run import Run
+from streamadv.status.evaluations import Evaluation, newest, read_evaluations
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
+from tests.support import (
+    group_all,
+    join,
+    ledger,
+    logged,
+    make_overdue,
+    next_batch,
+    payload_keys,
+    problems,
+    producing,
+    trajectory,
+    unscored,
+)
+
+COLUMNS: dict[str, Any] = {"input_ids": [1, 2], "response_mask": [0, 1]}
+
+
+def evaluate(producer: Producer, rewards: list[float | None], **options: Any) -> str:
+    """One evaluation group with these rewards; None: a rollout that fails."""
+    with producer.group(len(rewards), role="eval", timeout=0, **options) as group:
+        for rollout, reward in zip(group, rewards, strict=True):
+            if reward is None:
+                rollout.fail()
+            else:
+                rollout.push(**COLUMNS, reward=reward)
+    return group.group_id
+
+
+def shown(run: Run) -> dict[tuple[str, int | None], Evaluation]:
+    return {(each.data_source, each.version): each for each in read_evaluations(run)}
+
+
+def test_an_evaluation_group_ends_as_dropped_and_shows_its_rewards(fake: Connection) -> None:
+    with producing(fake, "r", {"zero_variance_filter": True}) as producer:
+        run = join(fake, "r")
+        evaluate(producer, [1.0, 0.0, 1.0, None], data_source="math")
+        evaluate(producer, [1.0, 1.0], data_source="math")
+        evaluate(producer, [None, None], data_source="code")
+        assert group_all(run) == ["eval"] * 3
+    assert ledger(run)["dropped"] == {"eval": 5, "failed": 3}
+    assert ledger(run)["queued"] == 0
+    assert (logged(run), payload_keys(run), problems(run)) == ({}, [], [])
+    math_0, code_0 = shown(run)["math", 0], shown(run)["code", 0]
+    assert (math_0.groups, math_0.trajectories, math_0.failed) == (2, 5, 1)
+    assert (math_0.mean, math_0.best, math_0.min, math_0.max) == (0.8, 1.0, 0.0, 1.0)
+    assert (code_0.groups, code_0.failed, code_0.mean, code_0.std_error) == (0, 2, None, None)
+    assert newest(read_evaluations(run)) == [math_0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shards", [1, 3])
+def test_mean_and_standard_error_are_those_of_groups_of_any_size(
+    fake: Connection, seed: int, shards: int
+) -> None:
+    chance = random.Random(seed)
+    groups = [[chance.gauss(5, 2) for _ in range(chance.randint(1, 6))] for _ in range(12)]
+    with producing(fake, "r", {"shards": shards}) as producer:
+        for rewards in groups:
+            evaluate(producer, [*rewards], data_source="s")
+        run = join(fake, "r")
+        group_all(run)
+    (found,) = shown(run).values()
+    n, mean = sum(map(len, groups)), statistics.fmean(itertools.chain(*groups))
+    squares = sum((sum(rewards) - len(rewards) * mean) ** 2 for rewards in groups)
+    assert found.mean == pytest.approx(mean)
+    assert found.std_error == pytest.approx(math.sqrt(squares * 12 / 11) / n)
+    assert found.best == pytest.approx(statistics.fmean(map(max, groups)))
+    assert (found.min, found.max) == (min(map(min, groups)), max(map(max, groups)))
+
+
+def test_the_standard_error_of_single_rollouts_is_the_usual_one(fake: Connection) -> None:
+    rewards = [0.0, 1.0, 1.0, 0.5]
+    with producing(fake, "r") as producer:
+        for reward in rewards:
+            evaluate(producer, [reward])
+        run = join(fake, "r")
+        group_all(run)
+    assert shown(run)["", 0].std_error == pytest.approx(statistics.stdev(rewards) / 2)
+
+
+def test_evaluation_is_admitted_while_training_is_not_and_does_not_hold_it_up(fake: Connection) -> None:
+    with producing(fake, "r", {"batch_groups": 1, "max_staleness": 0}) as producer:
+        run = join(fake, "r")
+        evaluations = [producer.begin_group(1, role="eval", timeout=0) for _ in range(5)]
+        training = producer.begin_group(1, timeout=0)
+        with pytest.raises(Busy, match="max_staleness"):
+            producer.begin_group(1, timeout=0)
+        producer.begin_group(1, role="eval", timeout=0)
+        with pytest.raises(Busy):
+            producer.push([trajectory("t", 0, 1)])
+        assert producer.push([trajectory("e", 0, 1, role="eval")]).codes == ["pushed"]
+        assert problems(run) == []
+        for group in (*evaluations, training):
+            group.cancel(1)
+        assert sorted(group_all(run)) == ["eval"] * 6 + ["incomplete"]
+        producer.begin_group(1, timeout=0)
+        assert problems(run) == []
+
+
+def test_evaluation_counts_in_the_byte_budget(fake: Connection) -> None:
+    with producing(fake, "r", {"max_bytes": 4 << 20, "max_trajectory_bytes": 2 << 20}) as producer:
+        producer.begin_group(2, role="eval", timeout=0)
+        with pytest.raises(Busy, match="max_bytes"):
+            producer.begin_group(1, role="eval", timeout=0)
+
+
+def test_withdrawn_and_abandoned_evaluation_groups_leave_the_counts_right(fake: Connection) -> None:
+    with producing(fake, "r", {"batch_groups": 1, "max_staleness": 0}) as producer:
+        run = join(fake, "r")
+        groups = producer.groups(1, role="eval")
+        next(groups).cancel(1)
+        groups.close()  # type: ignore[attr-defined]
+        left = producer.begin_group(1, role="eval", timeout=0)
+        name = producer._logic.membership.name
+        shard = run.home
+        assert (
+            shard.call("abandon", [name, left.group_id], group_hashes=[shard.keys.group(left.group_id)]) == 0
+        )
+        assert problems(run) == []
+        make_overdue(run, left.group_id)
+        assert group_all(run) == ["eval"]
+        producer.begin_group(1, timeout=0)
+    assert problems(run) == []
+
+
+def test_a_group_that_expires_shows_what_it_has(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", 0, 3, role="eval"), unscored("g", 1, 3, role="eval")])
+        make_overdue(run, "g")
+        group_all(run)
+        group_all(run)
+    (found,) = shown(run).values()
+    assert (found.trajectories, found.failed) == (1, 2)
+    assert ledger(run)["dropped"] == {"eval": 2}
+    assert (payload_keys(run), problems(run)) == ([], [])
+
+
+def test_rewards_that_come_later_count_whatever_filters_judge(fake: Connection) -> None:
+    with producing(fake, "r", {"filter_by": "acc", "difficulty_low": 0.0}) as producer:
+        run = join(fake, "r")
+        producer.push([unscored("g", index, 2, role="eval", rewards={"acc": 0.0}) for index in range(2)])
+        group_all(run)
+        producer.score("g", 0, 3.0, {"acc": 0.0})
+        producer.score("g", 1, None)
+        group_all(run)
+    (found,) = shown(run).values()
+    assert (found.mean, found.trajectories, found.failed) == (3.0, 1, 1)
+    assert problems(run) == []
+
+
+def test_the_version_is_the_oldest_that_its_rollouts_were_played_with(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        fake.scripts.hset(run.keys.home.trainer, "version", "7")
+        versions = [(1 << 40, 1 << 41), (1 << 40) + 1]
+        members = [trajectory("g", i, 2, role="eval", model_version=v) for i, v in enumerate(versions)]
+        producer.push(members)
+        producer.push([trajectory("none", 0, 1, role="eval", model_version=None)])
+        evaluate(producer, [0.5])  # its ticket says 7
+        evaluate(producer, [None])  # so does that of one without rewards
+        group_all(run)
+    assert set(shown(run)) == {("", 1 << 40), ("", None), ("", 7)}
+    assert shown(run)["", 7].failed == 1
+
+
+def test_roles_are_not_mixed_in_a_group(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        group = producer.begin_group(2, role="eval", group_id="e", timeout=0)
+        for role in ("train", "baseline"):
+            with pytest.raises(TrajectoryError, match=f"role is {role} .*begun with role='eval'"):
+                next(iter(group)).push(**COLUMNS, reward=1.0, role=role)
+        with pytest.raises(TrajectoryError, match="role is eval"):
+            next(iter(producer.begin_group(2, timeout=0))).push(**COLUMNS, reward=1.0, role="eval")
+        with pytest.raises(TrajectoryError, match="role is train, group e is open with role eval"):
+            producer.push([trajectory("e", 0)])
+        with pytest.raises(TrajectoryError, match="role is train, group e is open with role eval"):
+            producer.begin_group(2, group_id="e", timeout=0)
+        with pytest.raises(TrajectoryError, match="begun with role='eval'"):
+            producer.push([trajectory("m", 0, role="eval"), trajectory("m", 1)])
+        with pytest.raises(TrajectoryError, match="role is 'test', needs one of train, eval"):
+            producer.begin_group(2, role="test")
+        assert problems(run) == []
+    assert ledger(run)["pushed"] == 0
+
+
+def test_a_ticket_knows_the_role_of_its_group(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        texts = [ticket.to_json() for ticket in producer.begin_group(2, role="eval", timeout=0).tickets]
+        fake.scripts.flushall()  # what is pushed opens the group again, with its role
+        producer._drive(producer._logic.heartbeat())
+        producer.rollout(Ticket.from_json(texts[0])).push(**COLUMNS, reward=0.5)
+        producer.rollout(Ticket.from_json(texts[1])).fail()
+        assert group_all(run) == ["eval"]
+    assert problems(run) == []
+
+
+def test_a_foreign_member_of_another_role_is_neither_trained_on_nor_counted_as_evaluation(
+    fake: Connection,
+) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", index) for index in range(2)])
+        ((entry, fields),) = fake.scripts.xrange(run.keys.home.rollouts)
+        fake.scripts.xdel(run.keys.home.rollouts, entry)
+        text = fields[b"members"].replace(b"train", b"eval", 1)
+        fake.scripts.xadd(run.keys.home.rollouts, {**fields, b"members": text})
+        assert group_all(run) == ["incomplete"]
+    assert ledger(run)["dropped"] == {"incomplete": 1, "wrong_role": 1}
+    assert (logged(run), read_evaluations(run)) == ({}, [])
+    assert problems(run) == []
+
+
+def test_so_many_results_are_kept(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        evals = run.keys.home.evals
+        sums = " ".join(["1"] * 10)
+        fake.scripts.hset(evals, mapping={f"{k} s{i}": sums for k in range(10, 20) for i in range(100)})
+        producer.push([trajectory("g", 0, 1, role="eval", model_version=19, data_source="s3")])
+        group_all(run)
+        assert fake.scripts.hlen(evals) == 1000
+        producer.push([trajectory("h", 0, 1, role="eval", model_version=20)])
+        group_all(run)
+        assert {version for _, version in shown(run)} == {*range(11, 21)}
+        producer.push(
+            [trajectory("i", 0, 1, role="eval", model_version=10)]
+        )  # part of a version tells nothing
+        group_all(run)
+        assert {version for _, version in shown(run)} == {*range(11, 21)}
+    assert ledger(run)["dropped"] == {"eval": 3}
+
+
+def test_more_sources_of_one_version_than_are_kept_share_a_name(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        sums = " ".join(["1"] * 10)
+        fake.scripts.hset(run.keys.home.evals, mapping={f"0 s{i}": sums for i in range(1000)})
+        for group_id in ("g", "h"):
+            producer.push([trajectory(group_id, 0, 1, role="eval", model_version=0, data_source=group_id)])
+        group_all(run)
+    assert shown(run)["other", 0].groups == 2
+    assert len(shown(run)) == 1001
+
+
+def test_results_of_weights_that_were_taken_back_go(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=None, prefetch=0)
+        state = queue.state_dict()
+        for number in range(3):
+            producer.push([trajectory(f"t{number}", 0, 1)])
+            batch = next_batch(queue, run)
+            assert batch is not None
+            queue.trained(batch)
+            evaluate(producer, [0.0])
+        under_way = producer.begin_group(1, role="eval", timeout=0)
+        group_all(run)
+        assert set(shown(run)) == {("", 1), ("", 2), ("", 3)}
+        later = TrainerQueue(fake, "r", batch_groups=1, max_staleness=None, prefetch=0)
+        later.load_state_dict({**state, "version": 1})
+        assert set(shown(run)) == {("", 1)}
+        next(iter(under_way)).push(**COLUMNS, reward=0.0)  # its ticket says 3
+        evaluate(producer, [1.0])
+        group_all(run)
+        assert set(shown(run)) == {("", 1)}
+        assert shown(run)["", 1].mean == 0.5
+        producer.push(
+            [trajectory("a", 0, 1, role="eval", model_version=3)]
+        )  # played by then, under the new epoch
+        group_all(run)
+        assert set(shown(run)) == {("", 1), ("", 3)}
+    assert ledger(run)["dropped"]["eval"] == 6
+    assert problems(run) == []
