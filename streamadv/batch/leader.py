@@ -16,6 +16,7 @@ from ..grouping.groups_log import LoggedGroup
 from ..messages import log_fields
 from ..run import Run
 from ..run.heartbeats import Attendance, is_over
+from ..store.reasons import Reason
 from .candidates import Candidates
 from .carryover import running_with
 from .commit import commit, commit_arguments, read_results
@@ -23,7 +24,7 @@ from .exclusion import dead_letter_groups, drop
 from .named import NamedBatch
 from .progress import Progress
 from .record import BatchRecord, Death, name_batch, read_records
-from .selection import NamingRules, choose, make_record
+from .selection import NamingRules, choose, explained, make_record
 from .session import Session
 from .settings import NamingSettings
 from .work import apply
@@ -63,7 +64,7 @@ class Leader(Session):
 
     def name_ahead(self, ended: bool, max_groups: int | None = None) -> bool:
         is_new = False
-        for k in range(self.version, self.version + self._settings.prefetch + 1):
+        for k in range(self.version, self._last_nameable + 1):
             if k not in self.batches and not self._name(k, ended, max_groups):
                 break
             batch = self.batches[k]
@@ -108,12 +109,14 @@ class Leader(Session):
             branch=self.progress.branch,
         )
         fit, unfit = choose(self._candidates, k, limit, rules)
+        unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
         drop(self.run, unfit, self.epoch)
         for group, reason in unfit:
             fields = log_fields(
                 "group_dropped", run=self.run.name, role="trainer", batch=k, group=group.group_id
             )
-            logger.warning("group %s is not trained on: %s", group.group_id, reason, extra=fields)
+            why = f"{reason} ({group.problem})" if group.problem else reason
+            logger.warning("group %s is not trained on: %s", group.group_id, why, extra=fields)
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.dropped.add(group, reason)
         if unfit:
@@ -136,7 +139,21 @@ class Leader(Session):
 
     @property
     def waits_for_groups(self) -> bool:
-        return self.version + self._settings.prefetch not in self.batches
+        return self._last_nameable not in self.batches
+
+    @property
+    def _last_nameable(self) -> int:
+        """The last batch that may be named at this version."""
+        return self.version + self._settings.prefetch
+
+    def waits_for_marks(self, k: int) -> Reason | None:
+        if k <= self._last_nameable:
+            return None
+        return Reason(
+            "unmarked",
+            f"batches {self.version} to {k - 1} are delivered and not marked as trained, prefetch is "
+            f"{self._settings.prefetch}",
+        )
 
     def could_name(self, max_groups: int | None = None) -> bool:
         self._candidates.read_on(max_groups or self._settings.batch_groups)
@@ -185,7 +202,7 @@ class Leader(Session):
     # The end of a run
 
     def has_ended(self, k: int) -> bool:
-        return is_over(self.run, self._attendance)
+        return k <= self._last_nameable and is_over(self.run, self._attendance)
 
     def publish_end(self, ends: int) -> None:
         self.run.home.call("end_run", [self.epoch, self.progress.delivered, ends])

@@ -19,10 +19,11 @@ class Progress:
     """Where one rank stands. It outlives every trainer session (`session.py`), and is all that outlives one.
 
     Invariant: the weights have the batches below `version`, a saved checkpoint has those below `committed`, and the
-    training loop has got those below `delivered`: committed <= version <= delivered <= version + 1.
+    training loop has got those below `delivered`: committed <= version <= delivered. Those in hand are
+    delivered and not in the weights: one at most, unless the loop reads ahead and marks batches itself.
 
     `batches`: on rank 0 every named batch from `committed` on, without a gap, and while a commit goes on those below it
-    that are yet to be deleted; on other ranks the one delivered last and the next one, once that is found.
+    that are yet to be deleted; on other ranks those in hand, the one delivered last and the next one, once it is found.
 
     The id of every group in the weights that a server may still have, or have again, is here: it is uncommitted, or it
     was committed and the same servers have not been seen `window` seconds later.
@@ -82,6 +83,17 @@ class Progress:
         self.branch = 0
         self._returning = dict.fromkeys(state["groups"], clock.now())
 
+    def state(self, run: str) -> dict[str, Any]:
+        """What belongs into a checkpoint, for `load`."""
+        state = {
+            "run": run,
+            "epoch": self.epoch,
+            "version": self.version,
+            "groups": self.groups,
+            "kl": self.kl or {},
+        }
+        return {**state, "running": self.running} if self.knows_running else state
+
     def begin(self, version: int) -> None:
         """Go on at this version: the batches below it are in the checkpoint that the weights are from."""
         self.began = self.version = self.committed = self.delivered = version
@@ -136,7 +148,8 @@ class Progress:
         """Do on a rank above 0 what rank 0 has committed: such a rank keeps only what is uncommitted."""
         self.commit(min(committed, self.version))
         self._committed, self._returning = {}, {}
-        self.batches = {k: batch for k, batch in self.batches.items() if k >= self.delivered - 1}
+        first = min(self.version, self.delivered - 1)
+        self.batches = {k: batch for k, batch in self.batches.items() if k >= first}
 
     # What servers may have lost
 

@@ -35,7 +35,7 @@ class NamingRules:
         return [
             self._reason_against(group)
             or ("stale" if stale else None)
-            or ("dead:missing_column" if self._misses_column(group) else None)
+            or ("dead:missing_column" if self.missing_columns(group) else None)
             for group, stale in zip(groups, is_stale, strict=True)
         ]
 
@@ -57,8 +57,9 @@ class NamingRules:
             return "rolled_back"
         return None
 
-    def _misses_column(self, group: LoggedGroup) -> bool:
-        return not all(self.needs.issubset(packet.columns) for packet in group.packets)
+    def missing_columns(self, group: LoggedGroup) -> list[str]:
+        """Columns that the chain needs and some packet of the group was pushed without."""
+        return sorted({name for packet in group.packets for name in self.needs.difference(packet.columns)})
 
 
 def choose(
@@ -82,6 +83,17 @@ def choose(
             else:
                 unfit.append((group, reason))
     return fit, unfit
+
+
+def explained(group: LoggedGroup, reason: str, rules: NamingRules) -> LoggedGroup:
+    """The group with its problem, where the reason alone does not tell what to do."""
+    if reason != "dead:missing_column":
+        return group
+    columns = rules.missing_columns(group)
+    late = ", ".join(f"{name!r}: function" for name in columns)
+    names = ", ".join(columns)
+    problem = f"pushed without {names}, which the chain needs: push it, or give late={{{late}}}"
+    return replace(group, problem=problem)
 
 
 def make_record(k: int, epoch: int, groups: Sequence[LoggedGroup], **decided: Any) -> BatchRecord:

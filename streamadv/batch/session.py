@@ -102,6 +102,10 @@ class Session(ABC):
     def find(self, k: int) -> BatchRecord | None:
         """The record of batch k, if it has been named."""
 
+    def waits_for_marks(self, k: int) -> Reason | None:
+        """Why batch k cannot be named before the training loop marks earlier ones as trained; None if it can."""
+        return None
+
     def waits_for(self, k: int) -> Reason:
         """Why this rank has no batch k yet. Rank 0 has the watchdog for that."""
         raise NotImplementedError

@@ -38,6 +38,13 @@ class BaseRollout:
 
         Your engine may have loaded another one: then pass `model_version=` to `push`."""
 
+    def __repr__(self) -> str:
+        state = "ended" if self.ended else "cancelled" if self.cancelled else "open"
+        return (
+            f"{type(self).__name__}(group_id={self.group_id!r}, rollout_index={self.rollout_index}, "
+            f"model_version={self.model_version}, {state})"
+        )
+
     @property
     def ended(self) -> bool:
         """True once it was pushed, failed or cancelled through its group or this object."""
@@ -88,6 +95,13 @@ class BaseGroup(Generic[R]):
         self.group_id = first.group_id
         self.size = first.group_size
         self.model_version = first.model_version
+
+    def __repr__(self) -> str:
+        slots = self._slots
+        return (
+            f"{type(self).__name__}(group_id={self.group_id!r}, size={self.size}, "
+            f"model_version={self.model_version}, ended={len(slots.ended)}/{len(self)}, failed={len(slots.failures)})"
+        )
 
     @property
     def tickets(self) -> list[Ticket]:

@@ -21,6 +21,13 @@ class BaseProducer(Generic[GroupT, GroupsT]):
 
     _logic: ProducerLogic
 
+    def __repr__(self) -> str:
+        member = self._logic.membership
+        state = "closed" if member.closed else "finished" if member.finished else "open"
+        if not member.is_joined and state == "open":
+            state = "not connected"
+        return f"{type(self).__name__}(run={member.run!r}, name={member.name!r}, version={member.version}, {state})"
+
     def begin_group(
         self,
         size: int,

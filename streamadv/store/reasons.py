@@ -50,6 +50,10 @@ REASONS: Final[dict[str, Kind]] = {
     "no_trainer": Kind(
         "no trainer has taken the run, so nothing is named and pacing is by bytes alone", "start the trainer"
     ),
+    "unmarked": Kind(
+        "a trainer that marks batches itself has not marked those it has got",
+        "call queue.trained(batch) after each update, or raise prefetch to read further ahead",
+    ),
     "other_rank": Kind(
         "another rank of the job has not done its part yet", "look at that rank; all need the same job id"
     ),

@@ -9,7 +9,12 @@ from ..errors import SettingError
 
 
 def check_arguments(
-    rank: int, world_size: int, commit: str, durability_window: float, **counts: tuple[int | None, int]
+    rank: int,
+    world_size: int,
+    mark: str,
+    commit: str,
+    durability_window: float,
+    **counts: tuple[int | None, int],
 ) -> None:
     """Raise SettingError for an argument out of range. counts: the others, with the least value of each."""
     if not 0 <= rank < world_size:
@@ -17,6 +22,8 @@ def check_arguments(
     for name, (value, least) in counts.items():
         if value is not None and value < least:
             raise SettingError(f"{name} is {value}, needs {least} or more")
+    if mark not in ("auto", "explicit"):
+        raise SettingError(f"mark is {mark!r}, needs 'auto' or 'explicit'")
     if commit not in ("each_batch", "manual"):
         raise SettingError(f"commit is {commit!r}, needs 'each_batch' or 'manual'")
     if not durability_window >= 0:

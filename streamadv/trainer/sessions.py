@@ -86,11 +86,29 @@ class Sessions:
         session: Session
         if self._rank.number == 0:
             self.progress.job = self.progress.job or self._find_job() or random_job()
+            begins = self.progress.began is None
             session = take_over(run, self.naming, self.progress)
+            if begins:
+                self._say_where_it_begins()
         else:
             session = join(run, self.naming, self.progress, self._job_key())
         self._session, self._is_stale = session, False
         return session
+
+    def _say_where_it_begins(self) -> None:
+        """A run with history and no checkpoint loaded: the weights may not be those that the run has trained."""
+        version = self.progress.version
+        if not version:
+            return
+        logger.log(
+            logging.INFO if self.naming.max_staleness is None else logging.WARNING,
+            "run %s was trained to version %d before, and no checkpoint is loaded: version %d is trained next. "
+            "Call load_state_dict with the state of the checkpoint that the weights are from, or give another run=",
+            self._run_name,
+            version,
+            version,
+            extra=log_fields("run_with_history", run=self._run_name, role="trainer"),
+        )
 
     def _opened_run(self) -> Run:
         # Credentials are checked once: later a refusal can be transient, as a restarting server loads its users late.

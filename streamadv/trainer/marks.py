@@ -1,0 +1,85 @@
+"""What the training loop says of its batches: trained on, held in a saved checkpoint."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ..batch.progress import Progress
+from ..batch.record import BatchRecord
+from ..batch.session import Session
+from ..errors import SettingError
+from .microbatch import Batch
+from .sessions import Sessions
+
+Mark = Literal["auto", "explicit"]
+Commit = Literal["each_batch", "manual"]
+
+
+class Marks:
+    """Marks batches of one rank as trained and commits them; nothing here waits or tries again."""
+
+    def __init__(
+        self, sessions: Sessions, progress: Progress, leads: bool, mark: Mark, commit: Commit
+    ) -> None:
+        self._sessions = sessions
+        self._progress = progress
+        self._leads = leads
+        self._mark = mark
+        self._commit_mode = commit
+        self.current: Batch | None = None  # delivered last; only where the next one marks it
+        #: Set when a batch was marked; who waits for that clears it first.
+        self.news = threading.Event()
+
+    def delivered(self, batch: Batch) -> None:
+        """The training loop gets the batch."""
+        self.current = batch if self._mark == "auto" else None
+
+    def finish_current(self) -> Session:
+        """The loop asks for another batch: mark and commit the one before where that is the mode."""
+        batch, sessions = self.current, self._sessions
+        if batch is not None and batch.version >= self._progress.version:
+            self._note_trained(sessions.current(), batch)
+        session = sessions.checked()
+        if batch is not None and batch.version in session.batches:
+            if session.published_version <= batch.version:
+                session.publish_version(session.batches[batch.version].record)
+            if self._commit_mode == "each_batch":
+                session.commit(session.version)
+        self.current = None
+        return session
+
+    def trained(self, batch: Batch) -> None:
+        """As `TrainerQueue.trained`, once."""
+        record = self._note_trained(self._sessions.current(), batch)
+        session = self._writing_session()
+        session.publish_version(record)
+        if self._mark == "explicit" and self._commit_mode == "each_batch":
+            session.commit(session.version)
+        self.news.set()
+
+    def commit(self, state: Mapping[str, Any]) -> None:
+        """As `TrainerQueue.commit`, once."""
+        session = self._writing_session()
+        if state["version"] > session.version:
+            raise SettingError(
+                f"state has version {state['version']}, this queue is at {session.version}: load it first"
+            )
+        session.commit(state["version"])
+
+    def _note_trained(self, session: Session, batch: Batch) -> BatchRecord:
+        """Note in the progress, before any server is asked, that the batch is in the weights."""
+        named = session.batches.get(batch.version)
+        if named is None or named.record.id != batch.id:
+            raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
+        if batch.version > session.version:
+            raise SettingError(
+                f"batch {batch.version} is marked as trained before batch {session.version}: mark in order"
+            )
+        session.note_trained(named.record, batch.kl)
+        return named.record
+
+    def _writing_session(self) -> Session:
+        """The session to write with. Only rank 0 writes, to the servers as they are now."""
+        return self._sessions.checked() if self._leads else self._sessions.current()

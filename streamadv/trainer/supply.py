@@ -1,0 +1,197 @@
+"""How the next batch comes to one rank: it waits for it, delivers it, and says why there is none."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Final
+
+from .. import clock
+from ..batch.hold import NotHeldError
+from ..batch.progress import Progress
+from ..batch.session import Session
+from ..errors import BatchLostError, NoBatchError, UndecodableGroupError
+from ..messages import log_fields
+from ..status.watchdog import Limits, Watchdog, why_no_batch
+from ..store.retry import RETRYABLE
+from .late_columns import LateColumn
+from .marks import Marks
+from .microbatch import Batch
+from .patience import Patience
+from .plan import Rank
+from .reader import STAGE, BatchReader
+from .report import RunFigures, named, observe, times
+
+logger = logging.getLogger(__name__)
+
+#: Milliseconds of one wait for news at most.
+BLOCK_MS: Final = 500
+
+
+class Supply:
+    """The next batch of one rank.
+
+    lock: held for each step, not while this waits. stop: set when the queue is closed. pause: sleeps until then.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        rank: Rank,
+        marks: Marks,
+        progress: Progress,
+        late: Mapping[str, LateColumn],
+        limits: Limits,
+        lock: threading.RLock,
+        stop: threading.Event,
+        pause: Callable[[float], None],
+    ) -> None:
+        self._run_name = run
+        self._rank = rank
+        self._marks = marks
+        self._progress = progress
+        self._late = late
+        self._limits = limits
+        self._lock = lock
+        self._stop = stop
+        self._pause = pause
+        self._delivered_at: float | None = None  # when a batch was delivered last
+        # Of the session that was seen last:
+        self._reader: BatchReader | None = None
+        self._watchdog: Watchdog | None = None  # rank 0's
+        self._run_figures: RunFigures | None = None  # likewise
+
+    @property
+    def _next(self) -> int:
+        """k of the batch to be delivered next."""
+        return self._progress.delivered
+
+    def next_batch(self, timeout: float | None, max_groups: int | None) -> Batch | None:
+        """As `TrainerQueue.next_batch`."""
+        started = clock.now()
+        patience = Patience(timeout, self._pause)
+        while True:
+            try:
+                with self._lock:
+                    batch, reader = self._advance(patience, max_groups)
+                    if batch is not None:
+                        self._report(batch, clock.now() - started)
+                if batch is not None or reader is None:
+                    return batch
+                self._wait_for_news(reader, patience, max_groups)
+            except NotHeldError as error:
+                if patience.is_over:
+                    raise NoBatchError(
+                        f"no batch within {timeout:g} s (run {self._run_name}, rank {self._rank.number}): {error}"
+                    ) from None
+                patience.wait_for_hold(error)
+            except RETRYABLE as error:
+                patience.outage.pause_after(error)
+            else:
+                patience.held()
+
+    def _advance(self, patience: Patience, max_groups: int | None) -> tuple[Batch | None, BatchReader | None]:
+        """The next batch, if it is there, and the reader to wait with; no reader: the run has ended."""
+        session = self._marks.finish_current()
+        reader = self._reader_of(session)
+        ended = session.find(self._next) is None and session.has_ended(self._next)
+        if session.name_ahead(ended, max_groups):
+            patience.progress()
+        batch = self._collect(reader)
+        if batch is not None:
+            self._marks.delivered(batch)
+            self._prepare_next(reader, max_groups)
+        elif ended and session.has_scanned_logs and session.find(self._next) is None:
+            session.publish_end(self._progress.ends + 1)
+            self._progress.end()
+            if not self._progress.has_delivered:
+                self._warn_of_no_batch()
+            return None, None
+        return batch, reader
+
+    def _reader_of(self, session: Session) -> BatchReader:
+        """The reader of this session: a new session reads the logs from their start."""
+        if self._reader is None or self._reader.session is not session:
+            self.stop_reading()
+            if self._rank.number == 0:
+                self._watchdog = Watchdog.begin(session.run, self._limits)
+                self._run_figures = self._run_figures or RunFigures(session.run, self._watchdog.counters)
+            self._reader = BatchReader(session, self._rank, self._late)
+        return self._reader
+
+    def stop_reading(self) -> None:
+        """Read nothing ahead."""
+        if self._reader is not None:
+            self._reader.stop()
+
+    def _collect(self, reader: BatchReader) -> Batch | None:
+        """The next batch without its unreadable groups; None if there is none yet.
+
+        The one place that decides what a missing or unreadable group means. Raises BatchLostError.
+        """
+        while True:
+            try:
+                return reader.collect()
+            except (BatchLostError, UndecodableGroupError) as error:
+                # After data loss the next turn begins a session that repeats what is lost, see "Going back in time"
+                # in docs/concepts/guarantees.md: nothing may be dead-lettered for it.
+                if not reader.session.has_same_servers():
+                    return None
+                if isinstance(error, BatchLostError):
+                    raise
+                if not reader.exclude(error):
+                    return None
+
+    def _prepare_next(self, reader: BatchReader, max_groups: int | None) -> None:
+        """Name the batch after the one in hand and read it ahead. The next call repeats what fails here."""
+        with suppress(*RETRYABLE, NotHeldError):
+            reader.session.name_ahead(False, max_groups)
+            reader.read_ahead(reader.session.find(self._next))
+
+    def _report(self, batch: Batch, wait_s: float) -> None:
+        now = clock.now()
+        figures = times(wait_s, None if self._delivered_at is None else now - self._delivered_at)
+        self._delivered_at = now
+        if self._watchdog is not None and self._run_figures is not None:
+            self._watchdog.progress()
+            figures |= self._run_figures.figures(self._watchdog.counters)
+        batch.metrics.update(named(figures))
+        if self._watchdog is not None:
+            observe(batch, wait_s)
+
+    def _warn_of_no_batch(self) -> None:
+        if self._rank.number == 0:
+            logger.warning(
+                "run %s has ended at version %d before a batch came: its producers have finished and no group is left; "
+                "start producers, or give another run=",
+                self._run_name,
+                self._progress.version,
+                extra=log_fields("ended_without_batch", run=self._run_name, role=STAGE),
+            )
+
+    def _wait_for_news(self, reader: BatchReader, patience: Patience, max_groups: int | None) -> None:
+        """Wait for results, groups or marks, for a part of the timeout at most.
+
+        Raises NoBatchError when the timeout is over, and the watchdog's errors where waiting cannot end.
+        """
+        session, timeout = reader.session, patience.timeout
+        patience.look(session)
+        self._marks.news.clear()
+        unmarked = session.waits_for_marks(self._next)
+        if patience.is_over:
+            why = str(unmarked) if unmarked else why_no_batch(session.run, self._limits)
+            raise NoBatchError(
+                f"no new group for {timeout:g} s (run {self._run_name}, batch {self._next}): {why}"
+            )
+        block_ms = BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1)
+        if unmarked:
+            patience.wait_for_batch(unmarked)
+            self._marks.news.wait(block_ms / 1000)
+            return
+        if self._watchdog is not None:
+            self._watchdog.look()
+        else:
+            patience.wait_for_batch(session.waits_for(self._next))
+        reader.wait(block_ms, max_groups, self._stop)

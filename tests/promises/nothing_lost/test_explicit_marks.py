@@ -1,0 +1,185 @@
+"""`mark="explicit"`: a trainer that reads ahead says itself which batches it has trained on."""
+
+from __future__ import annotations
+
+import queue as queues
+import threading
+from typing import Any
+
+import pytest
+
+from streamadv.advantage.worker import run_worker
+from streamadv.errors import NoBatchError, SettingError
+from streamadv.grouping.grouper import run_grouper
+from streamadv.producer import Producer
+from streamadv.run import Run
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.trainer.microbatch import Batch
+from streamadv.trainer.queue import TrainerQueue
+from tests.support import (
+    join,
+    ledger,
+    next_batch,
+    problems,
+    producing,
+    push_groups,
+    threads,
+)
+
+
+def queue_of(connection: Connection | str, run: str = "r", **options: Any) -> TrainerQueue:
+    given = {"batch_groups": 1, "mark": "explicit", "commit": "manual", "max_staleness": None, **options}
+    return TrainerQueue(connection, run, **given)
+
+
+def deliver(queue: TrainerQueue, run: Run, count: int = 1) -> list[Batch]:
+    """The next batches; each is named, computed and read before the one before it is marked."""
+    batches = []
+    for _ in range(count):
+        batch = next_batch(queue, run)
+        assert batch is not None
+        batches.append(batch)
+    return batches
+
+
+@pytest.fixture
+def run_of_four(fake: Connection) -> Run:
+    with producing(fake, "r") as producer:
+        push_groups(producer, 4)
+        producer.finish()
+    return join(fake, "r")
+
+
+def test_only_trained_marks(fake: Connection, run_of_four: Run) -> None:
+    queue = queue_of(fake, prefetch=2)
+    batches = deliver(queue, run_of_four, 3)
+    assert [batch.version for batch in batches] == [0, 1, 2]
+    assert queue.state_dict()["version"] == 0
+    queue.trained(batches[0])
+    state = queue.state_dict()
+    assert (state["version"], state["groups"]) == (1, ["g0000"])
+    queue.commit(state)
+    assert ledger(run_of_four)["trained"] == 2
+    assert problems(run_of_four) == []
+
+
+def test_the_queue_says_what_it_waits_for_and_does_not_end_the_run(
+    fake: Connection, run_of_four: Run
+) -> None:
+    queue = queue_of(fake, prefetch=1)
+    first, second = deliver(queue, run_of_four, 2)
+    with pytest.raises(NoBatchError, match=r"batches 0 to 1 are delivered and not marked .* \[unmarked\]"):
+        queue.next_batch(timeout=0)
+    queue.trained(first)
+    (third,) = deliver(queue, run_of_four)
+    for batch in (second, third):
+        queue.trained(batch)
+    (fourth,) = deliver(queue, run_of_four)
+    assert next_batch(queue, run_of_four) is None
+    queue.trained(fourth)
+    queue.commit(queue.state_dict())
+    assert ledger(run_of_four)["trained"] == 8
+
+
+def test_batches_are_marked_in_order(fake: Connection, run_of_four: Run) -> None:
+    queue = queue_of(fake, prefetch=1)
+    first, second = deliver(queue, run_of_four, 2)
+    with pytest.raises(SettingError, match="batch 1 is marked as trained before batch 0: mark in order"):
+        queue.trained(second)
+    for batch in (first, second, second):
+        queue.trained(batch)
+    assert queue.state_dict()["version"] == 2
+
+
+def test_what_was_delivered_and_not_marked_comes_again(fake: Connection, run_of_four: Run) -> None:
+    queue = queue_of(fake, prefetch=2)
+    batches = deliver(queue, run_of_four, 3)
+    queue.trained(batches[0])
+    state = queue.state_dict()
+    queue.commit(state)
+    resumed = queue_of(fake, prefetch=2)
+    resumed.load_state_dict(state)
+    again = deliver(resumed, run_of_four, 2)
+    assert [batch.id for batch in again] == [batch.id for batch in batches[1:]]
+
+
+def test_each_batch_is_committed_when_it_is_marked(fake: Connection, run_of_four: Run) -> None:
+    queue = queue_of(fake, prefetch=1, commit="each_batch")
+    first, second = deliver(queue, run_of_four, 2)
+    assert ledger(run_of_four)["trained"] == 0
+    queue.trained(first)
+    assert ledger(run_of_four)["trained"] == 2
+    queue.trained(second)
+    assert ledger(run_of_four)["trained"] == 4
+
+
+def test_a_rank_may_mark_later_than_rank_0_commits(fake: Connection, run_of_four: Run) -> None:
+    ranks = [queue_of(fake, prefetch=1, rank=rank, world_size=2, job="j") for rank in range(2)]
+    in_hand = [deliver(queue, run_of_four, 2) for queue in ranks]
+    for batch in in_hand[0]:
+        ranks[0].trained(batch)
+        ranks[0].commit(ranks[0].state_dict())
+    rest = [deliver(queue, run_of_four, 2) for queue in ranks]
+    for batch in (*in_hand[1], *rest[1]):
+        ranks[1].trained(batch)
+    assert ranks[1].state_dict()["version"] == 4
+    ids = [[batch.id for batch in batches] for batches in rest]
+    assert ids[0] == ids[1]
+    assert ledger(run_of_four)["trained"] == 4
+
+
+@pytest.mark.server
+def test_batches_in_hand_survive_a_server_that_forgets(forgetful: EmbeddedServer, run: str) -> None:
+    with Producer(forgetful.url, run) as producer:
+        push_groups(producer, 3)
+        joined = join(forgetful.url, run)
+        queue = queue_of(forgetful.url, run, prefetch=1)
+        first, second = deliver(queue, joined, 2)
+        forgetful.kill()
+        forgetful.start()
+        producer.finish()  # sends its groups again
+        queue.trained(first)
+        queue.trained(second)
+        (third,) = deliver(queue, join(forgetful.url, run))
+        queue.trained(third)
+        queue.commit(queue.state_dict())
+        queue.close()
+    groups = [batch.references[0].group_id for batch in (first, second, third)]
+    assert sorted(groups) == ["g0000", "g0001", "g0002"]
+    assert problems(join(forgetful.url, run)) == []
+
+
+def test_a_thread_reads_while_another_trains(redis_url: str, run: str) -> None:
+    trained: list[str] = []
+    ready: queues.SimpleQueue[Batch | None] = queues.SimpleQueue()
+    queue = queue_of(redis_url, run, prefetch=2, batch_groups=2)
+
+    def read(stop: threading.Event) -> None:
+        for batch in queue:
+            ready.put(batch)
+        ready.put(None)
+
+    with Producer(redis_url, run) as producer:
+        push_groups(producer, 20)
+        producer.finish()
+        stages = [
+            lambda stop: run_grouper(join(redis_url, run), stop, lease_s=1),
+            lambda stop: run_worker(join(redis_url, run), stop, device="cpu", lease_s=1),
+            read,
+        ]
+        with threads(*stages):
+            while (batch := ready.get(timeout=60)) is not None:
+                trained += {reference.group_id for reference in batch.references}
+                queue.trained(batch)
+                queue.commit(queue.state_dict())
+    queue.close()
+    assert sorted(trained) == [f"g{number:04d}" for number in range(20)]
+    joined = join(redis_url, run)
+    assert ledger(joined)["trained"] == 40
+    assert problems(joined) == []
+
+
+def test_a_wrong_mode_is_named() -> None:
+    with pytest.raises(SettingError, match="mark is 'never', needs 'auto' or 'explicit'"):
+        TrainerQueue("redis://localhost:1", mark="never")  # type: ignore[arg-type]
