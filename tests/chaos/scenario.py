@@ -26,7 +26,7 @@ from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer
 from streamadv.run.dead_letters import list_dead, purge, requeue
 from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
-from streamadv.trainer import queue as trainer_queue
+from streamadv.trainer import supply
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import consumer_of, ended, make_overdue, trajectory, unscored
 
@@ -95,7 +95,7 @@ class World:
                 heartbeats, "PRODUCER_TIMEOUT_S", -1.0
             )  # a dead producer is known to be dead at once
             # Nobody reads why there is no batch yet, and reading the status for it is a quarter of the time.
-            patch.setattr(trainer_queue, "why_no_batch", lambda run, limits: "")
+            patch.setattr(supply, "why_no_batch", lambda run, limits: "")
             actors = [(make, make(self)) for make in ACTORS]
             for _ in range(MAX_ROUNDS):
                 for place, (make, actor) in enumerate(actors):

@@ -32,7 +32,7 @@ from streamadv.producer import Producer
 from streamadv.run.consumer import ADVANTAGE, GROUPER
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
-from streamadv.trainer import queue as trainer_queue
+from streamadv.trainer import supply
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
@@ -244,7 +244,7 @@ def test_any_order_of_steps_and_crashes(
     model_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nobody reads why there is no batch yet, and reading the status for it takes most of a step.
-    monkeypatch.setattr(trainer_queue, "why_no_batch", lambda run, limits: "")
+    monkeypatch.setattr(supply, "why_no_batch", lambda run, limits: "")
     Lifecycle.url = model_server.url
     run_state_machine_as_test(
         Lifecycle,
