@@ -175,7 +175,7 @@ def test_evaluation_goes_with_the_next_batch_once(fake: Connection) -> None:
                     rollout.push(**columns, reward=reward, model_version=version)
 
         def next_metrics() -> dict[str, float]:
-            push_groups(producer, 1, prefix=f"t{queue._next}")
+            push_groups(producer, 1, prefix=f"t{queue._progress.delivered}")
             metrics = delivered(queue, run).metrics
             return {name: value for name, value in metrics.items() if name.startswith("val-")}
 
