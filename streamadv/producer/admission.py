@@ -18,7 +18,7 @@ from ..messages import log_fields
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Blocked, Wait
-from ..trajectory.schema import Role, Trajectory
+from ..trajectory.schema import Role
 from .checks import GroupRequest, check_deadline, check_group
 from .encode import Push
 from .membership import Membership
@@ -64,27 +64,25 @@ class Admission:
         self._unclaimed: dict[str, str] = {}  # nonce of a begin that nobody waits for any more -> group id
         self._ahead: dict[str, str] = {}  # likewise of a group that is open before anybody has asked for it
 
-    def begin(self, request: GroupRequest, call: BeginCall | None = None) -> Steps[list[Ticket]]:
-        """Admit a group and return its tickets, waiting up to `request.timeout` seconds (None = for ever).
+    def begin(self, request: GroupRequest, call: BeginCall | None = None) -> Steps[Ticket]:
+        """Admit a group and return its first ticket, waiting up to `request.timeout` seconds (None = for ever).
 
-        Returns [] if `call` is no longer wanted. Raises Busy, GroupEndedError, TrajectoryError, SettingError.
+        Raises Busy, also if `call` is no longer wanted, GroupEndedError, TrajectoryError, SettingError.
         """
         call = call or BeginCall()
         has_given_id = request.group_id is not None
-        shared, spec = self.check(request)
+        spec = self.check(request)
         yield from self._membership.reopen()
         yield from self.withdraw()
         wait = self.admission_wait(request.timeout)
         while True:
-            spec = spec if has_given_id else replace(spec, group_id=new_group_id())
             spec, reply = yield from self._ask_to_begin(spec, call, has_given_id)
             if reply[0] in (b"ok", b"open"):
                 wait.over()
                 if self._membership.closed or not call.wanted:
                     self.leave_unclaimed(call, spec.group_id)
                     self._membership.check_open()
-                    return []
-                return self.tickets(shared, spec, reply)
+                return self.first_ticket(spec, reply)
             if reply[0] == b"ended":
                 raise GroupEndedError(f"group {spec.group_id} has ended: begin another one")
             check_group_reply(reply, spec)
@@ -97,19 +95,15 @@ class Admission:
             metrics.backpressure(delay)
             yield Pause(delay)
             if not call.wanted:
-                return []
+                raise busy_error(reason)
+            spec = spec if has_given_id else replace(spec, group_id=new_group_id())
 
-    def check(self, request: GroupRequest) -> tuple[Trajectory, GroupSpec]:
-        """What all rollouts of the group share, and what the scripts need to know of it. Raises as `check_group`."""
+    def check(self, request: GroupRequest) -> GroupSpec:
+        """What all rollouts of the group share. Raises as `check_group`."""
         manifest = self._membership.manifest
         # Every rollout of an evaluation counts, unless the caller wants spare ones.
         default = 0 if request.role == Role.EVAL else manifest.redundancy
-        redundancy = default if request.redundancy is None else request.redundancy
-        shared = check_group(request, redundancy)
-        slots = request.size + redundancy
-        return shared, GroupSpec(
-            shared.group_id, request.size, slots, shared.data_source, request.deadline_s, shared.role
-        )
+        return check_group(request, default if request.redundancy is None else request.redundancy)
 
     def _ask_to_begin(
         self, spec: GroupSpec, call: BeginCall, has_given_id: bool
@@ -141,25 +135,13 @@ class Admission:
         arguments = self._arguments(spec, self.budget_for_new(spec.group_id), groups_elsewhere)
         return script_call("begin", keys, [*arguments, call.nonce], group=spec.group_id)
 
-    def tickets(self, shared: Trajectory, spec: GroupSpec, reply: Reply) -> list[Ticket]:
-        """The tickets of a group that a reply of `begin` says is open. shared: see `check_group`."""
+    def first_ticket(self, spec: GroupSpec, reply: Reply) -> Ticket:
+        """The ticket of slot 0 of a group that a reply of `begin` says is open."""
         _, epoch, version, slots, slot_bytes = reply
         self._say_sizes(int(slot_bytes or 0))
         self._membership.version = model_version = int(version or 0)
-        return [
-            Ticket(
-                spec.group_id,
-                index,
-                spec.size,
-                int(slots),
-                int(epoch),
-                model_version,
-                shared.data_source,
-                dict(shared.metadata),
-                str(shared.role),
-            )
-            for index in range(int(slots))
-        ]
+        counts = (spec.size, int(slots), int(epoch), model_version)
+        return Ticket(spec.group_id, 0, *counts, spec.data_source, dict(spec.metadata), spec.role)
 
     def call_group_script(
         self,

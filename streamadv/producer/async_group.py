@@ -107,9 +107,10 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
     rollout`, so that the error of one does not cost its siblings.
     """
 
-    def __init__(self, producer: AsyncProducer, tickets: Sequence[Ticket]) -> None:
-        slots = Slots(producer._logic, tickets)
-        super().__init__(slots, [AsyncRollout(producer, slots, ticket) for ticket in slots.tickets])
+    def __init__(self, producer: AsyncProducer, ticket: Ticket) -> None:
+        """ticket: the first one of a group that has just been begun."""
+        slots = Slots.of_group(producer._logic, ticket)
+        super().__init__(slots, partial(AsyncRollout, producer, slots))
         self._producer = producer
 
     async def run(self, play: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -169,7 +170,7 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
 
     async def push(self, records: Sequence[Trajectory | Mapping[str, Any]]) -> PushResult:
         """As `Group.push`."""
-        return await self._producer._drive(self._slots.push(records, self.tickets[0]))
+        return await self._producer._drive(self._slots.push(records, self._slots.ticket))
 
     async def cancel(self, count: int | None = None, *, indices: Iterable[int] | None = None) -> PushResult:
         """As `Group.cancel`."""

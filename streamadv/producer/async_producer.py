@@ -94,19 +94,17 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         call = BeginCall()
         beginning = asyncio.create_task(self._drive(self._logic.admission.begin(request, call)))
         try:
-            tickets = await asyncio.shield(beginning)
+            ticket = await asyncio.shield(beginning)
         except asyncio.CancelledError:
             call.wanted = False
             self._in_background(self._forget(beginning, call))
             raise
-        return AsyncGroup(self, tickets)
+        return AsyncGroup(self, ticket)
 
-    async def _forget(self, beginning: asyncio.Task[list[Ticket]], call: BeginCall) -> None:
+    async def _forget(self, beginning: asyncio.Task[Ticket], call: BeginCall) -> None:
         """Withdraw the group of a call that nobody waits for."""
         with suppress(StreamadvError):
-            tickets = await beginning
-            if tickets:
-                self._logic.admission.leave_unclaimed(call, tickets[0].group_id)
+            self._logic.admission.leave_unclaimed(call, (await beginning).group_id)
             await self._drive(self._logic.admission.withdraw())
 
     async def push(self, trajectories: Sequence[Trajectory]) -> PushResult:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import EllipsisType
 from typing import Any, Final, Generic, TypeVar
 
@@ -88,13 +89,12 @@ R = TypeVar("R", bound=BaseRollout)
 class BaseGroup(Generic[R]):
     """What the two kinds of group share."""
 
-    def __init__(self, slots: Slots, rollouts: list[R]) -> None:
+    def __init__(self, slots: Slots, make_rollout: Callable[[Ticket], R]) -> None:
         self._slots = slots
-        self._rollouts = rollouts
-        first = slots.tickets[0]
-        self.group_id = first.group_id
-        self.size = first.group_size
-        self.model_version = first.model_version
+        self._make_rollout = make_rollout
+        self.group_id = slots.ticket.group_id
+        self.size = slots.ticket.group_size
+        self.model_version = slots.ticket.model_version
 
     def __repr__(self) -> str:
         slots = self._slots
@@ -117,11 +117,15 @@ class BaseGroup(Generic[R]):
         """Why rollouts failed or were cancelled here: rollout_index -> one line."""
         return self._slots.failures
 
+    @cached_property
+    def _rollouts(self) -> list[R]:
+        return [self._make_rollout(ticket) for ticket in self._slots.tickets]
+
     def __iter__(self) -> Iterator[R]:
         return iter(self._rollouts)
 
     def __len__(self) -> int:
-        return len(self._rollouts)
+        return len(self._slots.indices)
 
     def _to_play(self) -> list[tuple[R, Outcome]]:
         """The rollouts that have not ended, with room for what becomes of each."""

@@ -12,8 +12,9 @@ from typing import Any, Final
 from ..errors import SettingError, TrajectoryError
 from ..messages import brief
 from ..run.manifest import MAX_DEADLINE_S
+from ..trajectory.plain_records import is_plain_group, is_plain_metadata
 from ..trajectory.schema import MAX_GROUP_SIZE, Role, Trajectory, parse_trajectory
-from .tickets import GROUP_ROLES, Ticket, new_group_id
+from .tickets import GROUP_ROLES, GroupSpec, Ticket, new_group_id
 
 MAX_METADATA_BYTES: Final = 1 << 16
 
@@ -32,8 +33,8 @@ class GroupRequest:
     role: str = Role.TRAIN
 
 
-def check_group(request: GroupRequest, redundancy: int) -> Trajectory:
-    """What all rollouts of a group share, as a trajectory of it that holds nothing else.
+def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
+    """What all rollouts of a group share.
 
     Raises TrajectoryError for whatever a push to the group would raise it for, SettingError for a wrong deadline_s or
     timeout.
@@ -45,23 +46,22 @@ def check_group(request: GroupRequest, redundancy: int) -> Trajectory:
             )
     if request.role not in GROUP_ROLES:
         raise TrajectoryError(f"group: role is {brief(request.role)}, needs one of {', '.join(GROUP_ROLES)}")
-    shared = parse_trajectory(
-        {
-            "group_id": new_group_id() if request.group_id is None else request.group_id,
-            "group_size": request.size,
-            "rollout_index": 0,
-            "status": "failed",
-            "role": request.role,
-            "data_source": request.data_source,
-            "metadata": {} if request.metadata is None else request.metadata,
-        },
-        "group",
-    )
-    if shared.metadata and len(json.dumps(shared.metadata)) > MAX_METADATA_BYTES:
+    group_id = new_group_id() if request.group_id is None else request.group_id
+    source, metadata = request.data_source, {} if request.metadata is None else request.metadata
+    if is_plain_group(group_id, source) and is_plain_metadata(metadata, depth=1):
+        metadata = dict(metadata)
+    else:
+        fields = {"group_id": group_id, "data_source": source, "metadata": metadata, "role": request.role}
+        shared = parse_trajectory(
+            {**fields, "group_size": request.size, "rollout_index": 0, "status": "failed"}, "group"
+        )
+        group_id, source, metadata = shared.group_id, shared.data_source, shared.metadata
+    if metadata and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
         raise TrajectoryError(f"group: metadata: more than {MAX_METADATA_BYTES} bytes: use an extra column")
     check_deadline(request.deadline_s)
     check_seconds("timeout", request.timeout, zero=True)
-    return shared
+    slots, role = request.size + redundancy, str(request.role)
+    return GroupSpec(group_id, request.size, slots, source, request.deadline_s, role, metadata)
 
 
 def check_score(

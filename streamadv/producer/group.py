@@ -119,9 +119,10 @@ class Group(BaseGroup[Rollout]):
     tickets were handed out.
     """
 
-    def __init__(self, producer: Producer, tickets: Sequence[Ticket]) -> None:
-        slots = Slots(producer._logic, tickets)
-        super().__init__(slots, [Rollout(producer, slots, ticket) for ticket in slots.tickets])
+    def __init__(self, producer: Producer, ticket: Ticket) -> None:
+        """ticket: the first one of a group that has just been begun."""
+        slots = Slots.of_group(producer._logic, ticket)
+        super().__init__(slots, partial(Rollout, producer, slots))
         self._producer = producer
 
     def run(
@@ -178,7 +179,7 @@ class Group(BaseGroup[Rollout]):
 
     def push(self, records: Sequence[Trajectory | Mapping[str, Any]]) -> PushResult:
         """Push several rollouts of the group in one round trip; mappings name their `rollout_index`."""
-        return self._producer._drive(self._slots.push(records, self.tickets[0]))
+        return self._producer._drive(self._slots.push(records, self._slots.ticket))
 
     def cancel(self, count: int | None = None, *, indices: Iterable[int] | None = None) -> PushResult:
         """State that rollouts will not come: `count` of those that nobody plays, or those with these indices.

@@ -9,7 +9,6 @@ from redis.exceptions import NoScriptError
 
 from ..store.calls import Companion
 from ..store.scripts import ScriptCall
-from ..trajectory.schema import Trajectory
 from .admission import Admission, BeginCall
 from .checks import GroupRequest
 from .encode import Push
@@ -20,13 +19,12 @@ from .tickets import GroupSpec, Ticket
 class _Asked:
     """A group that was asked for with a push, and what has come of it."""
 
-    def __init__(self, admission: Admission, shared: Trajectory, spec: GroupSpec) -> None:
+    def __init__(self, admission: Admission, spec: GroupSpec) -> None:
         self._admission = admission
-        self._shared = shared
         self._spec = spec
         self._call = BeginCall()
         self._lock = threading.Lock()
-        self._tickets: list[Ticket] | None = None
+        self._ticket: Ticket | None = None
         self._is_answered = False
 
     def companion(self) -> Companion:
@@ -43,16 +41,16 @@ class _Asked:
             if not is_error and reply[0] not in (b"ok", b"open"):
                 return
             if self._call.wanted and not is_error:
-                self._tickets = self._admission.tickets(self._shared, self._spec, reply)
+                self._ticket = self._admission.first_ticket(self._spec, reply)
                 self._admission.keep_ahead(self._call, self._spec.group_id)
             else:
                 self.withdraw()
 
-    def take(self) -> list[Ticket] | None:
-        """The tickets if they have come, once; a group that is opened later is withdrawn."""
+    def take(self) -> Ticket | None:
+        """The first ticket if it has come, once; a group that is opened later is withdrawn."""
         with self._lock:
             self._call.wanted = False
-            return self._tickets if self._admission.take_ahead(self._call) else None
+            return self._ticket if self._admission.take_ahead(self._call) else None
 
     def withdraw(self) -> None:
         self._admission.leave_unclaimed(self._call, self._spec.group_id)
@@ -71,13 +69,13 @@ class NextGroup:
         self._asked: _Asked | None = None
         self._is_closed = False
 
-    def begin(self) -> Steps[list[Ticket]]:
-        """The tickets of the next group: at once if a push has brought them, else as `Admission.begin`."""
+    def begin(self) -> Steps[Ticket]:
+        """The first ticket of the next group: at once if a push has brought it, else as `Admission.begin`."""
         asked = self._forget()
-        tickets = asked.take() if asked is not None else None
-        if tickets is None:
-            tickets = yield from self._admission.begin(self._request)
-        return tickets
+        ticket = asked.take() if asked is not None else None
+        if ticket is None:
+            ticket = yield from self._admission.begin(self._request)
+        return ticket
 
     def close(self) -> None:
         """Nobody wants a next group, also not with the pushes of groups that are still played."""
@@ -108,7 +106,7 @@ class NextGroup:
         with self._lock:
             if self._asked is not None or self._is_closed:
                 return attempt
-            asked = self._asked = _Asked(self._admission, *self._admission.check(self._request))
+            asked = self._asked = _Asked(self._admission, self._admission.check(self._request))
         return attempt._replace(companion=asked.companion())
 
     def _forget(self) -> _Asked | None:

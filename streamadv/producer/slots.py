@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from numbers import Integral
 from typing import Any, Self
 
@@ -24,11 +25,12 @@ class Slots:
     A slot is free until somebody plays it, here (`started`) or elsewhere (`handed_out`), and `ended` once.
     """
 
-    def __init__(self, logic: ProducerLogic, tickets: Sequence[Ticket]) -> None:
-        """tickets: of one group, held by nobody else."""
+    def __init__(self, logic: ProducerLogic, ticket: Ticket, indices: Sequence[int]) -> None:
+        """ticket: of one of the slots `indices`; nobody else holds tickets of these."""
         self.logic = logic
+        self.ticket = ticket
+        self.indices = indices
         self.handed_out: set[int] = set()  # tickets that have left this process: somebody plays them
-        self.tickets = [ticket.watched_by(self.handed_out) for ticket in tickets]
         self.started: set[int] = set()
         self.ended: set[int] = set()
         self.cancelled: set[int] = set()  # cancelled while they may still be played here
@@ -36,16 +38,26 @@ class Slots:
         self.next_group: NextGroup | None = None  # asked for with the push that ends the last slot
 
     @classmethod
+    def of_group(cls, logic: ProducerLogic, ticket: Ticket) -> Self:
+        """All slots of the group that has just been begun. ticket: its first one."""
+        return cls(logic, ticket, range(ticket.slots))
+
+    @classmethod
     def of_received(cls, logic: ProducerLogic, ticket: Ticket) -> Self:
         """The slot of a ticket that somebody else has handed out. Raises TrajectoryError for what is no ticket."""
         if not isinstance(ticket, Ticket):
             raise TrajectoryError(f"ticket is {brief(ticket)}, needs a Ticket: Ticket.from_json reads one")
         ticket.hand_out()
-        return cls(logic, [replace(ticket)])
+        return cls(logic, replace(ticket), [ticket.rollout_index])
 
-    @property
-    def indices(self) -> list[int]:
-        return [ticket.rollout_index for ticket in self.tickets]
+    @cached_property
+    def tickets(self) -> list[Ticket]:
+        """One for each slot. Made when they are asked for: who pushes the group whole needs none."""
+        tickets = [
+            replace(self.ticket, rollout_index=index, metadata=dict(self.ticket.metadata))
+            for index in self.indices
+        ]
+        return [ticket.watched_by(self.handed_out) for ticket in tickets]
 
     @property
     def free(self) -> list[int]:
@@ -81,7 +93,7 @@ class Slots:
         """End slots without a trajectory. why: one line for `failures`, also logged if `note`."""
         if not indices:
             return PushResult([])
-        result = yield from self.logic.pushes.end_slots(self.tickets[0], indices, kind)
+        result = yield from self.logic.pushes.end_slots(self.ticket, indices, kind)
         self.ended.update(indices)
         for index in result.indices:
             self.failures.setdefault(index, why or kind)
@@ -109,9 +121,7 @@ class Slots:
     def _cancel_indices(self, indices: list[int]) -> Steps[PushResult]:
         for index in indices:
             if not isinstance(index, Integral) or isinstance(index, bool) or index not in self.indices:
-                raise TrajectoryError(
-                    f"cancel: group {self.tickets[0].group_id} has no rollout {brief(index)}"
-                )
+                raise TrajectoryError(f"cancel: group {self.ticket.group_id} has no rollout {brief(index)}")
         result = yield from self.end(indices, CANCELLED, note=False)
         self.cancelled.update(result.indices)
         return result
@@ -122,12 +132,12 @@ class Slots:
         free = self.free
         if count > len(free):
             raise TrajectoryError(
-                f"cancel: count is {count}, of group {self.tickets[0].group_id} {len(free)} rollouts are neither "
+                f"cancel: count is {count}, of group {self.ticket.group_id} {len(free)} rollouts are neither "
                 f"started, handed out nor ended: name those that will not come with indices=[...]"
             )
         if not count:
             return PushResult([])
-        result = yield from self.logic.pushes.cancel(self.tickets[0], count, free)
+        result = yield from self.logic.pushes.cancel(self.ticket, count, free)
         self.ended.update(result.indices)
         self.cancelled.update(result.indices)
         self.failures.update(dict.fromkeys(result.indices, CANCELLED))

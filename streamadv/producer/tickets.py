@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Final, NamedTuple, Self
@@ -99,7 +99,7 @@ def _of_some_group(ticket: Ticket) -> Ticket:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """What the scripts that may open a group need to know of it."""
+    """What all rollouts of a group share."""
 
     group_id: str
     size: int
@@ -107,6 +107,7 @@ class GroupSpec:
     data_source: str | None = None
     deadline_s: float | None = None  # from its opening; None = the run's group_deadline_s
     role: str = Role.TRAIN
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, ticket: Ticket) -> GroupSpec:

@@ -90,7 +90,7 @@ def plain_packets(records: Sequence[Any], defaults: Defaults, limit: int) -> lis
     if not isinstance(records, list | tuple) or not records or type(records[0]) is not dict:
         return None
     columns = _columns_of(tuple(records[0]))
-    if columns is None or not _is_plain_group(defaults):
+    if columns is None or not _is_plain_ticket(defaults):
         return None
     width = sum(dtype.itemsize for _, dtype in columns)
     keys = records[0].keys()
@@ -146,20 +146,29 @@ def _columns_of(names: tuple[Any, ...]) -> Columns | None:
     return tuple(columns.items()) if is_plain else None
 
 
-def _is_plain_group(group: Defaults) -> bool:
-    source = group.data_source
+def is_plain_group(group_id: Any, data_source: Any) -> bool:
+    """Whether these need no further checks."""
     return (
-        type(group.group_id) is str
-        and 1 <= len(group.group_id) <= 200
-        and group.group_id.isascii()
-        and group.group_id.isprintable()
-        and " " not in group.group_id
-        and type(group.group_size) is int
-        and 1 <= group.group_size <= MAX_GROUP_SIZE
-        and type(group.slots) is int
-        and group.role in _ROLES
-        and (source is None or (type(source) is str and len(source) <= 200 and source.isascii()))
-        and type(group.metadata) is dict
+        type(group_id) is str
+        and 1 <= len(group_id) <= 200
+        and group_id.isascii()
+        and group_id.isprintable()
+        and " " not in group_id
+        and (
+            data_source is None
+            or (type(data_source) is str and len(data_source) <= 200 and data_source.isascii())
+        )
+    )
+
+
+def _is_plain_ticket(ticket: Defaults) -> bool:
+    return (
+        is_plain_group(ticket.group_id, ticket.data_source)
+        and type(ticket.group_size) is int
+        and 1 <= ticket.group_size <= MAX_GROUP_SIZE
+        and type(ticket.slots) is int
+        and ticket.role in _ROLES
+        and type(ticket.metadata) is dict
     )
 
 
@@ -274,6 +283,11 @@ def _header(metadata: Any, shared: Mapping[str, Any]) -> bytes | None:
         return b""
     merged = {**shared, **metadata}
     return to_json({"metadata": merged}) if _is_plain(merged, _MAX_DEPTH) else None
+
+
+def is_plain_metadata(metadata: Any, depth: int = _MAX_DEPTH) -> bool:
+    """Whether this is a dict of so many levels at most that needs no further checks."""
+    return type(metadata) is dict and _is_plain(metadata, depth)
 
 
 def _is_plain(value: Any, depth: int) -> bool:
