@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 
-from ..grouping.groups_log import LoggedGroup, Pointer, read_log
+from ..grouping.groups_log import LoggedGroup, Pointer, RawEntry, parse_groups, read_entries
 from ..run import Run
 
 
@@ -24,12 +24,17 @@ class Candidates:
         #: writes has older groups again, see "Going back in time" in docs/concepts/guarantees.md.
         self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
         self._groups: dict[int, list[LoggedGroup]] = {shard: [] for shard in self.cursors}  # in log order
+        #: What was read behind them. Parsing many entries takes hardly longer than parsing one, so it waits.
+        self._unparsed: dict[int, list[RawEntry]] = {shard: [] for shard in self.cursors}
         self._read_to_end: set[int] = set()  # shards
 
     def __len__(self) -> int:
-        return sum(map(len, self._groups.values()))
+        return sum(map(self._count, self.cursors))
 
     def __iter__(self) -> Iterator[LoggedGroup]:
+        for shard, groups in self._groups.items():
+            groups += parse_groups(self._run.keys, self._unparsed[shard])
+            self._unparsed[shard].clear()
         return heapq.merge(*self._groups.values(), key=attrgetter("position"))
 
     @property
@@ -39,18 +44,21 @@ class Candidates:
 
     def read_on(self, limit: int) -> None:
         """Read until there are `limit` candidates of each shard, or its log ends."""
-        for shard, groups in self._groups.items():
-            while (missing := limit - len(groups)) > 0:
-                page = read_log(self._run, shard, self.cursors[shard], missing)
+        for shard, unparsed in self._unparsed.items():
+            while (missing := limit - self._count(shard)) > 0:
+                page = read_entries(self._run, shard, self.cursors[shard], missing)
                 if page:
-                    self.cursors[shard] = page[-1].entry
-                groups += [group for group in page if (shard, group.entry) not in self._named]
+                    self.cursors[shard] = page[-1][1].decode()
+                unparsed += [entry for entry in page if (shard, entry[1].decode()) not in self._named]
                 if len(page) < missing:
                     self._read_to_end.add(shard)
                     break
 
     def remove(self, groups: Collection[LoggedGroup] | Collection[Pointer]) -> None:
-        """Take groups off the list: they were named, or dropped."""
+        """Take groups off the list, which were seen on it: they were named, or dropped."""
         removed = {(group.shard, group.entry) for group in groups}
         for shard, candidates in self._groups.items():
             self._groups[shard] = [group for group in candidates if (shard, group.entry) not in removed]
+
+    def _count(self, shard: int) -> int:
+        return len(self._groups[shard]) + len(self._unparsed[shard])

@@ -118,10 +118,12 @@ class _Entry(NamedTuple):
     scores: bytes = b"{}"
 
 
-def parse_groups(
-    keys: RunKeys, entries: Sequence[tuple[int, bytes, Mapping[bytes, bytes]]]
-) -> list[LoggedGroup]:
-    """Parse entries of groups logs (shard, id, fields), and fill in rewards that came after the push.
+#: An entry of a shard's groups log as it was read: shard, id, fields.
+RawEntry = tuple[int, bytes, Mapping[bytes, bytes]]
+
+
+def parse_groups(keys: RunKeys, entries: Sequence[RawEntry]) -> list[LoggedGroup]:
+    """Parse entries of groups logs, and fill in rewards that came after the push.
 
     An entry that is no group is `malformed`; a group whose members cannot be read has a `problem`.
     """
@@ -283,9 +285,14 @@ def _with_scores(members: Members, scores: Mapping[str, StoredScore]) -> Members
 
 def read_log(run: Run, shard: int, after: str, count: int) -> list[LoggedGroup]:
     """Up to `count` groups of a shard's log after the entry `after` ('0-0' = from the start)."""
+    return parse_groups(run.keys, read_entries(run, shard, after, count))
+
+
+def read_entries(run: Run, shard: int, after: str, count: int) -> list[RawEntry]:
+    """What `read_log` parses."""
     key = run.keys.shard(shard).groups
     entries: Any = run.connection.scripts.xrange(key, f"({after}", "+", count)
-    return parse_groups(run.keys, [(shard, *entry) for entry in entries])
+    return [(shard, *entry) for entry in entries]
 
 
 def read_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup]:

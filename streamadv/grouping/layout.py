@@ -56,6 +56,8 @@ class Layout:
 
     def select(self, positions: Positions | Sequence[int]) -> Layout:
         """The members at these positions, which ascend. Groups and packets keep their numbers."""
+        if len(positions) == len(self):
+            return self
         positions = np.asarray(positions, np.int64)
         return Layout(
             self.groups,

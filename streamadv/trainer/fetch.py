@@ -24,7 +24,6 @@ from ..advantage.results import BatchResults
 from ..algorithms.packing import empty_column
 from ..batch.record import BatchRecord
 from ..errors import StreamadvError, UndecodableGroupError, WireError
-from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
@@ -81,11 +80,8 @@ class FetchedShare:
 
     def is_of(self, share: Share) -> bool:
         """Whether `share` has the same trajectories, read from the same entries of the log."""
-        mine, other = self.share.own, share.own
-        return (
-            len(mine.groups) == len(other.groups)
-            and all(a is b for a, b in zip(mine.groups, other.groups, strict=True))
-            and np.array_equal(self.share.positions, share.positions)
+        return self.share.own.groups == share.own.groups and np.array_equal(
+            self.share.positions, share.positions
         )
 
     def read(self, run: Run, max_bytes: int | None = None, stop: threading.Event | None = None) -> Problems:
@@ -238,14 +234,14 @@ def fetch_outputs(run: Run, results: BatchResults, share: Share, device: torch.d
 class ReadAhead:
     """A thread that fetches the payloads of one batch, from now on."""
 
-    def __init__(self, run: Run, record: BatchRecord, groups: Sequence[LoggedGroup], rank: Rank) -> None:
+    def __init__(self, run: Run, record: BatchRecord, layout: Layout, rank: Rank) -> None:
         self.batch = record.id
         self._run = run
         self._stopped = threading.Event()
         self._fetched: FetchedShare | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._fetch, args=(groups, record, rank), name="streamadv-read-ahead", daemon=True
+            target=self._fetch, args=(layout, record, rank), name="streamadv-read-ahead", daemon=True
         )
         self._thread.start()
 
@@ -260,9 +256,9 @@ class ReadAhead:
         """Fetch no more. Does not wait for a server that does not answer."""
         self._stopped.set()
 
-    def _fetch(self, groups: Sequence[LoggedGroup], record: BatchRecord, rank: Rank) -> None:
+    def _fetch(self, layout: Layout, record: BatchRecord, rank: Rank) -> None:
         try:
-            share = share_of(Layout.of(groups), record.tokens_per_micro_batch, rank)
+            share = share_of(layout, record.tokens_per_micro_batch, rank)
             self._fetched = FetchedShare(self._run, share, rank.device)
             self._fetched.read(self._run, MAX_BYTES, self._stopped)
             self._fetched.check()

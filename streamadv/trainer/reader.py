@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -43,6 +43,7 @@ class BatchReader:
         self._log = ResultsLog()
         self._strays: list[Stray] = []  # read and not removed yet: the server may be away in between
         self.ahead: ReadAhead | None = None  # of the batch to be delivered next
+        self._layout = Layout.of([])  # made last
 
     def wait(self, block_ms: int, max_groups: int | None, stop: threading.Event) -> None:
         """Wait for new results, or for groups: see `wait_for_news`."""
@@ -102,8 +103,7 @@ class BatchReader:
         if record is not None and (self.ahead is None or self.ahead.batch != record.id):
             self.stop()
             with suppress(BatchLostError, *RETRYABLE):
-                groups = self.session.read_groups(record, ())
-                self.ahead = ReadAhead(self.session.run, record, groups, self._rank)
+                self.ahead = ReadAhead(self.session.run, record, self._lay_out(record, ()), self._rank)
 
     def stop(self) -> None:
         """Fetch nothing ahead."""
@@ -131,7 +131,7 @@ class BatchReader:
         while (results := self._log.results_of(record.id, items)) is not None:
             deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
             dead, left_out = self.session.dead_letter(record, deaths)
-            layout = Layout.of(self.session.read_groups(record, dead))
+            layout = self._lay_out(record, dead)
             foreign = _first_misfit(items, results, layout)
             if foreign is None:
                 return ComputedBatch(record, layout, BatchResults(results, layout), left_out)
@@ -140,6 +140,13 @@ class BatchReader:
             logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem, extra=fields)
             self._log.remove(result)
         return None
+
+    def _lay_out(self, record: BatchRecord, dead: Container[str]) -> Layout:
+        """The groups of a batch without the dead ones."""
+        groups = self.session.read_groups(record, dead)
+        if self._layout.groups != groups:
+            self._layout = Layout.of(groups)
+        return self._layout
 
     def _log_fields(self, event: str, record: BatchRecord) -> dict[str, object]:
         return log_fields(event, run=self.session.run.name, role=STAGE, batch=record.k)

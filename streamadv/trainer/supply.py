@@ -96,8 +96,9 @@ class Supply:
         """The next batch, if it is there, and the reader to wait with; no reader: the run has ended."""
         session = self._marks.finish_current()
         reader = self._reader_of(session)
+        is_new = session.name_ahead(False, max_groups)
         ended = session.find(self._next) is None and session.has_ended(self._next)
-        if session.name_ahead(ended, max_groups):
+        if (ended and session.name_ahead(True, max_groups)) or is_new:
             patience.progress()
         batch = self._collect(reader)
         if batch is not None:
@@ -147,7 +148,8 @@ class Supply:
     def _prepare_next(self, reader: BatchReader, max_groups: int | None) -> None:
         """Name the batch after the one in hand and read it ahead. The next call repeats what fails here."""
         with suppress(*RETRYABLE, NotHeldError):
-            reader.session.name_ahead(False, max_groups)
+            if reader.session.could_name(max_groups):
+                reader.session.name_ahead(False, max_groups)
             reader.read_ahead(reader.session.find(self._next))
 
     def _report(self, batch: Batch, wait_s: float) -> None:
