@@ -53,16 +53,23 @@ def fetch_replies(
 
     sizes: bytes of each. Asks for at most REPLY_BYTES before it reads the replies.
     """
-    start = 0
-    while start < len(keys):
-        stop, size = start, 0
+    for part in slices(sizes):
         pipe = run.connection.scripts.pipeline(transaction=False)
-        while stop < len(keys) and (stop == start or size + sizes[stop] <= REPLY_BYTES):
-            size += sizes[stop]
-            pipe.hmget(keys[stop], fields[stop])
-            stop += 1
+        for key, names in zip(keys[part], fields[part], strict=True):
+            pipe.hmget(key, names)
         yield from replies_of(pipe)
-        start = stop
+
+
+def slices(sizes: Sequence[int]) -> Iterator[slice]:
+    """Values of these `sizes` in parts of at most REPLY_BYTES, larger ones alone."""
+    start = total = 0
+    for stop, size in enumerate(sizes):
+        if stop > start and total + size > REPLY_BYTES:
+            yield slice(start, stop)
+            start, total = stop, 0
+        total += size
+    if len(sizes):
+        yield slice(start, len(sizes))
 
 
 def know_columns(run: Run, names: Iterable[Iterable[str]]) -> None:

@@ -23,6 +23,7 @@ from .cut import RowExtras, cut
 from .delivered import delivered
 from .fetch import FetchedShare, Problems, fetch, fetch_outputs
 from .late_columns import LateColumn, make_late_columns
+from .memory import ColumnMemory
 from .microbatch import Batch, as_indices
 from .plan import Rank, Share, share_of
 
@@ -54,7 +55,12 @@ class PackedShare:
 
 
 def deliver(
-    run: Run, computed: ComputedBatch, rank: Rank, late: Mapping[str, LateColumn], ahead: FetchedShare | None
+    run: Run,
+    computed: ComputedBatch,
+    rank: Rank,
+    late: Mapping[str, LateColumn],
+    memory: ColumnMemory,
+    ahead: FetchedShare | None,
 ) -> Batch:
     """One rank's part of a batch.
 
@@ -63,8 +69,8 @@ def deliver(
     """
     record = computed.record
     share = share_of(computed.layout, record.tokens_per_micro_batch, rank, computed.left_out)
-    fetched = fetch(run, share, rank.device, ahead)
-    outputs = fetch_outputs(run, computed.results, share, rank.device)
+    fetched = fetch(run, share, memory, ahead)
+    outputs = fetch_outputs(run, computed.results, share, memory)
     packed = _pack(computed.results, fetched, outputs, rank.device)
     packed, late_metrics = _run_late_part(record, packed, late, rank.world_size)
     return _cut(computed, packed, late_metrics)

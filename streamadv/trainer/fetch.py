@@ -10,24 +10,23 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from typing import Final
 
 import numpy as np
-import torch
 from redis.exceptions import RedisError
 from torch import Tensor
 
 from ..advantage.results import BatchResults
-from ..algorithms.packing import empty_column
 from ..batch.record import BatchRecord
 from ..errors import StreamadvError, UndecodableGroupError, WireError
-from ..grouping.layout import Layout, place
+from ..grouping.layout import Layout, Piece, place
 from ..messages import log_fields
 from ..run import Run
-from ..run.payloads import fetch_replies, know_columns, split_reply
+from ..run.payloads import fetch_replies, know_columns, slices, split_reply
+from ..store.direct import HashRead, receive
 from ..trajectory.columns import (
     HEADER,
     KNOWN_COLUMNS,
@@ -39,6 +38,7 @@ from ..trajectory.columns import (
 from ..trajectory.members import offsets
 from ..trajectory.packet import ColumnKind, StoredPacket, check_column, column_kind, decode_column, sized
 from ..trajectory.payload import parse_header
+from .memory import ColumnMemory
 from .plan import Rank, Share, share_of
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class FetchedShare:
     once, from the reply to their place. What else a packet has stays as it came.
     """
 
-    def __init__(self, run: Run, share: Share, device: torch.device) -> None:
+    def __init__(self, run: Run, share: Share, memory: ColumnMemory) -> None:
         """Raises UndecodableGroupError for packets that announce more than their bytes."""
         self.share = share
         self.columns: dict[str, Tensor] = {}  # name -> [N, ...] on the host
@@ -72,9 +72,9 @@ class FetchedShare:
         self._widths = {name: math.prod(kind.shape) * kind.dtype.itemsize for name, kind in kinds.items()}
         self._check_sizes()
         for name, kind in kinds.items():
-            self.columns[name] = empty_column(share.own.num_tokens, kind.dtype, device, kind.shape)
+            self.columns[name] = memory.column(share.own.num_tokens, kind.dtype, kind.shape)
         self._bytes = {
-            name: column.numpy().reshape(-1).view(np.uint8) for name, column in self.columns.items()
+            name: column.numpy().reshape(-1).view(np.uint8).data for name, column in self.columns.items()
         }
         self._is_right = False  # all values were checked
 
@@ -94,17 +94,11 @@ class FetchedShare:
         if max_bytes is not None:
             sizes = accumulate(packet.size for packet in packets)
             packets = packets[: sum(size <= max_bytes for size in sizes)]
-        replies = fetch_replies(
-            run,
-            [packet.key for packet in packets],
-            [packet.size for packet in packets],
-            [[HEADER, *(name.encode() for name in packet.columns)] for packet in packets],
-        )
         read: set[int] = set()
         problems: Problems = {}
-        for number, reply in zip(due, replies, strict=False):
+        for number, names, reply in self._replies(run, due[: len(packets)]):
             try:
-                self._take(run, number, reply)
+                self._take(run, number, names, reply)
                 read.add(number)
             except WireError as error:
                 problems |= self._problems(np.flatnonzero(self.share.own.packet == number), str(error))
@@ -153,12 +147,59 @@ class FetchedShare:
         if problems:
             raise UndecodableGroupError(problems)
 
-    def _take(self, run: Run, number: int, reply: Sequence[bytes | None] | None) -> None:
-        """reply: header and columns of a packet; None where the key is no hash. Raises WireError."""
+    def _replies(
+        self, run: Run, numbers: Sequence[int]
+    ) -> Iterator[tuple[int, Sequence[str], Sequence[bytes | None] | None]]:
+        """Number, names of columns, and header and these columns of each packet; None where the key is no hash.
+
+        Columns per token are not among them where they could be received in their places.
+        """
+        packets = {number: self.share.own.packets[number] for number in numbers}
+        for part in slices([packet.size for packet in packets.values()]):
+            some = numbers[part]
+            names: dict[int, Sequence[str]] = {
+                n: [name for name in packets[n].columns if name not in self._widths] for n in some
+            }
+            replies: Iterable[Sequence[bytes | None] | None] | None = receive(
+                run.connection.scripts, [self._hash_read(number, names[number]) for number in some]
+            )
+            if replies is None:
+                names = {number: packets[number].columns for number in some}
+                replies = fetch_replies(
+                    run,
+                    [packets[number].key for number in some],
+                    [packets[number].size for number in some],
+                    [_fields(names[number]) for number in some],
+                )
+            for number, reply in zip(some, replies, strict=True):
+                yield number, names[number], reply
+
+    def _hash_read(self, number: int, others: Sequence[str]) -> HashRead:
+        fields = [name.encode() for name in self._widths]
+        places = [self._places(number, name) for name in self._widths]
+        return HashRead(self.share.own.packets[number].key, fields, places, _fields(others))
+
+    def _places(self, number: int, name: str) -> list[memoryview]:
+        """Where a column of a packet goes, piece by piece; members that are not in the share go nowhere."""
+        places, at, width, column = list[memoryview](), 0, self._widths[name], self._bytes[name]
+        for start, stop, first in [*self._pieces[number], Piece(0, 0, self._tokens[number])]:
+            if first > at:
+                places.append(memoryview(bytearray((first - at) * width)))
+            if stop > start:
+                places.append(column[start * width : stop * width])
+            at = first + stop - start
+        return places
+
+    def _take(
+        self, run: Run, number: int, names: Sequence[str], reply: Sequence[bytes | None] | None
+    ) -> None:
+        """reply: header and these columns of a packet; None where the key is no hash. Raises WireError."""
         packet = self.share.own.packets[number]
+        for name in packet.members.entries.keys() & self._widths.keys():
+            raise WireError(f"column {name} is per token in the manifest, not in the packet")
         header, columns = split_reply(reply)
         others: dict[str, bytes | None] = {}
-        for name, raw in zip(packet.columns, columns, strict=True):
+        for name, raw in zip(names, columns, strict=True):
             if name in self._widths:
                 self._place(number, name, raw)
             else:
@@ -168,13 +209,9 @@ class FetchedShare:
         self.headers[number] = header
 
     def _place(self, number: int, name: str, raw: bytes | None) -> None:
-        width = self._widths[name]
-        needed = self._tokens[number] * width
-        if name in self.share.own.packets[number].members.entries:
-            raise WireError(f"column {name} is per token in the manifest, not in the packet")
-        source, column = np.frombuffer(sized(name, raw, needed), np.uint8), self._bytes[name]
-        for start, stop, first in self._pieces[number]:
-            column[start * width : stop * width] = source[first * width : (first + stop - start) * width]
+        rest = memoryview(sized(name, raw, self._tokens[number] * self._widths[name]))
+        for part in self._places(number, name):
+            part[:], rest = rest[: len(part)], rest[len(part) :]
 
     def _mask_problems(self) -> Problems:
         own, members = self.share.own, self.share.own.members
@@ -192,9 +229,9 @@ class FetchedShare:
         return {(group_id, index): f"rollout {index}: {text}" for group_id, index in identities}
 
 
-def fetch(run: Run, share: Share, device: torch.device, ahead: FetchedShare | None) -> FetchedShare:
+def fetch(run: Run, share: Share, memory: ColumnMemory, ahead: FetchedShare | None) -> FetchedShare:
     """Fetch what was not read ahead. Raises UndecodableGroupError for what is gone or cannot be read."""
-    fetched = ahead if ahead is not None and ahead.is_of(share) else FetchedShare(run, share, device)
+    fetched = ahead if ahead is not None and ahead.is_of(share) else FetchedShare(run, share, memory)
     problems = fetched.read(run)
     problems |= fetched.check()
     if problems:
@@ -202,11 +239,11 @@ def fetch(run: Run, share: Share, device: torch.device, ahead: FetchedShare | No
     return fetched
 
 
-def fetch_outputs(run: Run, results: BatchResults, share: Share, device: torch.device) -> dict[str, Tensor]:
+def fetch_outputs(run: Run, results: BatchResults, share: Share, memory: ColumnMemory) -> dict[str, Tensor]:
     """The workers' results per token, [N] each on the host. Raises UndecodableGroupError."""
     own = share.own
     dtypes = {name: KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name] for name in results.columns}
-    columns = {name: empty_column(own.num_tokens, dtype, device) for name, dtype in dtypes.items()}
+    columns = {name: memory.column(own.num_tokens, dtype) for name, dtype in dtypes.items()}
     places = {name: column.numpy() for name, column in columns.items()}
     pieces = results.pieces(share.positions) if columns else {}
     width = sum(dtype.itemsize for dtype in dtypes.values())
@@ -234,14 +271,16 @@ def fetch_outputs(run: Run, results: BatchResults, share: Share, device: torch.d
 class ReadAhead:
     """A thread that fetches the payloads of one batch, from now on."""
 
-    def __init__(self, run: Run, record: BatchRecord, layout: Layout, rank: Rank) -> None:
+    def __init__(
+        self, run: Run, record: BatchRecord, layout: Layout, rank: Rank, memory: ColumnMemory
+    ) -> None:
         self.batch = record.id
         self._run = run
         self._stopped = threading.Event()
         self._fetched: FetchedShare | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._fetch, args=(layout, record, rank), name="streamadv-read-ahead", daemon=True
+            target=self._fetch, args=(layout, record, rank, memory), name="streamadv-read-ahead", daemon=True
         )
         self._thread.start()
 
@@ -256,10 +295,10 @@ class ReadAhead:
         """Fetch no more. Does not wait for a server that does not answer."""
         self._stopped.set()
 
-    def _fetch(self, layout: Layout, record: BatchRecord, rank: Rank) -> None:
+    def _fetch(self, layout: Layout, record: BatchRecord, rank: Rank, memory: ColumnMemory) -> None:
         try:
             share = share_of(layout, record.tokens_per_micro_batch, rank)
-            self._fetched = FetchedShare(self._run, share, rank.device)
+            self._fetched = FetchedShare(self._run, share, memory)
             self._fetched.read(self._run, MAX_BYTES, self._stopped)
             self._fetched.check()
         except (StreamadvError, RedisError) as error:
@@ -280,6 +319,10 @@ def _kinds(run: Run, share: Share) -> dict[str, ColumnKind]:
         with suppress(WireError):  # each packet with such a column will be refused
             kinds[name] = column_kind(name, run.manifest.columns)
     return kinds
+
+
+def _fields(names: Sequence[str]) -> list[bytes]:
+    return [HEADER, *(name.encode() for name in names)]
 
 
 def _problem(name: str, array: Array) -> str | None:

@@ -22,6 +22,7 @@ from ..store.retry import RETRYABLE
 from .delivery import ComputedBatch, deliver
 from .fetch import ReadAhead
 from .late_columns import LateColumn
+from .memory import ColumnMemory
 from .microbatch import Batch
 from .plan import Rank
 from .report import batch_figures, named
@@ -44,6 +45,7 @@ class BatchReader:
         self._strays: list[Stray] = []  # read and not removed yet: the server may be away in between
         self.ahead: ReadAhead | None = None  # of the batch to be delivered next
         self._layout = Layout.of([])  # made last
+        self._memory = ColumnMemory(rank.device)
 
     def wait(self, block_ms: int, max_groups: int | None, stop: threading.Event) -> None:
         """Wait for new results, or for groups: see `wait_for_news`."""
@@ -66,7 +68,7 @@ class BatchReader:
             return None
         fetched = self.ahead.result() if self.ahead else None
         try:
-            batch = deliver(session.run, computed, self._rank, self._late, fetched)
+            batch = deliver(session.run, computed, self._rank, self._late, self._memory, fetched)
         except UndecodableGroupError as error:
             read_groups(session.run, _pointers(record, error))  # BatchLostError: they are gone, not broken
             raise
@@ -103,7 +105,8 @@ class BatchReader:
         if record is not None and (self.ahead is None or self.ahead.batch != record.id):
             self.stop()
             with suppress(BatchLostError, *RETRYABLE):
-                self.ahead = ReadAhead(self.session.run, record, self._lay_out(record, ()), self._rank)
+                layout = self._lay_out(record, ())
+                self.ahead = ReadAhead(self.session.run, record, layout, self._rank, self._memory)
 
     def stop(self) -> None:
         """Fetch nothing ahead."""
