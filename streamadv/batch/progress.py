@@ -46,6 +46,7 @@ class Progress:
         # How far the training loop is.
         self.version = self.committed = self.delivered = 0
         self.batches: dict[int, NamedBatch] = {}
+        self.delivered_at: float | None = None  # when the training loop got its last batch
         self.ends = 0  # how often iteration has ended before batch `delivered`: a push opens the run again
         # What one batch hands on to the next, see `carryover.py`.
         self.kl: Mapping[str, float] | None = None  # coefficients after the last batches
@@ -120,6 +121,7 @@ class Progress:
         """The training loop gets the batch."""
         self.batch(record)
         self.delivered, self.ends = record.k + 1, 0
+        self.delivered_at = clock.now()
         self.epoch = max(self.epoch, record.epoch)
 
     def end(self) -> None:

@@ -5,26 +5,30 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 from redis.exceptions import NoPermissionError, ResponseError
 
 from ..errors import SettingError, StreamadvError
 from ..messages import printable
 from ..run import Run, find_run, open_run
-from ..run.heartbeats import PRODUCER_TIMEOUT_S
 from ..run.manifest import DEFAULTS
-from ..status import read_status
+from ..status import Status, read_status
 from ..status.audit import delete_run
 from ..status.model import to_json
 from ..store.keys import RUNS
+from ..store.replies import as_texts, as_whole
+from ..units import counted, seconds_text, size_text
 from . import add_redis_options, add_wait_option, connect_once, settings_from
+from .parser import count, count_or_none
+from .status import STAGES
 from .worker import add_run_options, run_settings_from
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the `runs` command to the command line."""
-    parser = subparsers.add_parser("runs", help="lists or deletes the runs of a server")
+    parser = subparsers.add_parser("runs", help="creates, shows, lists or deletes the runs of a server")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="names and ledgers of all runs")
     add_redis_options(listing)
@@ -45,45 +49,67 @@ def add_parser(subparsers: Any) -> None:
         parser.set_defaults(run=action)
     add_run_options(create)
     pacing = create.add_argument_group("pacing until a trainer says its own")
-    pacing.add_argument("--batch-groups", type=int, metavar="N", help="groups of a batch")
+    pacing.add_argument("--batch-groups", type=count, metavar="N", help="groups of a batch")
     pacing.add_argument(
-        "--max-staleness", type=int, metavar="N", help="(N + 1) x batch_groups groups may be begun"
+        "--max-staleness", type=count_or_none, metavar="N", help="(N + 1) x batch_groups groups may be begun"
     )
     delete = actions.add_parser("delete", help="deletes all that is stored of the run given by --run")
     add_redis_options(delete)
     add_wait_option(delete)
-    delete.add_argument("--force", action="store_true", help="even if producers or workers are alive")
+    delete.add_argument("--force", action="store_true", help="even if somebody is alive")
     delete.set_defaults(run=delete_one)
+
+
+#: Of a column; a longer name moves the rest of its line.
+MAX_WIDTH: Final = 40
+COLUMNS: Final = ("RUN", "CREATED (UTC)", "ACTIVE", "VERSION", "PUSHED", "TRAINED", "QUEUED", "IN FLIGHT")
 
 
 def list_runs(arguments: argparse.Namespace) -> int:
     """Print every run; what cannot be read is listed with the reason."""
     with connect_once(arguments, reading=True) as connection:
         runs: Any = connection.scripts.hgetall(RUNS)
+        rows: list[tuple[str, ...]] = [COLUMNS]
         for raw, value in sorted(runs.items()):
-            name, ledger, problem = raw.decode(errors="backslashreplace"), None, None
+            name, status, problem = raw.decode(errors="backslashreplace"), None, None
             try:
-                ledger = read_status(find_run(connection, name)).ledger
+                status = read_status(find_run(connection, name))
             except NoPermissionError:  # a user who may look at one run only
                 problem = "not readable for this user"
             except (StreamadvError, ResponseError) as error:
                 problem = f"not readable: {error}"
             created = _created(value)
             if arguments.json:
-                print(
-                    json.dumps(
-                        {"run": name, "created": created, "ledger": to_json(ledger), "problem": problem}
-                    )
-                )
-                continue
-            told = f"created {created} UTC" if created else "created at no time that can be read"
-            if ledger is not None:
-                problem = (
-                    f"pushed {ledger.pushed}  trained {ledger.trained}  "
-                    f"queued {ledger.queued}  in_flight {ledger.in_flight}"
-                )
-            print(printable(f"{name}  {told}  {problem}"))
+                ledger = None if status is None else to_json(status.ledger)
+                quiet_s = None if status is None else status.quiet_s
+                version = None if status is None else status.trainer.version
+                line = {"run": name, "created": created, "ledger": ledger, "problem": problem}
+                print(json.dumps({**line, "version": version, "quiet_s": quiet_s}))
+            else:
+                rows.append((name, created or "unknown", *(_figures(status) if status else (problem or "",))))
+    if not arguments.json:
+        print(_table(rows) if runs else "no runs")
     return 0
+
+
+def _figures(status: Status) -> Iterator[str]:
+    yield "never" if status.quiet_s is None else f"{seconds_text(status.quiet_s)} ago"
+    yield "none" if status.trainer.version is None else str(status.trainer.version)
+    ledger = status.ledger
+    yield from map(str, (ledger.pushed, ledger.trained, ledger.queued, ledger.in_flight))
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns; a short row ends with a text of any length."""
+    whole = [row for row in rows if len(row) == len(rows[0])]
+    widths = [
+        min(MAX_WIDTH, max(len(printable(row[column])) for row in whole)) for column in range(len(rows[0]))
+    ]
+    lines = []
+    for row in rows:
+        cells = (printable(cell).ljust(width) for cell, width in zip(row, widths, strict=False))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def _created(value: bytes) -> str | None:
@@ -112,15 +138,30 @@ def _show(run: Run, arguments: argparse.Namespace) -> None:
     manifest = run.manifest
     values = {"shards": len(manifest.keys.salts), **{name: getattr(manifest, name) for name in DEFAULTS}}
     given = {"shards", *manifest.fields}
+    pacing = _pacing(run)
     if arguments.json:
-        print(json.dumps({"run": run.name, "settings": values, "given": sorted(given & values.keys())}))
+        shown = {"run": run.name, "settings": values, "given": sorted(given & values.keys())}
+        print(json.dumps({**shown, "trainer": pacing}))
         return
     print(f"run {run.name}")
     for name, value in values.items():
         text = "none" if value is None or value == () else json.dumps(value)
-        print(f"  {name} {text}" + ("" if name in given else " (default)"))
+        more = f" ({size_text(value)})" if name.endswith("_bytes") and value else ""
+        print(f"  {name} {text}{more}" + ("" if name in given else " (default)"))
+    if pacing:
+        print("the trainer's own, in force since it has the run")
+        for name, number in pacing.items():
+            print(f"  {name} {'none' if number is None else number}")
     for line in manifest.ignored:
         print(printable(f"  IGNORED {line}"))
+
+
+def _pacing(run: Run) -> dict[str, int | None]:
+    """What the trainer has said of itself; {} until one has taken the run."""
+    stored = as_texts(run.connection.scripts.hgetall(run.home.keys.trainer))
+    if "epoch" not in stored:
+        return {}
+    return {name: as_whole(stored.get(name, "")) for name in ("batch_groups", "max_staleness", "drop_after")}
 
 
 def _named(arguments: argparse.Namespace) -> str:
@@ -135,14 +176,18 @@ def delete_one(arguments: argparse.Namespace) -> int:
         raise SettingError("--run is not given: name the run to delete")
     with connect_once(arguments) as connection:
         run = find_run(connection, settings_from(arguments).run)
-        alive = [
-            producer.name
-            for producer in read_status(run).producers
-            if producer.state == "open" and producer.silent_s < PRODUCER_TIMEOUT_S
-        ]
+        alive = list(_alive(read_status(run)))
         if alive and not arguments.force:
-            raise SettingError(
-                f"run {run.name} has live producers ({', '.join(alive)}): stop them, or use --force"
-            )
-        print(f"deleted run {run.name}: {delete_run(run)} keys")
+            raise SettingError(f"run {run.name} is in use by {', '.join(alive)}: stop them, or use --force")
+        print(f"deleted run {run.name}: {counted(delete_run(run), 'key')}")
     return 0
+
+
+def _alive(status: Status) -> Iterator[str]:
+    """Who would go on with the run."""
+    yield from (f"producer {producer.name}" for producer in status.producers if producer.state == "open")
+    for name, stream in status.streams.items():
+        stage = STAGES.get(name, name.replace("scoring:", "scorer "))
+        yield from (f"{stage} {worker.name}" for worker in stream.workers if worker.alive)
+    if status.trainer.is_alive and status.trainer.silent_s is not None:
+        yield "its trainer"

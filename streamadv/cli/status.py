@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from ..messages import printable
@@ -14,10 +17,11 @@ from ..run import Run, find_run
 from ..run.manifest import Manifest
 from ..status import Status, read_status
 from ..status.audit import Audit, audit
-from ..status.causes import reasons_of
+from ..status.causes import ordinary_wait, reasons_of
 from ..status.model import to_json
 from ..store.retry import RETRYABLE, Outage
-from . import FAILED, add_redis_options, add_wait_option, connect_once, settings_from
+from ..units import counted, seconds_text, size_text
+from . import FAILED, INTERRUPTED, add_redis_options, add_wait_option, connect_once, settings_from
 
 WATCH_SECONDS: Final = 1.0
 
@@ -47,25 +51,48 @@ def show_status(arguments: argparse.Namespace) -> int:
     """Print the status; 1 when a check was asked for and failed."""
     if arguments.deep and not arguments.check:
         arguments.check = True
-    outage = Outage("status")
     with connect_once(arguments, reading=True) as connection:
         run = find_run(connection, settings_from(arguments).run)
-        while True:
-            try:
-                is_balanced = show(run, arguments)
-            except RETRYABLE as error:
-                if not arguments.watch:
-                    raise
-                outage.pause_after(error)
-                continue
-            outage.over()
-            if not arguments.watch:
-                return FAILED if arguments.check and not is_balanced else 0
-            time.sleep(WATCH_SECONDS)
+        if arguments.watch:
+            return watch(run, arguments)
+        text, is_balanced = text_of(run, arguments)
+        print(text, flush=True)
+        return FAILED if arguments.check and not is_balanced else 0
 
 
-def show(run: Run, arguments: argparse.Namespace) -> bool:
-    """Print the status once. Returns whether the run is balanced."""
+def watch(run: Run, arguments: argparse.Namespace) -> int:
+    """Show the status again and again until Ctrl-C: in place on a terminal, else one below the other."""
+    outage = Outage("status")
+    with ExitStack() as stack:
+        show: Callable[[str], object] = partial(print, flush=True)
+        if sys.stdout.isatty() and not arguments.json:
+            show = stack.enter_context(_in_place())
+        try:
+            while True:
+                try:
+                    text, _ = text_of(run, arguments)
+                except RETRYABLE as error:
+                    outage.pause_after(error)
+                    continue
+                outage.over()
+                show(text)
+                time.sleep(WATCH_SECONDS)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+
+@contextmanager
+def _in_place() -> Iterator[Callable[[str], object]]:
+    """What shows a text on the terminal in place of the one before."""
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False, screen=True) as live:
+        yield lambda text: live.update(Text(text), refresh=True)
+
+
+def text_of(run: Run, arguments: argparse.Namespace) -> tuple[str, bool]:
+    """The status as it is printed, and whether the run is balanced."""
     run.refresh()
     status = read_status(run)
     audited = audit(run) if arguments.deep else None
@@ -79,11 +106,8 @@ def show(run: Run, arguments: argparse.Namespace) -> bool:
             "ignored": run.manifest.ignored,
             **({"payloads": audited.payloads, "uncounted": audited.uncounted} if audited else {}),
         }
-        print(json.dumps({**status.to_json(), **more}), flush=True)
-    else:
-        lines = lines_of(status, run.manifest, audited)
-        print("\n".join(map(printable, lines)), flush=True)
-    return status.balanced
+        return json.dumps({**status.to_json(), **more}), status.balanced
+    return "\n".join(map(printable, lines_of(status, run.manifest, audited))), status.balanced
 
 
 def lines_of(status: Status, manifest: Manifest, audited: Audit | None = None) -> list[str]:
@@ -92,6 +116,7 @@ def lines_of(status: Status, manifest: Manifest, audited: Audit | None = None) -
         *_ledger_lines(status),
         *_group_lines(status, manifest),
         *_stream_lines(status),
+        *_people_lines(status),
         *(f"IGNORED {what}" for what in manifest.ignored),
         *(f"WAITING {reason}" for reason in reasons_of(status)),
     ]
@@ -103,7 +128,7 @@ def lines_of(status: Status, manifest: Manifest, audited: Audit | None = None) -
     trainer = status.trainer
     version = "none yet" if trainer.version is None else trainer.version
     return [
-        f"run {status.run}: {status.shards} shard(s), version {version}, committed {trainer.committed}, "
+        f"run {status.run}: {counted(status.shards, 'shard')}, version {version}, committed {trainer.committed}, "
         f"batches named {trainer.batches}",
         *(f"  {line}" for line in lines),
     ]
@@ -131,9 +156,10 @@ def _group_lines(status: Status, manifest: Manifest) -> Iterator[str]:
     yield f"groups: open {groups.open}, in the log {groups.logged}{outcomes}"
     if groups.short.is_much:
         yield f"LOST {groups.short}"
-    budget = "" if manifest.max_bytes is None else f" of max_bytes {manifest.max_bytes}"
+    budget = "" if manifest.max_bytes is None else f" of max_bytes {size_text(manifest.max_bytes)}"
     yield (
-        f"bytes: live {used.live}, reserved {used.reserved}{budget}; {status.place_bytes} for each new rollout"
+        f"bytes: live {size_text(used.live)}, reserved {size_text(used.reserved)}{budget}; "
+        f"{size_text(status.place_bytes)} for each new rollout"
     )
     for each in status.evaluations:
         version = "unknown" if each.version is None else each.version
@@ -145,10 +171,51 @@ def _group_lines(status: Status, manifest: Manifest) -> Iterator[str]:
 
 def _stream_lines(status: Status) -> Iterator[str]:
     for name, stream in status.streams.items():
-        age = "" if stream.oldest_age_s is None else f", oldest {stream.oldest_age_s:.1f} s"
+        age = "" if stream.oldest_age_s is None else f", the oldest for {seconds_text(stream.oldest_age_s)}"
         yield (
-            f"stream {name}: length {stream.length}, pending {stream.pending}, lag {stream.lag}, "
-            f"consumers {stream.consumers}{age}"
+            f"stream {name}: {counted(stream.length, 'entry', 'entries')}{age}, {stream.pending} in hand, "
+            f"{stream.lag} not taken"
         )
+
+
+#: What takes the entries of a stream.
+STAGES: Final = {"rollouts": "grouper", "work": "advantage worker"}
+
+
+def _people_lines(status: Status) -> Iterator[str]:
+    """Who is there: the trainer, workers, producers."""
+    yield _trainer_line(status)
+    for name, stream in status.streams.items():
+        stage = STAGES.get(name, name.replace("scoring:", "scorer "))
+        if not stream.workers:
+            yield f"{stage}: none"
+        for worker in stream.workers:
+            state = "alive" if worker.alive else "DEAD"
+            in_hand = f", {counted(worker.pending, 'entry', 'entries')} in hand" if worker.pending else ""
+            yield f"{stage} {worker.name}: {state}, heard of {seconds_text(worker.silent_s)} ago{in_hand}"
     for producer in status.producers:
-        yield f"producer {producer.name}: {producer.state}, last heard of {producer.silent_s} s ago"
+        heard = seconds_text(producer.silent_s)
+        state = {"open": "alive", "lost": "DEAD"}.get(producer.state, producer.state)
+        yield f"producer {producer.name}: {state}, heard of {heard} ago"
+
+
+def _trainer_line(status: Status) -> str:
+    trainer = status.trainer
+    if trainer.state == "none":
+        return "trainer: none has taken the run"
+    got = "no batch yet"
+    if trainer.batch is not None:
+        got = f"got batch {trainer.batch} {seconds_text(trainer.batch_s or 0.0)} ago"
+    if trainer.is_alive:
+        size = trainer.world_size
+        ranks = "" if size is None else f", {trainer.ranks_alive} of {counted(size, 'rank')}"
+        return f"trainer: alive{ranks}, {got}, {_doing(status)}"
+    state = {"lost": "DEAD", "left": "has left", "ended": "has seen the end of the run"}[trainer.state]
+    return f"trainer: {state}, heard of {seconds_text(trainer.silent_s or 0.0)} ago, {got}"
+
+
+def _doing(status: Status) -> str:
+    if status.trainer.state == "trains":
+        return "trains on it"
+    reasons = reasons_of(status) or [ordinary_wait(status)]
+    return f"waits for batch {status.trainer.version} ({reasons[0].text})"

@@ -187,12 +187,15 @@ class Consumer:
             cursor.reread()
 
     def give_back(self) -> None:
-        """On shutdown: let others take what is in hand at once instead of after the lease."""
+        """On shutdown: let others take what is in hand at once instead of after the lease, and leave the list."""
         fields = log_fields("stopped", run=self.run.name, role=self.stage)
         logger.info("%s: stops, gives back %s", self.stage, self.in_hand, extra=fields)
         with self._lock:
             in_hand, self._in_hand = set(self._in_hand), {}
         self._claim(in_hand, NOBODY)
+        for cursor in self._cursors:
+            with suppress(*RETRYABLE):  # else it is forgotten after a while
+                self._retire(cursor, leaves=True)
 
     def release(self, entries: Sequence[Entry]) -> None:
         """Let others take these at once: this process can do nothing with them."""
@@ -226,7 +229,11 @@ class Consumer:
     def retire_others(self) -> None:
         """Forget consumers that are gone and have nothing pending."""
         for cursor in self._cursors:
-            cursor.shard.call("retire", [self.stage, RETIRE_AFTER_MS, self.name], stream=cursor.stream)
+            self._retire(cursor, leaves=False)
+
+    def _retire(self, cursor: Cursor, leaves: bool) -> None:
+        args = [self.stage, RETIRE_AFTER_MS, self.name, "1" if leaves else ""]
+        cursor.shard.call("retire", args, stream=cursor.stream)
 
     def _claim(self, in_hand: set[tuple[int, str]], owner: str) -> None:
         """Have `owner` take entries: one more delivery, which others see. While the server is away, leases go on."""

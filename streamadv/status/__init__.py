@@ -1,8 +1,8 @@
 """What a run looks like from outside: where every trajectory is, whether the ledger balances, who waits for what.
 
-In reading order: `model` (the status as objects), `read` (reads it, over `shard`, `sizes`, `activity` and `admission`),
-`check` (contradictions of a shard's ledger), `causes` with `losses` (why nothing moves), `watchdog` (what the trainer
-does about it), `audit` (a walk over everything stored, and deleting it).
+In reading order: `model` (the status as objects), `read` (reads it, over `shard`, `sizes`, `activity`, `trainer` and
+`admission`), `check` (contradictions of a shard's ledger), `causes` with `losses` (why nothing moves), `watchdog` (what
+the trainer does about it), `audit` (a walk over everything stored, and deleting it).
 """
 
 from .check import problems_of

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -16,10 +16,11 @@ import numpy as np
 from ..grouping.groups_log import read_log
 from ..run import Run
 from ..run.heartbeats import PRODUCER_STATE, PRODUCER_TIMEOUT_S
+from ..run.leases import NOBODY
 from ..store.keys import ShardKeys
 from ..store.replies import as_mapping, as_texts, as_whole, or_nothing, replies_of
 from ..trajectory.members import Members
-from .model import Lack, ProducerState, Staleness
+from .model import Lack, ProducerState, Staleness, Worker
 from .shard import streams_of
 
 #: Seconds after which a consumer that has not asked for work is taken for dead.
@@ -37,7 +38,7 @@ LOG_LOOKED_AT: Final = 64
 class Activity:
     """What moves in a run."""
 
-    alive: dict[str, int]  # consumers of each stream that asked for work lately
+    workers: dict[str, list[Worker]]  # of each stream
     quiet_s: float | None  # since something entered a stream; None = never
     lack: Lack
 
@@ -56,20 +57,33 @@ def read_activity(run: Run, now_ms: int) -> Activity:
     reply = map(or_nothing, pipe.execute(raise_on_error=False))
     open_groups: list[tuple[ShardKeys, list[bytes]]] = []
     last_ms = [0]
-    alive = Counter[str]()
+    consumers: dict[str, list[dict[str, Any]]] = {}
     for keys in run.keys.shards:
         open_groups.append((keys, next(reply)))
         last_ms += [_last_entry_ms(next(reply)) for _ in range(2)]
         for name in streams_of(run, keys):
             last_ms.append(_last_entry_ms(next(reply)))
-            silent_ms = [as_mapping(consumer)["idle"] for consumer in next(reply)]
-            alive[name] = max(alive[name], sum(ms < CONSUMER_TIMEOUT_S * 1000 for ms in silent_ms))
+            consumers.setdefault(name, []).extend(as_mapping(consumer) for consumer in next(reply))
     moved_ms = max(last_ms)
     return Activity(
-        alive=dict(alive),
+        workers={name: _workers(found) for name, found in consumers.items()},
         quiet_s=max(0, now_ms - moved_ms) / 1000 if moved_ms else None,
         lack=_read_lack(run, open_groups, now_ms),
     )
+
+
+def _workers(consumers: Sequence[Mapping[str, Any]]) -> list[Worker]:
+    """The consumers of one stream in all shards, by name: a process reads the stream of every shard."""
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for consumer in consumers:
+        by_name.setdefault(consumer["name"].decode(errors="backslashreplace"), []).append(consumer)
+    workers = []
+    for name, parts in sorted(by_name.items()):
+        silent_s = min(part["idle"] for part in parts) / 1000
+        is_alive = silent_s < CONSUMER_TIMEOUT_S
+        if name != NOBODY:
+            workers.append(Worker(name, is_alive, silent_s, sum(part["pending"] for part in parts)))
+    return workers
 
 
 def read_producers(run: Run, now_ms: int) -> list[ProducerState]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ..store.reasons import Reason
+from ..units import counted, seconds_text
 from .losses import LOST, Losses, counts_as_text
 from .model import Status, Stream
 
@@ -32,14 +33,16 @@ def ordinary_wait(status: Status) -> Reason:
         work = status.streams["work"]
         return Reason(
             "computing",
-            f"{status.trainer.untrained} batches are named, {work.length} of their work items are left, "
-            f"{work.alive} advantage workers are alive",
+            f"{counted(status.trainer.untrained, 'batch is', 'batches are')} named, {work.length} of their work items "
+            f"are left, {counted(work.alive, 'advantage worker is', 'advantage workers are')} alive",
         )
     moved = "never" if status.quiet_s is None else f"{status.quiet_s:.0f} s ago"
+    waiting = counted(status.groups_waiting, "group waits", "groups wait")
+    opened = counted(status.groups.open, "is", "are")
     return Reason(
         "groups_coming",
-        f"{status.groups_waiting} groups wait for their batch, {status.groups.open} are open and lack "
-        f"{status.groups.lack.rollouts} rollouts, something moved {moved}",
+        f"{waiting} for a batch, {opened} open and {'lacks' if status.groups.open == 1 else 'lack'} "
+        f"{counted(status.groups.lack.rollouts, 'rollout')}, something moved {moved}",
     )
 
 
@@ -90,9 +93,10 @@ def _stage(name: str, stream: Stream, is_quiet: bool) -> Reason | None:
         "work": ("an advantage worker", "no_advantage_worker"),
     }.get(name, (f"a scorer {scorer}", "no_scorer"))
     age = "" if stream.oldest_age_s is None else f", the oldest for {stream.oldest_age_s:.0f} s"
-    entries = f"{stream.length} entries wait for {stage}"
+    entries = f"{counted(stream.length, 'entry waits', 'entries wait')} for {stage}"
     if not stream.alive:
-        joined = f"{stream.consumers} have joined, all silent" if stream.consumers else "none has joined"
+        dead = len(stream.workers)
+        joined = f"{counted(dead, 'has', 'have')} joined, all silent" if dead else "none is there"
         return Reason(missing, f"{entries} ({joined}){age}")
     if is_quiet and (stream.oldest_age_s or 0) > STUCK_S:
         return Reason("backlog", f"{entries} ({stream.alive} alive){age}")
@@ -113,10 +117,19 @@ def _losses(status: Status) -> Iterator[Reason]:
         )
 
 
+def _trainer(status: Status) -> Iterator[Reason]:
+    trainer = status.trainer
+    if trainer.is_alive or not (status.groups_waiting or trainer.batches):
+        return
+    waiting = f"{counted(status.groups_waiting, 'group waits', 'groups wait')} for a batch"
+    silent = seconds_text(trainer.silent_s or 0.0)
+    what = {"lost": f"the trainer is silent for {silent}, ", "left": f"the trainer has left {silent} ago, "}
+    yield Reason("no_trainer", what.get(trainer.state, "") + waiting)
+
+
 def _brakes(status: Status) -> Iterator[Reason]:
     """What keeps producers from beginning groups, when nothing else moves either."""
-    if status.trainer.version is None and status.groups_waiting:
-        yield Reason("no_trainer", f"{status.groups_waiting} groups wait for a batch")
+    yield from _trainer(status)
     if not status.is_quiet:
         return
     admission, used = status.admission, status.bytes
@@ -166,13 +179,14 @@ def _producers(status: Status) -> Iterator[Reason]:
             yield Reason(
                 "no_producer",
                 f"no producer is alive ({states['finished']} finished, {states['lost']} lost), "
-                f"{open_groups} groups are open",
+                f"{counted(open_groups, 'group is', 'groups are')} open",
             )
         return
     is_braked = status.admission.full or status.admission.paced
     if status.is_quiet and not open_groups and not is_braked and status.quiet_s is not None:
         yield Reason(
-            "producers_idle", f"{states['open']} producers are alive, no group is open, {_quiet(status)}"
+            "producers_idle",
+            f"{counted(states['open'], 'producer is', 'producers are')} alive, no group is open, {_quiet(status)}",
         )
 
 

@@ -96,6 +96,16 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class Worker:
+    """A process that takes entries of a stream. Dead: silent for too long. One that is told to end is forgotten."""
+
+    name: str
+    alive: bool
+    silent_s: float
+    pending: int  # entries in its hands
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
     """One stream of all shards, with the consumer group that reads it."""
 
@@ -105,6 +115,12 @@ class Stream:
     consumers: int
     oldest_age_s: float | None
     alive: int  # consumers that asked for work lately
+    workers: list[Worker]  # by name
+
+
+#: What a trainer does. "none": none has taken the run; "lost": silent for too long; "left": closed its queue; "ended":
+#: iteration has ended, and nothing was heard since.
+TrainerState = Literal["none", "waits", "trains", "lost", "left", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +131,16 @@ class Trainer:
     version: int | None  # None until a trainer took the run
     committed: int
     batches: int  # named and not committed
+    state: TrainerState  # of rank 0
+    silent_s: float | None  # since rank 0 was heard of; None = never
+    world_size: int | None
+    ranks_alive: int
+    batch: int | None  # that rank 0 got last
+    batch_s: float | None  # seconds since then
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state in ("waits", "trains")
 
     @property
     def uncommitted(self) -> int:

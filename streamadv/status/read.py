@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ..grouping.short_groups import loss_of
 from ..run import Run
-from ..store.replies import as_count, as_texts
+from ..store.replies import as_count
 from .activity import Activity, read_activity, read_producers, read_staleness
 from .admission import admission_of, read_server
 from .check import problems_of
 from .evaluations import newest, read_evaluations
-from .model import QUEUED, Bytes, Groups, Ledger, Places, Status, Stream, Trainer, by_reason
+from .model import QUEUED, Bytes, Groups, Ledger, Places, Status, Stream, by_reason
 from .shard import ShardState, read_shard
+from .trainer import read_trainer
 
 
 def read_status(run: Run) -> Status:
@@ -26,7 +26,7 @@ def read_status(run: Run) -> Status:
         counters.update(shard.counters)
     activity = read_activity(run, now_ms)
     server = read_server(run)
-    trainer = _read_trainer(run)
+    trainer = read_trainer(run, now_ms)
     return Status(
         run=run.name,
         shards=len(shards),
@@ -92,16 +92,6 @@ def _stream(name: str, shards: Sequence[ShardState], activity: Activity) -> Stre
         lag=sum(max(0, stream.lag) for stream in streams),
         consumers=sum(stream.consumers for stream in streams),
         oldest_age_s=max(ages_s, default=None),
-        alive=activity.alive[name],
-    )
-
-
-def _read_trainer(run: Run) -> Trainer:
-    home, scripts = run.keys.home, run.connection.scripts
-    session: dict[str, Any] = as_texts(scripts.hgetall(home.session))
-    return Trainer(
-        epoch=as_count(session.get("epoch")),
-        version=as_count(session["version"]) if "version" in session else None,
-        committed=as_count(session.get("committed")),
-        batches=scripts.hlen(home.batches),
+        alive=sum(worker.alive for worker in activity.workers[name]),
+        workers=activity.workers[name],
     )

@@ -135,7 +135,8 @@ class Watchdog:
 def read_for_trainer(run: Run, limits: Limits) -> Status:
     """The status, as seen by a trainer of these limits."""
     status = read_status(run)
-    return replace(status, admission=replace(status.admission, batch_groups=limits.needed))
+    trainer = replace(status.trainer, state="waits")  # it asks
+    return replace(status, admission=replace(status.admission, batch_groups=limits.needed), trainer=trainer)
 
 
 def why_no_batch(run: Run, limits: Limits) -> str:

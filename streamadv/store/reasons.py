@@ -48,7 +48,8 @@ REASONS: Final[dict[str, Kind]] = {
         "a stage is at work, and slower than what comes", "start more of its processes, or look at their logs"
     ),
     "no_trainer": Kind(
-        "no trainer has taken the run, so nothing is named and pacing is by bytes alone", "start the trainer"
+        "no trainer has taken the run (pacing is by bytes alone then), or the one that had it is silent or has left",
+        "start the trainer",
     ),
     "unmarked": Kind(
         "a trainer that marks batches itself has not marked those it has got",

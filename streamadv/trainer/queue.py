@@ -259,6 +259,7 @@ class TrainerQueue(IterableDataset[Batch]):
         """Disconnect. Batches that were delivered and not marked as trained are delivered again by the next queue."""
         self._stop.set()
         self._supply.stop_reading()
+        self._sessions.close()
         if self._owns_connection:
             self._connection.close()
 

@@ -16,6 +16,7 @@ from ..messages import log_fields
 from ..run import Run, open_run
 from ..run.manifest import RunSettings
 from ..store.connection import Connection
+from .heartbeat import Heartbeat
 from .plan import Rank
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Sessions:
         self._run: Run | None = None
         self._session: Session | None = None
         self._is_stale = False  # its servers were replaced
+        self._heartbeat = Heartbeat(rank, progress)
         self._is_checked = False  # the server has accepted this process once
 
     def current(self) -> Session:
@@ -81,6 +83,10 @@ class Sessions:
         """Begin anew at the next call: the progress was set back to a checkpoint."""
         self._session = None
 
+    def close(self) -> None:
+        """Say that this rank leaves the run."""
+        self._heartbeat.close()
+
     def _begin(self) -> Session:
         run = self._opened_run()
         session: Session
@@ -93,6 +99,7 @@ class Sessions:
         else:
             session = join(run, self.naming, self.progress, self._job_key())
         self._session, self._is_stale = session, False
+        self._heartbeat.start(session)
         return session
 
     def _say_where_it_begins(self) -> None:

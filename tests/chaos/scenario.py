@@ -27,6 +27,7 @@ from streamadv.run.dead_letters import list_dead, purge, requeue
 from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
 from streamadv.trainer import supply
+from streamadv.trainer.heartbeat import Heartbeat
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import consumer_of, ended, make_overdue, trajectory, unscored
 
@@ -94,6 +95,7 @@ class World:
             patch.setattr(
                 heartbeats, "PRODUCER_TIMEOUT_S", -1.0
             )  # a dead producer is known to be dead at once
+            patch.setattr(Heartbeat, "start", lambda heartbeat, session: None)  # a thread dies with nobody
             # Nobody reads why there is no batch yet, and reading the status for it is a quarter of the time.
             patch.setattr(supply, "why_no_batch", lambda run, limits: "")
             actors = [(make, make(self)) for make in ACTORS]

@@ -507,8 +507,8 @@ def test_bad_names_on_the_list_of_runs(redis_url: str, run: str, capsys: pytest.
     joined.connection.scripts.hset(RUNS, mapping=NAMES)
     assert main(["runs", "list", "--redis", redis_url]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(NAMES) + 1
-    assert [line for line in lines if line.startswith(f"{run}  created")]
+    assert len(lines) == 1 + len(NAMES) + 1
+    assert [line for line in lines if line.split()[0] == run]
     assert main(["runs", "list", "--json", "--redis", redis_url]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["run"] for each in found if each["problem"] is None] == [run]

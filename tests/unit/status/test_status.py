@@ -252,7 +252,7 @@ def paths(value: object, above: str = "") -> Iterator[str]:
 
 def test_the_json_has_the_keys_that_scripts_read(busy: Run) -> None:
     json = read_status(busy).to_json()
-    stream = ("length", "pending", "lag", "consumers", "oldest_age_s", "alive")
+    stream = ("length", "pending", "lag", "consumers", "oldest_age_s", "alive", "workers")
     assert list(paths(json)) == [
         *("run", "shards", "ledger", "ledger.pushed", "ledger.trained", "ledger.dropped", "ledger.dead"),
         *("ledger.queued", "ledger.in_flight", "balanced", "problems"),
@@ -271,6 +271,10 @@ def test_the_json_has_the_keys_that_scripts_read(busy: Run) -> None:
             for path in (f"streams.{name}", *(f"streams.{name}.{field}" for field in stream))
         ),
         *("trainer", "trainer.epoch", "trainer.version", "trainer.committed", "trainer.batches"),
+        *(
+            f"trainer.{name}"
+            for name in ("state", "silent_s", "world_size", "ranks_alive", "batch", "batch_s")
+        ),
         *("staleness", "staleness.mean", "staleness.max", "producers", "admission", "admission.max_bytes"),
         *(f"admission.{name}" for name in ("full", "paced", "groups_ahead", "groups_limit", "batch_groups")),
         *("evaluations", "server", "server.refuses_writes", "quiet_s"),

@@ -112,7 +112,7 @@ def test_producers_that_do_nothing_are_named(
     group_all(join(fake, "r"))
     queue = TrainerQueue(fake, "r", batch_groups=2)
     line = trainer_says(queue, forward, caplog)
-    assert "1 producers are alive, no group is open, nothing moved for " in line
+    assert "1 producer is alive, no group is open, nothing moved for " in line
     assert blocked() == ["producers_idle"]
 
 
@@ -145,7 +145,7 @@ def test_entries_nobody_takes_are_named_at_once(
     push_one(producer, trajectory())
     assert blocked() == ["no_grouper"]
     line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
-    assert "1 entries wait for a grouper (none has joined), the oldest for " in line
+    assert "1 entry waits for a grouper (none is there), the oldest for " in line
 
 
 def test_a_scorer_that_is_not_there_is_named(
@@ -156,7 +156,7 @@ def test_a_scorer_that_is_not_there_is_named(
         group_all(join(fake, "r"))
         assert blocked() == ["no_scorer"]
         line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
-        assert "1 entries wait for a scorer judge (none has joined)" in line
+        assert "1 entry waits for a scorer judge (none is there)" in line
 
 
 @pytest.mark.parametrize(("scorers", "reason"), [(("judge",), "no_scorer"), ((), "no_grouper")])
@@ -189,7 +189,7 @@ def test_work_that_nobody_computes_is_named(
     push_groups(producer, 2)
     group_all(join(fake, "r"))
     line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
-    assert "1 entries wait for an advantage worker (none has joined)" in line
+    assert "1 entry waits for an advantage worker (none is there)" in line
     assert blocked()[0] == "no_advantage_worker"
 
 

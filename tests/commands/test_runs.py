@@ -1,0 +1,97 @@
+"""`streamadv runs` and `status --watch` on a real server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from streamadv.cli import main
+from streamadv.grouping.grouper import run_grouper
+from streamadv.status import read_status
+from streamadv.trainer.queue import TrainerQueue
+from tests.support import join, producing, push_groups, threads
+
+
+def call(url: str, run: str, *words: str) -> int:
+    return main([*words, "--redis", url, "--run", run])
+
+
+def test_the_list_has_a_heading_and_says_how_far_runs_are(
+    redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 2)
+    join(redis_url, f"{run}-empty")
+    assert main(["runs", "list", "--redis", redis_url]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    names = [word.strip() for word in heading.split("  ") if word.strip()]
+    assert names == ["RUN", "CREATED (UTC)", "ACTIVE", "VERSION", "PUSHED", "TRAINED", "QUEUED", "IN FLIGHT"]
+    by_run = {line.split()[0]: line.split() for line in lines}
+    assert by_run[run][-5:] == ["none", "4", "0", "4", "0"]
+    assert by_run[f"{run}-empty"][-6:] == ["never", "none", "0", "0", "0", "0"]
+    assert main(["runs", "list", "--json", "--redis", redis_url]) == 0
+    (line,) = [each for each in map(json.loads, capsys.readouterr().out.splitlines()) if each["run"] == run]
+    assert line["version"] is None
+    assert line["quiet_s"] >= 0
+
+
+def test_settings_say_where_they_come_from(
+    redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(redis_url, run, "runs", "create", "--max-bytes", "4gb", "--batch-groups", "8") == 0
+    shown = capsys.readouterr().out
+    assert "  max_bytes 4294967296 (4.0 GiB)\n" in shown
+    assert "  redundancy 0 (default)\n" in shown
+    assert "trainer" not in shown
+    queue = TrainerQueue(redis_url, run, batch_groups=3, max_staleness=1)
+    assert queue.epoch
+    queue.close()
+    assert call(redis_url, run, "runs", "show") == 0
+    assert "  batch_groups 3\n  max_staleness 1\n  drop_after 2\n" in capsys.readouterr().out
+    assert call(redis_url, run, "runs", "show", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["settings"]["batch_groups"] == 8
+    assert shown["trainer"] == {"batch_groups": 3, "max_staleness": 1, "drop_after": 2}
+
+
+def test_a_run_in_use_is_not_deleted(redis_url: str, run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    joined = join(redis_url, run)
+    with threads(lambda stop: run_grouper(joined, stop)):
+        while not call(redis_url, run, "runs", "delete"):  # until the grouper has joined
+            capsys.readouterr()
+        assert f"run {run} is in use by grouper " in capsys.readouterr().err
+    assert call(redis_url, run, "runs", "delete") == 0  # it has left
+
+
+def test_a_run_with_a_trainer_is_deleted_by_force_only(
+    redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue = TrainerQueue(redis_url, run, batch_groups=3)
+    assert queue.epoch
+    while read_status(join(redis_url, run)).trainer.silent_s is None:
+        pass  # its heartbeat is a thread
+    assert call(redis_url, run, "runs", "delete") == 1
+    assert "is in use by its trainer: stop them, or use --force" in capsys.readouterr().err
+    assert call(redis_url, run, "runs", "delete", "--force") == 0
+    queue.close()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_watch_ends_with_ctrl_c_in_silence(redis_url: str, run: str) -> None:
+    join(redis_url, run)
+    words = ["status", "--watch", "--redis", redis_url, "--run", run]
+    watch = subprocess.Popen(
+        [sys.executable, "-m", "streamadv", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert watch.stdout is not None
+    heads = 0
+    while heads < 2:  # repeated, as this is no terminal
+        heads += watch.stdout.readline().startswith(f"run {run}: 1 shard")
+    watch.send_signal(signal.SIGINT)
+    _, errors = watch.communicate(timeout=30)
+    assert (watch.returncode, errors) == (130, "")
