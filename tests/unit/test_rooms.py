@@ -15,7 +15,7 @@ import pytest
 ROOMS = (
     *("version", "errors", "messages", "units", "clock", "plugins", "program"),
     *("trajectory", "metrics", "store", "settings", "run", "producer", "grouping"),
-    *("algorithms", "losses", "padded", "batch", "advantage", "status", "trainer"),
+    *("algorithms", "losses", "padded", "batch", "advantage", "status", "trainer", "integrations"),
     *("processes", "demo", "bench", "cli"),
 )
 #: Rooms of base installations: nothing in them needs torch, also not by what they import.
