@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,7 @@ from streamadv.store.addresses import free_port
 from .story import OWN_SERVER, ROOT, SHELLS, SHOWN, blocks_of, in_child, pages, run_story
 
 INSTALL: Final = "pip install 'streamadv[torch,embedded]'"
+TRANSFORMERS: Final = "import transformers"
 #: Blocks that do not run, by page and first line, with the reason.
 NOT_RUN: Final[dict[str, dict[str, str]]] = {
     "README.md": {INSTALL: "the tests run in an environment that has it"},
@@ -23,6 +25,8 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
         "docker compose --profile core --profile observability up --build --detach": "needs Docker"
     },
 }
+if find_spec("transformers") is None:
+    NOT_RUN["docs/how-to/engines.md"] = {TRANSFORMERS: "needs pip install 'streamadv[examples]'"}
 STORIES: Final = [page for page in pages() if any(block.runs for block in blocks_of(page))]
 LIMIT_S: Final = 200.0
 

@@ -26,6 +26,7 @@ from streamadv import algorithms, errors, losses, metrics, padded
 from streamadv.algorithms import ChainConfig, estimator_names, preset_names
 from streamadv.algorithms.registry import get_estimator
 from streamadv.cli import make_parser
+from streamadv.integrations import engines
 from streamadv.settings import SECRETS, Settings
 
 from .metrics.test_metrics import STATUS, report_everything
@@ -51,6 +52,7 @@ def public_names() -> str:
         "streamadv.algorithms": names_of(algorithms),
         "streamadv.padded": names_of(padded),
         "streamadv.losses": names_of(losses),
+        "streamadv.integrations.engines": names_of(engines),
         "estimators and their options": estimators(),
         "presets": (name for name in preset_names() if name not in estimator_names() or is_built_in(name)),
         "parts of a ChainConfig": parts_of(ChainConfig),

@@ -33,7 +33,9 @@ async def answer_calls(text):
 
 
 def encode(messages):
-    return [token for message in messages for token in (ROLES[message["role"]], *message["content"].encode(), END)]
+    return [
+        token for message in messages for token in (ROLES[message["role"]], *message["content"].encode(), END)
+    ]
 
 
 def create(model, messages, logprobs, extra_body):
