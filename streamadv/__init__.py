@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .trainer.microbatch import Batch, MicroBatch
     from .trainer.queue import TrainerQueue
     from .trajectory.schema import Column, Role, Row, Status, Step, Trajectory
+    from .trajectory.versions import VersionCounter
 
 _HOMES = {
     "AsyncGroup": "producer.async_group",
@@ -47,6 +48,7 @@ _HOMES = {
     "Ticket": "producer.tickets",
     "TrainerQueue": "trainer.queue",
     "Trajectory": "trajectory.schema",
+    "VersionCounter": "trajectory.versions",
     "errors": "errors",
     "estimator": "algorithms.registry",
     "losses": "losses",
@@ -74,6 +76,7 @@ __all__ = [
     "Ticket",
     "TrainerQueue",
     "Trajectory",
+    "VersionCounter",
     "__version__",
     "errors",
     "estimator",

@@ -132,6 +132,7 @@ class Leader(Session):
             chain=dict(settings.chain),
             late=list(settings.late),
             tokens_per_micro_batch=settings.tokens_per_micro_batch,
+            keep_groups=settings.keep_groups,
             kl_coefficient=self._kl.of_batch(k),
             running=running_with(self._chain, running, groups),
             running_before=running,

@@ -41,6 +41,7 @@ class BatchRecord(BaseModel):
     chain: dict[str, Any]  # ChainConfig
     late: list[str] = []  # columns the trainer supplies: the chain is cut before the first step needing one
     tokens_per_micro_batch: int | None = None  # rows above it are not delivered
+    keep_groups: bool = False  # rows of a group stay in one micro-batch where they fit
     kl_coefficient: float | None = None
     running: Running | None = None  # moments of all rewards up to and with this batch
     running_before: Running | None = None  # those it was named with

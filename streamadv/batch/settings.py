@@ -21,3 +21,4 @@ class NamingSettings:
     chain: Mapping[str, Any]
     late: tuple[str, ...]
     tokens_per_micro_batch: int | None
+    keep_groups: bool = False

@@ -23,6 +23,7 @@ def cut(share: Share, columns: Mapping[str, Tensor], extras: RowExtras) -> list[
     members = share.own.members
     tokens = members.rows["tokens"].tolist()
     owner = np.repeat(np.arange(len(members)), members.table["rows"])
+    row_numbers = np.arange(len(owner)) - members.first_row[owner]
     micro_batches = []
     for rows, spans in zip(share.rows, token_spans(share), strict=True):
         numbers = rows.tolist()
@@ -32,6 +33,7 @@ def cut(share: Share, columns: Mapping[str, Tensor], extras: RowExtras) -> list[
                 [tokens[row] for row in numbers],
                 References(share.own, owner[rows]),
                 {name: [arrays[row] for row in numbers] for name, arrays in extras.items()},
+                row_numbers[rows].tolist(),
             )
         )
     return micro_batches

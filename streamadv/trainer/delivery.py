@@ -68,7 +68,8 @@ def deliver(
     or cannot be read, LateColumnError, and SettingError if this world size cannot run the late part of the chain.
     """
     record = computed.record
-    share = share_of(computed.layout, record.tokens_per_micro_batch, rank, computed.left_out)
+    budget, left_out = record.tokens_per_micro_batch, computed.left_out
+    share = share_of(computed.layout, budget, rank, left_out, record.keep_groups)
     fetched = fetch(run, share, memory, ahead)
     outputs = fetch_outputs(run, computed.results, share, memory)
     packed = _pack(computed.results, fetched, outputs, rank.device)

@@ -297,7 +297,8 @@ class ReadAhead:
 
     def _fetch(self, layout: Layout, record: BatchRecord, rank: Rank, memory: ColumnMemory) -> None:
         try:
-            share = share_of(layout, record.tokens_per_micro_batch, rank)
+            budget = record.tokens_per_micro_batch
+            share = share_of(layout, budget, rank, keep_groups=record.keep_groups)
             self._fetched = FetchedShare(self._run, share, memory)
             self._fetched.read(self._run, MAX_BYTES, self._stopped)
             self._fetched.check()

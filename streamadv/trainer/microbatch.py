@@ -11,36 +11,13 @@ import torch
 from torch import Tensor
 
 from ..grouping.layout import Layout
-from ..messages import did_you_mean
 from ..trajectory.columns import Array
 from ..trajectory.payload import Payload, payload_trajectory
 from ..trajectory.reference import Reference
 from ..trajectory.schema import Trajectory
+from .columns import Columns
+from .prompt_response import PromptResponse, prompt_response
 from .references import References
-
-
-class Columns:
-    """Columns as attributes: `mb.input_ids`, `mb.advantages`, and any other by its name.
-
-    `columns` holds them by name, `name in mb` says whether `mb` has one. An attribute that is no column raises
-    AttributeError, which lists the columns.
-    """
-
-    def __init__(self, columns: Mapping[str, Tensor]) -> None:
-        self.columns = dict(columns)
-
-    def __getattr__(self, name: str) -> Tensor:
-        try:
-            return self.__dict__["columns"][name]  # type: ignore[no-any-return]
-        except KeyError:
-            present = list(self.__dict__.get("columns", ()))
-            nearest = did_you_mean(name, present) or ":"
-            raise AttributeError(
-                f"no column {name}{nearest} this batch has {', '.join(present) or 'none'}"
-            ) from None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.columns
 
 
 class PaddedBatch(Columns):
@@ -72,6 +49,8 @@ class MicroBatch(Columns):
     """[R + 1] int32: row r holds tokens cu_seqlens[r] : cu_seqlens[r + 1], as variable-length attention takes it."""
     row_lengths: list[int]
     """Tokens of each row, R numbers on the host."""
+    row_numbers: list[int]
+    """The number of each row in its trajectory: with `references` it names a row. 0 where trajectories have one."""
     extras: dict[str, list[Array]]
     """Extra columns that do not have one value per token: name -> one numpy array for each row."""
 
@@ -81,6 +60,7 @@ class MicroBatch(Columns):
         row_lengths: Sequence[int],
         references: Sequence[Reference],
         extras: Mapping[str, list[Array]],
+        row_numbers: Sequence[int] | None = None,
     ) -> None:
         """references: kept as it is until `references` is asked for, so it may make them only then."""
         super().__init__(columns)
@@ -89,6 +69,7 @@ class MicroBatch(Columns):
         ends = torch.cumsum(lengths, 0)
         self.cu_seqlens = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
         self.row_lengths = list(row_lengths)
+        self.row_numbers = [0] * len(row_lengths) if row_numbers is None else list(row_numbers)
         self._references = references
         self.extras = dict(extras)
 
@@ -102,6 +83,11 @@ class MicroBatch(Columns):
     def references(self) -> list[Reference]:
         """The trajectory of each row: group_id, rollout_index, reward, versions, data_source and more."""
         return list(self._references)
+
+    @property
+    def version_spans(self) -> list[tuple[int, int] | None]:
+        """The oldest and the newest version that made a trainable token of the row's trajectory; None without one."""
+        return [reference.versions for reference in self.references]
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -132,6 +118,13 @@ class MicroBatch(Columns):
             padded[name] = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])[index]
         return PaddedBatch({**padded, "attention_mask": mask})
 
+    def prompt_response(self, pad_id: int = 0) -> PromptResponse:
+        """The rows as prompts, padded on the left, and responses, padded on the right, both with the id `pad_id`.
+
+        Every column is cut to the response. Rows without a trainable token are left out.
+        """
+        return prompt_response(self, pad_id)
+
 
 def as_indices(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`input_ids` as int64 and `response_mask` as bool. torch refuses, or misreads, int32 and uint8 as indices."""
@@ -147,7 +140,8 @@ def as_indices(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def with_other_columns(micro_batch: MicroBatch, columns: Mapping[str, Tensor]) -> MicroBatch:
     """The same rows with `columns` instead of their own."""
-    return MicroBatch(columns, micro_batch.row_lengths, micro_batch._references, micro_batch.extras)
+    mb = micro_batch
+    return MicroBatch(columns, mb.row_lengths, mb._references, mb.extras, mb.row_numbers)
 
 
 @dataclass(frozen=True)

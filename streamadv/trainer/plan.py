@@ -42,17 +42,24 @@ class Share:
 
 
 def share_of(
-    batch: Layout, budget: int | None, rank: Rank, left_out: Collection[tuple[str, int]] = frozenset()
+    batch: Layout,
+    budget: int | None,
+    rank: Rank,
+    left_out: Collection[tuple[str, int]] = frozenset(),
+    keep_groups: bool = False,
 ) -> Share:
     """This rank's share of a batch, given all its living groups.
 
+    keep_groups: rows of a group stay together, see `plan`.
     left_out: (group_id, rollout_index) of trajectories that some rank could not read. Their rows are in no
     micro-batch, but the plan counts them: the other ranks, which share it, do not know of them.
     """
     positions = np.flatnonzero(~batch.members.is_baseline & ~is_oversize(batch.members, budget))
     trained = batch.select(positions)
     members, first_row = trained.members, trained.members.first_row
-    planned = plan(members.rows["tokens"], first_row, trained.packet, rank.world_size, budget)[rank.number]
+    group_of = trained.group if keep_groups else None
+    packets = trained.packet
+    planned = plan(members.rows["tokens"], first_row, packets, rank.world_size, budget, group_of)[rank.number]
     owner = np.repeat(np.arange(len(members)), members.table["rows"])
     own = np.unique(owner[np.concatenate([*planned, np.zeros(0, np.int64)])])
     if left_out:
@@ -65,55 +72,70 @@ def share_of(
 
 
 def plan(
-    row_tokens: Array, first_row: Positions, packet_of: Positions, world_size: int, budget: int | None
+    row_tokens: Array,
+    first_row: Positions,
+    packet_of: Positions,
+    world_size: int,
+    budget: int | None,
+    group_of: Positions | None = None,
 ) -> list[list[Positions]]:
     """Rows of each micro-batch of each rank, ascending: `plan(...)[rank][micro_batch]`.
 
     row_tokens: [R] tokens of each row. first_row: [M + 1], trajectory m has the rows first_row[m] : first_row[m + 1].
-    packet_of: [M], equal numbers = in one packet.
+    packet_of: [M], equal numbers = in one packet. group_of: [M], ascending, equal numbers = in one group.
 
     A trajectory stays on one rank. Ranks are balanced by tokens: whole packets first (largest first, to the emptiest
     rank), because each rank reads all of a packet, then single trajectories until the fullest rank is within 1 % of the
     mean. Rows fill micro-batches of at most `budget` tokens (first fit, largest first; None = one micro-batch). Every
     rank gets the same number of micro-batches, the last ones of a short rank being empty. Raises ValueError for a row
     above the budget.
+
+    With `group_of` a group stays on one rank, so that ranks are balanced only as far as whole groups allow, and in one
+    micro-batch. A group above the budget fills as few micro-batches as first fit needs for it.
     """
     if budget is not None and len(row_tokens) and int(row_tokens.max()) > budget:
         row = int(row_tokens.argmax())
         raise ValueError(f"row {row} has {int(row_tokens[row])} tokens, budget {budget}")
     row_tokens = row_tokens.astype(np.int64)
     sums = offsets(row_tokens)[first_row]
-    rank_of = _ranks_of(np.diff(sums), packet_of, world_size)
+    rank_of = _ranks_of(
+        np.diff(sums), packet_of if group_of is None else group_of, world_size, group_of is not None
+    )
     planned = []
     for rank in range(world_size):
-        rows = spans(first_row, np.flatnonzero(rank_of == rank))
-        planned.append(_fill(rows, row_tokens[rows], budget))
+        members = np.flatnonzero(rank_of == rank)
+        rows = spans(first_row, members)
+        blocks = None if group_of is None else np.repeat(group_of[members], np.diff(first_row)[members])
+        planned.append(_fill(rows, row_tokens[rows], budget, blocks))
     count = max(map(len, planned), default=0)
     no_rows = np.zeros(0, np.int64)
     return [micro_batches + [no_rows] * (count - len(micro_batches)) for micro_batches in planned]
 
 
-def _ranks_of(tokens: Positions, packet_of: Positions, world_size: int) -> Positions:
-    """[M]: the rank of each trajectory."""
+def _ranks_of(tokens: Positions, unit_of: Positions, world_size: int, keep_units: bool) -> Positions:
+    """[M]: the rank of each trajectory. unit_of: [M], what is given to a rank whole, at first or for good."""
     rank_of = np.zeros(len(tokens), np.int64)
     if world_size == 1 or not len(tokens):
         return rank_of
-    packets, packet_of = np.unique(packet_of, return_inverse=True)
-    sizes = np.zeros(len(packets), np.int64)
-    np.add.at(sizes, packet_of, tokens)
-    rank_of_packet = np.zeros(len(packets), np.int64)
+    units, unit_of = np.unique(unit_of, return_inverse=True)
+    sizes = np.zeros(len(units), np.int64)
+    np.add.at(sizes, unit_of, tokens)
+    rank_of_unit = np.zeros(len(units), np.int64)
     loads = [(0, rank) for rank in range(world_size)]  # a heap
-    for packet in np.argsort(-sizes, kind="stable").tolist():
+    for unit in np.argsort(-sizes, kind="stable").tolist():
         load, rank = loads[0]
-        heapreplace(loads, (load + int(sizes[packet]), rank))
-        rank_of_packet[packet] = rank
-    rank_of = rank_of_packet[packet_of]
+        heapreplace(loads, (load + int(sizes[unit]), rank))
+        rank_of_unit[unit] = rank
+    if keep_units:
+        _even_out(rank_of_unit, sizes, world_size)
+        return rank_of_unit[unit_of]
+    rank_of = rank_of_unit[unit_of]
     _even_out(rank_of, tokens, world_size)
     return rank_of
 
 
 def _even_out(rank_of: Positions, tokens: Positions, world_size: int) -> None:
-    """Move single trajectories from the fullest rank to the emptiest, in place.
+    """Move single trajectories (or groups) from the fullest rank to the emptiest, in place.
 
     Ends because every move makes the sum of the squares of the ranks' tokens smaller.
     """
@@ -134,20 +156,43 @@ def _even_out(rank_of: Positions, tokens: Positions, world_size: int) -> None:
         loads[emptiest] += tokens[moved]
 
 
-def _fill(rows: Positions, tokens: Positions, budget: int | None) -> list[Positions]:
-    """Micro-batches of one rank, which has these rows with so many tokens each."""
-    total = int(tokens.sum())
+def _fill(
+    rows: Positions, tokens: Positions, budget: int | None, group_of: Positions | None
+) -> list[Positions]:
+    """Micro-batches of one rank, which has these rows with so many tokens each. group_of: of each row, ascending."""
     if not len(rows):
         return []
-    if budget is None or total <= budget:
+    if budget is None or int(tokens.sum()) <= budget:
         return [rows]
-    # No two micro-batches would fit into one, so they are fewer than twice what the tokens fill.
-    room = np.full(2 * total // budget + 1, budget)
-    micro_batch_of = np.zeros(len(rows), np.int64)
-    order = np.argsort(-tokens, kind="stable")
-    for position, length in zip(order.tolist(), tokens[order].tolist(), strict=True):
-        first_fit = (room >= length).argmax()
-        room[first_fit] -= length
-        micro_batch_of[position] = first_fit
+    micro_batch_of = _first_fit(tokens, budget) if group_of is None else _fit_groups(tokens, budget, group_of)
     order = np.argsort(micro_batch_of, kind="stable")
     return np.split(rows[order], np.flatnonzero(np.diff(micro_batch_of[order])) + 1)
+
+
+def _fit_groups(tokens: Positions, budget: int, group_of: Positions) -> Positions:
+    """[R]: the micro-batch of each row. A group is one block, or as many as it needs."""
+    first = np.flatnonzero(np.diff(group_of, prepend=-1))
+    block_of = np.zeros(len(tokens), np.int64)
+    block = 0
+    for start, stop in zip(first.tolist(), [*first[1:].tolist(), len(tokens)], strict=True):
+        own = tokens[start:stop]
+        block_of[start:stop] = block
+        if int(own.sum()) > budget:
+            block_of[start:stop] += _first_fit(own, budget)
+        block = int(block_of[start:stop].max()) + 1
+    sizes = np.zeros(block, np.int64)
+    np.add.at(sizes, block_of, tokens)
+    return _first_fit(sizes, budget)[block_of]
+
+
+def _first_fit(sizes: Positions, budget: int) -> Positions:
+    """[K]: the bin of each block, largest first, each in the first bin that has room for it."""
+    # No two bins would fit into one, so they are fewer than twice what the blocks fill.
+    room = np.full(2 * int(sizes.sum()) // budget + 1, budget)
+    bin_of = np.zeros(len(sizes), np.int64)
+    order = np.argsort(-sizes, kind="stable")
+    for position, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        first_fit = (room >= size).argmax()
+        room[first_fit] -= size
+        bin_of[position] = first_fit
+    return bin_of

@@ -53,6 +53,8 @@ class TrainerQueue(IterableDataset[Batch]):
     min_groups: name a batch as soon as so many groups are complete (default batch_groups).
     tokens_per_micro_batch: tokens of a micro-batch at most, prompts included; rows above it are not trained on. None
         makes one micro-batch of all that a rank has.
+    keep_groups: rows of a group come in one micro-batch, side by side, where they fit into its tokens, so that a
+        shared prefix is computed once. Groups then stay on one rank, and ranks are less even.
     max_staleness: producers are admitted so many versions ahead of the trainer; None does not pace them.
     drop_after: groups staler than so many versions are dropped instead of named (default 2 x max_staleness; None for
         both keeps them all).
@@ -99,6 +101,7 @@ class TrainerQueue(IterableDataset[Batch]):
         batch_groups: int = 64,
         min_groups: int | None = None,
         tokens_per_micro_batch: int | None = None,
+        keep_groups: bool = False,
         max_staleness: int | None = 4,
         drop_after: int | None = None,
         prefetch: int = 1,
@@ -144,6 +147,7 @@ class TrainerQueue(IterableDataset[Batch]):
             chain=built.config.model_dump(mode="json"),
             late=tuple(sorted(late)),
             tokens_per_micro_batch=tokens_per_micro_batch,
+            keep_groups=keep_groups,
         )
         _warn_of_early_drops(run, max_staleness, naming.drop_after)
         self._connection = Connection(connection) if isinstance(connection, str) else connection

@@ -4,6 +4,7 @@
 packets of trajectories, `plain_records` the same of what needs no model. What a packet stores is read in two parts:
 the numbers of its members, which pass through streams (`members`, `member_table`), and the columns beside them
 (`packet`);
-`listing` has the numbers in words. `reference` and `payload` are a single trajectory's, for users. `interchange` reads
+`listing` has the numbers in words, `versions` maps other programs' counters.
+`reference` and `payload` are a single trajectory's, for users. `interchange` reads
 and writes JSON lines; `adapters` reads recordings of other tools.
 """

@@ -39,8 +39,11 @@ class Rows:
         """The trajectory of each row."""
         return [member for member, rows in enumerate(self.tokens) for _ in rows]
 
-    def plan(self, world_size: int, budget: int | None) -> list[list[list[int]]]:
-        planned = plan(*self.arrays, world_size, budget)
+    def plan(
+        self, world_size: int, budget: int | None, group_of: list[int] | None = None
+    ) -> list[list[list[int]]]:
+        groups = None if group_of is None else np.array(group_of, np.int64)
+        planned = plan(*self.arrays, world_size, budget, groups)
         return [[rows.tolist() for rows in rank] for rank in planned]
 
     def loads(self, ranks: list[list[list[int]]]) -> list[int]:
@@ -86,6 +89,37 @@ def test_no_rank_has_an_empty_place_that_another_could_fill(batch: Rows, world_s
         assert all(a + b > BUDGET for a, b in itertools.combinations(sums, 2)), "two would fit into one"
         assert all(rank[: len(sums)]), "empty ones come last"
     assert any(all(rank) for rank in ranks), "no more micro-batches than the fullest rank needs"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    batch=batches(least=1),
+    world_size=st.integers(1, 4),
+    budget=st.sampled_from([None, BUDGET, 40, 100]),
+    data=st.data(),
+)
+def test_groups_that_are_kept_stay_together(
+    batch: Rows, world_size: int, budget: int | None, data: st.DataObject
+) -> None:
+    members = len(batch.tokens)
+    group_of = sorted(data.draw(st.lists(st.integers(0, 4), min_size=members, max_size=members)))
+    ranks = batch.plan(world_size, budget, group_of)
+    planned = [row for rank in ranks for micro_batch in rank for row in micro_batch]
+    assert sorted(planned) == list(range(len(batch.owner)))
+    assert len({len(micro_batches) for micro_batches in ranks}) == 1
+    tokens = batch.arrays[0].tolist()
+    for group in set(group_of):
+        rows = {row for row, owner in enumerate(batch.owner) if group_of[owner] == group}
+        places = [rows & set(rows_of) for rank in ranks for rows_of in rank if rows & set(rows_of)]
+        assert sum(any(rows & set(rows_of) for rows_of in rank) for rank in ranks) == 1, "on one rank"
+        size = sum(tokens[row] for row in rows)
+        if budget is None or size <= budget:
+            assert places == [rows]
+        else:
+            sums = [sum(tokens[row] for row in place) for place in places]
+            assert all(a + b > budget for a, b in itertools.combinations(sums, 2))
+    for rank in ranks:
+        assert all(budget is None or sum(tokens[row] for row in rows) <= budget for rows in rank)
 
 
 @pytest.mark.parametrize(("world_size", "most_reads"), [(8, 1.1), (16, 1.2), (32, 1.5)])
