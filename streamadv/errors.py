@@ -63,7 +63,7 @@ class HungError(StreamadvError):
     """A scoring function or an estimator did not return within its time: bound what it waits for."""
 
 
-class MissingDependencyError(StreamadvError):
+class MissingDependencyError(StreamadvError, ImportError):
     """A command or a function needs an optional package: install the extra that the message names."""
 
 

@@ -14,6 +14,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Final, Literal, get_args
 
+from .extras import require_torch
+
+require_torch("streamadv.losses")
+
 import torch
 from torch import Tensor
 

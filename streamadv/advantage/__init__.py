@@ -4,3 +4,7 @@ Read `worker.py` first, then the way of one work item: `prepare.py` (its entry a
 chain runs), `poison.py` (groups that break it become dead letters), `publish.py` (the results are handed off).
 `results.py` is how the trainer reads them.
 """
+
+from ..extras import require_torch
+
+require_torch("streamadv.advantage")

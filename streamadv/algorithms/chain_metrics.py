@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..errors import ArgumentError
+from ..extras import torch
 from . import kernels
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GREATEST: Final = ("/max", "_max", "_max_deviation")  # endings of names that merge to the greatest
 LEAST: Final = ("/min", "_min")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
 from ..errors import SettingError
+from ..extras import torch
 
 Device = Literal["auto", "cpu", "cuda"]
 

@@ -7,17 +7,19 @@ Estimators k1, k2, k3: http://joschu.net/blog/kl-approx.html. A new form is a na
 from __future__ import annotations
 
 import math
-from typing import Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..errors import SettingError
+from ..extras import torch
 from . import kernels
-from .arguments import Elements, Logits, Measured, NotNegative, Positive
-from .kernels import rewards
 from .quirks import PeerQuirks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .arguments import Elements, Logits, Measured, NotNegative, Positive
 
 KLPenalty = Literal[
     "k1", "k2", "k3", "kl", "abs", "mse", "low_var_kl",
@@ -71,7 +73,7 @@ def column_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: KLPenalty) -> T
     if not kernels.on_cpu(log_probs) or penalty.removesuffix("+") not in K3:
         return approx_kl(log_probs.detach(), ref_log_probs.detach(), penalty).to(torch.float32)
     kl = np.empty(len(log_probs), np.float32)
-    rewards.k3(kernels.as_array(log_probs), kernels.as_array(ref_log_probs), kl)
+    kernels.k3(kernels.as_array(log_probs), kernels.as_array(ref_log_probs), kl)
     return torch.from_numpy(kl)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from torch import Tensor
+from ..extras import torch
 
-from .arguments import Count, Flags, Rows
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .arguments import Count, Flags, Rows
 
 
 def difficulty_factor(difficulty: Tensor) -> Tensor:

@@ -10,13 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ..errors import OptionError
-from .arguments import AnyMask, AnyShape, Positive
+from ..extras import torch
 from .chain_metrics import Metric, mean
 from .off_policy_metrics import (
     SAFETY_BOUND,
@@ -29,6 +26,11 @@ from .quirks import PeerQuirks
 from .segments import segment_max, spread
 from .trainable import Trainable
 from .turns import turn_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .arguments import AnyMask, AnyShape, Positive
 
 RatioLevel = Literal["token", "sequence", "geometric", "segment"]
 BoundMode = Literal["truncate", "clip", "mask"]

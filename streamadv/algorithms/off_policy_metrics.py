@@ -7,13 +7,14 @@ All values are [N], of which trainable tokens count. Statistics over rows are ov
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
-from torch import Tensor
-
+from ..extras import torch
 from .chain_metrics import Metric, extreme, mean
 from .trainable import Trainable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SAFETY_BOUND: Final = 20.0
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from ..errors import ArgumentError, OptionError, TrajectoryError
+from ..extras import torch
 from ..messages import brief
 from .packed_checks import check_changed, check_shapes, check_steps, layout_of
 from .segments import segment_sum
 from .trainable import Trainable, spread_rows, tokens_where
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: What one value of a result belongs to.
 Level = Literal["row", "step", "token"]
@@ -166,8 +167,8 @@ def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
     lacks the column response_mask.
     """
     count = batch.count(level)
-    if not isinstance(values, Tensor) or values.is_complex() or values.device != batch.device:
-        is_tensor = isinstance(values, Tensor)
+    if not isinstance(values, torch.Tensor) or values.is_complex() or values.device != batch.device:
+        is_tensor = isinstance(values, torch.Tensor)
         kind = f"{values.dtype} on {values.device}" if is_tensor else f"a {type(values).__name__}"
         raise ArgumentError(f"values is {kind}, needs a tensor of real numbers on {batch.device}")
     if values.shape != (count,):

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..errors import ArgumentError
+from ..extras import torch
 from ..trajectory.columns import KNOWN_COLUMNS, Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 if TYPE_CHECKING:
     from .packed import PackedBatch, Steps
@@ -157,10 +159,10 @@ def _arrays(tensors: Iterable[Tensor]) -> Iterator[Array]:
 
 def _length(name: str, tensor: Any, entries: bool = False) -> int:
     """Length of a tensor of one dimension; entries: of one whose entries may have dimensions of their own."""
-    if not isinstance(tensor, Tensor) or tensor.dim() < 1 or (tensor.dim() > 1 and not entries):
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1 or (tensor.dim() > 1 and not entries):
         what = (
             f"a tensor of shape {list(tensor.shape)}"
-            if isinstance(tensor, Tensor)
+            if isinstance(tensor, torch.Tensor)
             else f"a {type(tensor).__name__}"
         )
         raise ArgumentError(f"{name} is {what}, needs a tensor of one dimension")

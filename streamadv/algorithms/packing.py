@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..errors import TrajectoryError
+from ..extras import torch
 from ..trajectory.columns import Array, count_ones
 from ..trajectory.members import NO_STATE, Members, Positions, offsets
 from ..trajectory.schema import Trajectory
@@ -25,6 +25,8 @@ from .packed import PackedBatch, Steps
 from .packed_checks import BUILT
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..grouping.layout import Layout
 
 
@@ -165,7 +167,7 @@ def _moved(batch: PackedBatch, device: torch.device, columns: Mapping[str, Tenso
         return replace(batch, columns=columns) if columns else batch
     steps = {f.name: getattr(batch.steps, f.name) for f in fields(Steps) if f.name != "num_tokens"}
     tensors = {f.name: getattr(batch, f.name) for f in fields(PackedBatch)}
-    tensors = {name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)}
+    tensors = {name: value.to(device) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     return replace(
         batch,
         **tensors,
@@ -263,7 +265,7 @@ def _steps_of(members: Members, cu_seqlens: Positions, first_row: Positions) -> 
     """The steps of `members`, counted in the batch. States are numbered in order of appearance."""
     steps = members.steps
     if not len(steps):
-        return _NO_STEPS
+        return _no_steps()
     trajectory = np.repeat(np.arange(len(members)), members.table["steps"])
     row = first_row[trajectory] + steps["row"]
     start, end = cu_seqlens[row] + steps["start"], cu_seqlens[row] + steps["end"]
@@ -293,7 +295,9 @@ def _packed_steps(trajectory: Any, row: Any, start: Any, end: Any, rewards: Any,
     )
 
 
-_NO_STEPS: Final = _packed_steps([], [], [], [], [], [])
+@cache  # most batches have none
+def _no_steps() -> Steps:
+    return _packed_steps([], [], [], [], [], [])
 
 
 def _columns(

@@ -6,15 +6,16 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args, get_type_hints
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_type_hints
 
 from ..errors import SettingError
 from ..messages import brief
 from ..plugins import REMEDY, load_estimators
 from ..trajectory.columns import COLUMN_NAME
 from .packed import LEVELS, Level
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Scope = Literal["row", "group", "batch"]
 MOST_NAMED: Final = 30  # estimators in an error

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import SettingError
+from ..extras import torch
 from .running_moments import RunningMoments
 from .segments import moments, spread, whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NormScope = Literal["batch", "group", "running"]
 

@@ -6,14 +6,16 @@ works on blocks of tokens side by side, and the host does not wait.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from ..extras import torch
 from . import kernels
 from .trainable import Trainable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK: Final = 64
 
@@ -27,7 +29,7 @@ def reverse_scan(values: Tensor, coefficients: Tensor | float, tokens: Trainable
         return tokens.only(scan_blocks(values, coefficients, tokens)).to(values.dtype)
     array, mask, offsets = map(kernels.as_array, (values, tokens.mask, tokens.offsets))
     scanned = np.empty_like(array)
-    if isinstance(coefficients, Tensor):
+    if isinstance(coefficients, torch.Tensor):
         kernels.scan_varying(array, kernels.as_array(coefficients), mask, offsets, scanned)
     else:
         kernels.scan(array, float(coefficients), mask, offsets, scanned)

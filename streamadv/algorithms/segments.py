@@ -7,13 +7,15 @@ one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from ..extras import torch
 from . import kernels
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Moments(NamedTuple):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from ..extras import torch
 from .packed import PackedBatch, Steps, offsets_of
 from .scan import scan_segments
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def discounted_returns(batch: PackedBatch, gamma: float) -> Tensor:

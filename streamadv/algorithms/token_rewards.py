@@ -7,15 +7,18 @@ reward if that is an observation; verl loses rewards on masked tokens.
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ..extras import torch
 from . import kernels
-from .kernels import rewards as reward_kernels
 from .packed import PackedBatch
 from .scan import ends_row, reverse_scan
 from .trainable import Trainable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def outcome_rewards(batch: PackedBatch) -> Tensor:
@@ -42,7 +45,7 @@ def credited_rewards(rewards: Tensor, tokens: Trainable) -> Tensor:
         if not kernels.has_values_outside(array, mask):
             return torch.from_numpy(array)
         moved = np.empty_like(array)
-        reward_kernels.credit(array, mask, offsets, moved)
+        kernels.credit(array, mask, offsets, moved)
         return torch.from_numpy(moved)
     without_nan = torch.where(tokens.mask | (rewards.abs() > 0), rewards, 0.0).to(torch.float64)
     all_tokens = tokens._replace(mask=torch.ones_like(tokens.mask))
@@ -57,7 +60,7 @@ def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     sums = torch.empty(len(rewards), dtype=torch.float64)
     array, counted = kernels.as_array(rewards), kernels.as_array(mask)
     bits = array.view(np.uint32 if array.itemsize == 4 else np.uint64)
-    reward_kernels.row_rewards(array, bits, counted, kernels.as_array(sums))
+    kernels.row_rewards(array, bits, counted, kernels.as_array(sums))
     return sums
 
 
@@ -66,7 +69,7 @@ def _place(tokens: Trainable, rewards: Tensor, start: Tensor, end: Tensor) -> Te
     size = len(tokens.mask)
     if kernels.on_cpu(rewards):
         column = np.empty(size, np.float32)
-        reward_kernels.place(*map(kernels.as_array, (rewards, start, end, tokens.mask)), column)
+        kernels.place(*map(kernels.as_array, (rewards, start, end, tokens.mask)), column)
         return torch.from_numpy(column)
     placed = rewards.new_zeros(size)
     position = torch.arange(size, device=placed.device)

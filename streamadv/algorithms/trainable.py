@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from ..extras import torch
 from . import kernels
 from .segments import segment_sum, spread
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Trainable(NamedTuple):

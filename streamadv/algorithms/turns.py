@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ..extras import torch
 from . import kernels
 from .scan import ends_row, reverse_scan, scan_blocks
 from .trainable import Trainable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def turn_mean(values: Tensor, tokens: Trainable) -> Tensor:

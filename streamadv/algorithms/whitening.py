@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from ..extras import torch
 from . import kernels
 from .segments import moments, segment_min, segment_sum, whole
 from .trainable import Trainable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EPSILON: Final = 1e-8
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.chain.rewards import raw_rewards
@@ -24,6 +22,9 @@ from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout
 from .record import BatchRecord, Running
 from .work import WorkItem
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def running_with(

@@ -12,9 +12,8 @@ import secrets
 from collections import Counter
 from typing import Final
 
-import torch
-
 from ..errors import SettingError
+from ..extras import torch
 from ..messages import brief
 
 JOB_ID: Final = re.compile(r"[!-~]{1,200}")

@@ -1,6 +1,7 @@
 """The command line: `streamadv COMMAND`. Each command is a module here with `add_parser(subparsers)`.
 
-`add_parser` sets the default `run`, a function that takes the parsed arguments and returns the exit status. A command
+`add_parser` sets the default `run`, a function that takes the parsed arguments and returns the exit status, and
+`packages`, those of extras that the command needs. A command
 reads its arguments, calls one function of another room and prints; it keeps nothing.
 """
 
@@ -18,6 +19,7 @@ import redis.exceptions
 
 from .. import __version__
 from ..errors import SettingError, StreamadvError
+from ..extras import require
 from ..messages import log_fields, printable
 from ..plugins import import_module
 from ..settings import Settings, likely_typos, load_settings
@@ -60,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_up_logging(settings_from(arguments).log_level)
         for message in likely_typos():
             logger.warning(message, extra=log_fields("setting_unknown"))
+        command = " ".join(["streamadv", words[0], *vars(arguments).get("stage", "").split()])
+        require(command, *vars(arguments).get("packages", ()))
         for module in vars(arguments).get("modules") or ():
             import_module(module)
         status: int = arguments.run(arguments)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import SettingError
+from ..extras import TO_COMPUTE
 from ..processes.malloc import keep_freed_memory
 from . import bench_scaling, bench_server
 
@@ -38,6 +39,7 @@ def add_parser(subparsers: Any) -> None:
         description="Measures speed as ratios to the ways of others and to what the machine can do at best, all in "
         "one run.",
     )
+    parser.set_defaults(packages=TO_COMPUTE)
     kinds = parser.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
     algorithms = kinds.add_parser(
         "algorithms",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, TrajectoryError
+from ..extras import TO_COMPUTE
 from ..trajectory.interchange import read_trajectories, write_trajectory
 from ..trajectory.schema import Role, Trajectory
 from . import add_import_option
@@ -29,6 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("file", type=Path, help="trajectories, one JSON object a line")
     parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
     add_chain_options(parser)
+    parser.set_defaults(packages=TO_COMPUTE)
     parser.set_defaults(run=lambda given: run(given.file, given.output, given.preset, given.config))
 
 

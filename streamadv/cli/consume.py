@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from .. import metrics
 from ..errors import NoBatchError
+from ..extras import TO_COMPUTE
 from ..trajectory.interchange import recover, write_trajectory
 from . import FAILED, add_metrics_option, add_redis_options, connect, settings_from
 from .compute import add_chain_options, chain_from
@@ -39,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     add_chain_options(parser)
     add_redis_options(parser)
     add_metrics_option(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, packages=TO_COMPUTE)
 
 
 def run(arguments: argparse.Namespace) -> int:

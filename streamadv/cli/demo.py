@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import secrets
 import signal
@@ -13,10 +12,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..demo.settings import CORRECTIONS, DEFAULT_ESTIMATOR, DEFAULT_UPDATES, MAPS
-from ..errors import MissingDependencyError, SettingError
+from ..errors import SettingError
+from ..extras import TO_COMPUTE
 from . import add_log_options, settings_from
 
-NEEDED: Final = ("gymnasium", "matplotlib", "rich")
+NEEDED: Final = (*TO_COMPUTE, "gymnasium", "matplotlib")
 SUPPLIED: Final = ("input_ids", "response_mask", "rollout_log_probs", "token_level_rewards")
 INTERRUPTED: Final = 130
 
@@ -65,12 +65,11 @@ def add_parser(subparsers: Any) -> None:
         help="learning curve (default demo-learning-curve.png)",
     )
     add_log_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, packages=NEEDED)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; returns the exit status."""
-    check_dependencies()
     if arguments.updates is None:
         arguments.updates = DEFAULT_UPDATES[arguments.maps]
     check_arguments(arguments)
@@ -126,13 +125,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if progress.learnt and progress.balanced else 1
 
 
-def check_dependencies() -> None:
-    """Raise MissingDependencyError if a package that only the demo needs is not installed."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingDependencyError(f'the demo needs {", ".join(missing)}: pip install "streamadv[demo]"')
-
-
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise SettingError for what the processes would trip over later."""
     if arguments.updates < 1:
@@ -148,7 +140,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 def check_estimator(name: str) -> None:
     """Raise SettingError if `name` is no estimator, or needs a column the demo does not have."""
-    from ..algorithms.chain.config import parse_config  # imports torch
+    from ..algorithms.chain.config import parse_config
     from ..algorithms.registry import get_estimator
 
     parse_config({"estimator": name})

@@ -6,6 +6,7 @@ import argparse
 import importlib
 from typing import Any
 
+from ..extras import TO_COMPUTE
 from ..plugins import function_of
 from ..run.manifest import RunSettings, run_settings
 from . import add_import_option, add_metrics_option, add_redis_options, settings_from
@@ -31,6 +32,7 @@ def add_parser(subparsers: Any) -> None:
         if stage == "advantage":
             worker.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to compute")
             add_import_option(worker)
+            worker.set_defaults(packages=TO_COMPUTE)
         if stage == "scorer":
             add_scorer_options(worker)
         add_run_options(worker)

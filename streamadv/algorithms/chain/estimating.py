@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ...errors import EstimatorError, SettingError, StreamadvError
+from ...extras import torch
 from ...messages import brief, one_line
 from ..packed import PackedBatch
 from ..registry import Estimate, Estimator
 
-GREATEST_FLOAT32: Final = torch.finfo(torch.float32).max
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GREATEST_FLOAT32: Final = float(np.finfo(np.float32).max)
 
 
 def estimate(definition: Estimator, batch: PackedBatch, options: Mapping[str, Any]) -> Estimate:
@@ -61,7 +64,7 @@ def check_finite(definition: Estimator, inputs: tuple[str, ...], summaries: Mapp
 
 def _checked(definition: Estimator, batch: PackedBatch, name: str, values: object) -> Tensor:
     where = f"estimator {definition.name}: {name}"
-    if not isinstance(values, Tensor):
+    if not isinstance(values, torch.Tensor):
         raise EstimatorError(f"{where} is {_kind(values)}, needs a floating-point tensor")
     if not values.is_floating_point():
         raise EstimatorError(f"{where} has dtype {values.dtype}, needs float64 or float32")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ...errors import TrajectoryError
+from ...extras import torch
 from .. import kernels
 from ..chain_metrics import MEAN_KL, Metric, fraction, mean, summary
-from ..kernels import rewards as reward_kernels
 from ..kl import column_kl
 from ..length_penalties import overlong_penalty, truncation_penalty
 from ..packed import PackedBatch, span_sum
@@ -24,6 +23,9 @@ from ..trainable import Trainable
 from ..whitening import whiten
 from .config import ChainConfig, KLConfig, RewardConfig
 from .step import ChainStep, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def shaping_steps(config: ChainConfig) -> Iterator[ChainStep]:
@@ -179,5 +181,5 @@ def minus_kl(rewards: Tensor, kl: Tensor, coefficient: float, tokens: Trainable)
         return (rewards - coefficient * tokens.only(kl)).to(torch.float32), tokens.row_sum(kl)
     shaped, sums = np.empty(len(kl), np.float32), np.empty(len(tokens.offsets) - 1)
     reward, penalty, mask, offsets = map(kernels.as_array, (rewards, kl, tokens.mask, tokens.offsets))
-    reward_kernels.subtract_kl(reward, penalty, float(coefficient), mask, offsets, shaped, sums)
+    kernels.subtract_kl(reward, penalty, float(coefficient), mask, offsets, shaped, sums)
     return torch.from_numpy(shaped), torch.from_numpy(sums)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from ...extras import torch
 from ..chain_metrics import fraction, summary
 from ..length_penalties import difficulty_factor, length_factor
 from ..packed import PackedBatch, expand
@@ -16,6 +15,9 @@ from ..segments import moments, segment_sum, spread
 from .config import ChainConfig, MaskConfig, RewardConfig, SampleWeightConfig
 from .rewards import pushed_rewards
 from .step import ChainStep, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sample_steps(config: ChainConfig) -> Iterator[ChainStep]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ...errors import EstimatorError
+from ...extras import torch
 from ..packed import PackedBatch
 from ..parts import Part, part_of
 from ..registry import Estimate, find_estimator
 from . import build_chain, run_chain
 from .result import ChainResult
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def check_estimator(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
-from torch import Tensor
-
+from ...extras import torch
 from ..chain_metrics import merge_metrics
 from ..packed import Level, PackedBatch
 from ..parts import Part, part_of
 from .result import ChainResult
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: What groups without a data_source count under.
 UNKNOWN: Final = "unknown"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ..chain_metrics import Metric
 from ..packed import Level, PackedBatch
 from ..registry import Scope
 from ..running_moments import RunningMoments
 from ..trainable import Trainable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ...extras import torch
 from .. import kernels
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
 from ..scan import reverse_scan, upcoming
 from ..trainable import Trainable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @estimator("gae", scope="row", level="token", needs=("response_mask", "values", "token_level_rewards"))

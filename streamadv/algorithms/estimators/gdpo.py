@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
 from ...errors import TrajectoryError
+from ...extras import torch
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
 from ..rewards import normalise

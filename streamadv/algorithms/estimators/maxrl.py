@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from ...extras import torch
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
 from ..segments import moments

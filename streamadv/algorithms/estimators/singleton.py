@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
+from ...extras import torch
 from ..packed import PackedBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: The advantage in a group of one: 0 (no signal), or its reward (verl).
 Singleton = Literal["zero", "raw"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
+from ...extras import torch
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
 from ..segments import moments, spread

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
+from ...extras import torch
 from ..packed import PackedBatch, offsets_of
 from ..registry import Estimate, estimator
 from ..segments import moments, segment_sum, spread
 from ..step_returns import discounted_returns, numbered_groups, state_groups
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Compared = Literal["number", "state", "group"]
 

@@ -6,16 +6,17 @@ norm of the score function, w_t = 1 - 2 pi(a_t) + sum_a pi(a)^2.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
+from ...extras import torch
 from ..packed import PackedBatch, offsets_of
 from ..registry import Estimate, estimator
 from ..scan import reverse_scan
 from ..segments import keyed_sum, segment_max, segment_min, segment_sum, spread
 from ..trainable import Trainable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NEEDS = ("response_mask", "token_level_rewards", "old_log_probs", "sum_pi_squared")
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ...extras import torch
 from .. import kernels
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
 from ..scan import scan_blocks, upcoming
 from ..trainable import Trainable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NEEDS = ("response_mask", "values", "token_level_rewards", "old_log_probs", "rollout_log_probs")
 

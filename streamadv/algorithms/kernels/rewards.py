@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from . import kernel
+from .compiler import kernel
 
 
 @kernel

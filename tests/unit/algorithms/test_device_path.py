@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from streamadv.algorithms import PackedBatch, build_chain, chain, estimator_names, kernels, run_chain
 from streamadv.algorithms.estimators.gae import gae_scan
+from streamadv.algorithms.kernels import compiler
 from streamadv.algorithms.off_policy import at_level
 from streamadv.algorithms.packing import pack
 from streamadv.algorithms.registry import get_estimator
@@ -166,8 +167,8 @@ def test_without_a_directory_to_write_the_loops_compile_all_the_same(
             raise RuntimeError("cannot cache function: no locator available")
         return function
 
-    monkeypatch.setattr(kernels, "njit", njit)
-    assert kernels.kernel(len) is len
+    monkeypatch.setattr(compiler, "njit", njit)
+    assert compiler.kernel(len) is len
 
 
 def test_a_chain_on_nothing_trainable_has_no_metrics_of_tokens() -> None:

@@ -82,7 +82,7 @@ def test_missing_package_names_the_extra(
     )
     assert main(["demo"]) == 1
     error = capsys.readouterr().err
-    assert 'the demo needs gymnasium: pip install "streamadv[demo]"' in error
+    assert "streamadv demo needs gymnasium: pip install 'streamadv[demo]'" in error
     assert len(error.strip().splitlines()) == 1
 
 

@@ -1,0 +1,349 @@
+"""Loops over tokens, rows and segments; conventions as in `kernels`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .compiler import kernel
+
+
+@kernel
+def count(mask, offsets, counts):
+    """counts [R] int64: tokens of a row that count."""
+    for row in range(len(offsets) - 1):
+        counted = mask[offsets[row] : offsets[row + 1]]
+        total = 0
+        for t in range(len(counted)):
+            total += counted[t] != 0
+        counts[row] = total
+
+
+@kernel
+def segment_sum(values, offsets, sums):
+    """sums [G] float64: the sum of a segment, element by element."""
+    for segment in range(len(offsets) - 1):
+        total = 0.0
+        for t in range(offsets[segment], offsets[segment + 1]):
+            total += values[t]
+        sums[segment] = total
+
+
+@kernel
+def row_sum(values, mask, offsets, sums):
+    """sums [R] float64: the sum over a row's tokens that count."""
+    for row in range(len(offsets) - 1):
+        value, counted = values[offsets[row] : offsets[row + 1]], mask[offsets[row] : offsets[row + 1]]
+        total = 0.0
+        for t in range(len(counted)):
+            if counted[t]:
+                total += value[t]
+        sums[row] = total
+
+
+@kernel
+def moments(values, weight, offsets, size, mean, std, centred):
+    """Weighted statistics of a segment; see `segments.moments`."""
+    for segment in range(len(offsets) - 1):
+        start, end = offsets[segment], offsets[segment + 1]
+        total, least = 0.0, math.inf
+        for t in range(start, end):
+            total += weight[t]
+            if weight[t] > 0 and not values[t] >= least:
+                least = values[t]
+        if not total > 0:
+            least = 0.0
+        above = 0.0
+        for t in range(start, end):
+            if weight[t] > 0:
+                above += (values[t] - least) * weight[t]
+        above /= max(total, 1.0)
+        squares = 0.0
+        for t in range(start, end):
+            centred[t] = (values[t] - least) - above
+            if weight[t] > 0:
+                squares += centred[t] * centred[t] * weight[t]
+        size[segment] = total
+        mean[segment] = least + above
+        std[segment] = math.sqrt(squares / max(total - 1, 1.0))
+
+
+@kernel
+def four_steps(a, b, c, d, factor, ahead):
+    """x of four neighbouring tokens, given `ahead`, the x after them.
+
+    Unrolled, so that the processor computes the four side by side: all wait for `ahead`, none for its neighbour.
+    """
+    c += factor * d
+    b += factor * c
+    a += factor * b
+    square = factor * factor
+    return a + square * square * ahead, b + square * factor * ahead, c + square * ahead, d + factor * ahead
+
+
+@kernel
+def four_counted(counted, t):
+    """How many of the four tokens before `t` count; with fewer than four tokens 1, which is neither all nor none."""
+    return counted[t - 1] + counted[t - 2] + counted[t - 3] + counted[t - 4] if t >= 4 else 1
+
+
+@kernel
+def scan(values, coefficient, mask, offsets, result):
+    """x_t = values_t + coefficient * x_{t+1} over a row's tokens that count; 0 at the others."""
+    for row in range(len(offsets) - 1):
+        start, end = offsets[row], offsets[row + 1]
+        value, counted, x = values[start:end], mask[start:end], result[start:end]
+        ahead = 0.0
+        t = end - start
+        while t > 0:
+            block_count = four_counted(counted, t)
+            if block_count == 4:
+                t -= 4
+                a, b, c, d = four_steps(
+                    value[t], value[t + 1], value[t + 2], value[t + 3], coefficient, ahead
+                )
+                x[t], x[t + 1], x[t + 2], x[t + 3] = a, b, c, d
+                ahead = a
+            elif block_count == 0:
+                t -= 4
+                x[t] = x[t + 1] = x[t + 2] = x[t + 3] = 0
+            else:
+                t -= 1
+                if counted[t]:
+                    ahead = value[t] + coefficient * ahead
+                    x[t] = ahead
+                else:
+                    x[t] = 0
+
+
+@kernel
+def scan_varying(values, coefficients, mask, offsets, result):
+    """`scan` with a coefficient per token."""
+    for row in range(len(offsets) - 1):
+        start, end = offsets[row], offsets[row + 1]
+        value, factor = values[start:end], coefficients[start:end]
+        counted, x = mask[start:end], result[start:end]
+        ahead = 0.0
+        for t in range(end - start - 1, -1, -1):
+            if counted[t]:
+                ahead = value[t] + factor[t] * ahead
+                x[t] = ahead
+            else:
+                x[t] = 0
+
+
+@kernel
+def gae(rewards, values, mask, offsets, gamma, lam, advantages, returns):
+    """Generalised advantage estimation; see `estimators.gae`."""
+    decay = gamma * lam
+    for row in range(len(offsets) - 1):
+        start, end = offsets[row], offsets[row + 1]
+        reward, value, counted = rewards[start:end], values[start:end], mask[start:end]
+        advantage, target = advantages[start:end], returns[start:end]
+        ahead = following = 0.0
+        t = end - start
+        while t > 0:
+            block_count = four_counted(counted, t)
+            if block_count == 4:
+                t -= 4
+                a, b, c, d = value[t], value[t + 1], value[t + 2], value[t + 3]
+                deltas = (
+                    reward[t] + gamma * b - a,
+                    reward[t + 1] + gamma * c - b,
+                    reward[t + 2] + gamma * d - c,
+                    reward[t + 3] + gamma * following - d,
+                )
+                p, q, r, s = four_steps(*deltas, decay, ahead)
+                advantage[t], advantage[t + 1], advantage[t + 2], advantage[t + 3] = p, q, r, s
+                target[t], target[t + 1], target[t + 2], target[t + 3] = p + a, q + b, r + c, s + d
+                ahead, following = p, np.float64(a)
+            elif block_count == 0:
+                t -= 4
+                advantage[t] = advantage[t + 1] = advantage[t + 2] = advantage[t + 3] = 0
+                target[t] = target[t + 1] = target[t + 2] = target[t + 3] = 0
+            else:
+                t -= 1
+                if counted[t]:
+                    v = np.float64(value[t])
+                    ahead = (reward[t] + gamma * following - v) + decay * ahead
+                    following = v
+                    advantage[t] = ahead
+                    target[t] = ahead + v
+                else:
+                    advantage[t] = 0
+                    target[t] = 0
+
+
+@kernel
+def vtrace(
+    rewards, values, log_ratio, mask, offsets, gamma, lam, rho_clip, pg_rho_clip, alpha, advantages, targets
+):
+    """V-trace; see `estimators.vtrace`."""
+    for row in range(len(offsets) - 1):
+        error = following = 0.0
+        for t in range(offsets[row + 1] - 1, offsets[row] - 1, -1):
+            if not mask[t]:
+                advantages[t] = 0
+                targets[t] = 0
+                continue
+            rho = math.exp(min(max(np.float64(log_ratio[t]), -20.0), 20.0))
+            clipped, cut = min(rho_clip, rho), min(1.0, rho)
+            if alpha != 1:
+                clipped, cut = (1 - alpha) * rho + alpha * clipped, (1 - alpha) * rho + alpha * cut
+            v = np.float64(values[t])
+            advantages[t] = min(pg_rho_clip, rho) * (rewards[t] + gamma * (following + lam * error) - v)
+            error = clipped * (rewards[t] + gamma * following - v) + gamma * lam * cut * error
+            following = v
+            targets[t] = v + error
+
+
+@kernel
+def turn_returns(rewards, mask, offsets, gamma, result):
+    """Returns over turns; see `turns.turn_returns`."""
+    for row in range(len(offsets) - 1):
+        ahead = 0.0
+        inside = False
+        for t in range(offsets[row + 1] - 1, offsets[row] - 1, -1):
+            if mask[t] and not inside:
+                ahead = rewards[t] + gamma * ahead
+            inside = mask[t]
+            result[t] = ahead if inside else 0
+
+
+@kernel
+def turn_mean(values, mask, offsets, result):
+    """The mean over a turn, on all its tokens; see `turns.turn_mean`."""
+    for row in range(len(offsets) - 1):
+        start, end = offsets[row], offsets[row + 1]
+        while start < end:
+            stop, total = start, 0.0
+            while stop < end and mask[stop]:
+                total += values[stop]
+                stop += 1
+            for t in range(start, stop):
+                result[t] = total / (stop - start)
+            if stop < end:
+                result[stop] = 0
+            start = stop + 1
+
+
+@kernel
+def whitening(values, mask, offsets):
+    """(count, mean, sum of squared deviations) of the tokens that count, row after row."""
+    count, pivot = 0, 0.0
+    above = squares = 0.0  # distances from the first value, so that equal values give exactly 0
+    for row in range(len(offsets) - 1):
+        value, counted = values[offsets[row] : offsets[row + 1]], mask[offsets[row] : offsets[row + 1]]
+        row_above = row_squares = 0.0
+        for t in range(len(counted)):
+            if counted[t]:
+                if count == 0:
+                    pivot = np.float64(value[t])
+                count += 1
+                distance = value[t] - pivot
+                row_above += distance
+                row_squares += distance * distance
+        above += row_above
+        squares += row_squares
+    mean_above = above / max(count, 1)
+    return count, pivot + mean_above, max(squares - above * mean_above, 0.0)
+
+
+@kernel
+def rescale(values, centre, factor, offset, result):
+    """result = (values - centre) * factor + offset."""
+    for t in range(len(values)):
+        result[t] = (values[t] - centre) * factor + offset
+
+
+@kernel
+def rescale_masked(values, mask, centre, factor, offset, result):
+    """`rescale`, 0 at tokens that do not count."""
+    for t in range(len(values)):
+        scaled = (values[t] - centre) * factor + offset
+        result[t] = scaled if mask[t] else 0.0
+
+
+@kernel
+def summary(values, mask):
+    """(count, sum, greatest, least) of the elements that count; -inf and inf if none does.
+
+    In 16 lanes, which the processor works on side by side: in one lane each addition waits for the one before.
+    """
+    lanes = np.zeros(16, np.int64), np.zeros(16), np.full(16, -math.inf), np.full(16, math.inf)
+    whole = len(values) - len(values) % 16
+    for first in range(0, whole, 16):
+        for lane in range(16):
+            summarise(values[first + lane], mask[first + lane], lane, lanes)
+    for t in range(whole, len(values)):
+        summarise(values[t], mask[t], t - whole, lanes)
+    count, total, greatest, least = lanes
+    return count.sum(), total.sum(), greatest.max(), least.min()
+
+
+@kernel
+def summarise(value, counted, lane, lanes):
+    """Adds an element to one lane of a `summary`."""
+    count, total, greatest, least = lanes
+    count[lane] += counted
+    total[lane] += np.float64(value) if counted else 0.0
+    high, low = np.float64(value) if counted else -math.inf, np.float64(value) if counted else math.inf
+    greatest[lane] = high if high > greatest[lane] else greatest[lane]
+    least[lane] = low if low < least[lane] else least[lane]
+
+
+@kernel
+def has_values_outside(values, mask):
+    """Whether a token that does not count has a value other than 0."""
+    outside = False
+    for t in range(len(values)):
+        outside |= (values[t] != 0) & (not mask[t])
+    return outside
+
+
+@kernel
+def copy_masked(values, mask, result):
+    """`values` at tokens that count, 0 elsewhere."""
+    for t in range(len(values)):
+        result[t] = values[t] if mask[t] else 0
+
+
+@kernel
+def spread_rows(values, mask, offsets, result):
+    """The row's value at its tokens that count, 0 elsewhere; `mask` of any dtype."""
+    for row in range(len(offsets) - 1):
+        counted, spread = mask[offsets[row] : offsets[row + 1]], result[offsets[row] : offsets[row + 1]]
+        value = values[row]
+        for t in range(len(counted)):
+            spread[t] = value if counted[t] != 0 else 0
+
+
+@kernel
+def spread_flags(values, mask, offsets, result):
+    """`spread_rows`; returns whether all of `mask` is 0 or 1."""
+    wrong = np.int32(0)  # as wide as float32, so that the loop vectorises well
+    for row in range(len(offsets) - 1):
+        counted, spread = mask[offsets[row] : offsets[row + 1]], result[offsets[row] : offsets[row + 1]]
+        value = values[row]
+        for t in range(len(counted)):
+            spread[t] = value if counted[t] != 0 else 0
+            wrong |= np.int32(counted[t] != (counted[t] != 0))
+    return wrong == 0
+
+
+@kernel
+def nonzero(values, result):
+    """result [N] bool: where `values` differ from 0."""
+    for t in range(len(values)):
+        result[t] = values[t] != 0
+
+
+@kernel
+def flags(values, result):
+    """`nonzero`; returns whether all `values` are 0 or 1."""
+    are_flags = True
+    for t in range(len(values)):
+        result[t] = values[t] != 0
+        are_flags &= (values[t] == 0) | (values[t] == 1)
+    return are_flags

