@@ -56,23 +56,28 @@ def require_torch(who: str) -> None:
 
 def load(package: str) -> ModuleType:
     """Import a package. Raises MissingDependencyError if it is not installed."""
-    require("this", package)
+    if not is_installed(package):
+        raise MissingDependencyError(f"{package} is not installed: {remedy(package)}")
     return importlib.import_module(package)
 
 
-class LazyModule(ModuleType):
-    """A package that is imported when the first of its names is asked for."""
+class LazyPackage:
+    """A package that is imported when the first of its names is asked for; then its names are this object's."""
+
+    __slots__ = ("__dict__", "_package")
+
+    def __init__(self, package: str) -> None:
+        self._package = package
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # whoever inspects modules does not import it
+        if name.startswith("__"):  # whoever inspects objects does not import it
             raise AttributeError(name)
-        package = load(self.__name__)
-        value = getattr(package, name)
-        setattr(self, name, value)
-        return value
+        module = load(self._package)
+        self.__dict__ = vars(module)  # the same one, so that both see what is set later
+        return getattr(module, name)
 
 
 if TYPE_CHECKING:
     import torch as torch
 else:
-    torch = LazyModule("torch")
+    torch = LazyPackage("torch")

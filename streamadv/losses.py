@@ -14,9 +14,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Final, Literal, get_args
 
-from .extras import require_torch
+from . import extras
 
-require_torch("streamadv.losses")
+extras.require_torch("streamadv.losses")
 
 import torch
 from torch import Tensor

@@ -5,6 +5,6 @@ chain runs), `poison.py` (groups that break it become dead letters), `publish.py
 `results.py` is how the trainer reads them.
 """
 
-from ..extras import require_torch
+from .. import extras
 
-require_torch("streamadv.advantage")
+extras.require_torch("streamadv.advantage")

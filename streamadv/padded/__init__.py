@@ -27,9 +27,9 @@ goes from padded to packed and back, and `entrance` is the door at which every f
 definition.
 """
 
-from ..extras import require_torch
+from .. import extras
 
-require_torch("streamadv.padded")
+extras.require_torch("streamadv.padded")
 
 from ..algorithms import kl, length_penalties
 from ..algorithms import off_policy as correction

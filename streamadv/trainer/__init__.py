@@ -10,9 +10,9 @@ given, `sessions.py` keeps a rank's trainer session, `patience.py` and `wait.py`
 metrics of a batch.
 """
 
-from ..extras import require_torch
+from .. import extras
 
-require_torch("streamadv.trainer")
+extras.require_torch("streamadv.trainer")
 
 from .queue import TrainerQueue
 
