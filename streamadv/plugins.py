@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Final, cast
 
 from .errors import SettingError
+from .extras import EXTRAS, remedy
 from .messages import brief, log_fields, one_line
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,13 @@ def import_module(name: str, option: str = "--import") -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         text = f"{option} {name}: cannot be imported: {type(error).__name__}: {error}"
-        raise SettingError(
-            one_line(f"{text} (looked for beside Python's packages and in {folder})")
-        ) from error
+        raise SettingError(one_line(f"{text} ({_remedy_of(error, folder)})")) from error
+
+
+def _remedy_of(error: BaseException, folder: str) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+        return remedy(error.name)
+    return f"looked for beside Python's packages and in {folder}"
 
 
 def function_of(target: str) -> Callable[..., Any]:
