@@ -203,8 +203,18 @@ class _OneLine(logging.Formatter):
         return printable(super().format(record).replace("\n", " | "))
 
 
+class _Stderr(logging.Handler):
+    """Writes to the stderr of the moment: a progress bar puts itself in its place, below what is logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
 def set_up_logging(level: str) -> None:
     """Log to stderr, one line per record."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, TrajectoryError
 from ..extras import TO_COMPUTE
-from ..trajectory.interchange import read_trajectories, write_trajectory
+from ..trajectory.interchange import write_trajectory
 from ..trajectory.schema import Role, Trajectory
+from ..units import counted
 from . import add_import_option
+from .files import add_format_option, number_in, trajectories_of
+from .progress import Advance, progress
 
 if TYPE_CHECKING:
     from ..algorithms import Chain, ChainResult, PackedBatch
@@ -27,11 +30,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Writes the trajectories of a file with advantages and returns, computed by the chain that the "
         "pipeline uses. Those that are unusable, have no reward or are for evaluation are written as they are.",
     )
-    parser.add_argument("file", type=Path, help="trajectories, one JSON object a line")
+    parser.add_argument("file", type=Path, metavar="FILE", help="trajectories, one JSON object a line")
     parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
+    add_format_option(parser)
     add_chain_options(parser)
     parser.set_defaults(packages=TO_COMPUTE)
-    parser.set_defaults(run=lambda given: run(given.file, given.output, given.preset, given.config))
+    parser.set_defaults(
+        run=lambda given: run(given.file, given.output, given.preset, given.config, given.format)
+    )
 
 
 def add_chain_options(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +53,9 @@ def chain_from(preset: str, config: Path | None) -> str | dict[str, Any]:
     return preset if config is None else _read_config(config)
 
 
-def run(file: Path, output: Path, preset: str = "grpo", config: Path | None = None) -> int:
+def run(
+    file: Path, output: Path, preset: str = "grpo", config: Path | None = None, form: str | None = None
+) -> int:
     """Write the lines of `file` to `output`, those that count for training with `advantages` and `returns`.
 
     Trajectories that are unusable (aborted, failed), unscorable (reward null) or for evaluation pass unchanged. Returns
@@ -61,7 +69,8 @@ def run(file: Path, output: Path, preset: str = "grpo", config: Path | None = No
     if not output.absolute().parent.is_dir():
         raise SettingError(f"--output {output}: there is no folder {output.absolute().parent}")
     chain = build_chain(chain_from(preset, config))
-    lines = list(_read(file))
+    with progress("read", number_in(file, form)) as advance:
+        lines = list(_read(file, form, advance))
     usable = sorted(
         (line for line in lines if line.counts),
         key=lambda line: (line.trajectory.group_id, line.trajectory.rollout_index),
@@ -71,8 +80,12 @@ def run(file: Path, output: Path, preset: str = "grpo", config: Path | None = No
     batch = _pack(usable, chain)
     result = run_chain(chain, batch)
     finished = dict(_finished(usable, batch, result))
-    _write(output, (finished.get(line.where, line.trajectory) for line in lines))
-    print(f"{len(usable)} of {len(lines)} trajectories in {batch.num_groups} groups: {output}")
+    with progress("written", len(lines)) as advance:
+        _write(output, (finished.get(line.where, line.trajectory) for line in lines), advance)
+    groups = counted(batch.num_groups, "group")
+    print(
+        f"computed {len(usable)} of {counted(len(lines), 'trajectory', 'trajectories')} in {groups}: {output}"
+    )
     return 0
 
 
@@ -101,9 +114,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     return data
 
 
-def _read(path: Path) -> Iterator[_Line]:
+def _read(path: Path, form: str | None, advance: Advance) -> Iterator[_Line]:
     seen: dict[tuple[str, int], int] = {}
-    for number, trajectory in enumerate(read_trajectories(path), 1):
+    for number, trajectory in enumerate(trajectories_of(path, form), 1):
+        advance(1)
         line = _Line(f"{path}: trajectory {number}", trajectory)  # not its line: blank ones are skipped
         if trajectory.status.usable and not trajectory.scored:
             raise TrajectoryError(f"{line.where}: reward is missing: add it, or null for an unscorable one")
@@ -113,7 +127,7 @@ def _read(path: Path) -> Iterator[_Line]:
         yield line
 
 
-def _write(output: Path, trajectories: Iterable[Trajectory]) -> None:
+def _write(output: Path, trajectories: Iterable[Trajectory], advance: Advance) -> None:
     """Write `output` whole or not at all."""
     partial = output.with_name(output.name + ".partial")
     try:
@@ -121,6 +135,7 @@ def _write(output: Path, trajectories: Iterable[Trajectory]) -> None:
             with partial.open("wb") as target:
                 for trajectory in trajectories:
                     write_trajectory(target, trajectory)
+                    advance(1)
             partial.replace(output)
         finally:
             partial.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -12,9 +13,11 @@ from .. import metrics
 from ..errors import NoBatchError
 from ..extras import TO_COMPUTE
 from ..trajectory.interchange import recover, write_trajectory
-from . import FAILED, add_metrics_option, add_redis_options, connect, settings_from
+from ..units import counted
+from . import add_metrics_option, add_redis_options, connect, settings_from
 from .compute import add_chain_options, chain_from
 from .parser import count, seconds
+from .progress import Advance, progress
 
 if TYPE_CHECKING:
     from ..trainer.queue import TrainerQueue
@@ -65,11 +68,23 @@ def run(arguments: argparse.Namespace) -> int:
         )
         metrics.serve(settings.metrics_port, settings.run, settings.metrics_host)
         file = sys.stdout.buffer if output is None else output.open("ab")
+        done: Counter[str] = Counter()
         try:
-            return consume(queue, file, written, arguments.max_groups, arguments.timeout)
+            with progress("consumed") as advance:
+                consume(queue, file, written, arguments.max_groups, arguments.timeout, done, advance)
         finally:
+            _print_summary(done, output)
             if output is not None:
                 file.close()
+            queue.close()
+    return 0
+
+
+def _print_summary(done: Counter[str], output: Path | None) -> None:
+    parts = [counted(done["trajectories"], "trajectory", "trajectories")]
+    parts += [counted(done["groups"], "group"), counted(done["batches"], "batch", "batches")]
+    where = "stdout" if output is None else output
+    print(f"consumed {parts[0]} of {parts[1]} in {parts[2]}: {where}", file=sys.stderr, flush=True)
 
 
 def consume(
@@ -78,24 +93,23 @@ def consume(
     written: dict[str, set[int]],
     max_groups: int | None,
     timeout: float | None,
-) -> int:
-    """Write, sync, mark as trained, commit: in this order, so that a crash repeats a batch and loses none."""
+    done: Counter[str],
+    advance: Advance,
+) -> None:
+    """Write, sync, mark as trained, commit: in this order, so that a crash repeats a batch and loses none.
+
+    done: counts what was committed. advance: told how many trajectories more. Raises NoBatchError after `timeout`
+    seconds without a new group, and when the run has ended before `max_groups` are written.
+    """
     while max_groups is None or len(written) < max_groups or queue.batches_waiting:
         room = BATCH_GROUPS if max_groups is None else min(BATCH_GROUPS, max(1, max_groups - len(written)))
-        try:
-            batch = queue.next_batch(timeout, max_groups=room)
-        except NoBatchError as error:
-            print(f"streamadv: error: {error}", file=sys.stderr)
-            return FAILED
+        batch = queue.next_batch(timeout, max_groups=room)
         if batch is None:
             if max_groups is None:
-                return 0
-            print(
-                f"streamadv: error: the run ended after {len(written)} of --max-groups {max_groups}",
-                file=sys.stderr,
-            )
-            return FAILED
-        for trajectory in batch.trajectories():
+                return
+            raise NoBatchError(f"the run ended after {len(written)} of --max-groups {max_groups}")
+        trajectories = list(batch.trajectories())
+        for trajectory in trajectories:
             present = written.setdefault(trajectory.group_id, set())
             if trajectory.rollout_index not in present:
                 write_trajectory(file, trajectory)
@@ -105,4 +119,6 @@ def consume(
             os.fsync(file.fileno())
         queue.trained(batch)
         queue.commit(queue.state_dict())
-    return 0
+        groups = {trajectory.group_id for trajectory in trajectories}
+        done.update(trajectories=len(trajectories), groups=len(groups), batches=1)
+        advance(len(trajectories))

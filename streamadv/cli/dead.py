@@ -11,7 +11,9 @@ from ..errors import SettingError
 from ..messages import printable
 from ..run import Run, find_run
 from ..run.dead_letters import MALFORMED, list_dead, purge, requeue, show_dead
+from ..units import counted, seconds_text, size_text
 from . import add_redis_options, add_wait_option, connect_once, settings_from
+from .progress import progress
 
 
 def add_parser(subparsers: Any) -> None:
@@ -50,8 +52,8 @@ def list_all(arguments: argparse.Namespace) -> int:
             gone = ", payloads deleted" if dead.emptied and dead.reason != MALFORMED else ""
             print(
                 printable(
-                    f"{dead.group_id}  {dead.reason}  {dead.trajectories} trajectories  {dead.bytes} bytes  "
-                    f"{dead.age_s:.0f} s ago{gone}: {dead.detail}"
+                    f"{dead.group_id}  {dead.reason}  {counted(dead.trajectories, 'trajectory', 'trajectories')}  "
+                    f"{size_text(dead.bytes)}  {seconds_text(dead.age_s)} ago{gone}: {dead.detail}"
                 )
             )
     return 0
@@ -69,8 +71,14 @@ def requeue_some(arguments: argparse.Namespace) -> int:
     """Requeue the named groups."""
     with connect_once(arguments) as connection:
         run = find_run(connection, settings_from(arguments).run)
-        for group_id in _named(run, arguments, requeueable=True):
-            print(printable(f"{group_id}: {requeue(run, group_id)} trajectories requeued"))
+        groups, total = _named(run, arguments, requeueable=True), 0
+        with progress("requeued", len(groups)) as advance:
+            for group_id in groups:
+                requeued = requeue(run, group_id)
+                total += requeued
+                advance(1)
+                print(printable(f"{group_id}: {counted(requeued, 'trajectory', 'trajectories')} requeued"))
+        print(f"requeued {counted(len(groups), 'group')}, {counted(total, 'trajectory', 'trajectories')}")
     return 0
 
 
@@ -78,9 +86,13 @@ def purge_some(arguments: argparse.Namespace) -> int:
     """Purge the named groups."""
     with connect_once(arguments) as connection:
         run = find_run(connection, settings_from(arguments).run)
-        for group_id in _named(run, arguments):
-            purge(run, group_id)
-            print(printable(f"{group_id}: purged"))
+        groups = _named(run, arguments)
+        with progress("purged", len(groups)) as advance:
+            for group_id in groups:
+                purge(run, group_id)
+                advance(1)
+                print(printable(f"{group_id}: purged"))
+        print(f"purged {counted(len(groups), 'group')}")
     return 0
 
 

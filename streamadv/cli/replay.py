@@ -14,10 +14,11 @@ from ..errors import Busy, SettingError
 from ..producer.producer import Producer
 from ..store.reasons import Reason
 from ..store.waiting import Blocked, Wait
-from ..trajectory.adapters import FORMATS
 from ..trajectory.interchange import read_trajectories
 from ..trajectory.schema import Trajectory
 from . import add_metrics_option, add_redis_options, connect, settings_from
+from .files import DEFAULT_FORMAT, add_format_option, number_in, trajectories_of
+from .progress import Advance, progress
 from .worker import add_run_options, run_settings_from
 
 #: Trajectories of refused groups kept in memory before reading on waits for room.
@@ -33,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
         "set aside and tried again. Pushing a file again changes nothing: its trajectories are duplicates.",
     )
     parser.add_argument("file", type=Path, metavar="FILE")
-    parser.add_argument("--format", choices=sorted(FORMATS), default="trajectory", help="default: trajectory")
+    add_format_option(parser)
     parser.add_argument(
         "--follow", action="store_true", help="wait for more at the end of the file; never finish"
     )
@@ -45,14 +46,17 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Push the file; the last line says how many were pushed and how many were duplicates."""
-    if arguments.follow and arguments.format != "trajectory":
+    if arguments.follow and arguments.format not in (None, DEFAULT_FORMAT):
         raise SettingError(f"--follow works with --format trajectory, not {arguments.format}")
     settings, run_settings = settings_from(arguments), run_settings_from(arguments)
     path: Path = arguments.file
     source = (
-        read_trajectories(path, follow=True) if arguments.follow else _begun(FORMATS[arguments.format](path))
+        read_trajectories(path, follow=True)
+        if arguments.follow
+        else _begun(trajectories_of(path, arguments.format))
     )
     codes: Counter[str] = Counter()
+    total = None if arguments.follow else number_in(path, arguments.format)
     with (
         connect(settings) as connection,
         Producer(connection, settings.run, settings=run_settings) as producer,
@@ -60,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         metrics.serve(settings.metrics_port, settings.run, settings.metrics_host)
         finished = False
         try:
-            replay(producer, source, codes, together=not arguments.follow)
+            with progress("pushed", total) as advance:
+                replay(producer, source, codes, together=not arguments.follow, advance=advance)
             producer.finish()
             finished = True
         finally:
@@ -82,12 +87,18 @@ def _begun(source: Iterator[Trajectory]) -> Iterator[Trajectory]:
 
 
 def replay(
-    producer: Producer, source: Iterable[Trajectory], codes: Counter[str], together: bool = True
+    producer: Producer,
+    source: Iterable[Trajectory],
+    codes: Counter[str],
+    together: bool = True,
+    advance: Advance = lambda count: None,
 ) -> None:
     """Push everything in `source`, counting what became of it; waits while there is no room.
 
-    together: push consecutive trajectories of a group at once; while following a file each as it comes.
+    together: push consecutive trajectories of a group at once; while following a file each as it comes. advance: told
+    how many more are pushed.
     """
+    before = codes.total()
     aside: dict[str, list[Trajectory]] = {}
     room = Wait(Blocked("replay", "not admitted"))
     for members in _runs_of_a_group(source) if together else ([each] for each in source):
@@ -96,10 +107,13 @@ def replay(
             aside[group_id] += members
         else:
             _try(producer, members, aside, codes)
+            advance(codes.total() - before)
+            before = codes.total()
         while sum(map(len, aside.values())) >= MAX_SET_ASIDE:
             _retry(producer, aside, codes, room)
     while aside:
         _retry(producer, aside, codes, room)
+    advance(codes.total() - before)
 
 
 def _try(

@@ -55,12 +55,17 @@ def identities_of(path: Path) -> list[tuple[str, int]]:
     return [(line["group_id"], line["rollout_index"]) for line in lines_of(path)]
 
 
-def test_what_is_consumed_has_advantages(stages: Run, redis_url: str, tmp_path: Path) -> None:
+def test_what_is_consumed_has_advantages(
+    stages: Run, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with producing(redis_url, stages.name) as producer:
         push_groups(producer, 3, model_version=0, metadata={"a": [1]})
         producer.finish()
     out = tmp_path / "out.jsonl"
     assert call(stages, "consume", "-o", out) == 0
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("consumed ")]
+    assert said.startswith("consumed 6 trajectories of 3 groups in ")
+    assert said.endswith(f": {out}")
     assert sorted(identities_of(out)) == [(f"g{n:04d}", i) for n in range(3) for i in range(2)]
     for line in lines_of(out):
         assert len(line["advantages"]) == len(line["input_ids"]) == 5

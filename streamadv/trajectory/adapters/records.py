@@ -44,6 +44,18 @@ def read_records(path: Path, max_bytes: int = MAX_FILE_BYTES) -> list[Record]:
     return [Record(where, value) for where, value in objects]
 
 
+def first_record(path: Path) -> dict[str, Any]:
+    """The first object of a file, whichever of both forms it has. Raises TrajectoryError if there is none."""
+    with open_for_reading(path) as file:
+        start: bytes = file.readline(MAX_FILE_BYTES)
+    if start.lstrip()[:1] == b"[":
+        return read_records(path)[0].fields
+    value = parse_json(start, str(path))
+    if not isinstance(value, dict):
+        raise TrajectoryError(f"{path}: is {brief(value)}, needs an object")
+    return value
+
+
 def required(record: Record, field: str) -> Any:
     """The value of a mandatory field. Raises TrajectoryError without it."""
     if field not in record.fields:

@@ -348,7 +348,9 @@ def test_the_command(redis_url: str, run: str, capsys: pytest.CaptureFixture[str
     assert all("missing_column" in line for line in listed)
     assert main(["dead", "show", "g0000", *where]) == 0
     assert len(json.loads(capsys.readouterr().out)["members"]) == 2
+    capsys.readouterr()
     assert main(["dead", "requeue", "g0000", *where]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "requeued 1 group, 2 trajectories"
     assert main(["dead", "purge", "--all", *where]) == 0
     assert main(["dead", "show", "g0000", *where]) == 1
     assert "g0000" in capsys.readouterr().err
