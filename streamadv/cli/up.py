@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ServerError, SettingError
+from ..extras import TO_COMPUTE
 from ..processes.machine import Plan, Signals, run_machine, say
 from ..settings import Settings
 from ..store.credentials import environment_with
@@ -49,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
         help="of the server, such as 4gb; a run uses up to 70 %% of it",
     )
     add_redis_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, packages=TO_COMPUTE)
 
 
 def run(arguments: argparse.Namespace) -> int:

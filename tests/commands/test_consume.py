@@ -56,14 +56,14 @@ def identities_of(path: Path) -> list[tuple[str, int]]:
 
 
 def test_what_is_consumed_has_advantages(
-    stages: Run, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stages: Run, redis_url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with producing(redis_url, stages.name) as producer:
         push_groups(producer, 3, model_version=0, metadata={"a": [1]})
         producer.finish()
     out = tmp_path / "out.jsonl"
     assert call(stages, "consume", "-o", out) == 0
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("consumed ")]
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("consumed ")]
     assert said.startswith("consumed 6 trajectories of 3 groups in ")
     assert said.endswith(f": {out}")
     assert sorted(identities_of(out)) == [(f"g{n:04d}", i) for n in range(3) for i in range(2)]
