@@ -27,6 +27,9 @@ class AsyncRollout(BaseRollout):
 
     `async with rollout:` takes the newest model version for it and turns an exception inside into `fail`, the
     cancellation of its task into a cancelled rollout; the exception is not swallowed.
+
+    It has `group_id`, `rollout_index`, `model_version` (the newest one known when it was started), `ticket`, and says
+    whether it has `ended` or is `cancelled`.
     """
 
     def __init__(self, producer: AsyncProducer, slots: Slots, ticket: Ticket) -> None:
@@ -105,6 +108,9 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
     Leaving `async with producer.group(...) as group:` fails the rollouts that are not pushed, except those whose
     tickets were handed out. Left by an exception, it waits for rollouts that other tasks play inside `async with
     rollout`, so that the error of one does not cost its siblings.
+
+    It has `group_id`, `size` (usable rollouts that make it complete), `model_version` (at its admission), `tickets`,
+    and `failures`.
     """
 
     def __init__(self, producer: AsyncProducer, ticket: Ticket) -> None:

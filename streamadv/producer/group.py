@@ -34,6 +34,9 @@ class Rollout(BaseRollout):
 
     `with rollout:` takes the newest model version for it and turns an exception inside into `fail`; the exception
     is not swallowed.
+
+    It has `group_id`, `rollout_index`, `model_version` (the newest one known when it was started), `ticket`, and says
+    whether it has `ended` or is `cancelled`.
     """
 
     def __init__(self, producer: Producer, slots: Slots, ticket: Ticket) -> None:
@@ -117,6 +120,9 @@ class Group(BaseGroup[Rollout]):
 
     Leaving `with producer.group(...) as group:` fails the rollouts that are not pushed, except those whose
     tickets were handed out.
+
+    It has `group_id`, `size` (usable rollouts that make it complete), `model_version` (at its admission), `tickets`,
+    and `failures`.
     """
 
     def __init__(self, producer: Producer, ticket: Ticket) -> None:

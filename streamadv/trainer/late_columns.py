@@ -70,10 +70,11 @@ def late_values(name: str, supplier: LateColumn, micro_batch: MicroBatch) -> Ten
     if bool(wrong.any()):
         first = int(wrong.nonzero()[0])
         row = int((micro_batch.cu_seqlens <= first).sum()) - 1
-        reference = micro_batch.references[row]
+        reference, token = micro_batch.references[row], first - int(micro_batch.cu_seqlens[row])
         raise LateColumnError(
             f"late column {name} is not finite in float32 on {int(wrong.sum())} trainable tokens, "
-            f"first {float(values[first])} in {reference.group_id}/{reference.rollout_index}: look at {by}"
+            f"first {float(values[first])} in {reference.group_id}/{reference.rollout_index}, "
+            f"token {token} of row {micro_batch.row_numbers[row]}: look at {by}"
         )
     return torch.where(finite, values, 0.0)
 

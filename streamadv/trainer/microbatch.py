@@ -41,6 +41,10 @@ class MicroBatch(Columns):
     in their own dtype), late columns (float32), and what the chain adds (`rollout_is_weights`, `sample_weights` ...
     float32).
 
+    `columns` has all of them by name, `extras` the columns without a value per token. `cu_seqlens` bounds the rows,
+    `row_lengths` are their tokens; `references`, `row_numbers` and `version_spans` say which row of which trajectory
+    each is. `padded()` and `prompt_response()` give other layouts.
+
     An empty micro-batch (R = 0) keeps the ranks of a job in step and adds nothing to a loss. Where rows lie side by
     side a column is a view of the batch's, which on a CPU `batch.delivered` shares: do not write into it.
     """
@@ -163,6 +167,9 @@ class Delivered:
 @dataclass(frozen=True)
 class Batch:
     """Batch k as one rank sees it: iterate over it for this rank's micro-batches, `len(batch)` of them.
+
+    `version` is the policy version being trained, `metrics` the figures to log, `kl` the mean KL to the reference
+    policy. `references`, `staleness` and `logged_s` are about every trajectory of the batch, on all ranks.
 
     Every rank has the same number of micro-batches; the last ones may be empty. `num_tokens`, `num_rows` and
     `num_trajectories` count the whole batch on all ranks: divide a summed loss by one of them (and multiply it by the

@@ -61,7 +61,7 @@ WRONG: list[tuple[Callable[..., Any], str]] = [
     (lambda mb: one(mb)[:-1], r"shape \(19,\), needs \(20,\)"),
     (lambda mb: one(mb)[:, None], r"shape \(20, 1\), needs \(20,\)"),
     (lambda mb: one(mb).to(torch.complex64), "dtype torch.complex64"),
-    (with_nan, r"not finite .* trainable tokens, first nan in g0000/0"),
+    (with_nan, r"not finite .* trainable tokens, first nan in g0000/0, token 4 of row 0: look"),
     (too_large, "not finite"),
     (fails, r"function .* raised ConnectionError: the critic's.{1,4}server is away"),
     (leaves, "function .* raised SystemExit: 3"),
