@@ -12,12 +12,13 @@ NAME_WIDTH = 22
 
 def heading(columns: Mapping[str, str]) -> str:
     """`columns`: heading and key of each figure."""
-    return f"{'':{NAME_WIDTH}}" + "".join(f"{name:>11}" for name in columns)
+    return f"{'':{NAME_WIDTH}}" + "".join(f"{name:>{_width(name)}}" for name in columns)
 
 
 def row(columns: Mapping[str, str], record: Mapping[str, Any]) -> str:
     """One line; a figure that the record lacks is a dash."""
-    return f"{record['name']:{NAME_WIDTH}}" + "".join(_cell(record.get(key)) for key in columns.values())
+    cells = (_cell(record.get(key), _width(name)) for name, key in columns.items())
+    return f"{record['name']:{NAME_WIDTH}}" + "".join(cells)
 
 
 def write_json(path: Path | None, machine: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
@@ -27,7 +28,11 @@ def write_json(path: Path | None, machine: Mapping[str, Any], records: Sequence[
         path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
-def _cell(value: float | None) -> str:
+def _width(name: str) -> int:
+    return max(11, len(name) + 2)
+
+
+def _cell(value: float | None, width: int) -> str:
     if value is None:
-        return f"{'-':>11}"
-    return f"{value:11.0f}" if abs(value) >= 100 else f"{value:11.3g}"
+        return f"{'-':>{width}}"
+    return f"{value:{width}.0f}" if abs(value) >= 100 else f"{value:{width}.3g}"

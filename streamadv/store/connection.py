@@ -65,7 +65,7 @@ class _BaseConnection:
         for cause in tls.causes(error):
             if isinstance(cause, (redis.exceptions.AuthenticationError, redis.exceptions.AuthorizationError)):
                 raise SettingError(
-                    f"redis URL {self.safe_url!r}: {cause}; check user name and password"
+                    f"redis URL {self.safe_url!r}: {str(cause).rstrip('.')}; check user name and password"
                 ) from None
         if isinstance(error, redis.exceptions.ResponseError) and not isinstance(error, RETRYABLE):
             raise SettingError(f"redis URL {self.safe_url!r}: the server answers {error}") from None
