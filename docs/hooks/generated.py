@@ -18,8 +18,15 @@ from typing import Any, Final
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from prometheus_client.metrics import MetricWrapperBase
 
 from streamadv.cli import make_parser
+from streamadv.metrics import instruments
+from streamadv.metrics.exposition import ArrayHistogram
+from streamadv.metrics.instruments import LEDGER
+from streamadv.run.manifest import DEFAULTS, RunSettings
+from streamadv.settings import SECRETS, Settings
+from streamadv.store.credentials import PREFIX
 
 ROOT: Final = Path(__file__).parents[2]
 #: Files of the checkout that are pages of the site.
@@ -82,6 +89,54 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
                 yield from _parsers(child)
 
 
+def run_settings() -> str:
+    """What all processes of a run share."""
+    rows = [
+        (f"`{name}`", _text({"shards": 1, **DEFAULTS}[name]), field.description)
+        for name, field in RunSettings.model_fields.items()
+    ]
+    return _table("setting", "default", "meaning", rows)
+
+
+def environment() -> str:
+    """The variables of a process, with those of `streamadv config acl`."""
+    rows = [
+        (f"`{PREFIX}{name.upper()}`", _text(field.default), field.description)
+        for name, field in Settings.model_fields.items()
+    ]
+    for name in SECRETS:
+        user = name.partition("_")[0].lower()
+        rows += [
+            (f"`{PREFIX}{name}`", "none", f"of the user {user}, for `streamadv config acl`"),
+            (f"`{PREFIX}{name}_FILE`", "none", "file with that password"),
+        ]
+    return _table("variable", "default", "meaning", rows)
+
+
+def metrics(whose: str) -> str:
+    """The metrics of `processes`, or those of the `run`, which the grouper exports."""
+    own = [
+        item for item in vars(instruments).values() if isinstance(item, MetricWrapperBase | ArrayHistogram)
+    ]
+    rows = []
+    for collector in own if whose == "processes" else [LEDGER]:
+        for family in collector.describe():
+            name = family.name + "_total" * (family.type == "counter")
+            labels = getattr(collector if collector is not LEDGER else family, "_labelnames", ())
+            rows.append((f"`{name}`", family.type, ", ".join(labels), family.documentation))
+    return _table("metric", "type", "labels", "meaning", rows)
+
+
+def _text(value: object) -> str:
+    return "none" if value in (None, ()) else str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def _table(*parts: Any) -> str:
+    *head, rows = parts
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
 def names(module: str) -> str:
     """The public names of a module: those in its `__all__`, else its classes and functions without underscore."""
     folder = ROOT / module.replace(".", "/")
@@ -108,4 +163,10 @@ def _is_module(package: str, name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").exists()
 
 
-GENERATORS: Final[dict[str, Callable[..., Any]]] = {"commands": commands, "names": names}
+GENERATORS: Final[dict[str, Callable[..., Any]]] = {
+    "commands": commands,
+    "environment": environment,
+    "metrics": metrics,
+    "names": names,
+    "run_settings": run_settings,
+}

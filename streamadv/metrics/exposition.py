@@ -110,27 +110,50 @@ class LedgerCollector(Collector):
 def _ledger_families() -> Iterable[GaugeMetricFamily]:
     for name, text, *labels in (
         ("up", "1 if the status of the run could be read for this scrape."),
-        ("ledger_trajectories", "Trajectories by where they are: pushed is the sum of the others.", "place"),
+        (
+            "ledger_trajectories",
+            "Trajectories by where they are: pushed = trained + dropped + dead + queued + in_flight.",
+            "place",
+        ),
         ("dropped_trajectories", "Trajectories dropped, by reason.", "reason"),
         ("dead_trajectories", "Trajectories in dead letters, by reason.", "reason"),
         ("ledger_balanced", "1 if every pushed trajectory is accounted for."),
         ("stream_length_entries", "Entries in a stream.", "stream"),
         ("stream_pending_entries", "Entries read and not acknowledged.", "stream"),
         ("stream_lag_entries", "Entries not read yet.", "stream"),
-        ("oldest_pending_age_seconds", "Age of the oldest entry in a stream.", "stream"),
+        ("oldest_pending_age_seconds", "Age of the oldest entry in a stream, 0 for an empty one.", "stream"),
         ("groups_open", "Groups begun and not ended."),
-        ("short_groups_ratio", "Share of the groups that ended short of usable rollouts and were dropped."),
+        (
+            "short_groups_ratio",
+            "Share of the groups that were dropped because rollouts failed or were not pushed.",
+        ),
         ("short_trajectories_ratio", "Share of the usable trajectories that was dropped with such groups."),
         ("producers", "Producers by state; lost: not finished and no longer heard of.", "state"),
-        ("eval_version", "Newest policy version that evaluation has a reward of.", "data_source"),
-        ("eval_reward_mean", "Mean reward of that version.", "data_source"),
+        (
+            "eval_version",
+            "Newest policy version of which evaluation groups have a reward; at most 32 sources.",
+            "data_source",
+        ),
+        (
+            "eval_reward_mean",
+            "Mean reward of that version; `streamadv evals` has the versions before.",
+            "data_source",
+        ),
         ("eval_reward_std_error", "Standard error of that mean, between groups.", "data_source"),
-        ("eval_reward_best", "Mean over groups of the best reward in each.", "data_source"),
-        ("eval_trajectories", "Trajectories with a reward in it.", "data_source"),
-        ("eval_failed_trajectories", "Rollouts without a reward in it.", "data_source"),
+        (
+            "eval_reward_best",
+            "Mean over the groups of that version of the best reward in each.",
+            "data_source",
+        ),
+        ("eval_trajectories", "Trajectories with a reward of that version.", "data_source"),
+        (
+            "eval_failed_trajectories",
+            "Rollouts of that version without a reward: failed, cancelled, unscorable or never pushed.",
+            "data_source",
+        ),
         ("live_bytes", "Bytes of the payloads stored."),
-        ("reserved_bytes", "Bytes promised to members of open groups that have not come yet."),
-        ("model_version", "Version of the policy."),
+        ("reserved_bytes", "Bytes reserved for rollouts of open groups that are not pushed yet."),
+        ("model_version", "Version of the policy; absent before the first trainer."),
     ):
         yield GaugeMetricFamily(f"streamadv_{name}", text, labels=labels)
 

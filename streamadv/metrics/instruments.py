@@ -1,6 +1,6 @@
 """The instruments of a process, each made once, and the values that their labels may take.
 
-docs/reference/metrics.md explains each. Labels take values from small fixed sets, never an id.
+Their texts are the reference, docs/reference/metrics.md. Labels take values from small fixed sets, never an id.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _histogram(name: str, documentation: str, bounds: Sequence[float]) -> ArrayH
 # Every stage.
 STAGE_DURATION: Final = Histogram(
     "streamadv_stage_duration_seconds",
-    "Time of one step of a stage.",
+    "Time of one step of a stage, without blocking reads.",
     ("stage", "step"),
     buckets=STEP_SECONDS,
     registry=REGISTRY,
@@ -76,78 +76,121 @@ STAGE_DURATION: Final = Histogram(
 DELIVERED: Final = _counter("streamadv_delivered", "Stream entries read.", "stage")
 ACKED: Final = _counter("streamadv_acked", "Stream entries finished.", "stage")
 RECLAIMED: Final = _counter(
-    "streamadv_reclaimed", "Stream entries taken over from a silent consumer.", "stage"
+    "streamadv_reclaimed", "Stream entries taken over from a consumer that fell silent.", "stage"
 )
 DUPLICATE: Final = _counter(
-    "streamadv_duplicate", "Stream entries that another consumer had finished, result thrown away.", "stage"
+    "streamadv_duplicate",
+    "Stream entries that another consumer had finished first; the result is thrown away, which is harmless.",
+    "stage",
 )
 CONNECTION_ERRORS: Final = _counter(
-    "streamadv_connection_errors", "Failures of the server, each tried again.", "stage", "reason"
+    "streamadv_connection_errors",
+    "Errors of the server or the network, after which the call is tried again: connection, timeout, "
+    "loading, readonly, masterdown, clusterdown, tryagain, moved, ask, noreplicas, misconf, busy, "
+    "streamend.",
+    "stage",
+    "reason",
 )
 NOGROUP: Final = _counter(
-    "streamadv_nogroup_recreations", "Consumer groups found missing and made again.", "stage"
+    "streamadv_nogroup_recreations",
+    "Consumer groups created, at the start of a run or after the server lost them.",
+    "stage",
 )
 LAST_SUCCESS: Final = _gauge(
     "streamadv_last_success_timestamp_seconds", "When the stage last finished something.", "stage"
 )
 BLOCKED: Final = _gauge(
-    "streamadv_blocked", "1 while this process waits for this reason, for more than a second.", "reason"
+    "streamadv_blocked",
+    '1 while this process waits for this reason, for more than a second; "Troubleshooting" lists '
+    "reasons and remedies.",
+    "reason",
 )
 BUILD_INFO: Final = _gauge("streamadv_build_info", "Always 1; the version is a label.", "version")
 
 # Producers.
-PUSHED: Final = _counter("streamadv_pushed", "Records pushed, by what became of them.", "outcome")
-BACKPRESSURE: Final = _counter("streamadv_backpressure_seconds", "Time producers waited for admission.")
+PUSHED: Final = _counter(
+    "streamadv_pushed", "Records pushed: `pushed`, `duplicate`, `surplus`, `late`, `other`.", "outcome"
+)
+BACKPRESSURE: Final = _counter(
+    "streamadv_backpressure_seconds",
+    "Time waited for admission; its rate is the number of producers waiting.",
+)
 
 # Groups.
-GROUPS: Final = _counter("streamadv_groups", "Groups ended, by outcome.", "outcome")
-GROUPS_PRODUCED: Final = _counter("streamadv_groups_produced", "Groups ended.", "data_source")
-GROUPS_KEPT: Final = _counter("streamadv_groups_kept", "Groups that went on to a batch.", "data_source")
+GROUPS: Final = _counter(
+    "streamadv_groups",
+    "Groups ended. `complete` and `partial` go on to a batch. `stale`, `oversize`, `rolled_back`, "
+    "`missing_column` are counted later, when rank 0 names a batch: the group was counted as complete "
+    "or partial before.",
+    "outcome",
+)
+GROUPS_PRODUCED: Final = _counter("streamadv_groups_produced", "Groups ended, by data source.", "data_source")
+GROUPS_KEPT: Final = _counter(
+    "streamadv_groups_kept",
+    "Of the groups ended, those complete or partial: they go on to a batch.",
+    "data_source",
+)
 GROUP_COMPLETION: Final = _histogram(
     "streamadv_group_completion_seconds", "From the opening of a group to its end.", LONG_SECONDS
 )
 GROUP_REWARD_STD: Final = _histogram(
-    "streamadv_group_reward_std", "Standard deviation of the rewards in a group.", (0, *MAGNITUDES)
+    "streamadv_group_reward_std",
+    'Standard deviation of a group\'s rewards; bucket `le="0.0"` counts groups without a signal.',
+    (0, *MAGNITUDES),
 )
 
 # Rewards and advantages.
-REWARD: Final = _histogram("streamadv_reward", "Reward of a trajectory.", SYMMETRIC)
+REWARD: Final = _histogram("streamadv_reward", "Reward of a trajectory; signed, so without a sum.", SYMMETRIC)
 # Two counters give the mean, (positive - negative) / bucket +Inf: a sum of signed numbers is no counter.
-REWARD_POSITIVE: Final = _counter("streamadv_reward_positive", "Sum of the rewards above 0.")
-REWARD_NEGATIVE: Final = _counter("streamadv_reward_negative", "Sum of the rewards below 0, without sign.")
+REWARD_POSITIVE: Final = _counter("streamadv_reward_positive", "Sum of rewards above 0.")
+REWARD_NEGATIVE: Final = _counter(
+    "streamadv_reward_negative", "Sum of rewards below 0, without sign. Mean: (positive - negative) / count."
+)
 ADVANTAGE: Final = _histogram(
     "streamadv_advantage",
-    "Advantage, one value for each row, step or token as the estimator gives it.",
+    "Advantage, one value for each row, step or token, as the estimator gives it; signed, so without a sum.",
     SYMMETRIC,
 )
 RESPONSE_TOKENS: Final = _histogram("streamadv_response_tokens", "Trainable tokens of a trajectory.", TOKENS)
 TURNS_TAKEN: Final = _histogram("streamadv_turns", "Turns of a trajectory.", TURNS)
 UNSCORABLE: Final = _counter(
-    "streamadv_unscorable", "Trajectories on which a scoring function failed in all tries.", "stage", "kind"
+    "streamadv_unscorable",
+    "Trajectories that a scorer could not score: `exception`, `value` (no finite score), `hang`, `crash`.",
+    "stage",
+    "kind",
 )
 TRUNCATED: Final = _counter("streamadv_truncated", "Trajectories cut off at a limit.")
-NONFINITE: Final = _counter("streamadv_nonfinite", "NaN or infinity where a number belongs.", "quantity")
+NONFINITE: Final = _counter(
+    "streamadv_nonfinite",
+    "NaN or infinite `reward`, `advantage`, `is_weight`; the histograms exclude them.",
+    "quantity",
+)
 REWARD_CLIPPED: Final = _gauge(
     "streamadv_reward_clipped_ratio",
-    "Share of the rewards that was clipped, last work item.",
+    "Share of the rewards that was clipped: `critic/reward_clip_frac` (level `sequence`), "
+    "`critic/token_reward_clip_frac` (`token`).",
     "stage",
     "level",
 )
 ADVANTAGE_CLIPPED: Final = _gauge(
     "streamadv_advantage_clipped_ratio",
-    "Share of trainable tokens with a clipped advantage, last work item.",
+    "Share of trainable tokens with a clipped advantage: `critic/advantage_clip_frac`.",
     "stage",
 )
-KL_COEFFICIENT: Final = _gauge("streamadv_kl_coefficient", "Coefficient of the KL penalty.", "stage")
+KL_COEFFICIENT: Final = _gauge(
+    "streamadv_kl_coefficient", "Coefficient of the KL penalty: `critic/kl_coef`.", "stage"
+)
 KL_PENALTY: Final = _gauge(
     "streamadv_kl_penalty",
-    "KL to the reference policy as the chain estimates it, last work item.",
+    "KL to the reference policy by the chain's own estimate: `critic/kl`.",
     "stage",
 )
 
 # Staleness and off-policy correction.
 POLICY_LAG: Final = _histogram(
-    "streamadv_policy_lag_versions", "Staleness of a trajectory when it is trained on.", VERSIONS
+    "streamadv_policy_lag_versions",
+    "Staleness of a trajectory when it is trained on; trajectories without a version do not count.",
+    VERSIONS,
 )
 POLICY_LAG_IN_FLIGHT: Final = _histogram(
     "streamadv_policy_lag_in_flight_versions", "Part of the staleness from while it was played.", VERSIONS
@@ -156,33 +199,40 @@ POLICY_LAG_IN_QUEUE: Final = _histogram(
     "streamadv_policy_lag_in_queue_versions", "Part of the staleness from waiting for its batch.", VERSIONS
 )
 KL_K1: Final = _gauge(
-    "streamadv_kl_k1", "KL(rollout policy, trained policy), k1 estimate, last batch.", "stage"
+    "streamadv_kl_k1", "KL(rollout policy, trained policy), k1 estimate: `rollout_corr/kl`.", "stage"
 )
 KL_K3: Final = _gauge(
-    "streamadv_kl_k3", "KL(rollout policy, trained policy), k3 estimate, last batch.", "stage"
+    "streamadv_kl_k3", "KL(rollout policy, trained policy), k3 estimate: `rollout_corr/k3_kl`.", "stage"
 )
 IS_WEIGHT: Final = _histogram("streamadv_is_weight", "Importance weights after truncation.", WEIGHTS)
 IS_ESS: Final = _gauge(
-    "streamadv_is_ess_ratio", "mean(w)^2 / mean(w^2) of importance weights, last work item.", "stage"
+    "streamadv_is_ess_ratio",
+    "Effective sample size of the importance weights, mean(w)^2 / mean(w^2): "
+    "`rollout_corr/rollout_is_eff_sample_size`.",
+    "stage",
 )
 IS_CLIPPED: Final = _gauge(
-    "streamadv_is_clipped_ratio", "Share of weights truncated, last work item.", "stage"
+    "streamadv_is_clipped_ratio",
+    "Share of weights above the bound: `rollout_corr/rollout_is_ratio_fraction_high`.",
+    "stage",
 )
 
 # The trainer queue.
 NO_PROGRESS: Final = _gauge(
-    "streamadv_no_progress_seconds", "Seconds that the trainer has waited for the batch it is waiting for."
+    "streamadv_no_progress_seconds",
+    "Seconds that the trainer has waited for its next batch; the watchdog uses this figure.",
 )
-BATCH_VERSION: Final = _gauge("streamadv_batch_version", "Version that the last batch delivered trains.")
-DELIVERED_BATCHES: Final = _counter("streamadv_delivered_batches", "Batches delivered to the trainer.")
+BATCH_VERSION: Final = _gauge("streamadv_batch_version", "Version of the last batch delivered.")
+DELIVERED_BATCHES: Final = _counter(
+    "streamadv_delivered_batches",
+    "Batches delivered; a batch that is delivered again after a restart counts again.",
+)
 DELIVERED_TRAJECTORIES: Final = _counter(
     "streamadv_delivered_trajectories", "Trajectories delivered to the trainer."
 )
 DELIVERED_TOKENS: Final = _counter("streamadv_delivered_tokens", "Trainable tokens delivered to the trainer.")
 TRAINER_WAIT: Final = _counter("streamadv_trainer_wait_seconds", "Time the trainer waited for batches.")
-E2E: Final = _histogram(
-    "streamadv_e2e_seconds", "From the end of a group to its delivery to the trainer.", LONG_SECONDS
-)
+E2E: Final = _histogram("streamadv_e2e_seconds", "From the end of a group to its delivery.", LONG_SECONDS)
 
 LEDGER: Final = LedgerCollector()
 REGISTRY.register(LEDGER)

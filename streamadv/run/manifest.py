@@ -64,25 +64,55 @@ class RunSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] | None = None  # fixed at creation; default 1
-    group_deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None  # from opening
-    redundancy: Annotated[int, Field(ge=0, le=MAX_GROUP_SIZE)] | None = None  # slots beyond group_size
-    partial_min_usable: Annotated[int, Field(ge=1)] | None = None  # train a short group from so many on
-    zero_variance_filter: bool | None = None  # drop groups whose rewards are all equal
-    difficulty_low: FiniteFloat | None = None  # drop groups with mean reward <= this
-    difficulty_high: FiniteFloat | None = None  # drop groups with mean reward >= this
-    filter_by: ShortText | None = (
-        None  # what these filters judge: "reward", a named reward, or a number in metadata
+    shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] | None = Field(
+        None, description="parts of the run, each in one cluster slot; fixed at creation"
     )
-    scorers: tuple[ScorerName, ...] | None = None  # visited in this order by trajectories without reward
-    max_trajectory_bytes: Annotated[Size, Field(ge=1024, le=1 << 30)] | None = None
-    max_bytes: Annotated[Size, Field(ge=1 << 20)] | None = (
-        None  # of the run; default from the server's memory
+    group_deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = Field(
+        None, description="seconds from the opening of a group to its deadline"
     )
-    dedupe_groups: Annotated[int, Field(ge=1)] | None = None  # ended groups remembered per shard
-    dead_bytes: Annotated[Size, Field(ge=0)] | None = None  # payloads of dead letters kept per shard
-    batch_groups: Annotated[int, Field(ge=1)] | None = None  # for pacing until a trainer says its own
-    max_staleness: Annotated[int, Field(ge=0)] | None = None  # likewise
+    redundancy: Annotated[int, Field(ge=0, le=MAX_GROUP_SIZE)] | None = Field(
+        None, description="slots beyond group_size; the first group_size usable trajectories count"
+    )
+    partial_min_usable: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="train on a short group with so many usable members or more; none: drop all short groups",
+    )
+    zero_variance_filter: bool | None = Field(None, description="drop groups whose rewards are all equal")
+    difficulty_low: FiniteFloat | None = Field(
+        None, description="drop groups with a mean reward at or below this"
+    )
+    difficulty_high: FiniteFloat | None = Field(
+        None, description="drop groups with a mean reward at or above this"
+    )
+    filter_by: ShortText | None = Field(
+        None,
+        description="what these filters judge instead of the reward: a named reward, or a number of this name in "
+        "metadata; a push without it is an error",
+    )
+    scorers: tuple[ScorerName, ...] | None = Field(
+        None, description="processes that score trajectories pushed without reward, in this order"
+    )
+    max_trajectory_bytes: Annotated[Size, Field(ge=1024, le=1 << 30)] | None = Field(
+        None,
+        description="limit of all that is stored of one trajectory; admission reserves it for a rollout until eight "
+        "trajectories are known",
+    )
+    max_bytes: Annotated[Size, Field(ge=1 << 20)] | None = Field(
+        None,
+        description="budget of the run; none: 0.7 x maxmemory of the server, or half of its machine's memory",
+    )
+    dedupe_groups: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="ended groups remembered, per shard"
+    )
+    dead_bytes: Annotated[Size, Field(ge=0)] | None = Field(
+        None, description="payloads of dead letters kept, per shard; the oldest lose theirs first"
+    )
+    batch_groups: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="paces producers until a trainer brings its own"
+    )
+    max_staleness: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="likewise; none: until then only max_bytes limits them"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

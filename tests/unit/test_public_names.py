@@ -34,7 +34,7 @@ from .metrics.test_metrics import STATUS, report_everything
 #: A space at which no line is broken.
 UNBROKEN: Final = "\N{NO-BREAK SPACE}"
 FILE: Final = Path(__file__).with_name("public_names.txt")
-#: The functions of streamadv.metrics that docs/reference/metrics.md offers; stages call the others.
+#: The functions of streamadv.metrics that the documentation offers; stages call the others.
 METRICS_API: Final = ("serve", "register_ledger", "training_metrics")
 #: Objects that the library hands to its users: how they are made is not promised.
 HANDED_OUT: Final = ("AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Group", "MicroBatch", "Rollout")

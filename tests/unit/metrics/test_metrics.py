@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,6 @@ from streamadv.store.connection import Connection
 
 Delta = Callable[..., float]
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 STATUS: dict[str, Any] = {
     "ledger": {
@@ -153,25 +150,6 @@ def test_every_metric_declared_can_be_reported(ledger: None) -> None:
     declared = {family.name for collector in collectors for family in collector.describe()}
     families = text_string_to_metric_families(generate_latest(metrics.REGISTRY).decode())
     assert declared <= {family.name for family in families if family.samples}
-
-
-def test_every_metric_is_documented_with_its_type_and_labels(ledger: None) -> None:
-    report_everything()
-    metrics.register_ledger(lambda: STATUS)
-    families = text_string_to_metric_families(generate_latest(metrics.REGISTRY).decode())
-    exported = {
-        family.name + ("_total" if family.type == "counter" else ""): (
-            family.type,
-            {label for sample in family.samples for label in sample.labels} - {"le"},
-        )
-        for family in families
-        if not family.name.endswith("_created")
-    }
-    rows = re.findall(
-        r"^\| `(streamadv_\w+)` \| (\w+) ?±? \| ([\w, ]*?) ?\|", DOCUMENT.read_text(), flags=re.MULTILINE
-    )
-    documented = {name: (kind, set(filter(None, labels.split(", ")))) for name, kind, labels in rows}
-    assert documented == exported
 
 
 def test_names_follow_the_conventions(ledger: None) -> None:
