@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from . import errors, losses
     from .algorithms.registry import estimator
     from .grouping.scorer import Scorer
+    from .grouping.unscored import UnscoredTrajectory
     from .producer.async_group import AsyncGroup, AsyncRollout
     from .producer.async_producer import AsyncProducer
     from .producer.group import Group, Rollout
@@ -48,6 +49,7 @@ _HOMES = {
     "Ticket": "producer.tickets",
     "TrainerQueue": "trainer.queue",
     "Trajectory": "trajectory.schema",
+    "UnscoredTrajectory": "grouping.unscored",
     "VersionCounter": "trajectory.versions",
     "errors": "errors",
     "estimator": "algorithms.registry",
@@ -76,6 +78,7 @@ __all__ = [
     "Ticket",
     "TrainerQueue",
     "Trajectory",
+    "UnscoredTrajectory",
     "VersionCounter",
     "__version__",
     "errors",

@@ -105,7 +105,7 @@ class Flow:
 
     def _score(self, stop: threading.Event) -> None:
         scorer = Scorer(self.url, self.name, "judge", lease_s=0.5, settings=self.settings)
-        scorer.run(lambda references, payloads: [float(r.rollout_index) for r in references], stop)
+        scorer.run(lambda trajectories: [float(t.rollout_index) for t in trajectories], stop)
 
     def _train(self, stop: threading.Event) -> None:
         queue = TrainerQueue(

@@ -44,8 +44,8 @@ def add_scorer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "function",
         metavar="MODULE:FUNCTION",
-        help="called with references and payloads of a micro-batch, returns a score for each; the module may be in the "
-        "current directory",
+        help="called with a list of trajectories (streamadv.UnscoredTrajectory), returns a score for each; the "
+        "module may be in the current directory",
     )
     parser.add_argument(
         "--name", help="which of the run's scorers it is (default: its own name, or the only one)"

@@ -32,7 +32,7 @@ from ..trajectory.reference import references_of
 from .scores import Score, ScoreError, ScoreFunction, ask, check_function, rewards_of
 from .scoring_streams import (
     HandOff,
-    UnscoredTrajectory,
+    WaitingMember,
     WaitingPacket,
     are_open,
     packets_of,
@@ -40,6 +40,7 @@ from .scoring_streams import (
     unchanged,
 )
 from .tries import Tries
+from .unscored import UnscoredTrajectory
 
 __all__ = ["Score", "ScoreFunction", "Scorer"]
 
@@ -56,15 +57,18 @@ class Suspect(NamedTuple):
     """A trajectory that has failed alone, and is tried again when it is `due` by `clock.now`."""
 
     due: float
-    item: UnscoredTrajectory
+    item: WaitingMember
 
 
 class Scorer:
     """Runs a score function over the trajectories that wait for it.
 
+    The function gets a list of `UnscoredTrajectory` and returns a score for each: a finite number, None (unscorable) or
+    named components. The reward of a trajectory is the sum of what its scorers give; a None from any of them makes it
+    unscorable.
+
     `name` must be among the run's `scorers`. columns: which ones the function reads (None = all). timeout_s: for one
-    call of the function. tries: at a trajectory alone, before it is unscorable. The reward of a trajectory is the sum
-    of what its scorers give; a None from any of them makes it unscorable.
+    call of the function. tries: at a trajectory alone, before it is unscorable.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class Scorer:
     def run(self, score: ScoreFunction, stop: threading.Event) -> None:
         """Score until `stop` is set. `score` may be a coroutine function. What it fails on becomes unscorable.
 
-        Raises SettingError for a function that cannot be called with references and payloads.
+        Raises SettingError for a function that cannot be called with a list of trajectories.
         """
         check_function(score, self._name)
         consumer = Consumer(
@@ -161,7 +165,7 @@ class Scorer:
             suspects += self._score_alone(consumer, item, score)
         return suspects
 
-    def _unscored(self, consumer: Consumer, entries: Sequence[Entry]) -> list[UnscoredTrajectory]:
+    def _unscored(self, consumer: Consumer, entries: Sequence[Entry]) -> list[WaitingMember]:
         """The trajectories to be scored. All other packets are handed off, or removed as malformed."""
         shard = self._run.shard(entries[0].shard)
         packets = packets_of(self._run, shard, self._name, entries)
@@ -180,7 +184,7 @@ class Scorer:
 
     def _members_of(
         self, consumer: Consumer, packet: WaitingPacket, fetched: FetchedPacket
-    ) -> list[UnscoredTrajectory]:
+    ) -> list[WaitingMember]:
         """The usable members of a packet; all are unscorable if it cannot be read or is gone.
 
         It is gone when this process was held up beyond its lease and the group has ended meanwhile. Then somebody
@@ -203,7 +207,7 @@ class Scorer:
         owners = [(packet.group_id, source) for source in sources]
         references = references_of(packet.stored.members.select(positions), owners)
         return [
-            UnscoredTrajectory(packet, position, reference, payloads[position])
+            WaitingMember(packet, position, UnscoredTrajectory(reference, payloads[position]))
             for position, reference in zip(positions, references, strict=True)
         ]
 
@@ -217,7 +221,7 @@ class Scorer:
         return is_open
 
     def _score_together(
-        self, consumer: Consumer, items: Sequence[UnscoredTrajectory], score: ScoreFunction
+        self, consumer: Consumer, items: Sequence[WaitingMember], score: ScoreFunction
     ) -> None:
         """One call of the function for all. Some may have no score afterwards."""
         try:
@@ -228,12 +232,10 @@ class Scorer:
             return
         for item, answer in zip(items, answers, strict=True):
             with suppress(ScoreError):
-                item.packet.verdicts[item.position] = rewards_of(answer, self._name, item.reference)
+                item.packet.verdicts[item.position] = rewards_of(answer, self._name, item.trajectory)
         self._pass_on(consumer, dict.fromkeys(item.packet for item in items if item.packet.is_scored))
 
-    def _score_alone(
-        self, consumer: Consumer, item: UnscoredTrajectory, score: ScoreFunction
-    ) -> list[Suspect]:
+    def _score_alone(self, consumer: Consumer, item: WaitingMember, score: ScoreFunction) -> list[Suspect]:
         """One try at one trajectory; with the last one it is unscorable."""
         shard, packet = self._run.shard(item.packet.entry.shard), item.packet
         tries = self._tries.count(shard, item)
@@ -241,7 +243,7 @@ class Scorer:
             if tries > self._max_tries:
                 raise ScoreError("crash", "the process ended each time")
             (answer,) = self._ask([item], score, consumer.stop)
-            packet.verdicts[item.position] = rewards_of(answer, self._name, item.reference)
+            packet.verdicts[item.position] = rewards_of(answer, self._name, item.trajectory)
         except ScoreError as error:
             if tries < self._max_tries:
                 delay = FIRST_DELAY_S * 2 ** (tries - 1) * random.uniform(0.5, 1)
@@ -249,7 +251,7 @@ class Scorer:
             metrics.unscorable(self._name, error.kind)
             text = "scorer %s: trajectory %s is unscorable after %d tries: %s"
             fields = self._log_fields("trajectory_unscorable", packet.group_id)
-            logger.warning(text, self._name, item.name, self._max_tries, error, extra=fields)
+            logger.warning(text, self._name, item.trajectory.name, self._max_tries, error, extra=fields)
             packet.verdicts[item.position] = None
             packet.given_up.append(item)  # its tries still count if another member ends this process
         else:
@@ -263,12 +265,10 @@ class Scorer:
         filter_by = self._run.manifest.filter_by
         self._hand_off(consumer, [(packet, packet.hand_off(self._next, filter_by)) for packet in packets])
 
-    def _ask(
-        self, items: Sequence[UnscoredTrajectory], score: ScoreFunction, stop: threading.Event
-    ) -> list[Any]:
-        references, payloads = [item.reference for item in items], [item.payload for item in items]
+    def _ask(self, items: Sequence[WaitingMember], score: ScoreFunction, stop: threading.Event) -> list[Any]:
+        trajectories = [item.trajectory for item in items]
         with metrics.timed(self._name, "score"):
-            return ask(score, references, payloads, f"scorer {self._name}", self._timeout_s, stop)
+            return ask(score, trajectories, f"scorer {self._name}", self._timeout_s, stop)
 
     def _hand_off(self, consumer: Consumer, packets: Sequence[tuple[WaitingPacket, HandOff]]) -> None:
         """Pass packets of one shard on."""

@@ -13,15 +13,12 @@ from typing import Any, Final
 from ..errors import HungError, SettingError
 from ..messages import brief, one_line
 from ..run.hangs import call_within
-from ..trajectory.payload import Payload
-from ..trajectory.reference import Reference
+from .unscored import UnscoredTrajectory
 
 #: A reward, None (unscorable), or named components which are summed up.
 Score = float | None | Mapping[str, float]
-#: Scores a micro-batch: references (identity, lengths, rewards so far) and payloads (header, columns).
-ScoreFunction = Callable[
-    [Sequence[Reference], Sequence[Payload]], Sequence[Score] | Awaitable[Sequence[Score]]
-]
+#: Gives a score to each trajectory of a micro-batch.
+ScoreFunction = Callable[[Sequence[UnscoredTrajectory]], Sequence[Score] | Awaitable[Sequence[Score]]]
 
 #: Named rewards of a trajectory, and characters of a name, as in `schema.Trajectory`.
 MAX_REWARDS: Final = 64
@@ -37,21 +34,20 @@ class ScoreError(Exception):
 
 
 def check_function(score: ScoreFunction, name: str) -> None:
-    """Raise SettingError for a function that cannot be called with references and payloads."""
+    """Raise SettingError for a function that cannot be called with a list of trajectories."""
     with suppress(ValueError):  # some functions of C have no signature
         try:
-            inspect.signature(score).bind((), ())
+            inspect.signature(score).bind(())
         except TypeError as error:
             raise SettingError(
-                f"scorer {name}: {getattr(score, '__name__', score)} cannot be called with two arguments, "
-                f"needs references and payloads: {error}"
+                f"scorer {name}: {getattr(score, '__name__', score)} cannot be called with one argument, "
+                f"a list of trajectories: {error}"
             ) from None
 
 
 def ask(
     score: ScoreFunction,
-    references: Sequence[Reference],
-    payloads: Sequence[Payload],
+    trajectories: Sequence[UnscoredTrajectory],
     who: str,
     timeout_s: float,
     stop: threading.Event,
@@ -63,7 +59,7 @@ def ask(
     """
 
     def call() -> Any:
-        answer = score(references, payloads)
+        answer = score(trajectories)
         return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
 
     try:
@@ -72,7 +68,7 @@ def ask(
         raise ScoreError("hang", str(error)) from error
     except (Exception, SystemExit) as error:  # whatever the user's function raises
         raise ScoreError("exception", f"{type(error).__name__}: {error}") from error
-    return scores_of(answer, len(references))
+    return scores_of(answer, len(trajectories))
 
 
 async def _awaited(answer: Awaitable[Any]) -> Any:
@@ -94,7 +90,7 @@ def scores_of(answer: Any, count: int) -> list[Any]:
     return scores
 
 
-def rewards_of(score: Any, name: str, reference: Reference) -> dict[str, float] | None:
+def rewards_of(score: Any, name: str, trajectory: UnscoredTrajectory) -> dict[str, float] | None:
     """Named rewards from one score of scorer `name`, None for unscorable. Raises ScoreError."""
     if score is None:
         return None
@@ -104,10 +100,10 @@ def rewards_of(score: Any, name: str, reference: Reference) -> dict[str, float] 
             raise ScoreError(
                 "value", f"it named a component {brief(component)}, needs at most {MAX_NAME_CHARS} characters"
             )
-    if len({*components, *reference.rewards}) > MAX_REWARDS:
+    if len({*components, *trajectory.rewards}) > MAX_REWARDS:
         raise ScoreError("value", f"it gave more named rewards than the {MAX_REWARDS} a trajectory may have")
     rewards = {component: _number(component, value) for component, value in components.items()}
-    if not math.isfinite(sum(rewards.values(), reference.reward or 0.0)):
+    if not math.isfinite(sum(rewards.values(), trajectory.reward or 0.0)):
         raise ScoreError("value", "the sum of its rewards and those before it is not finite")
     return rewards
 

@@ -16,9 +16,8 @@ from ..run.packets import PACKET_FIELDS, USABLE, MemberLine, packet_problem, par
 from ..trajectory.member_table import encode_table, read_table
 from ..trajectory.members import Members
 from ..trajectory.packet import StoredPacket, member_line
-from ..trajectory.payload import Payload
-from ..trajectory.reference import Reference
 from ..trajectory.schema import Role
+from .unscored import UnscoredTrajectory
 
 #: Packets of ended groups that one look at a scorer's stream finds at most.
 LOOK_COUNT: Final = 64
@@ -41,7 +40,7 @@ class WaitingPacket:
     stored: StoredPacket
     verdicts: dict[int, Mapping[str, float] | None] = field(default_factory=dict)
     """Of members, by position: rewards to add, by name, or None: unscorable."""
-    given_up: list[UnscoredTrajectory] = field(default_factory=list)  # after their last tries
+    given_up: list[WaitingMember] = field(default_factory=list)  # after their last tries
     is_handed_on: bool = False
 
     @property
@@ -81,18 +80,13 @@ class WaitingPacket:
         return HandOff(self.entry, [fields[name] for name in PACKET_FIELDS], None if is_over else target)
 
 
-class UnscoredTrajectory(NamedTuple):
-    """A trajectory that waits for a score of this scorer."""
+class WaitingMember(NamedTuple):
+    """A member of a packet that waits for a score of this scorer."""
 
     packet: WaitingPacket
     position: int
     """In the packet."""
-    reference: Reference
-    payload: Payload
-
-    @property
-    def name(self) -> str:
-        return f"{self.reference.group_id}/{self.reference.rollout_index}"
+    trajectory: UnscoredTrajectory
 
     @property
     def is_scored(self) -> bool:

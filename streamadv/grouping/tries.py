@@ -7,7 +7,7 @@ from typing import Any
 
 from ..run import Shard
 from ..store.replies import as_count
-from .scoring_streams import UnscoredTrajectory
+from .scoring_streams import WaitingMember
 
 
 class Tries:
@@ -16,15 +16,15 @@ class Tries:
     def __init__(self, scorer: str) -> None:
         self._scorer = scorer
 
-    def count(self, shard: Shard, item: UnscoredTrajectory) -> int:
+    def count(self, shard: Shard, item: WaitingMember) -> int:
         """Count one more try. Returns how many there are with it."""
         tries: int = shard.call("attempt", [self._field(item), "1"])
         return tries
 
-    def forget(self, shard: Shard, item: UnscoredTrajectory) -> None:
+    def forget(self, shard: Shard, item: WaitingMember) -> None:
         shard.call("attempt", [self._field(item), "0"])
 
-    def fewest_first(self, shard: Shard, items: Sequence[UnscoredTrajectory]) -> list[UnscoredTrajectory]:
+    def fewest_first(self, shard: Shard, items: Sequence[WaitingMember]) -> list[WaitingMember]:
         """In the order of their tries: what ends this process again does so when the others are done."""
         if len(items) < 2:
             return list(items)
@@ -33,5 +33,5 @@ class Tries:
         tries = dict(zip(fields, map(as_count, reply), strict=True))
         return sorted(items, key=lambda item: tries[self._field(item)])
 
-    def _field(self, item: UnscoredTrajectory) -> str:
-        return f"{self._scorer} {item.reference.group_id} {item.reference.rollout_index}"
+    def _field(self, item: WaitingMember) -> str:
+        return f"{self._scorer} {item.trajectory.group_id} {item.trajectory.rollout_index}"

@@ -36,7 +36,7 @@ def main(words: Sequence[str], reached: Hook) -> int:
         scorer = Scorer(
             setup.url, setup.run, SCORER, lease_s=setup.lease_s, batch_size=4, settings=setup.run_settings
         )
-        scorer.run(lambda references, payloads: [float(r.rollout_index) for r in references], stop)
+        scorer.run(lambda trajectories: [float(t.rollout_index) for t in trajectories], stop)
     elif name == "grouper":
         from streamadv.grouping.grouper import run_grouper
 

@@ -279,9 +279,7 @@ def scorer(world: World) -> Life:
         entries = consumer.read(3)
         consumer.stop.clear()  # nobody tells the scorer to end
         if entries:
-            judge.work(
-                consumer, entries, lambda references, payloads: [1.0 + r.rollout_index for r in references]
-            )
+            judge.work(consumer, entries, lambda trajectories: [1.0 + t.rollout_index for t in trajectories])
         yield
 
 

@@ -48,8 +48,9 @@ def stuck(batch):
     time.sleep(1e9)
 """
 SCORERS = """
-def halves(references, payloads):
-    return [len(payload.columns["input_ids"]) / 2 for payload in payloads]
+def halves(trajectories):
+    return [len(trajectory.columns["input_ids"]) / 2 for trajectory in trajectories]
+def cannot(trajectories, other): ...
 """
 
 
@@ -287,7 +288,7 @@ def test_a_scorer_from_the_command_line(redis_url: str, run: str, folder: Path) 
         (["nothing_there:f"], "module nothing_there: cannot be imported"),
         (["my_scorers:halves"], "has the scorers one, two, not 'halves': say which by --name"),
         (["my_scorers:halves", "--name", "three"], "scorer 'three' is not one of run"),
-        (["math:sin", "--name", "one"], "scorer one: sin cannot be called with two arguments"),
+        (["my_scorers:cannot", "--name", "one"], "scorer one: cannot cannot be called with one argument"),
         (["my_scorers:halves", "--name", "one", "--tries", "0"], "tries is 0, needs 1 or more"),
     ],
 )

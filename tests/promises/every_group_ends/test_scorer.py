@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import redis
 
+from streamadv import UnscoredTrajectory
 from streamadv.errors import SettingError
 from streamadv.grouping import housekeeping
 from streamadv.grouping.groups_log import read_log
@@ -23,8 +24,7 @@ from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.payload import Payload
-from streamadv.trajectory.reference import Reference
+from streamadv.trajectory.schema import Trajectory
 from tests.support import (
     consumer_of,
     ended,
@@ -40,6 +40,8 @@ from tests.support import (
     unscored,
 )
 
+Trajectories = Sequence[UnscoredTrajectory]
+
 
 def wait_for_rollouts(run: Any, count: int, ended: Callable[[], bool] = lambda: False) -> None:
     """Until the scorers have passed on so many trajectories, or have `ended`."""
@@ -52,21 +54,49 @@ def wait_for_rollouts(run: Any, count: int, ended: Callable[[], bool] = lambda: 
         done.wait(0.01)
 
 
+def test_what_a_scoring_function_gets(redis_url: str, run: str) -> None:
+    kept: list[UnscoredTrajectory] = []
+
+    def judge(trajectories: Trajectories) -> list[float]:
+        kept.extend(trajectories)
+        return [1.0] * len(trajectories)
+
+    with producing(redis_url, run, {"scorers": ("judge",)}) as producer:
+        joined = join(redis_url, run)
+        rows = [
+            {"input_ids": [7, 8, 9], "response_mask": [0, 1, 1], "agent": "planner"},
+            {"input_ids": [5, 6], "response_mask": [0, 1]},
+        ]
+        steps = [{"row": 0, "start": 1, "end": 3, "reward": 0.5, "state_key": "s"}]
+        fields = {"data_source": "math", "model_version": 3, "rewards": {"format": 0.25}, "steps": steps}
+        pushed = {"group_id": "g", "group_size": 1, "rollout_index": 0, "status": "truncated", "rows": rows}
+        producer.push([Trajectory(**pushed, **fields, metadata={"answer": [4]}, reward_later=True)])
+        scorer = Scorer(redis_url, run, "judge", columns=["input_ids"])
+        with threads(lambda stop: scorer.run(judge, stop)):
+            wait_for_rollouts(joined, 1)
+    (got,) = kept
+    assert (got.group_id, got.rollout_index, got.group_size) == ("g", 0, 1)
+    assert (got.status, got.data_source, got.model_version) == ("truncated", "math", 3)
+    assert {name: column.tolist() for name, column in got.columns.items()} == {"input_ids": [7, 8, 9, 5, 6]}
+    assert not got.columns["input_ids"].flags.writeable
+    assert (got.row_lengths, got.agents) == ((3, 2), ("planner", None))
+    assert got.metadata == {"answer": [4]}
+    assert got.steps == ((0, 1, 3, 0.5, "s"),)
+    assert (got.reward, got.rewards) == (None, {"format": 0.25})
+    assert repr(got) == "<UnscoredTrajectory g/0: truncated, 3 + 2 tokens>"
+
+
 def test_two_scorers_in_their_order(redis_url: str, run: str) -> None:
     seen: list[tuple[str, list[str]]] = []
 
-    def length(references: Sequence[Reference], payloads: Sequence[Payload]) -> list[Any]:
-        seen.extend(("length", sorted(payload.columns)) for payload in payloads)
-        lengths = [float(len(payload.columns["input_ids"])) for payload in payloads]
-        return [
-            None if reference.rollout_index == 3 else tokens
-            for reference, tokens in zip(references, lengths, strict=True)
-        ]
+    def length(trajectories: Trajectories) -> list[Any]:
+        seen.extend(("length", sorted(trajectory.columns)) for trajectory in trajectories)
+        return [None if t.rollout_index == 3 else float(len(t.columns["input_ids"])) for t in trajectories]
 
-    def style(references: Sequence[Reference], payloads: Sequence[Payload]) -> list[Any]:
-        seen.extend(("style", sorted(payload.columns)) for payload in payloads)
-        assert {reference.reward for reference in references} == {5}
-        return [{"style": 0.25, "tone": 0.5}] * len(references)
+    def style(trajectories: Trajectories) -> list[Any]:
+        seen.extend(("style", sorted(trajectory.columns)) for trajectory in trajectories)
+        assert {trajectory.reward for trajectory in trajectories} == {5}
+        return [{"style": 0.25, "tone": 0.5}] * len(trajectories)
 
     with producing(redis_url, run, {"scorers": ("length", "style"), "partial_min_usable": 1}) as producer:
         joined = join(redis_url, run)
@@ -121,8 +151,8 @@ ANSWERS: dict[str, Callable[[], Any]] = {
 
 
 def test_filters_judge_the_named_reward_that_a_scorer_brings(redis_url: str, run: str) -> None:
-    def judge(references: Sequence[Reference], _: Sequence[Payload]) -> list[Any]:
-        return [{"correct": 1.0, "style": float(item.rollout_index)} for item in references]
+    def judge(trajectories: Trajectories) -> list[Any]:
+        return [{"correct": 1.0, "style": float(item.rollout_index)} for item in trajectories]
 
     settings = {"scorers": ("judge",), "zero_variance_filter": True, "filter_by": "correct"}
     with producing(redis_url, run, settings) as producer:
@@ -138,8 +168,8 @@ def test_filters_judge_the_named_reward_that_a_scorer_brings(redis_url: str, run
 def test_a_trajectory_without_a_score_is_unscorable_alone(
     redis_url: str, run: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def judge(references: Sequence[Reference], _: Sequence[Payload]) -> list[Any]:
-        return [ANSWERS[r.group_id]() if r.group_id in ANSWERS else np.float32(0.5) for r in references]
+    def judge(trajectories: Trajectories) -> list[Any]:
+        return [ANSWERS[r.group_id]() if r.group_id in ANSWERS else np.float32(0.5) for r in trajectories]
 
     with producing(redis_url, run, {"scorers": ("s",)}) as producer:
         joined = join(redis_url, run)
@@ -166,7 +196,7 @@ def test_a_function_whose_answer_is_no_list_of_scores(redis_url: str, run: str) 
         joined = join(redis_url, run)
         push_alone(producer, WRONG)
         scorer = Scorer(redis_url, run, "s", tries=1, batch_size=1)
-        with threads(lambda stop: scorer.run(lambda references, _: WRONG[references[0].group_id], stop)):
+        with threads(lambda stop: scorer.run(lambda trajectories: WRONG[trajectories[0].group_id], stop)):
             wait_for_rollouts(joined, len(WRONG))
         assert group_all(joined) == ["incomplete"] * len(WRONG)
     assert ledger(joined)["dropped"] == {"unscorable": len(WRONG)}
@@ -176,11 +206,11 @@ def test_a_function_whose_answer_is_no_list_of_scores(redis_url: str, run: str) 
 def test_a_function_that_fails_for_a_while_scores_in_the_end(redis_url: str, run: str) -> None:
     calls = []
 
-    async def judge(references: Sequence[Reference], _: Sequence[Payload]) -> list[float]:
-        calls.append(len(references))
+    async def judge(trajectories: Trajectories) -> list[float]:
+        calls.append(len(trajectories))
         if len(calls) < 4:
             raise OSError("the judge is away")
-        return [1.0] * len(references)
+        return [1.0] * len(trajectories)
 
     with producing(redis_url, run, {"scorers": ("s",)}) as producer:
         joined = join(redis_url, run)
@@ -197,12 +227,12 @@ CHILD = """
 import os, sys, threading, time
 import streamadv as sa
 
-def judge(references, payloads):
-    for reference in references:
+def judge(trajectories):
+    for reference in trajectories:
         print(reference.group_id, flush=True)
         if reference.group_id == "g3":
             os._exit(9)
-    return [1.0 for _ in references]
+    return [1.0 for _ in trajectories]
 
 sa.Scorer(sys.argv[1], sys.argv[2], "s", lease_s=0.3, tries=2).run(judge, threading.Event())
 """
@@ -249,10 +279,10 @@ def test_a_function_that_does_not_return_keeps_nobody(
 ) -> None:
     """Neither its neighbours nor the end of the process; a thread of a test's stands for the main one."""
 
-    def judge(references: Sequence[Reference], _: Sequence[Payload]) -> list[float]:
-        if any(reference.group_id == "g1" for reference in references):
+    def judge(trajectories: Trajectories) -> list[float]:
+        if any(reference.group_id == "g1" for reference in trajectories):
             hang()
-        return [1.0] * len(references)
+        return [1.0] * len(trajectories)
 
     with producing(redis_url, run, {"scorers": ("s",)}) as producer:
         joined = join(redis_url, run)
@@ -288,10 +318,10 @@ def test_a_function_slower_than_the_lease_scores_everything_once(redis_url: str,
     seen: list[tuple[str, int]] = []
     slow = threading.Event()
 
-    def judge(references: Sequence[Reference], _: Sequence[Payload]) -> list[float]:
-        seen.extend((r.group_id, r.rollout_index) for r in references)
+    def judge(trajectories: Trajectories) -> list[float]:
+        seen.extend((r.group_id, r.rollout_index) for r in trajectories)
         slow.wait(1.5)
-        return [1.0] * len(references)
+        return [1.0] * len(trajectories)
 
     with producing(redis_url, run, {"scorers": ("s",)}) as producer:
         joined = join(redis_url, run)
@@ -335,9 +365,9 @@ def test_packets_of_ended_groups_go_straight_on(redis_url: str, run: str) -> Non
         producer.push([unscored("g", 0, 1)])
         asked: list[str] = []
 
-        def judge(references: Sequence[Reference], _: Sequence[Payload]) -> list[float]:
-            asked.extend(reference.group_id for reference in references)
-            return [1.0] * len(references)
+        def judge(trajectories: Trajectories) -> list[float]:
+            asked.extend(reference.group_id for reference in trajectories)
+            return [1.0] * len(trajectories)
 
         with threads(
             lambda stop: Scorer(redis_url, run, "first").run(judge, stop),

@@ -127,7 +127,7 @@ def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: i
         with threads(
             lambda stop: grouper.run_grouper(join(redis_url, "r"), stop),
             lambda stop: worker.run_worker(join(redis_url, "r"), stop, device="cpu"),
-            lambda stop: judge.run(lambda refs, payloads: [0.5 * r.rollout_index for r in refs], stop),
+            lambda stop: judge.run(lambda trajectories: [0.5 * t.rollout_index for t in trajectories], stop),
         ):
             for number, group_id in enumerate(sorted(healthy)):
                 make = unscored if number % 2 else trajectory
@@ -546,7 +546,7 @@ def test_a_stream_that_has_had_its_last_id_goes_on(
         trained: set[str] = set()
         queue = TrainerQueue(redis_url, run, batch_groups=4)
         with threads(
-            lambda stop: judge.run(lambda refs, payloads: [0.5 * r.rollout_index for r in refs], stop),
+            lambda stop: judge.run(lambda trajectories: [0.5 * t.rollout_index for t in trajectories], stop),
             lambda stop: worker.run_worker(join(redis_url, run), stop, device="cpu"),
             lambda stop: grouper.run_grouper(join(redis_url, run), stop),
         ):

@@ -105,7 +105,7 @@ class Roles:
 
     def _score(self, stop: threading.Event) -> None:
         judge = Scorer(self.url, self.run, "judge", lease_s=0.5)
-        judge.run(lambda references, _: [float(r.rollout_index) for r in references], stop)
+        judge.run(lambda trajectories: [float(t.rollout_index) for t in trajectories], stop)
 
     def _train(self, stop: threading.Event) -> None:
         queue = TrainerQueue(

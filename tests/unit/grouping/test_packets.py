@@ -235,7 +235,7 @@ def test_a_packet_that_no_scorer_can_read_ends_without_its_payload(fake: Connect
     if is_late:
         make_overdue(run, "g")
     consumer, judge = consumer_of(run, "judge"), Scorer(fake, "r", "judge")
-    judge.work(consumer, consumer.read(1), lambda references, payloads: [1.0] * len(references))
+    judge.work(consumer, consumer.read(1), lambda trajectories: [1.0] * len(trajectories))
     if is_late:
         housekeeping.expire(run, run.home)
     group_all(run)
