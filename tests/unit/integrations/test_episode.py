@@ -103,6 +103,15 @@ def test_a_prompt_that_does_not_continue_the_tokens_begins_a_row(
     assert len(caplog.messages) == 1
 
 
+def test_of_two_rows_the_longer_one_is_continued() -> None:
+    episode = Episode()
+    episode.add(sampled([1], [2]))
+    episode.add(sampled([1], [2, 3]))  # the same prompt again: another attempt
+    episode.add(sampled([1, 2, 3, 4], [5]))
+    rows = episode.record()["rows"]
+    assert [row["input_ids"].tolist() for row in rows] == [[1, 2], [1, 2, 3, 4, 5]]
+
+
 def test_rows_of_different_agents_do_not_continue_each_other() -> None:
     episode = Episode()
     episode.add(sampled([1], [2]), agent="planner")
