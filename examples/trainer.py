@@ -26,4 +26,4 @@ def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sa.run_program(main, sys.argv[1])

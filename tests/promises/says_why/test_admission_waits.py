@@ -52,6 +52,7 @@ def test_bytes(fake: Connection, caplog: pytest.LogCaptureFixture) -> None:
         producer.begin_group(2)
         line = begin_in_vain(producer, caplog)
     assert "1200000 bytes live or reserved of max_bytes 1200000, 2 groups are open and 0 wait" in line
+    assert "; an open rollout reserves 300000: wait for commits" in line
     assert "[max_bytes]" in line
 
 
