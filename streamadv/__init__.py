@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from . import errors, losses
+    from . import errors, losses, weights
     from .algorithms.registry import estimator
     from .grouping.scorer import Scorer
     from .grouping.unscored import UnscoredTrajectory
@@ -56,6 +56,7 @@ _HOMES = {
     "losses": "losses",
     "redis_url": "settings",
     "run_program": "program",
+    "weights": "weights",
 }
 
 __all__ = [
@@ -86,6 +87,7 @@ __all__ = [
     "losses",
     "redis_url",
     "run_program",
+    "weights",
 ]
 
 

@@ -98,6 +98,12 @@ class GroupEndedError(StreamadvError):
     """The producer cannot begin or extend a group that ended (complete, expired or dropped): begin another one."""
 
 
+class RunEndedError(StreamadvError):
+    """The trainer has ended the run (`TrainerQueue.finish`), so the producer begins no training group: stop, or wait
+    until a trainer takes the run again.
+    """
+
+
 class NoBatchError(StreamadvError):
     """The trainer queue got no batch within the time that its caller gave: the message says what is missing."""
 

@@ -179,5 +179,8 @@ class Follower(Session):
     def publish_end(self, ends: int) -> None:
         pass
 
+    def publish_weights(self) -> None:
+        pass
+
     def _write_dead_letters(self, record: BatchRecord, deaths: Mapping[str, Death]) -> None:
         pass

@@ -177,16 +177,22 @@ class Leader(Session):
         """First in the home shard, then in every shard's copy."""
         version, home = record.k + 1, self.run.home
         coefficients = json.dumps(self.progress.kl) if self.progress.kl else ""
-        args = [self.epoch, version, len(record.groups), coefficients]
+        args = [self.epoch, version, len(record.groups), coefficients, "", ""]
         home.call("trained", args, version=home.keys.session)
         batch = self.batches.get(record.k) or NamedBatch(record)
         for shard in self.run.shards:
             living = sum(pointer.shard == shard.index for pointer in batch.living)
-            shard.call("trained", [self.epoch, version, living, ""], version=shard.keys.trainer)
+            args = [self.epoch, version, living, "", "1", self.progress.weights]
+            shard.call("trained", args, version=shard.keys.trainer)
         groups = list(batch.groups.values())
         batch.commit_arguments.update(commit_arguments(groups, record.tokens_per_micro_batch))
         batch.groups.clear()
         self.published_version = version
+
+    def publish_weights(self) -> None:
+        for shard in self.run.shards:
+            args = [self.epoch, self.version, 0, "", "1", self.progress.weights]
+            shard.call("trained", args, version=shard.keys.trainer)
 
     def commit(self, version: int) -> None:
         """First in the home shard, then in every shard."""
@@ -204,6 +210,11 @@ class Leader(Session):
 
     def has_ended(self, k: int) -> bool:
         return k <= self._last_nameable and is_over(self.run, self._attendance)
+
+    def finish(self) -> None:
+        super().finish()
+        for shard in self.run.shards:
+            shard.call("finish_run", [self.epoch])
 
     def publish_end(self, ends: int) -> None:
         self.run.home.call("end_run", [self.epoch, self.progress.delivered, ends])

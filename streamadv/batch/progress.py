@@ -52,6 +52,11 @@ class Progress:
         self.kl: Mapping[str, float] | None = None  # coefficients after the last batches
         self.running: Running | None = None  # reward moments of all batches below `version`
         self.knows_running = False
+        # What producers hear.
+        self.weights = (
+            ""  # newest version of which they know where its weights lie: '<version> <URI>', '' = none
+        )
+        self.finished = False  # whether the trainer has ended the run
         # Ids of the groups in the weights.
         self._uncommitted: dict[str, int] = {}  # group -> its batch, in the order of the batches
         self._committed: dict[str, float] = {}  # group -> when, in that order
@@ -79,6 +84,7 @@ class Progress:
         self.epoch = max(self.epoch, self.loaded_epoch)
         self.kl = state.get("kl")
         self.running, self.knows_running = state.get("running"), "running" in state
+        self.weights, self.finished = str(state.get("weights", "")), False
         self.restored = int(state["version"])
         self.begin(self.restored)
         self.branch = 0
@@ -86,13 +92,15 @@ class Progress:
 
     def state(self, run: str) -> dict[str, Any]:
         """What belongs into a checkpoint, for `load`."""
-        state = {
+        state: dict[str, Any] = {
             "run": run,
             "epoch": self.epoch,
             "version": self.version,
             "groups": self.groups,
             "kl": self.kl or {},
         }
+        if self.weights:
+            state["weights"] = self.weights
         return {**state, "running": self.running} if self.knows_running else state
 
     def begin(self, version: int) -> None:
@@ -123,6 +131,11 @@ class Progress:
         self.delivered, self.ends = record.k + 1, 0
         self.delivered_at = clock.now()
         self.epoch = max(self.epoch, record.epoch)
+
+    def publish_weights(self, version: int, uri: str) -> None:
+        """The weights of a version lie there."""
+        if version >= weights_version(self.weights):
+            self.weights = f"{version} {uri}"
 
     def end(self) -> None:
         """Iteration ends before batch `delivered`."""
@@ -169,6 +182,12 @@ class Progress:
         now = clock.now()
         self._returning.update(dict.fromkeys(self._committed, now))
         self._committed = {}
+
+
+def weights_version(text: str) -> int:
+    """The version in '<version> <URI>'; -1 for anything else."""
+    version, _, uri = text.partition(" ")
+    return int(version) if uri and version.isdecimal() else -1
 
 
 def _forget_first(stamps: dict[str, float], oldest: float) -> None:

@@ -20,7 +20,7 @@ from .exclusion import dead_letter_groups, read_exclusions
 from .hold import take
 from .leader import Leader
 from .named import NamedBatch
-from .progress import Progress
+from .progress import Progress, weights_version
 from .record import BatchRecord, name_batch, read_records
 from .selection import BATCH_ID
 from .settings import NamingSettings
@@ -67,10 +67,23 @@ def _restore_statistics(run: Run, progress: Progress, recorded: Mapping[int, Bat
     kl, running = (None if text is None else json.loads(text) for text in stored)
     if progress.kl is None:
         progress.kl = kl
+    _restore_announcements(run, progress)
     if not progress.knows_running:
         following = recorded.get(progress.version)
         progress.running = running if following is None else following.running_before
         progress.knows_running = True
+
+
+def _restore_announcements(run: Run, progress: Progress) -> None:
+    """Take over what producers were told of weights, unless those are of a version that was taken back."""
+    told: Any = run.connection.scripts.hmget(run.keys.home.trainer, ["weights", "finished"])
+    weights, finished = ((text or b"").decode(errors="replace") for text in told)
+    if not progress.weights and weights_version(weights) <= progress.version:
+        progress.weights = weights
+    if finished == "1" and not progress.finished:
+        text = "run %s was ended by its trainer: it is open again, and goes on at version %d"
+        fields = log_fields("run_reopened", run=run.name, role="trainer")
+        logger.warning(text, run.name, progress.version, extra=fields)
 
 
 def _finish_commits(run: Run, progress: Progress, recorded: dict[int, BatchRecord], below: int) -> None:
@@ -146,6 +159,7 @@ def set_trainer(run: Run, settings: NamingSettings, progress: Progress) -> None:
         entries = [pointer.entry for record in trained for pointer in record.in_shard(shard.index)]
         for start in range(0, max(1, len(entries)), TRAINED_SLICE):
             args = [progress.epoch, progress.version, pacing, settings.batch_groups, drop_after]
+            args += [progress.weights, "1" if progress.finished else ""]
             args += ["1" if start else "0", *entries[start : start + TRAINED_SLICE]]
             shard.call("set_trainer", args)
 

@@ -154,6 +154,14 @@ class Session(ABC):
         """Rank 0 writes into the run that the batch was trained."""
 
     @abstractmethod
+    def publish_weights(self) -> None:
+        """Rank 0 tells producers where the weights of the present version lie, as the progress has it."""
+
+    def finish(self) -> None:
+        """The trainer ends the run; rank 0 tells the producers."""
+        self.progress.finished = True
+
+    @abstractmethod
     def commit(self, version: int) -> None:
         """Rank 0 commits every batch below `version`: they are in a saved checkpoint."""
 

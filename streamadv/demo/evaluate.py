@@ -14,8 +14,9 @@ from typing import Final
 
 import torch
 
+import streamadv as sa
+
 from ..processes import messages
-from . import weights
 from .environment import Lakes, draw_map
 from .play import play
 from .policy import Policy
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
     policy = Policy()
     for line in sys.stdin:
         version = int(line)
-        weights.load(directory, version, policy)
+        sa.weights.load(sa.weights.path_of(directory, version), policy)
         rate = success_rate(policy, settings.maps, f"evaluation/{settings.seed}/{version}")
         messages.send("evaluation", version=version, success_rate=rate)
     return 0

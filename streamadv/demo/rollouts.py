@@ -20,7 +20,6 @@ import streamadv as sa
 from streamadv import metrics
 
 from ..processes import messages
-from . import weights
 from .environment import PROMPT_LENGTH, Episode, Lakes, draw_map
 from .play import play
 from .policy import Policy
@@ -47,17 +46,17 @@ def main(arguments: list[str]) -> int:
         f"{settings.seed}/{index}/{start}"
     )  # a restarted process plays on, it repeats nothing
     generator = torch.Generator().manual_seed(chance.randrange(2**63))
-    policy, lakes, loaded = Policy(), Lakes(), None
+    policy, lakes, loader = Policy(), Lakes(), sa.weights.Loader(directory)
     with sa.Producer(
         os.environ["STREAMADV_REDIS_URL"], run=settings.run, name=f"rollouts-{index}"
     ) as producer:
         while groups := begin_round(producer, lambda: stopped):
-            loaded = refresh(directory, policy, loaded)
+            version = loader.refresh(policy)
             maps = [lake for _ in groups for lake in [draw_map(settings.maps, chance)] * GROUP_SIZE]
             episodes = play(policy, lakes, maps, generator)
             for place, group in enumerate(groups):
                 members = episodes[place * GROUP_SIZE : (place + 1) * GROUP_SIZE]
-                group.push([rollout(i, episode, loaded) for i, episode in enumerate(members)])
+                group.push([rollout(i, episode, version) for i, episode in enumerate(members)])
         producer.finish()
     return 0
 
@@ -76,23 +75,6 @@ def begin_round(producer: Any, stopped: Callable[[], bool]) -> list[Any]:
             if groups:
                 break
     return groups
-
-
-def refresh(directory: Path, policy: Policy, loaded: int | None) -> int:
-    """Load the newest weights if they are not the loaded ones; returns the version now in `policy`."""
-    while True:
-        version = weights.newest(directory)
-        if version is None:
-            raise FileNotFoundError(
-                f"no weights in {directory}: the trainer publishes version 0 before rollouts start"
-            )
-        if version == loaded:
-            return version
-        try:
-            weights.load(directory, version, policy)
-        except FileNotFoundError:  # withdrawn between listing and opening, by a trainer that rolled back
-            continue
-        return version
 
 
 def rollout(index: int, episode: Episode, version: int) -> dict[str, Any]:

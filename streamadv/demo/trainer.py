@@ -17,10 +17,10 @@ import streamadv as sa
 from streamadv import metrics
 
 from ..processes import messages
-from . import weights
+from .checkpoints import load_checkpoint, save_checkpoint
 from .learning import new_optimizer, update
 from .policy import Policy, seeded_policy
-from .settings import BATCH_GROUPS, DemoSettings
+from .settings import BATCH_GROUPS, EVALUATE_EVERY, DemoSettings
 
 CHECKPOINT_EVERY: Final = 5  # updates
 TOKENS_PER_MICRO_BATCH: Final = 65536
@@ -43,21 +43,19 @@ def main(arguments: list[str]) -> int:
     )
     metrics.serve(0, settings.run)
     version = 0
-    if (checkpoint := weights.load_checkpoint(directory, policy, optimizer)) is not None:
+    if (checkpoint := load_checkpoint(directory, policy, optimizer)) is not None:
         version, queue_state = checkpoint
         queue.load_state_dict(queue_state)
-    weights.withdraw_after(directory, version)
-    weights.publish(directory, version, policy)
+    sa.weights.withdraw(directory, above=version)
+    publish(directory, version, policy)
     messages.send("published", version=version)
     committed = version
     for batch in queue:
         measured = update(policy, optimizer, batch, batch.num_tokens, settings.correction)
         metrics.training_metrics({"rollout_corr/k3_kl": measured.kl})
         version = batch.version + 1
-        weights.publish(
-            directory, version, policy
-        )  # before `trained`: whoever hears of a version can load it
-        queue.trained(batch)
+        # Before `trained`: whoever hears of a version can load it.
+        queue.trained(batch, weights=publish(directory, version, policy))
         if version % CHECKPOINT_EVERY == 0:
             commit(directory, version, policy, optimizer, queue)
             committed = version
@@ -69,12 +67,16 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def publish(directory: Path, version: int, policy: Policy) -> str:
+    return sa.weights.publish(directory, version, policy.state_dict(), keep_every=EVALUATE_EVERY)
+
+
 def commit(
     directory: Path, version: int, policy: Policy, optimizer: torch.optim.Optimizer, queue: Any
 ) -> None:
     """Save weights and queue state together, then tell the pipeline: only now is the data deleted."""
     queue_state = queue.state_dict()
-    weights.save_checkpoint(directory, version, policy, optimizer, queue_state)
+    save_checkpoint(directory, version, policy, optimizer, queue_state)
     queue.commit(queue_state)
 
 

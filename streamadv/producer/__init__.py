@@ -7,6 +7,7 @@ asyncio producer only carry the requests out. In reading order:
   may ask of them, and the one place where a request is sent again.
 - `logic.py`: what a producer consists of, and its heartbeat; `membership.py`: its place in the run.
 - `admission.py`: the decision whether a group may begin, asked for; `replies.py`: the scripts' answers, read.
+- `announcements.py`: waiting for admission until the trainer makes room.
 - `tickets.py`, `checks.py`: the right to push a rollout; what callers pass is checked.
 - `next_group.py`: the admission that travels with a push.
 - `slots.py`: what this process knows of the slots of a group; `base_group.py`, `group.py`, `async_group.py`: groups and

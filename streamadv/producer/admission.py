@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-from .. import metrics
+from .. import clock, metrics
 from ..errors import GroupEndedError
 from ..messages import log_fields
 from ..store.reasons import Reason
@@ -26,13 +26,14 @@ from .replies import (
     ABOVE_MAXMEMORY,
     NO_ROOM,
     Reply,
+    announcement,
     busy_error,
     check_group_reply,
     is_over_share,
     one_group,
     refusal,
 )
-from .requests import OUT_OF_MEMORY, GroupCall, Pause, Steps
+from .requests import OUT_OF_MEMORY, AdmissionPause, GroupCall, Pause, Steps
 from .resend import ResendWindow
 from .tickets import GroupSpec, Ticket, new_group_id
 
@@ -67,7 +68,7 @@ class Admission:
     def begin(self, request: GroupRequest, call: BeginCall | None = None) -> Steps[Ticket]:
         """Admit a group and return its first ticket, waiting up to `request.timeout` seconds (None = for ever).
 
-        Raises Busy, also if `call` is no longer wanted, GroupEndedError, TrajectoryError, SettingError.
+        Raises Busy, also if `call` is no longer wanted, GroupEndedError, RunEndedError, TrajectoryError, SettingError.
         """
         call = call or BeginCall()
         has_given_id = request.group_id is not None
@@ -92,8 +93,9 @@ class Admission:
             if wait.expired:
                 raise busy_error(reason, request.timeout)
             delay = wait.delay()
-            metrics.backpressure(delay)
-            yield Pause(delay)
+            started = clock.now()
+            yield AdmissionPause(delay, self._membership.keys_of(spec.group_id), announcement(reply))
+            metrics.backpressure(clock.now() - started)
             if not call.wanted:
                 raise busy_error(reason)
             spec = spec if has_given_id else replace(spec, group_id=new_group_id())
@@ -133,11 +135,14 @@ class Admission:
         """One attempt to open a group. groups_elsewhere: groups that count in the other shards."""
         keys = self._membership.keys_of(spec.group_id)
         arguments = self._arguments(spec, self.budget_for_new(spec.group_id), groups_elsewhere)
-        return script_call("begin", keys, [*arguments, call.nonce], group=spec.group_id)
+        known = self._membership.weights
+        arguments += [call.nonce, "" if known is None else known.version]
+        return script_call("begin", keys, arguments, group=spec.group_id)
 
     def first_ticket(self, spec: GroupSpec, reply: Reply) -> Ticket:
         """The ticket of slot 0 of a group that a reply of `begin` says is open."""
-        _, epoch, version, slots, slot_bytes = reply
+        _, epoch, version, slots, slot_bytes, weights = reply
+        self._membership.note_weights(weights)
         self._say_sizes(int(slot_bytes or 0))
         self._membership.version = model_version = int(version or 0)
         counts = (spec.size, int(slots), int(epoch), model_version)
@@ -213,7 +218,7 @@ class Admission:
         shards.
         """
         manifest = self._membership.manifest
-        slot_bytes = manifest.max_trajectory_bytes
+        slot_bytes, is_new = manifest.max_trajectory_bytes, budget is not None
         if budget is None:
             budget = self._membership.max_bytes
             slot_bytes = max(1, min(slot_bytes, budget // spec.slots))
@@ -231,6 +236,7 @@ class Admission:
             "" if manifest.max_staleness is None else manifest.max_staleness,
             "" if manifest.batch_groups is None else manifest.batch_groups,
             self._membership.name,
+            "1" if is_new else "0",
         ]
 
     def _groups_ahead(self) -> Steps[list[int]]:

@@ -8,13 +8,14 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from ..errors import StreamadvError
+from ..errors import RunEndedError, StreamadvError
 from ..store.calls import Companion, run_script_async, run_transaction_async, server_ids_async
 from ..store.connection import AsyncConnection
 from ..store.retry import RETRYABLE, closed_under_way
 from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
 from .admission import BeginCall
+from .announcements import AsyncAnnouncements
 from .async_group import AsyncGroup, AsyncRollout
 from .base_producer import BaseProducer
 from .checks import GroupRequest
@@ -23,6 +24,7 @@ from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
 from .next_group import NextGroup
 from .requests import (
     ATTEMPT_ERRORS,
+    AdmissionPause,
     Attempt,
     Memory,
     Pause,
@@ -44,6 +46,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         self._connection = connection
         self._logic = logic
         self._sender = Sender(self._call)
+        self._announcements = AsyncAnnouncements(connection)
         self._heart: asyncio.Task[None] | None = None
         self._under_way = 0
         self._idle = asyncio.Event()  # set once it is closed and no call is under way
@@ -84,7 +87,11 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
     async def _groups(self, next_group: NextGroup, ahead: int) -> AsyncGenerator[AsyncGroup, None]:
         try:
             while True:
-                group = AsyncGroup(self, await self._drive(next_group.begin()))
+                try:
+                    tickets = await self._drive(next_group.begin())
+                except RunEndedError:
+                    return
+                group = AsyncGroup(self, tickets)
                 group._slots.next_group = next_group if ahead else None
                 yield group
         finally:
@@ -152,6 +159,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
 
     async def _disconnect(self) -> None:
         self._sender.close()
+        await self._announcements.close()
         await self._connection.close()
 
     async def _beat(self) -> None:
@@ -205,6 +213,9 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
     async def _carry_out(self, request: Attempt) -> Any:
         if isinstance(request, Pause):
             return await self._pause(request.seconds)
+        if isinstance(request, AdmissionPause):
+            key, after = request.keys.admission, request.after
+            return await self._announcements.wait(key, after, request.seconds, self._over)
         if isinstance(request, Memory):
             return await self._connection.memory()
         if isinstance(request, ServerIds):

@@ -53,9 +53,12 @@ class BaseRollout:
 
     @property
     def cancelled(self) -> bool:
-        """True when playing on is in vain: cancelled, or it would be dropped as stale (as of the last heartbeat)."""
+        """True when playing on is in vain: it is cancelled, would be dropped as stale, or the run has been ended.
+
+        The latter two as of the last heartbeat.
+        """
         slots = self._slots
-        return self.rollout_index in slots.cancelled or slots.logic.membership.would_be_stale(self.ticket)
+        return self.rollout_index in slots.cancelled or slots.logic.membership.is_in_vain(self.ticket)
 
     def _start(self) -> None:
         self._slots.started.add(self.rollout_index)

@@ -10,6 +10,7 @@ from ..errors import SettingError
 from ..messages import brief
 from .checks import GroupRequest
 from .logic import ProducerLogic
+from .membership import Weights
 from .next_group import NextGroup
 
 GroupT = TypeVar("GroupT")
@@ -60,6 +61,7 @@ class BaseProducer(Generic[GroupT, GroupsT]):
         Raises:
             Busy: not admitted within `timeout`.
             GroupEndedError: `group_id` names a group that has ended.
+            RunEndedError: the trainer has ended the run. Evaluation groups are admitted nevertheless.
             TrajectoryError, SettingError: a wrong argument, or a group larger than the run's whole byte budget.
         """
         return self._begin(
@@ -90,7 +92,7 @@ class BaseProducer(Generic[GroupT, GroupsT]):
         role: str = "train",
         ahead: int = 1,
     ) -> GroupsT:
-        """Groups without end, each begun as by `begin_group` when the iterator is asked for it.
+        """Groups until the trainer ends the run, each begun as by `begin_group` when the iterator is asked for it.
 
         With `ahead`, the push that ends the last rollout of a group asks for the next one in the same round trip. If
         that is refused, the push succeeds nevertheless, and the iterator waits. A group that was opened and not asked
@@ -114,6 +116,14 @@ class BaseProducer(Generic[GroupT, GroupsT]):
             role=role,
         )
         return self._groups(NextGroup(self._logic.admission, request), ahead)
+
+    @property
+    def weights(self) -> Weights | None:
+        """Where the newest weights lie, if the trainer says so: `queue.trained(batch, weights=URI)`; else None.
+
+        Asks nobody: it is as new as the group begun last, or else as the last heartbeat (10 s at most).
+        """
+        return self._logic.membership.weights
 
     @abstractmethod
     def _begin(self, request: GroupRequest) -> GroupT: ...

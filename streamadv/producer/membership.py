@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ManifestMismatchError, ProducerClosedError, SettingError, TrajectoryError
 from ..messages import brief, log_fields
@@ -14,10 +14,18 @@ from ..run.budget import byte_budget
 from ..run.manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
 from ..store.keys import ShardKeys
 from ..store.scripts import script_call
+from ..trajectory.schema import Role
 from .requests import STAGE, Memory, Steps
 from .tickets import Ticket
 
 logger = logging.getLogger(__name__)
+
+
+class Weights(NamedTuple):
+    """The newest policy version of which the trainer has said where its weights lie, and where that is."""
+
+    version: int
+    uri: str
 
 
 class Membership:
@@ -30,6 +38,8 @@ class Membership:
         self.settings = settings
         self.max_bytes = 0  # of one shard
         self.version: int | None = None  # of the model, the newest published one as of the last heartbeat
+        self.weights: Weights | None = None
+        self.has_run_ended = False  # by its trainer, as of the last heartbeat
         self.finished = False
         self.closed = False
         self._manifest: Manifest | None = None
@@ -142,7 +152,10 @@ class Membership:
         if self.is_forked:
             return
         args = [self.name, state, "" if self._instance is None else self._instance]
-        version, drop_after, instance = yield script_call("heartbeat", self.manifest.keys.home, args)
+        reply = yield script_call("heartbeat", self.manifest.keys.home, args)
+        version, drop_after, instance, finished, weights = reply
+        self.has_run_ended = finished == b"1"
+        self.note_weights(weights)
         if version:
             self.version = int(version)
         self._drop_after = int(drop_after) if drop_after else None
@@ -153,8 +166,18 @@ class Membership:
             text = "another producer has taken the name %s on the list of producers"
             logger.warning(text, self.name, extra=log_fields("name_taken", run=self.run, role="producer"))
 
-    def would_be_stale(self, ticket: Ticket) -> bool:
-        """Whether a rollout begun under this ticket can only be dropped as stale, as of the last heartbeat."""
+    def note_weights(self, text: bytes) -> None:
+        """Weights as the scripts tell them: '<version> <URI>'; nothing else is known from an empty text."""
+        version, _, uri = text.decode(errors="replace").partition(" ")
+        if version.isdecimal() and uri:
+            self.weights = Weights(int(version), uri)
+
+    def is_in_vain(self, ticket: Ticket) -> bool:
+        """Whether nobody will train on a rollout begun under this ticket, as of the last heartbeat."""
+        if ticket.role == Role.EVAL:
+            return False
+        if self.has_run_ended:
+            return True
         if self._drop_after is None or ticket.model_version is None or self.version is None:
             return False
         return self.version - ticket.model_version > self._drop_after

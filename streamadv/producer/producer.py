@@ -8,12 +8,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import StreamadvError
+from ..errors import RunEndedError, StreamadvError
 from ..run.manifest import RunSettings
 from ..store.calls import run_script, run_transaction, server_ids
 from ..store.connection import AsyncConnection, Connection
 from ..store.retry import RETRYABLE
 from ..trajectory.schema import Trajectory
+from .announcements import Announcements
 from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .encode import Push
@@ -22,6 +23,7 @@ from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
 from .next_group import NextGroup
 from .requests import (
     ATTEMPT_ERRORS,
+    AdmissionPause,
     Attempt,
     Memory,
     Pause,
@@ -68,6 +70,7 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         self._owned = isinstance(connection, str)
         self._logic = ProducerLogic(run, name, settings, resend_window)
         self._closing = threading.Event()
+        self._announcements = Announcements(self._connection)
         self._calls = threading.Condition()
         self._under_way = 0
         self._heart: threading.Thread | None = None
@@ -98,6 +101,7 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
             self._disconnect()
             return
         self._closing.set()
+        self._announcements.close()
         self._heart.join()
         self._heart = None
         with self._calls:
@@ -116,7 +120,11 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
     def _groups(self, next_group: NextGroup, ahead: int) -> Iterator[Group]:
         try:
             while True:
-                group = Group(self, self._drive(next_group.begin()))
+                try:
+                    tickets = self._drive(next_group.begin())
+                except RunEndedError:
+                    return
+                group = Group(self, tickets)
                 group._slots.next_group = next_group if ahead else None
                 yield group
         finally:
@@ -229,6 +237,8 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
     def _carry_out(self, request: Attempt) -> Any:
         if isinstance(request, Pause):
             return self._closing.wait(request.seconds)
+        if isinstance(request, AdmissionPause):
+            return self._announcements.wait(request.keys.admission, request.after, request.seconds)
         if isinstance(request, Memory):
             return self._connection.memory()
         if isinstance(request, ServerIds):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Final
 
-from ..errors import Busy, GroupEndedError, SettingError, StreamadvError, TrajectoryError
+from ..errors import Busy, GroupEndedError, RunEndedError, SettingError, StreamadvError, TrajectoryError
 from ..store.reasons import Reason
 from ..trajectory.packet import Packet
 from ..trajectory.packet_encoding import select_members
@@ -26,6 +26,11 @@ LOST_GROUPS_FIRST: Final = Reason(
 ABOVE_MAXMEMORY: Final = Reason("maxmemory", "the server is above its maxmemory")
 
 
+def announcement(reply: Reply) -> bytes:
+    """Of a reply `busy`: the last announcement of the trainer, see `lua/lib/announce.lua`; b"" before the first."""
+    return bytes(reply[-1])
+
+
 def is_over_share(reply: Reply) -> bool:
     """Whether a shard has its share of the groups that may be ahead of the trainer."""
     return list(reply[:2]) == [b"busy", b"max_staleness"]
@@ -34,8 +39,8 @@ def is_over_share(reply: Reply) -> bool:
 def check_group_reply(reply: Reply, spec: GroupSpec) -> None:
     """Raise what a reply says of the group that no waiting changes.
 
-    Raises GroupEndedError (somebody else wrote into its hash), TrajectoryError (it is open with another size or role),
-    SettingError (it needs more than the whole byte budget).
+    Raises RunEndedError, GroupEndedError (somebody else wrote into its hash), TrajectoryError (it is open with another
+    size or role), SettingError (it needs more than the whole byte budget).
     """
     error = _group_error(reply, spec)
     if error is not None:
@@ -46,6 +51,10 @@ def _group_error(reply: Reply, spec: GroupSpec) -> StreamadvError | None:
     if reply[0] == b"broken":
         return GroupEndedError(
             f"group {spec.group_id} is not what was opened, somebody wrote into it: begin another one"
+        )
+    if reply[0] == b"over":
+        return RunEndedError(
+            f"group {spec.group_id} is not begun: the trainer has ended the run; stop, or start a trainer on it again"
         )
     if reply[0] == b"mismatch":
         size, role = int(reply[1]), reply[2].decode()
@@ -67,7 +76,7 @@ def _group_error(reply: Reply, spec: GroupSpec) -> StreamadvError | None:
 
 def refusal(reply: Reply, shard: int | None = None) -> Reason:
     """Why a group was not admitted, from a reply `busy`. shard: which one refused, where there are several."""
-    name, used, limit, *figures = (part.decode() if isinstance(part, bytes) else part for part in reply[1:])
+    name, used, limit, *figures = (part.decode() if isinstance(part, bytes) else part for part in reply[1:-1])
     where = "" if shard is None else f"shard {shard}: "
     if name == "maxmemory":
         return ABOVE_MAXMEMORY

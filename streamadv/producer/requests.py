@@ -35,6 +35,14 @@ class Pause(NamedTuple):
     seconds: float
 
 
+class AdmissionPause(NamedTuple):
+    """Wait so many seconds, or until the trainer announces in a shard that it may have made room."""
+
+    seconds: float
+    keys: ShardKeys
+    after: bytes  # the announcement that the refusal knew of; b"" = none
+
+
 class Memory(NamedTuple):
     """Ask the server for its memory figures; {} where INFO is missing."""
 
@@ -46,11 +54,11 @@ class ServerIds(NamedTuple):
 
 
 T = TypeVar("T")
-Attempt = ScriptCall | Push | Pause | Memory | ServerIds
+Attempt = ScriptCall | Push | Pause | AdmissionPause | Memory | ServerIds
 Request = Attempt | GroupCall
 Steps = Generator[Request, Any, T]
 
-OUT_OF_MEMORY: Final = [b"busy", b"maxmemory", b"0", b"0"]
+OUT_OF_MEMORY: Final = [b"busy", b"maxmemory", b"0", b"0", b""]
 #: Errors of an attempt that the producers hand to `attempts`.
 ATTEMPT_ERRORS: Final[tuple[type[Exception], ...]] = (OutOfMemoryError, *RETRYABLE)
 

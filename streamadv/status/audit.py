@@ -113,7 +113,7 @@ def _fixed_keys(run: Run, keys: ShardKeys) -> list[str]:
     return [
         *(keys.rollouts, keys.open, keys.groups, keys.work, keys.results, keys.applied, keys.owners),
         *(keys.ledger, keys.trainer, keys.ended, keys.ended_before, keys.garbage, keys.dead, keys.attempts),
-        *(keys.malformed, keys.sizes, keys.scored, keys.evals),
+        *(keys.malformed, keys.sizes, keys.scored, keys.evals, keys.admission),
         *(keys.scoring(scorer) for scorer in run.manifest.scorers),
         *(keys.session, keys.batches, keys.producers),
     ]

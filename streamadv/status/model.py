@@ -131,6 +131,7 @@ class Trainer:
     version: int | None  # None until a trainer took the run
     committed: int
     batches: int  # named and not committed
+    finished: bool  # it has ended the run
     state: TrainerState  # of rank 0
     silent_s: float | None  # since rank 0 was heard of; None = never
     world_size: int | None

@@ -26,7 +26,7 @@ def read_status(run: Run) -> Status:
         counters.update(shard.counters)
     activity = read_activity(run, now_ms)
     server = read_server(run)
-    trainer = read_trainer(run, now_ms)
+    trainer = read_trainer(run, shards[0], now_ms)
     return Status(
         run=run.name,
         shards=len(shards),

@@ -9,10 +9,11 @@ from ..run import Run
 from ..run.ranks import HeardRank, heard_ranks
 from ..store.replies import as_count, as_texts
 from .model import Trainer, TrainerState
+from .shard import ShardState
 
 
-def read_trainer(run: Run, now_ms: int) -> Trainer:
-    """What the session hash says. now_ms: by the server's clock."""
+def read_trainer(run: Run, home_shard: ShardState, now_ms: int) -> Trainer:
+    """What the session hash and the home shard say. now_ms: by the server's clock."""
     home, scripts = run.keys.home, run.connection.scripts
     session: dict[str, Any] = as_texts(scripts.hgetall(home.session))
     ranks = heard_ranks(session, now_ms)
@@ -26,6 +27,7 @@ def read_trainer(run: Run, now_ms: int) -> Trainer:
         version=as_count(session["version"]) if "version" in session else None,
         committed=as_count(session.get("committed")),
         batches=scripts.hlen(home.batches),
+        finished=home_shard.trainer.get("finished") == "1",
         state=_state(session, first),
         silent_s=None if first is None else round(first.silent_s, 1),
         world_size=None if report is None else report.world_size,

@@ -50,6 +50,7 @@ PRODUCER: Final = Role(
         "ledger": "hincrby hmget",
         "sizes": "hdel hgetall hincrby",
         "trainer": "hmget",
+        "admission": "xread",
         "rollouts scoring": "xadd",
         "scored": "rpush",
         "payload": "hset persist pexpire unlink",

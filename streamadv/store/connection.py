@@ -249,7 +249,7 @@ class Connection(_BaseConnection):
 
 
 class AsyncConnection(_BaseConnection):
-    """`Connection` for asyncio, without blocking reads: what producers need. Use it from one event loop."""
+    """`Connection` for asyncio: what producers need. Use it from one event loop."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, parse_url(url))
@@ -274,6 +274,11 @@ class AsyncConnection(_BaseConnection):
     def push(self) -> redis.asyncio.Redis:
         """For `MULTI` with payload: never sends anything twice. On a lost reply push under a new nonce."""
         return self._client("push", 0)
+
+    @property
+    def blocking(self) -> redis.asyncio.Redis:
+        """For reads that block for a few seconds at most, less than the socket's timeout. Never sends again."""
+        return self._client("blocking", 0)
 
     @property
     def pipelined(self) -> Pipelined | None:

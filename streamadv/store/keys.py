@@ -115,6 +115,7 @@ class ShardKeys:
     sizes = _Single()  # what trajectories need, for admission
     evals = _Single()  # what evaluation groups have shown
     trainer = _Single()  # the shard's copy of epoch, version and pacing
+    admission = _Single()  # stream of one entry: the trainer may have made room
 
     # Of the home shard only
     session = _Single()  # the trainer session: epoch, version, committed

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from ..errors import SettingError
+from ..messages import brief
+
+MAX_URI_CHARS: Final = 2048
 
 
 def check_arguments(
@@ -28,6 +31,12 @@ def check_arguments(
         raise SettingError(f"commit is {commit!r}, needs 'each_batch' or 'manual'")
     if not durability_window >= 0:
         raise SettingError(f"durability_window is {durability_window}, needs 0 or more seconds")
+
+
+def check_weights(uri: str | None) -> None:
+    """Raise SettingError unless it is None or a URI that fits into one line."""
+    if uri is not None and not (isinstance(uri, str) and 0 < len(uri) <= MAX_URI_CHARS and uri.isprintable()):
+        raise SettingError(f"weights is {brief(uri)}, needs a URI of at most {MAX_URI_CHARS} characters")
 
 
 def check_state(state: Mapping[str, Any], run: str) -> None:

@@ -50,9 +50,26 @@ class Marks:
         self.current = None
         return session
 
-    def trained(self, batch: Batch) -> None:
+    def open(self, weights: str | None) -> None:
+        """As `TrainerQueue.open`, once."""
+        session = self._writing_session()
+        if weights is not None:
+            self._progress.publish_weights(session.version, weights)
+            session.publish_weights()
+
+    def finish(self) -> None:
+        """As `TrainerQueue.finish`, once."""
+        session = self._writing_session()
+        if self._commit_mode == "each_batch":
+            session.commit(session.version)
+        session.finish()
+        self.news.set()
+
+    def trained(self, batch: Batch, weights: str | None = None) -> None:
         """As `TrainerQueue.trained`, once."""
         record = self._note_trained(self._sessions.current(), batch)
+        if weights is not None:
+            self._progress.publish_weights(record.k + 1, weights)
         session = self._writing_session()
         session.publish_version(record)
         if self._mark == "explicit" and self._commit_mode == "each_batch":

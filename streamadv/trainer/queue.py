@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -30,7 +30,7 @@ from ..run.manifest import RunSettings
 from ..status.watchdog import Limits
 from ..store.connection import Connection
 from ..store.retry import T, patiently
-from .arguments import check_arguments, check_state
+from .arguments import check_arguments, check_state, check_weights
 from .late_columns import LateColumn, check_late, pushed_columns
 from .marks import Commit, Mark, Marks
 from .microbatch import Batch
@@ -173,6 +173,35 @@ class TrainerQueue(IterableDataset[Batch]):
             f"version={progress.version}, committed={progress.committed}, delivered={progress.delivered})"
         )
 
+    def open(self, *, weights: str | None = None) -> Self:
+        """Join the run now: rank 0 takes it, and from then on no training group is begun unpaced.
+
+        Otherwise the first call that needs the run does it, `next_batch` in most loops, and groups begun before know of
+        no pacing unless the run's settings have some. A rank above 0 waits for rank 0. Calling it again changes
+        nothing; after `finish` it opens the run again. Call `load_state_dict` first, if there is a state to load.
+
+        Args:
+            weights: where the weights of the present version lie, for `producer.weights`.
+
+        Raises SettingError for what is no URI.
+        """
+        check_weights(weights)
+        with self._lock:
+            if self._progress.finished:
+                self._progress.finished = False
+                self._sessions.end()
+        self._patiently(lambda: self._marks.open(weights))
+        return self
+
+    def finish(self) -> None:
+        """End the run: producers begin no more training groups (`RunEndedError`), `producer.groups(...)` ends.
+
+        Iteration ends here too: call it on every rank. Batches marked as trained are committed if commit is
+        "each_batch". Whatever else was pushed stays where it is, queued or in flight: a trainer that takes the run
+        later goes on with it, and says that it has opened the run again.
+        """
+        self._patiently(self._marks.finish)
+
     # Iteration
 
     def __iter__(self) -> Iterator[Batch]:
@@ -215,14 +244,18 @@ class TrainerQueue(IterableDataset[Batch]):
 
     # What the training loop says
 
-    def trained(self, batch: Batch) -> None:
+    def trained(self, batch: Batch, weights: str | None = None) -> None:
         """Mark a batch as trained: the version moves to batch.version + 1, and producers are admitted further.
+
+        weights: URI of the weights of that version, for `producer.weights`; it is published together with the version,
+        so the weights have to lie there. None: producers keep to the URI before.
 
         `next_batch` does it for the batch before if the loop did not, unless mark is "explicit": then every rank calls
         this, in the order of the batches. In the run only rank 0's call counts. Raises SettingError for a batch that
         this queue has not delivered, or has committed, or that comes before its turn.
         """
-        self._patiently(lambda: self._marks.trained(batch))
+        check_weights(weights)
+        self._patiently(lambda: self._marks.trained(batch, weights))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what to save beside the weights, JSON-serialisable. Pass it to `commit` after saving.

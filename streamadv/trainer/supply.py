@@ -94,6 +94,9 @@ class Supply:
 
     def _advance(self, patience: Patience, max_groups: int | None) -> tuple[Batch | None, BatchReader | None]:
         """The next batch, if it is there, and the reader to wait with; no reader: the run has ended."""
+        if self._progress.finished:
+            self.stop_reading()
+            return None, None
         session = self._marks.finish_current()
         reader = self._reader_of(session)
         is_new = session.name_ahead(False, max_groups)

@@ -15,7 +15,17 @@ from tests.support import deep_problems
 Identity = tuple[str, int]
 
 #: Keys that outlast a drained run; streams among them must be empty.
-LASTING: Final = ("ledger", "sizes", "evals", "ended", "ended_before", "trainer", "session", "producers")
+LASTING: Final = (
+    "ledger",
+    "sizes",
+    "evals",
+    "admission",
+    "ended",
+    "ended_before",
+    "trainer",
+    "session",
+    "producers",
+)
 STREAMS: Final = ("rollouts", "groups", "work", "results", "scoring:")
 
 

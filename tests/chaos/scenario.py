@@ -340,7 +340,9 @@ def trainer(world: World) -> Life:
             world.checkpoint = (list(weights), state)
             world.hook(SAVE_COMMIT)
             queue.commit(state)
-        world.ended = batch is None and world.settled
+        if batch is None and world.settled:
+            queue.finish()
+            world.ended = True
         yield
 
 

@@ -1,11 +1,12 @@
 -- Commit groups of one shard: their trajectories are counted as trained, except those left out, and their payloads
 -- deleted. Idempotent for each group, since only the call that deletes the log entry counts it.
--- KEYS  void, trainer, groups, ledger, applied, owners, payloads: payload ...
+-- KEYS  void, trainer, groups, ledger, applied, owners, admission, payloads: payload ...
 -- fenced by trainer
 -- ARGV  epoch, batch id, then of each group one text: entry id, numbers of members that are trained on, baselines, and
 --       oversize, bytes, number of payloads
 -- Returns  number of groups committed
 -- include owners
+-- include announce
 local UNLINKED = 1000  -- keys in one UNLINK
 local sums, gone, at, groups = {}, {}, 0, 0
 local function count(name, number) sums[name] = (sums[name] or 0) + number end
@@ -33,6 +34,7 @@ end
 if groups > 0 then
   count('groups_logged', -groups)
   redis.pcall('HINCRBY', keys.trainer, 'held', -groups)
+  announce()
 end
 for name, number in pairs(sums) do
   if number ~= 0 then redis.pcall('HINCRBY', keys.ledger, name, string.format('%d', number)) end

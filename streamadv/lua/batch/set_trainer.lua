@@ -1,12 +1,15 @@
 -- Write a shard's copy of what the trainer says of itself, for admission and the producers.
--- KEYS  void, trainer, groups
+-- KEYS  void, trainer, groups, admission
 -- fenced by trainer
--- ARGV  epoch, version, max_staleness ('' = no pacing), batch_groups, drop_after ('' = never), '1' when more of this
---       follows the last call, then entries of groups that are trained and not committed: those that the log has count as held
+-- ARGV  epoch, version, max_staleness ('' = no pacing), batch_groups, drop_after ('' = never), newest version that has
+--       weights and their URI ('' = none), '1' if the trainer has ended the run, '1' when more of this follows the last
+--       call, then entries of groups that are trained and not committed: those that the log has count as held
 -- Returns  1
+-- include announce
 local held = 0
-for i = 7, #ARGV do held = held + #redis.call('XRANGE', keys.groups, ARGV[i], ARGV[i]) end
-if ARGV[6] == '1' then held = held + (tonumber(redis.call('HGET', keys.trainer, 'held') or '') or 0) end
+for i = 9, #ARGV do held = held + #redis.call('XRANGE', keys.groups, ARGV[i], ARGV[i]) end
+if ARGV[8] == '1' then held = held + (tonumber(redis.call('HGET', keys.trainer, 'held') or '') or 0) end
 redis.call('HSET', keys.trainer, 'epoch', ARGV[1], 'version', ARGV[2], 'max_staleness', ARGV[3], 'batch_groups', ARGV[4],
-  'held', held, 'drop_after', ARGV[5])
+  'held', held, 'drop_after', ARGV[5], 'weights', ARGV[6], 'finished', ARGV[7])
+announce()
 return 1

@@ -1,10 +1,13 @@
 -- Admit and open a group before its rollouts are played.
 -- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes
--- ARGV  the group, its limits (see lib/admit); nonce of this call, under which the group knows who has its tickets
--- Returns  {'ok' | 'open', epoch, version or '', slots, bytes reserved for a slot}   opened, or open already
+-- ARGV  the group, its limits (see lib/admit); nonce of this call, under which the group knows who has its
+--       tickets; newest version whose weights the caller knows of ('' = none)
+-- Returns  {'ok' | 'open', epoch, version or '', slots, bytes reserved for a slot, weights}   opened, or open
+--          already. weights: '<version> <URI>' if the caller does not know of them, else ''
 --          {'ended', letter}                       it has ended
 --          {'busy', reason, used, limit ...}       not admitted now
---          {'mismatch', size, role}                      open with another size or role
+--          {'over'}                                the trainer has ended the run
+--          {'mismatch', size, role}                open with another size or role
 --          {'layout'}                              the run may have another number of shards: read the manifest again
 --          {'broken'}                              its hash is not what the scripts wrote
 -- include clock
@@ -15,7 +18,8 @@
 -- include admit
 -- include ended
 -- include enter
-local spec, limits, nonce = spec_of(ARGV, 1), limits_of(ARGV, SPEC_ARGS + 1), ARGV[SPEC_ARGS + LIMITS_ARGS + 1]
+local spec, limits = spec_of(ARGV, 1), limits_of(ARGV, SPEC_ARGS + 1)
+local nonce, known = ARGV[SPEC_ARGS + LIMITS_ARGS + 1], ARGV[SPEC_ARGS + LIMITS_ARGS + 2]
 
 local group = load_group(spec.id, keys.group)
 local tombstone = group.state == 'none' and find_ended(spec.id)
@@ -30,4 +34,6 @@ end
 save_group(group)
 write_counts()
 write_sizes()
-return {is_opened and 'ok' or 'open', group.epoch, group.version, #group.slots, group.slot_bytes or ''}
+local weights = admission and admission.weights or ''
+if string.match(weights, '^%d+') == known then weights = '' end
+return {is_opened and 'ok' or 'open', group.epoch, group.version, #group.slots, group.slot_bytes or '', weights}

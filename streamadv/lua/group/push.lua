@@ -11,6 +11,7 @@
 --       'again' (its packet is refused whole because another member is a duplicate or out of range; this one is new),
 --       'lost' (the payload had outlived its time: the packet is refused whole)
 --   {'busy', reason, used, limit ...}   the group was unknown and is not admitted now
+--   {'over'}                         the group was unknown and the trainer has ended the run
 --   {'mismatch', size, role}               open with another size or role
 --   {'layout'}                       the run may have another number of shards: read the manifest again
 --   {'broken'}                       its hash is not what the scripts wrote

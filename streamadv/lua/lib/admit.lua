@@ -1,6 +1,6 @@
 -- Admission: whether a group may be opened now, and opening it.
 -- KEYS  open, groups, ledger, trainer, sizes
-local LIMITS_ARGS, SPEC_ARGS = 7, 6
+local LIMITS_ARGS, SPEC_ARGS = 8, 6
 
 -- The arguments of a group that may be opened: group id, size, slots, data source, deadline (ms), role of its members:
 -- 'train' (baselines are in such groups) or 'eval'.
@@ -11,20 +11,24 @@ end
 
 -- What admission depends on beside the group: max_trajectory_bytes, max_bytes of this shard (-1 = open nothing), shards,
 -- groups that count in the other shards ('' = not known), max_staleness and batch_groups until a trainer says its own
--- ('' = no pacing), producer.
+-- ('' = no pacing), producer, '1' if the group may be new: one that was admitted before is opened again also after the
+-- trainer has ended the run.
 local function limits_of(args, at)
   return {max_trajectory_bytes = tonumber(args[at]), max_bytes = tonumber(args[at + 1]), shards = tonumber(args[at + 2]),
-    elsewhere = tonumber(args[at + 3]), max_staleness = args[at + 4], batch_groups = args[at + 5], producer = args[at + 6]}
+    elsewhere = tonumber(args[at + 3]), max_staleness = args[at + 4], batch_groups = args[at + 5], producer = args[at + 6],
+    is_new = args[at + 7] == '1'}
 end
 
 local admission  -- what the admissions of this call are judged by, read for the first of them
 
 local function read_admission(limits)
-  local trainer = redis.call('HMGET', keys.trainer, 'max_staleness', 'batch_groups', 'held', 'epoch', 'version')
+  local trainer = redis.call('HMGET', keys.trainer, 'max_staleness', 'batch_groups', 'held', 'epoch', 'version', 'announced',
+    'finished', 'weights')
   local sizes = read_sizes(keys.sizes)
   return {max_staleness = tonumber(trainer[1] or limits.max_staleness),
     batch_groups = tonumber(trainer[2] or limits.batch_groups), ahead = groups_ahead(trainer[3]), epoch = trainer[4] or '0',
-    version = trainer[5] or '0', sizes = sizes, slot_bytes = slot_bytes(sizes, limits.max_trajectory_bytes),
+    version = trainer[5] or '0', announced = trainer[6] or '', finished = trainer[7] == '1', weights = trainer[8] or '',
+    sizes = sizes, slot_bytes = slot_bytes(sizes, limits.max_trajectory_bytes),
     live_bytes = count_of(keys.ledger, 'live_bytes')}
 end
 
@@ -55,18 +59,24 @@ local function no_room(spec, limits)
 end
 
 -- Admit and open a group that does not exist. Returns nil when opened, else
+--   {'over'}    the trainer has ended the run
 --   {'busy', 'max_staleness', groups ahead, limit}
 --   {'busy', 'group_bytes', bytes a slot needs, max_bytes}   more than the whole budget
 --   {'busy', 'max_bytes', bytes used, max_bytes, open groups, groups logged, trajectories in streams and in flight,
 --    batch_groups or '', bytes a slot needs}
+--               each with the last entry of the stream `admission` behind it ('' = none), see lib/announce
 --   {'layout'}  nobody has confirmed that the run has so many shards: the server may have lost its manifest, and nobody
 --               may read what is pushed here
 -- What is reserved is a function of the open groups' free slots, so no credit can leak.
 local function open_group(group, spec, limits)
   if tonumber(redis.call('HMGET', keys.ledger, 'shards')[1] or '') ~= limits.shards then return {'layout'} end
   admission = admission or read_admission(limits)
+  if admission.finished and limits.is_new and spec.role ~= 'eval' then return {'over'} end
   local refused = too_far_ahead(spec, limits) or no_room(spec, limits)
-  if refused then return refused end
+  if refused then
+    refused[#refused + 1] = admission.announced
+    return refused
+  end
   local now = now_ms()
   group.state, group.size, group.slots = 'open', tonumber(spec.size), string.rep('.', spec.slots)
   group.opened_ms, group.slot_bytes, group.data_source = now, admission.slot_bytes, spec.data_source

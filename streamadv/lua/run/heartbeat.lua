@@ -2,7 +2,8 @@
 -- been taken by a later one writes nothing.
 -- KEYS  void, producers, trainer
 -- ARGV  producer, 'open', 'finished' or 'gone', its instance ('' = a new one)
--- Returns  {version or nil, drop_after or nil of the trainer, the instance that has the name}
+-- Returns  {version or nil, drop_after or nil of the trainer, the instance that has the name, '1' if the trainer has ended
+--          the run, newest version that has weights and their URI}
 -- include clock
 local digits = string.match(redis.call('HGET', keys.producers, ARGV[1]) or '', ' (%d+)$')
 local holder = digits and #digits <= 15 and tonumber(digits) or 0
@@ -12,5 +13,5 @@ if instance >= holder then
   local words = {string.format('%.17g', now_ms()), ARGV[2], string.format('%.17g', instance)}
   redis.call('HSET', keys.producers, ARGV[1], table.concat(words, ' '))
 end
-local trainer = redis.call('HMGET', keys.trainer, 'version', 'drop_after')
-return {trainer[1], trainer[2], string.format('%.17g', holder)}
+local trainer = redis.call('HMGET', keys.trainer, 'version', 'drop_after', 'finished', 'weights')
+return {trainer[1], trainer[2], string.format('%.17g', holder), trainer[3] or '', trainer[4] or ''}

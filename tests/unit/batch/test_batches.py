@@ -386,7 +386,7 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
     run.home.call("take_epoch", ["", 0, "job", "", "", "0123456789ab", "", "", "0"])
     for shard in run.shards:
-        shard.call("set_trainer", [2, 0, "", 1, "", "0"])
+        shard.call("set_trainer", [2, 0, "", 1, "", "", "", "0"])
     before = ledger(run)
     logged = read_log(run, 0, "0-0", 1) or read_log(run, 1, "0-0", 1)
     for attempt in (

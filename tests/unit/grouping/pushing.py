@@ -14,8 +14,8 @@ from streamadv.trajectory.packet_encoding import encode_packets
 from streamadv.trajectory.schema import Trajectory
 
 MB: Final = 1 << 20
-#: max_trajectory_bytes, max_bytes, shards, groups elsewhere, max_staleness, batch_groups, producer.
-LIMITS: Final[tuple[Any, ...]] = (MB, 1 << 40, 1, "", "", "", "test")
+#: max_trajectory_bytes, max_bytes, shards, groups elsewhere, max_staleness, batch_groups, producer, may be new.
+LIMITS: Final[tuple[Any, ...]] = (MB, 1 << 40, 1, "", "", "", "test", "1")
 
 
 def transaction_of(

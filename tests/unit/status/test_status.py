@@ -273,7 +273,7 @@ def test_the_json_has_the_keys_that_scripts_read(busy: Run) -> None:
         *("trainer", "trainer.epoch", "trainer.version", "trainer.committed", "trainer.batches"),
         *(
             f"trainer.{name}"
-            for name in ("state", "silent_s", "world_size", "ranks_alive", "batch", "batch_s")
+            for name in ("finished", "state", "silent_s", "world_size", "ranks_alive", "batch", "batch_s")
         ),
         *("staleness", "staleness.mean", "staleness.max", "producers", "admission", "admission.max_bytes"),
         *(f"admission.{name}" for name in ("full", "paced", "groups_ahead", "groups_limit", "batch_groups")),

@@ -1,0 +1,183 @@
+"""Policy weights as files: a folder that trainer and rollout engines share, with one safetensors file for each version.
+
+The trainer publishes, engines refresh:
+
+    uri = weights.publish(folder, batch.version + 1, model.state_dict())
+    queue.trained(batch, weights=uri)
+
+    loader = weights.Loader(folder)
+    version = loader.refresh(model)  # loads the newest version unless it is loaded
+
+A file is there whole or not at all, and says in its metadata which version it holds. Weights too large for files travel
+as the engine prefers; `queue.trained(batch, weights=URI)` takes any URI.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from . import extras
+from .errors import SettingError
+from .messages import brief
+
+#: Versions that `publish` keeps: readers may still be about to open them.
+KEEP: Final = 8
+
+_NAME: Final = re.compile(r"weights-(\d{6,15})\.safetensors")
+#: Looks at the folder: each but the first follows a version that was removed in between.
+_LOOKS: Final = 10
+
+Apply = Callable[[dict[str, Any]], object]
+
+
+def publish(
+    folder: str | Path,
+    version: int,
+    tensors: Mapping[str, Any],
+    *,
+    keep: int = KEEP,
+    keep_every: int | None = None,
+) -> str:
+    """Make a version readable for everybody, whole or not at all. Returns its `file:` URI, for `queue.trained`.
+
+    Args:
+        folder: is created if need be.
+        version: of the weights: `batch.version + 1` after training on `batch`.
+        tensors: torch tensors on any device, or numpy arrays, by name: `model.state_dict()`. Names may share memory.
+        keep: how many versions stay, this one and those before it.
+        keep_every: versions that are multiples of it stay for good.
+
+    Raises SettingError for a wrong argument, MissingDependencyError without safetensors.
+    """
+    for name, number, least in (("version", version, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < least):
+            raise SettingError(f"{name} is {brief(number)}, needs a whole number from {least} on")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = path_of(folder, version)
+    unfinished = folder / f".{path.name}.{os.getpid()}"
+    try:
+        save(unfinished, tensors, {"version": str(version)})
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    for old in _versions(folder):
+        if old <= version - keep and not (keep_every and old % keep_every == 0):
+            path_of(folder, old).unlink(missing_ok=True)
+    return path.absolute().as_uri()
+
+
+def withdraw(folder: str | Path, above: int) -> None:
+    """Remove versions above this one: the trainer went back to a checkpoint, and will make others of these numbers."""
+    for version in _versions(Path(folder)):
+        if version > above:
+            path_of(folder, version).unlink(missing_ok=True)
+
+
+def newest(folder: str | Path) -> int | None:
+    """The newest version; None before the first."""
+    return max(_versions(Path(folder)), default=None)
+
+
+def load(source: str | Path, target: Any) -> int:
+    """Load a file into `target`; returns the version that it holds.
+
+    Args:
+        source: the file, or its URI as `publish` returned it.
+        target: a torch module, or whatever has its `load_state_dict`; else a function, which gets numpy arrays by name.
+
+    Raises FileNotFoundError when it is not there (any more), SettingError for what is no such file.
+    """
+    path = _path_from(source)
+    open_file: Any = _safetensors("safetensors").safe_open
+    framework = "pt" if hasattr(target, "load_state_dict") else "np"
+    try:
+        with open_file(path, framework) as file:
+            version = int((file.metadata() or {})["version"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+    except (KeyError, ValueError, _safetensors("safetensors").SafetensorError) as error:
+        raise SettingError(f"{path} is no file of `weights.publish`: {error}") from None
+    except TypeError as error:
+        raise SettingError(
+            f"{path} holds what numpy has no dtype for ({error}): give a torch module as the target"
+        ) from None
+    apply: Apply = target.load_state_dict if framework == "pt" else target
+    apply(tensors)
+    return version
+
+
+class Loader:
+    """Keeps a model at the newest version of a folder. One thread at a time uses it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self.version: int | None = None
+        """The version loaded last; None before the first."""
+
+    def refresh(self, target: Any) -> int:
+        """Load the newest version into `target`, see `load`, unless it is loaded. Returns the version.
+
+        Raises FileNotFoundError if the folder has none.
+        """
+        for _ in range(_LOOKS):
+            version = newest(self._folder)
+            if version is None:
+                break
+            if version == self.version:
+                return version
+            try:
+                self.version = load(path_of(self._folder, version), target)
+            except FileNotFoundError:  # removed meanwhile: a newer one is there, or the trainer has gone back
+                continue
+            return self.version
+        raise FileNotFoundError(f"no weights in {self._folder}: the trainer has to publish some first")
+
+
+def path_of(folder: str | Path, version: int) -> Path:
+    """The file of a version."""
+    return Path(folder) / f"weights-{version:06d}.safetensors"
+
+
+def save(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> None:
+    """Write torch tensors or numpy arrays into a safetensors file."""
+    if any(type(tensor).__module__.partition(".")[0] == "numpy" for tensor in tensors.values()):
+        _safetensors("safetensors.numpy").save_file(dict(tensors), path, metadata)
+        return
+    _safetensors("safetensors.torch").save_file(_apart(tensors), path, metadata)
+
+
+def _apart(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors without memory in common, which the format does not know: tied weights are written twice."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return apart
+
+
+def _versions(folder: Path) -> list[int]:
+    return [int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+
+
+def _path_from(source: str | Path) -> Path:
+    if isinstance(source, Path) or "://" not in source:
+        return Path(source)
+    parts = urlsplit(source)
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+        raise SettingError(f"weights URI {brief(source)}: only file: URIs of this machine can be loaded here")
+    return Path(unquote(parts.path))
+
+
+def _safetensors(name: str) -> Any:
+    """A module of safetensors."""
+    extras.require("weights as files", "safetensors")
+    return importlib.import_module(name)
