@@ -233,6 +233,54 @@ class Lifecycle(RuleBasedStateMachine):
         self.connection.close()
 
 
+class ReadingAhead(Lifecycle):
+    """A trainer that holds up to three batches and marks them itself; only then are they in the weights."""
+
+    @initialize()
+    def start(self) -> None:
+        super().start()
+        self.in_hand: list[Batch] = []
+
+    def new_queue(self) -> TrainerQueue:
+        return TrainerQueue(
+            *(self.connection, self.name),
+            **{
+                "batch_groups": 2,
+                "commit": "manual",
+                "max_staleness": None,
+                "prefetch": 2,
+                "mark": "explicit",
+            },  # type: ignore[arg-type]
+        )
+
+    @rule()
+    def train(self) -> None:
+        with suppress(NoBatchError):
+            batch = self.queue.next_batch(timeout=0)
+            self.in_hand += [batch] if batch is not None else []
+
+    @precondition(lambda self: self.in_hand)
+    @rule()
+    def mark(self) -> None:
+        batch = self.in_hand.pop(0)
+        self.weights += identities(batch.references)
+        self.queue.trained(batch)
+
+    @rule()
+    def crash(self) -> None:
+        self.batch = self.in_hand[0] if self.in_hand else None  # the zombie's
+        super().crash()
+        self.in_hand = []
+
+    def drained_batch(self) -> Batch | None:
+        while self.in_hand:
+            self.mark()
+        batch = super().drained_batch()
+        if batch is not None:
+            self.queue.trained(batch)
+        return batch
+
+
 @pytest.fixture(scope="module")
 def model_server() -> Iterator[EmbeddedServer]:
     with EmbeddedServer() as server:
@@ -240,14 +288,15 @@ def model_server() -> Iterator[EmbeddedServer]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("machine", [Lifecycle, ReadingAhead])
 def test_any_order_of_steps_and_crashes(
-    model_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+    model_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, machine: type[Lifecycle]
 ) -> None:
     # Nobody reads why there is no batch yet, and reading the status for it takes most of a step.
     monkeypatch.setattr(supply, "why_no_batch", lambda run, limits: "")
     Lifecycle.url = model_server.url
     run_state_machine_as_test(
-        Lifecycle,
+        machine,
         settings=settings(
             max_examples=40,
             stateful_step_count=40,
