@@ -159,9 +159,18 @@ def _validation(evaluation: Evaluation) -> dict[str, float]:
     }
 
 
-def times(wait_s: float, step_s: float | None) -> dict[str, float]:
-    """Of this rank. wait_s: in `next_batch`. step_s: since the batch before was delivered; None for the first one."""
+def times(batch: Batch, wait_s: float, step_s: float | None) -> dict[str, float]:
+    """Of this rank, in seconds: the wait in `next_batch`, how long groups were queued, and since the batch before.
+
+    step_s: since the batch before was delivered; None for the first one.
+    """
     figures = {"timing_s/wait": wait_s}
+    if len(batch.layout):
+        queued_s = np.maximum(0, time.time() - _logged_s(batch.layout)[np.unique(batch.layout.group)])
+        figures |= {
+            "timing_s/in_queue/mean": float(queued_s.mean()),
+            "timing_s/in_queue/max": float(queued_s.max()),
+        }
     if step_s:
         figures |= {"timing_s/step": step_s, "trainer/idle_ratio": min(1.0, wait_s / step_s)}
     return figures
@@ -185,7 +194,6 @@ def observe(batch: Batch, wait_s: float) -> None:
     members = batch.layout.members
     staleness = members.staleness(batch.version)  # NaN without a version
     in_flight = np.where(np.isnan(staleness), np.nan, members.table["newest"] - members.table["oldest"])
-    logged_s = np.array([group.logged_ms for group in batch.layout.groups]) / 1000
     metrics.training_metrics(batch.metrics)
     metrics.batch_delivered(
         version=batch.version,
@@ -195,8 +203,13 @@ def observe(batch: Batch, wait_s: float) -> None:
         num_tokens=batch.num_tokens,
         num_trajectories=batch.num_trajectories,
         wait_s=wait_s,
-        e2e_s=time.time() - logged_s[batch.layout.group],
+        e2e_s=time.time() - _logged_s(batch.layout)[batch.layout.group],
     )
+
+
+def _logged_s(layout: Layout) -> NDArray[np.float64]:
+    """[G]: when each group was complete, by the server's clock."""
+    return np.array([group.logged_ms for group in layout.groups], np.float64) / 1000
 
 
 def _summary(name: str, values: Values) -> dict[str, float]:

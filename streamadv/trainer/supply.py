@@ -157,7 +157,7 @@ class Supply:
 
     def _report(self, batch: Batch, wait_s: float) -> None:
         now = clock.now()
-        figures = times(wait_s, None if self._delivered_at is None else now - self._delivered_at)
+        figures = times(batch, wait_s, None if self._delivered_at is None else now - self._delivered_at)
         self._delivered_at = now
         if self._watchdog is not None and self._run_figures is not None:
             self._watchdog.progress()

@@ -209,9 +209,11 @@ def test_times_begin_with_the_second_batch(fake: Connection, forward: Any) -> No
     first = delivered(queue, join(fake, "r"))
     assert "timing_s/wait" in first.metrics
     assert "timing_s/step" not in first.metrics
+    assert first.metrics["timing_s/in_queue/max"] < 3
     forward(3)
     metrics = delivered(queue, join(fake, "r")).metrics
     assert metrics["timing_s/step"] >= 3
+    assert metrics["timing_s/in_queue/mean"] >= 3
     assert metrics["trainer/idle_ratio"] == metrics["timing_s/wait"] / metrics["timing_s/step"]
 
 
