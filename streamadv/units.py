@@ -8,7 +8,7 @@ from typing import Any, Final
 from .errors import SettingError
 from .messages import brief
 
-SIZE: Final = re.compile(r"([0-9]{1,18}) ?([kmgt]?)(i?b)?", re.IGNORECASE)
+SIZE: Final = re.compile(r"([0-9]{1,18})([kmgt]?)(i?b)?", re.IGNORECASE)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 

@@ -83,7 +83,7 @@ class EmbeddedServer:
         if not 0 <= port <= 65535:
             raise SettingError(f"port={port}: use 1 to 65535, or 0 for a free one")
         try:
-            self._maxmemory = parse_size(str(maxmemory or 0))
+            self._maxmemory = 0 if maxmemory is None else parse_size(str(maxmemory))
         except SettingError as error:
             raise SettingError(f"maxmemory {error}") from None
         check_bind(bind, password)

@@ -203,7 +203,7 @@ def test_bad_settings_are_errors_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="70000"):
         EmbeddedServer(port=70000)
     for size in ("4zb", "plenty", "", "-1", "1 gb", -1):
-        with pytest.raises(SettingError, match=f"^--maxmemory {size}: "):
+        with pytest.raises(SettingError, match=f"^maxmemory is '{size}', needs "):
             EmbeddedServer(maxmemory=size)
     file = tmp_path / "file"
     file.touch()
