@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import textwrap
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -308,18 +305,3 @@ def test_groups_and_rollouts_are_documented() -> None:
     for kind in (sa.Group, sa.Rollout, sa.AsyncGroup, sa.AsyncRollout, sa.AsyncProducer):
         for name in [name for name in dir(kind) if not name.startswith("_")]:
             assert getattr(kind, name).__doc__, f"{kind.__name__}.{name}"
-
-
-async def test_the_producer_of_the_readme_runs(redis_url: str, run: str) -> None:
-    text = (Path(sa.__file__).parents[1] / "README.md").read_text()
-    block = text.split("## A producer")[1].split("```python\n")[1].split("```")[0]
-    block = block.replace("redis://localhost:6379", redis_url).replace("exp1", run)
-    code = "async def main():\n" + textwrap.indent(block, "    ")
-
-    async def agent(prompt: str, version: int | None) -> SimpleNamespace:
-        return SimpleNamespace(ids=[1, 2], mask=[0, 1], logp=[0.0, -1.0], reward=1.0, steps=[])
-
-    names: dict[str, Any] = {"agent": agent, "prompts": ["a", "b"]}
-    exec(code, names)
-    await names["main"]()
-    assert group_all(join(redis_url, run)) == ["complete"] * 2

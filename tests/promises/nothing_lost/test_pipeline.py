@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import redis
 import torch
 
-import streamadv as sa
 from streamadv.advantage import poison, worker
 from streamadv.advantage.worker import run_worker
 from streamadv.grouping.grouper import run_grouper
@@ -63,40 +61,6 @@ def test_from_producers_to_the_trainer(redis_url: str, run: str, shards: int, ch
     assert not {key for key in left if key.startswith((b"payload", b"output"))}
     delete_run(joined)
     assert not list(joined.connection.scripts.scan_iter(f"*{run}*"))
-
-
-def test_the_trainer_of_the_readme_runs(redis_url: str, run: str) -> None:
-    text = (Path(sa.__file__).parents[1] / "README.md").read_text()
-    block = text.split("## A trainer")[1].split("```python\n")[1].split("```")[0]
-    block = block.replace("redis://localhost:6379", redis_url).replace("exp1", run)
-    block = block.replace("batch_groups=64", "batch_groups=2")
-    logits = torch.zeros(20, requires_grad=True)  # of each token
-
-    def log_probs(mb: MicroBatch) -> torch.Tensor:
-        return torch.log_softmax(logits, 0)[mb.input_ids]
-
-    names: dict[str, Any] = {
-        "sa": sa,
-        "actor": SimpleNamespace(log_probs=log_probs),
-        "optimizer": torch.optim.SGD([logits], lr=1.0),
-        "save": lambda *of_checkpoint: None,
-        "publish_weights": lambda actor, version: None,
-    }
-    with Producer(redis_url, run) as producer:
-        push_groups(producer, 4)
-        producer.finish()
-        joined = join(redis_url, run)
-        stages = [
-            lambda stop: run_grouper(join(redis_url, run), stop, lease_s=1),
-            lambda stop: run_worker(join(redis_url, run), stop, device="cpu", lease_s=1),
-        ]
-        with threads(*stages):
-            exec(block, names)
-        names["queue"].close()
-    assert ledger(joined)["trained"] == 8
-    assert names["batch"].version == 1
-    assert set(names["metrics"]) == {"actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"}
-    assert logits[14] > logits[4]  # the last token of the better rollout, and of the worse one
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=str)
