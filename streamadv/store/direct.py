@@ -16,8 +16,8 @@ from redis.exceptions import RedisError
 
 from .clients import Client
 
-#: Pieces of memory that one system call fills at most.
-MOST_PIECES: Final = 512
+#: Pieces of memory that one system call fills at most: each costs time, filled or not.
+MOST_PIECES: Final = 32
 
 
 class HashRead(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 from pydantic import BeforeValidator, Field, FiniteFloat, JsonValue, StringConstraints, WithJsonSchema
 from pydantic_core import CoreSchema, core_schema
@@ -14,6 +14,8 @@ from ..messages import brief
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, REQUIRED_COLUMNS, Array, known_array
 
 MAX_METADATA_DEPTH: Final = 32
+#: Numbers below it are finite and have few digits.
+LARGE: Final = 1 << 63
 
 
 def _no_text(value: Any) -> Any:
@@ -30,6 +32,8 @@ def _no_text_or_bool(value: Any) -> Any:
 
 def _plain_metadata(value: Any) -> Any:
     """Refuse values that JSON does not preserve: NaN, infinity, endless digits or nesting, lone surrogates."""
+    if type(value) is dict and all(map(_is_simple, value)) and all(map(_is_simple, value.values())):
+        return value
     level = [value]
     for _ in range(MAX_METADATA_DEPTH):
         below: list[Any] = []
@@ -51,6 +55,14 @@ def _plain_metadata(value: Any) -> Any:
             return value
         level = below
     raise ValueError(f"is nested more than {MAX_METADATA_DEPTH} levels deep")
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether this is one of the names and values of most metadata, which need no closer look."""
+    kind = type(value)
+    if kind is str:
+        return cast(str, value).isascii()
+    return kind is bool or value is None or ((kind is float or kind is int) and -LARGE < value < LARGE)
 
 
 Whole: Final = BeforeValidator(_no_text_or_bool)

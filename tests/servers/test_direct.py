@@ -62,7 +62,7 @@ def read(
 def test_values_fill_their_pieces(connection: Connection, size: int) -> None:
     hashes = {
         f"hash {number}": {name: secrets.token_bytes(size) for name in ("a", "b", "header")}
-        for number in range(MOST_PIECES // 3)
+        for number in range(3 * MOST_PIECES)
     }
     if size == 300_000:
         hashes = dict(list(hashes.items())[:5])
