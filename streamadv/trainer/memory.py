@@ -46,6 +46,6 @@ class ColumnMemory:
             ]
             if not fits:
                 self._arrays = [array for array in self._arrays if getrefcount(array) > _UNUSED]
-                self._arrays.append(np.empty(size + size // 4, np.uint8))
+                self._arrays.append(torch.empty(size + size // 4, dtype=torch.uint8).numpy())
                 return self._arrays[-1][:size]
             return min(fits, key=len)[:size]
