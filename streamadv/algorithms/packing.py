@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -54,22 +54,26 @@ def pack(
     _check_order(members)
     cu_seqlens = offsets(np.array([n for member in members for n in member.row_lengths], np.int64))
     first_row = offsets(np.array([len(member.row_lengths) for member in members], np.int64))
-    batch = _batch(
+    is_baseline = np.array([member.is_baseline for member in members], np.bool_)
+    rows = _Rows(
         cu_seqlens,
-        first_row,
-        [0 if member.is_baseline else n for member in members for n in member.row_trainable],
+        np.repeat(np.arange(len(members)), np.diff(first_row)),
+        np.array([n for member in members for n in member.row_trainable], np.int64),
+        is_baseline,
+        lambda member: _identity(members[member]),
+    )
+    device = torch.device(device)
+    return _batch(
+        rows,
         _codes([member.group_id for member in members]),
         [member.reward for member in members],
-        [member.is_baseline for member in members],
         [getattr(member, "status", None) == "truncated" for member in members],
         _steps(members, cu_seqlens, first_row),
         _components(members),
         _sources(members),
+        {} if columns is None else _columns(members, columns, names, device),
+        device,
     )
-    device = torch.device(device)
-    if columns is None:
-        return _moved(batch, device, {})
-    return _moved(batch, device, _columns(members, columns, names, batch, device))
 
 
 def pack_trajectories(
@@ -91,7 +95,10 @@ def pack_trajectories(
 
 
 def pack_members(
-    layout: Layout, columns: Mapping[str, Array | Tensor] | None = None, device: torch.device | str = "cpu"
+    layout: Layout,
+    columns: Mapping[str, Array | Tensor] | None = None,
+    device: torch.device | str = "cpu",
+    rewards: tuple[Array, Array] | None = None,
 ) -> PackedBatch:
     """The members of `layout` as a batch: `pack` for arrays.
 
@@ -99,60 +106,79 @@ def pack_members(
       columns: name -> [N], the members' rows end to end, on the host and writable: the batch takes them over without
         a copy. None = a batch without columns.
       device: where the tensors lie.
+      rewards: [M] and [S] float64, of trajectories and steps as shaped so far. None = as pushed.
 
     Raises TrajectoryError as `pack` does.
     """
     _check_members(layout)
     members, table = layout.members, layout.members.table
     cu_seqlens, first_row = offsets(members.rows["tokens"]), members.first_row
-    is_baseline = members.is_baseline
-    batch = _batch(
+    steps = _steps_of(members, cu_seqlens, first_row)
+    if rewards is not None and len(steps):
+        steps = replace(steps, rewards=_tensor(rewards[1], np.float64))
+    rows = _Rows(
         cu_seqlens,
-        first_row,
-        np.where(np.repeat(is_baseline, table["rows"]), 0, members.rows["trainable"]),
+        np.repeat(np.arange(len(members)), table["rows"]),
+        members.rows["trainable"].astype(np.int64),
+        members.is_baseline,
+        layout.identity,
+    )
+    return _batch(
+        rows,
         np.cumsum(np.diff(layout.group, prepend=layout.group[:1]) != 0),
         table["reward"],
-        is_baseline,
         members.is_truncated,
-        _steps_of(members, cu_seqlens, first_row),
+        steps,
         _components_of(members),
         [layout.groups[number].data_source for number in dict.fromkeys(layout.group.tolist())],
+        {name: _column(name, column, int(cu_seqlens[-1])) for name, column in (columns or {}).items()},
+        torch.device(device),
+        None if rewards is None else rewards[0],
     )
-    tensors = {name: _column(name, column, batch.num_tokens) for name, column in (columns or {}).items()}
-    if "response_mask" in tensors:
-        announced = members.rows["trainable"].astype(np.int64)
-        _check_mask(tensors["response_mask"].numpy(), batch, announced, layout.identity)
-    return _moved(batch, torch.device(device), tensors)
+
+
+class _Rows(NamedTuple):
+    """The R rows of M trajectories, laid end to end."""
+
+    cu_seqlens: Positions  # [R + 1]
+    trajectory: Positions  # [R]
+    trainable: Positions  # [R]: tokens that the mask may have
+    is_baseline: Array  # [M]
+    identity: Callable[[int], tuple[str, int]]  # of a trajectory, for errors
 
 
 def _batch(
-    cu_seqlens: Positions,
-    first_row: Positions,
-    row_trainable: Any,
+    rows: _Rows,
     groups: Any,
-    rewards: Any,
-    baseline: Any,
+    scores: Any,
     truncated: Any,
     steps: Steps,
     components: Mapping[str, Any],
     sources: Sequence[str | None],
+    columns: Mapping[str, Tensor],
+    device: torch.device,
+    rewards: Any = None,
 ) -> PackedBatch:
-    """A batch on the host without columns."""
-    return PackedBatch(
-        cu_seqlens=torch.from_numpy(cu_seqlens),
-        row_trajectory=torch.from_numpy(np.repeat(np.arange(len(first_row) - 1), np.diff(first_row))),
-        row_trainable=_tensor(row_trainable, np.int64),
+    """The batch on `device`. scores, rewards: [M], as pushed and as shaped so far (None = likewise)."""
+    if "response_mask" in columns:
+        _check_mask(columns["response_mask"].numpy(), rows)
+    batch = PackedBatch(
+        cu_seqlens=torch.from_numpy(rows.cu_seqlens),
+        row_trajectory=torch.from_numpy(rows.trajectory),
+        row_trainable=torch.from_numpy(np.where(rows.is_baseline[rows.trajectory], 0, rows.trainable)),
         trajectory_group=_tensor(groups, np.int64),
-        rewards=_tensor(rewards, np.float64),
-        baseline=_tensor(baseline, np.bool_),
+        rewards=_tensor(scores if rewards is None else rewards, np.float64),
+        baseline=torch.from_numpy(rows.is_baseline),
         steps=steps,
-        num_tokens=int(cu_seqlens[-1]),
+        num_tokens=int(rows.cu_seqlens[-1]),
         num_groups=int(groups[-1]) + 1 if len(groups) else 0,
+        columns=columns if device.type == "cpu" else {},
         components={name: _tensor(values, np.float64) for name, values in components.items()},
-        scores=_tensor(rewards, np.float64),
+        scores=_tensor(scores, np.float64),
         truncated=_tensor(truncated, np.bool_),
         group_sources=sources,
     )
+    return batch if device.type == "cpu" else _moved(batch, device, columns)
 
 
 def _tensor(values: Any, dtype: Any) -> Tensor:
@@ -162,9 +188,6 @@ def _tensor(values: Any, dtype: Any) -> Tensor:
 
 def _moved(batch: PackedBatch, device: torch.device, columns: Mapping[str, Tensor]) -> PackedBatch:
     """`batch` with `columns` on `device`; the constructor has checked the batch on the host."""
-    columns = {name: column.to(device, non_blocking=True) for name, column in columns.items()}
-    if device.type == "cpu":
-        return replace(batch, columns=columns) if columns else batch
     steps = {f.name: getattr(batch.steps, f.name) for f in fields(Steps) if f.name != "num_tokens"}
     tensors = {f.name: getattr(batch, f.name) for f in fields(PackedBatch)}
     tensors = {name: value.to(device) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
@@ -173,7 +196,7 @@ def _moved(batch: PackedBatch, device: torch.device, columns: Mapping[str, Tenso
         **tensors,
         steps=replace(batch.steps, **{name: value.to(device) for name, value in steps.items()}),
         components={name: value.to(device) for name, value in batch.components.items()},
-        columns=columns,
+        columns={name: column.to(device, non_blocking=True) for name, column in columns.items()},
         layout=BUILT,
     )
 
@@ -304,7 +327,6 @@ def _columns(
     members: Sequence[Packable],
     columns: Sequence[Mapping[str, Array]],
     names: Sequence[str] | None,
-    batch: PackedBatch,
     device: torch.device,
 ) -> dict[str, Tensor]:
     if len(columns) != len(members):
@@ -327,11 +349,6 @@ def _columns(
                 raise TrajectoryError(f"{_where(member)}: {name} has shape {array.shape}, needs {shape}")
             arrays.append(array)
         packed[name] = _end_to_end(arrays, device)
-    if "response_mask" in packed:
-        announced = np.array([n for member in members for n in member.row_trainable], np.int64)
-        _check_mask(
-            packed["response_mask"].numpy(), batch, announced, lambda member: _identity(members[member])
-        )
     return packed
 
 
@@ -369,26 +386,23 @@ def _identity(member: Packable) -> tuple[str, int]:
     return member.group_id, member.rollout_index
 
 
-def _check_mask(
-    mask: Array, batch: PackedBatch, announced: Array, identity: Callable[[int], tuple[str, int]]
-) -> None:
-    """Compare the mask with the `announced` row_trainable, and clear it for baseline members.
+def _check_mask(mask: Array, rows: _Rows) -> None:
+    """Compare the mask with `rows.trainable`, and clear it for baseline members.
 
     A mask with fewer ones is valid: a step of the chain may have narrowed it.
     """
-    cu_seqlens, row_trajectory = batch.cu_seqlens.numpy(), batch.row_trajectory.numpy()
-    has_tokens = np.diff(cu_seqlens) > 0
+    has_tokens = np.diff(rows.cu_seqlens) > 0
     ones = np.zeros(len(has_tokens), np.int64)
     if has_tokens.any():
-        bounds = np.append(cu_seqlens[:-1][has_tokens], cu_seqlens[-1])
+        bounds = np.append(rows.cu_seqlens[:-1][has_tokens], rows.cu_seqlens[-1])
         ones[has_tokens] = count_ones((mask != 0).view(np.uint8), bounds)
-    if (ones > announced).any():
-        row = int(np.flatnonzero(ones > announced)[0])
-        member = int(row_trajectory[row])
-        in_member = row - int(np.searchsorted(row_trajectory, member))
+    if (ones > rows.trainable).any():
+        row = int(np.flatnonzero(ones > rows.trainable)[0])
+        member = int(rows.trajectory[row])
+        in_member = row - int(np.searchsorted(rows.trajectory, member))
         raise TrajectoryError(
-            f"member {identity(member)} row {in_member}: "
-            f"response_mask has {ones[row]} ones, row_trainable says {announced[row]}"
+            f"member {rows.identity(member)} row {in_member}: "
+            f"response_mask has {ones[row]} ones, row_trainable says {rows.trainable[row]}"
         )
-    for row in np.flatnonzero(batch.baseline.numpy()[row_trajectory]).tolist():
-        mask[cu_seqlens[row] : cu_seqlens[row + 1]] = 0
+    for row in np.flatnonzero(rows.is_baseline[rows.trajectory]).tolist():
+        mask[rows.cu_seqlens[row] : rows.cu_seqlens[row + 1]] = 0

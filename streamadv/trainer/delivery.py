@@ -91,13 +91,12 @@ def _pack(
         for name, column in fetched.columns.items()
         if name not in known
     }
+    rewards, step_rewards = (results.numbers(name, share.positions) for name in ("rewards", "step_rewards"))
     # The workers' results replace pushed columns of their name.
-    batch = pack_members(share.own, dict(sorted({**known, **outputs}.items())), device)
+    columns = dict(sorted({**known, **outputs}.items()))
+    batch = pack_members(share.own, columns, device, (rewards, step_rewards))
     per_token: dict[str, Tensor] = {}
     if len(share.trained):
-        shaped = (results.numbers(name, share.positions) for name in ("rewards", "step_rewards"))
-        rewards, step_rewards = (torch.from_numpy(numbers).to(device) for numbers in shaped)
-        batch = replace(batch, rewards=rewards, steps=replace(batch.steps, rewards=step_rewards))
         per_token = _results_per_token(batch, results, share)
         _check_finite(batch, share, per_token, outputs)
     indices = as_indices(batch.columns)
