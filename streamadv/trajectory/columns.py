@@ -7,6 +7,7 @@ extra column may state otherwise. Arrays are numpy: torch appears only in rooms 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -52,6 +53,7 @@ LOG_PROBS: Final = frozenset(("rollout_log_probs", "old_log_probs", "ref_log_pro
 #: A log-probability may exceed 0 by this much: the spacing of float32 at logits of 8192, from which it is subtracted.
 #: log_softmax itself never exceeds 0.
 LOG_PROB_ROUNDING: Final = 1e-3
+_LARGEST: Final = sys.float_info.max
 
 #: Entries of a mask that are summed faster than cut into blocks.
 _SHORT_MASK: Final = 1 << 16
@@ -102,19 +104,25 @@ def extra_array(value: Any) -> Array:
 
 def check_values(name: str, array: Array) -> None:
     """Raise ValueError for NaN and infinity, for `response_mask` other than 0 and 1, for positive log-probabilities."""
-    if array.dtype.kind == "f":
-        finite = np.isfinite(array)
-        if np.count_nonzero(finite) < array.size:
-            first = int(np.flatnonzero(~finite)[0])
-            raise ValueError(f"is {array[first]} at token {first}, needs finite numbers")
-        if name in LOG_PROBS and array.size and np.maximum.reduce(array) > LOG_PROB_ROUNDING:
-            first = int(np.flatnonzero(array > LOG_PROB_ROUNDING)[0])
-            raise ValueError(
-                f"is {array[first]} at token {first}, needs at most 0: it is the logarithm of a probability"
-            )
+    if array.dtype.kind == "f" and array.size:
+        most = LOG_PROB_ROUNDING if name in LOG_PROBS else _LARGEST
+        # With a NaN both are NaN, and no comparison holds. Three times as fast as isfinite or maximum.reduce.
+        if not (array.item(array.argmin()) >= -_LARGEST and array.item(array.argmax()) <= most):
+            _raise_for_floats(array, most)
     elif name == "response_mask" and array.size and np.maximum.reduce(array) > 1:
         first = int(np.flatnonzero(array > 1)[0])
         raise ValueError(f"is {array[first]} at token {first}, needs 0 or 1")
+
+
+def _raise_for_floats(array: Array, most: float) -> None:
+    finite = np.isfinite(array)
+    if not finite.all():
+        first = int(np.flatnonzero(~finite)[0])
+        raise ValueError(f"is {array[first]} at token {first}, needs finite numbers")
+    first = int(np.flatnonzero(array > most)[0])
+    raise ValueError(
+        f"is {array[first]} at token {first}, needs at most 0: it is the logarithm of a probability"
+    )
 
 
 def count_ones(mask: Array, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
