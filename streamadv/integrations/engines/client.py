@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-from ...errors import MissingDependencyError, SettingError
+from ...errors import SettingError
+from ...extras import require
 from ...messages import brief, one_line
 from .answers import from_openai, from_sglang
 from .completion import Completion
 
-try:
-    import httpx
-except ImportError as error:
-    raise MissingDependencyError("EngineClient needs httpx: pip install 'streamadv[engines]'") from error
+require("EngineClient", "httpx")
+import httpx  # noqa: E402  after the check, which names the extra
 
 #: Answers after which the same request may succeed: the engine loads weights, restarts or is full.
 _AGAIN: Final = frozenset((408, 425, 429, 500, 502, 503, 504))

@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...errors import MissingDependencyError, SettingError
+from ...errors import SettingError
+from ...extras import require
 from ...messages import brief
 from .completion import LENGTH, Completion
 
-try:
-    import torch
-except ImportError as error:
-    raise MissingDependencyError("LocalEngine needs torch: pip install 'streamadv[torch]'") from error
+require("LocalEngine", "torch")
+import torch  # noqa: E402  after the check, which names the extra
 
 if TYPE_CHECKING:
     from collections.abc import Callable
