@@ -115,7 +115,7 @@ def shares(pushes: Sequence[Push], replies: Sequence[Reply]) -> list[list[Reply]
             members_before[number] += sum(len(packet.indices) for packet in group.packets)
             reply = replies[number]
             stop = 1 + members_before[number]
-            mine.append([reply[0], *reply[start:stop]] if reply[0] == b"ok" else reply)
+            mine.append([reply[0], *reply[start:stop]] if len(reply) > 1 and reply[0] == b"ok" else reply)
         result.append(mine)
     return result
 
@@ -123,6 +123,8 @@ def shares(pushes: Sequence[Push], replies: Sequence[Reply]) -> list[list[Reply]
 def slices(items: Iterable[Item], load: Callable[[Item], Load]) -> list[list[Item]]:
     """All items in parts that one call may bring."""
     queue = deque(items)
+    if len(queue) == 1:
+        return [list(queue)]
     parts = []
     while queue:
         parts.append(take_slice(queue, load))

@@ -35,6 +35,7 @@ class Pushes:
         self._membership = membership
         self._admission = admission
         self._resend = resend
+        self._again = self._send_again  # one object for all that is kept
 
     def push(self, trajectories: Sequence[Trajectory], ticket: Ticket | None = None) -> Steps[PushResult]:
         """Push trajectories of one group.
@@ -47,7 +48,6 @@ class Pushes:
         role = check_roles(trajectories, None if ticket is None else ticket.role)
         redundancy = self._membership.manifest.redundancy if role == Role.TRAIN else 0
         yield from self._check_rewards(trajectories)
-        yield from self._membership.reopen()
         yield from self._register_extras(trajectories)
         first = trajectories[0]
         slots = ticket.slots if ticket is not None else first.group_size + redundancy
@@ -70,8 +70,7 @@ class Pushes:
 
     def push_plain(self, packets: Sequence[Packet], ticket: Ticket) -> Steps[PushResult]:
         """`push` of plain records: nobody has to bring their rewards, and they have no extra columns."""
-        yield from self._membership.reopen()
-        return (yield from self._send_slices(GroupSpec.of(ticket), packets, ticket.epoch, None))
+        return self._send_slices(GroupSpec.of(ticket), packets, ticket.epoch, None)
 
     def push_many(
         self, groups: Sequence[Sequence[Trajectory]], timeout: float | None
@@ -145,15 +144,16 @@ class Pushes:
         self,
         group_id: str,
         first_send: Steps[PushResult],
-        send: Callable[[], Steps[PushResult]],
+        send: Callable[..., Steps[PushResult]],
+        *what: Any,
         size: int = 0,
     ) -> Steps[PushResult]:
-        """Send something, and keep `send` for a server that comes back without it. size: as of `Sent`."""
+        """Send something, and keep how for a server that comes back without it. send, what, size: as of `Sent`."""
         shard = self._membership.shard_of(group_id)
         # Read before sending, because another server may take over meanwhile.
         server_id = self._resend.server_of(shard)
         result = yield from first_send
-        self._resend.remember(shard, server_id, size, send)
+        self._resend.remember(shard, server_id, size, send, *what)
         return result
 
     def _until_admitted(self, send: Callable[[], Steps[PushResult]]) -> Steps[PushResult]:
@@ -173,40 +173,67 @@ class Pushes:
 
         budget: as of `Admission.call_group_script`. Raises Busy if there is one, TrajectoryError.
         """
+        if self._membership.finished:
+            yield from self._membership.reopen()
         codes: dict[int, str] = {}  # by position in the push
         for part in slices(packets, load_of):
-            send = partial(self._send, spec, part, epoch)
-            first_send = self._until_admitted(send) if budget is None else send(budget)
-            size = sum(load_of(packet).size for packet in part)
-            result = yield from self._send_and_remember(spec.group_id, first_send, send, size)
+            first_send = self._send(spec, part, epoch, budget, waits=budget is None)
+            result = yield from self._send_and_remember(
+                spec.group_id,
+                first_send,
+                self._again,
+                (spec.group_id, spec.size, spec.slots, spec.data_source, spec.deadline_s, spec.role),
+                tuple([packet.frozen() for packet in part]),
+                epoch,
+                size=sum([load_of(packet).size for packet in part]),
+            )
+            if len(part) == len(packets):
+                return result
             codes |= zip(sorted(_positions(part)), result.codes, strict=True)
         return _result(packets, codes)
 
-    def _send(
-        self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None = None
+    def _send_again(
+        self, spec: tuple[Any, ...], packets: Sequence[tuple[Any, ...]], epoch: int
     ) -> Steps[PushResult]:
-        """Send what one call may bring. budget: as of `Admission.call_group_script`. Raises Busy, TrajectoryError."""
-        codes: dict[int, str] = {}
-        waiting = packets
-        while waiting:
-            replied = yield from self._send_once(spec, waiting, epoch, budget)
-            waiting = unregistered(waiting, replied, codes)
-        metrics.producer_pushed(list(codes.values()))
-        if refused := [position for position, code in codes.items() if code == "range"]:
-            raise TrajectoryError(f"record {min(refused)}: group {spec.group_id} has no such slot left")
-        return _result(packets, codes)
+        return self._send(GroupSpec(*spec), [Packet.thaw(packet) for packet in packets], epoch, None)
 
-    def _send_once(
-        self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None
-    ) -> Steps[list[str]]:
+    def _send(
+        self,
+        spec: GroupSpec,
+        packets: Sequence[Packet],
+        epoch: int,
+        budget: int | None,
+        *,
+        waits: bool = False,
+    ) -> Steps[PushResult]:
+        """Send what one call may bring. budget: as of `Admission.call_group_script`.
+
+        waits: until the group is admitted again, if the server has forgotten it; else raises Busy. Raises
+        TrajectoryError.
+        """
         keys = self._membership.keys_of(spec.group_id)
+        codes: dict[int, str] = {}
+        waiting: Sequence[Packet] = packets
+        wait: Wait | None = None
 
         def call(arguments: list[Any]) -> Push:
-            group = GroupPush(tuple(arguments[:SPEC_ARGS]), epoch, packets)
+            group = GroupPush(tuple(arguments[:SPEC_ARGS]), epoch, waiting)
             scorer = next(iter(self._membership.manifest.scorers or ()), "")
             return Push(keys, scorer, tuple(arguments[SPEC_ARGS:]), [group])
 
-        return push_codes((yield from self._admission.call_group_script(spec, call, budget)), spec)
+        while waiting:
+            reply = yield from self._admission.call_group_script(spec, call, budget)
+            try:
+                waiting = unregistered(waiting, push_codes(reply, spec, waiting), codes)
+            except Busy as busy:
+                if not waits:
+                    raise
+                wait = wait or self._admission.push_wait()
+                yield from self._admission.wait_for_room(wait, Reason(*busy.reason))
+        metrics.producer_pushed(codes.values())
+        if refused := [position for position, code in codes.items() if code == "range"]:
+            raise TrajectoryError(f"record {min(refused)}: group {spec.group_id} has no such slot left")
+        return _result(packets, codes)
 
     def _send_cancels(
         self, spec: GroupSpec, calls: Sequence[tuple[str, int]], allowed: str

@@ -7,7 +7,7 @@ the scripts and `lua/lib/admit.lua`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final
 
 from ..errors import Busy, GroupEndedError, RunEndedError, SettingError, StreamadvError, TrajectoryError
@@ -107,7 +107,7 @@ def one_group(reply: Reply) -> Reply:
     return first if isinstance(first, list) else reply
 
 
-def push_codes(reply: Reply, spec: GroupSpec) -> list[str]:
+def push_codes(reply: Reply, spec: GroupSpec, packets: Sequence[Packet]) -> list[str]:
     """What a reply of `push` says of each member of a group's packets, in the order of sending.
 
     pushed, duplicate, surplus, late, range; again or lost: see `unregistered`.
@@ -117,6 +117,8 @@ def push_codes(reply: Reply, spec: GroupSpec) -> list[str]:
     check_group_reply(reply, spec)
     if reply[0] == b"busy":
         raise busy_error(refusal(reply))
+    if len(reply) == 1:
+        return ["pushed"] * sum([len(packet.indices) for packet in packets])
     return [code.decode() for code in reply[1:]]
 
 
@@ -126,6 +128,9 @@ def unregistered(packets: Sequence[Packet], replied: Sequence[str], codes: dict[
     `again`: the server refuses a packet whole if another member is a duplicate, or part of its payload would belong to
     nobody; these members go without it. `lost`: the payload ended before the script saw it, by its time to live.
     """
+    if "again" not in replied and "lost" not in replied:
+        codes |= zip(chain.from_iterable([packet.positions for packet in packets]), replied, strict=True)
+        return []
     waiting = []
     rest = iter(replied)
     for packet in packets:

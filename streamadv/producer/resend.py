@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from .. import clock
 from ..errors import Busy, StreamadvError
@@ -37,7 +37,8 @@ class Sent:
     server_id: str | None  # the shard's server as of the last check before it was sent
     when: float
     size: int  # bytes of its payloads and member tables
-    send: Callable[[], Steps[PushResult]]
+    send: Callable[..., Steps[PushResult]]
+    what: tuple[Any, ...]  # arguments of `send`; plain tuples hold nothing that the garbage collector walks
 
 
 class ResendWindow:
@@ -58,16 +59,16 @@ class ResendWindow:
         return self._servers[shard] if self._servers else None
 
     def remember(
-        self, shard: int, server_id: str | None, size: int, send: Callable[[], Steps[PushResult]]
+        self, shard: int, server_id: str | None, size: int, send: Callable[..., Steps[PushResult]], *what: Any
     ) -> None:
-        """Keep something just sent; `send` sends it once more (idempotent by rollout index).
+        """Keep something just sent; `send(*what)` sends it once more (idempotent by rollout index).
 
         Forgets the oldest for it, so that at most MAX_RESEND_BYTES and MAX_RESEND_COUNT things are kept.
         """
         if self._seconds <= 0:
             return
         with self._lock:
-            self._sent.append(Sent(shard, server_id, clock.now(), size, send))
+            self._sent.append(Sent(shard, server_id, clock.now(), size, send, what))
             self._bytes += size
             youngest_forgotten = -math.inf
             while self._bytes > MAX_RESEND_BYTES or len(self._sent) > MAX_RESEND_COUNT:
@@ -97,7 +98,7 @@ class ResendWindow:
         lost = 0
         for sent in in_doubt:
             try:
-                result = yield from sent.send()
+                result = yield from sent.send(*sent.what)
                 lost += result.count("pushed")
             except Busy:
                 refused.append(sent.shard)

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
@@ -32,7 +32,7 @@ REWARD: Final = "reward"
 
 
 class Packet(NamedTuple):
-    """An encoded packet. Kept for a while, so it holds little that the garbage collector walks."""
+    """An encoded packet."""
 
     positions: tuple[int, ...]  # of its members among the records of the push
     indices: tuple[int, ...]  # rollout indices, ascending
@@ -40,6 +40,20 @@ class Packet(NamedTuple):
     table: bytes  # b"" without a payload
     size: int  # bytes of the payload; 0 without one
     fields: dict[Any, Any]  # of the payload: name -> array, list of arrays (end to end) or bytes
+
+    def frozen(self) -> tuple[Any, ...]:
+        """For `thaw`: nothing but plain tuples, so that the garbage collector leaves it alone while it is kept."""
+        fields = [
+            (name, tuple(value) if isinstance(value, list) else value) for name, value in self.fields.items()
+        ]
+        return (*self[:-1], tuple(fields))
+
+    @classmethod
+    def thaw(cls, frozen: tuple[Any, ...]) -> Self:
+        """The packet of which `frozen` made this."""
+        positions, indices, members, table, size, fields = frozen
+        thawed = {name: list(value) if isinstance(value, tuple) else value for name, value in fields}
+        return cls(positions, indices, members, table, size, thawed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,6 +6,7 @@
 --       lib/admit), fencing epoch of its ticket, number of packets, for each packet: payload key or '', bytes of the
 --       payload, members (see lib/members), member table
 -- Returns  for each group one of
+--   {'ok'}                           all are pushed
 --   {'ok', code of each member of all its packets ...}
 --       'pushed', 'duplicate', 'surplus' or 'late' (the group had ended), 'range' (no such slot),
 --       'again' (its packet is refused whole because another member is a duplicate or out of range; this one is new),
@@ -89,14 +90,17 @@ end
 
 -- Register packets of an open group. Returns the group's reply.
 local function push_open(group, packets)
-  local codes, has_pushed = {'ok'}, false
-  for _, packet in ipairs(packets) do has_pushed = register(group, packet, codes) or has_pushed end
+  local codes, has_pushed, all_pushed = {'ok'}, false, true
+  for _, packet in ipairs(packets) do
+    local is_registered = register(group, packet, codes)
+    has_pushed, all_pushed = has_pushed or is_registered, all_pushed and is_registered
+  end
   if has_pushed then
     play(group, limits.producer)
     change(group, 'slots', group.slots)
   end
   save_group(group)
-  return codes
+  return all_pushed and {'ok'} or codes
 end
 
 -- Packets of a group that has ended: every new member is dropped.
