@@ -35,13 +35,14 @@ def import_module(name: str, option: str = "--import") -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         text = f"{option} {name}: cannot be imported: {type(error).__name__}: {error}"
-        raise SettingError(one_line(f"{text} ({_remedy_of(error, folder)})")) from error
+        hint = _missing_extra(error) or f"looked for beside Python's packages and in {folder}"
+        raise SettingError(one_line(f"{text} ({hint})")) from error
 
 
-def _remedy_of(error: BaseException, folder: str) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
-        return remedy(error.name)
-    return f"looked for beside Python's packages and in {folder}"
+def _missing_extra(error: BaseException) -> str | None:
+    """How to install the package that an import misses, if an extra brings it."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    return None if missing is None or missing not in EXTRAS else remedy(missing)
 
 
 def function_of(target: str) -> Callable[..., Any]:
@@ -72,5 +73,6 @@ def load_estimators() -> None:
         except (Exception, SystemExit) as error:
             package = point.dist.name if point.dist is not None else "unknown"
             text = f"entry point {point.name} = {point.value} of package {package} cannot be loaded"
+            hint = f" ({missing})" if (missing := _missing_extra(error)) else ""
             fields = log_fields("entry_point_failed")
-            logger.warning("%s: %s: %s", text, type(error).__name__, error, extra=fields)
+            logger.warning("%s: %s: %s%s", text, type(error).__name__, error, hint, extra=fields)

@@ -110,18 +110,20 @@ def _options(name: str, function: Callable[..., Estimate]) -> tuple[dict[str, An
     return options, {option: hints.get(option, Any) for option in options}
 
 
-def get_estimator(name: str) -> Estimator:
-    """The estimator registered as `name`, also by an entry point. Raises SettingError, with similar names."""
+def is_estimator(name: str) -> bool:
+    """Whether an estimator is registered as `name`, also by an entry point; they are loaded if nobody else has it."""
     if name not in _REGISTRY:
         load_estimators()
-    try:
+    return name in _REGISTRY
+
+
+def get_estimator(name: str) -> Estimator:
+    """The estimator registered as `name`, also by an entry point. Raises SettingError, with similar names."""
+    if is_estimator(name):
         return _REGISTRY[name]
-    except KeyError:
-        names = estimator_names()
-        choices = difflib.get_close_matches(str(name), names) or names[:MOST_NAMED]
-        raise SettingError(
-            f"estimator {brief(name)} is unknown: {REMEDY}, or choose one of {', '.join(choices)}"
-        ) from None
+    names = estimator_names()
+    choices = difflib.get_close_matches(str(name), names) or names[:MOST_NAMED]
+    raise SettingError(f"estimator {brief(name)} is unknown: {REMEDY}, or choose one of {', '.join(choices)}")
 
 
 def find_estimator(estimator: str | Callable[..., Estimate]) -> Estimator:

@@ -18,6 +18,7 @@ from streamadv import cli
 from streamadv.errors import SettingError
 from streamadv.producer import Producer
 from streamadv.run import Run
+from streamadv.run.manifest import RunSettings
 from streamadv.settings import load_settings
 from tests.support import group_all, trajectory
 
@@ -271,3 +272,12 @@ def test_evals_shows_what_evaluation_has_shown(
     assert cli.main([*arguments, "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)["evaluations"]
     assert (shown["version"], shown["mean"], shown["std_error"], shown["groups"]) == (3, 0.5, None, 1)
+
+
+@pytest.mark.parametrize(
+    "words", [["worker", "grouper"], ["worker", "scorer", "m:f"], ["replay", "f"], ["runs", "create"]]
+)
+def test_every_setting_of_a_run_has_a_flag(words: list[str]) -> None:
+    by_create = {"batch_groups", "max_staleness"} if words != ["runs", "create"] else set()
+    parsed = cli.make_parser(words).parse_args(words)
+    assert RunSettings.model_fields.keys() - by_create <= vars(parsed).keys()

@@ -255,6 +255,22 @@ def test_an_estimator_of_ones_own_that_needs_torch_says_so(base: Environment) ->
     assert "pip install 'streamadv[torch]'" in line
 
 
+def test_an_entry_point_that_cannot_be_loaded_disturbs_only_who_asks_for_it(base: Environment) -> None:
+    (packages,) = base.folder.glob("lib/python*/site-packages")
+    (packages / "needs_torch.py").write_text("import torch\n")
+    info = packages / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[streamadv.estimators]\ntheirs = needs_torch\n")
+    assert base.call("streamadv", "config").stderr == ""
+    done = base.call("streamadv", "config", "--preset", "theirs")
+    assert done.returncode == 1
+    warning, error = done.stderr.splitlines()
+    assert "entry point theirs = needs_torch of package theirs cannot be loaded" in warning
+    assert "pip install 'streamadv[torch]'" in warning
+    assert "--import MODULE" in error
+
+
 def grouped(environment: Environment, url: str, run: str) -> Run:
     """A run whose two groups a producer of the environment has pushed and a grouper of it has completed."""
     environment.output("python", "-c", PRODUCER.format(run=run), url=url)

@@ -12,7 +12,7 @@ from typing import Any, Final
 from ...errors import SettingError
 from ...messages import brief, did_you_mean
 from ...plugins import REMEDY
-from ..registry import estimator_names
+from ..registry import estimator_names, is_estimator
 from .config import ChainConfig, parse_config
 
 _ROLL_RETURN: Final[dict[str, Any]] = {"estimator": "reinforce", "gamma": 1.0, "mask_aware": False}
@@ -56,7 +56,7 @@ def preset(name: str) -> ChainConfig:
     """The configuration of a preset. Raises SettingError, which names the nearest or lists all, for an unknown one."""
     if name in PRESETS:
         return parse_config(PRESETS[name])
-    if name in estimator_names():
+    if is_estimator(name):
         return parse_config({"estimator": name})
     names = preset_names()
     nearest = did_you_mean(str(name), names) or f": choose one of {', '.join(names)}."
