@@ -206,6 +206,8 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
             self._under_way += 1
         try:
             return self._carry_through(steps, patient)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # without the frames of the client that it has interrupted
         except Exception as error:
             if not isinstance(error, StreamadvError):
                 membership.check_open()  # else its connection was closed under it

@@ -62,6 +62,12 @@ _OF_OTHERS: Final = {
     **dict.fromkeys(("token_level_scores", "token_rewards"), "use token_level_rewards"),
     **dict.fromkeys(("weight_versions", "token_versions"), "use versions (one per token) or model_version"),
     **dict.fromkeys(("policy_version", "weight_version", "version"), "use model_version"),
+    **dict.fromkeys(
+        ("uid", "group_index", "prompt_id", "instance_id", "task_id"), "use group_id, or metadata"
+    ),
+    **dict.fromkeys(("repetition_id", "trial"), "use rollout_index"),
+    **dict.fromkeys(("num_generations", "n_samples_per_prompt"), "use group_size"),
+    **dict.fromkeys(("domain", "env_name"), "use data_source"),
     **dict.fromkeys(("score", "scores", "raw_reward"), "use reward, or rewards for named components"),
     **dict.fromkeys(("finish_reason", "stop_reason", "truncated", "is_truncated"), _STATUS),
 }

@@ -80,6 +80,18 @@ def test_a_signal_ends_it_with_one_line(
         assert ledger(joined)["dropped"] == {"cancelled": 4}
 
 
+def test_an_interrupt_shows_no_frames_of_the_client(redis_url: str, run: str) -> None:
+    process = program(WAITING.replace("sa.run_program(main,", "main("), redis_url, run)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "playing\n"
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=30)
+    lines = [line for line in log.splitlines() if "has no trainer yet" not in line]
+    assert lines[-1] == "KeyboardInterrupt"
+    assert len(lines) < 20, log
+    assert "redis/" not in log
+
+
 def test_an_error_of_streamadv_is_one_line_and_others_are_raised(run: str) -> None:
     code = "import sys, streamadv as sa\ndef main(u, r): {}\nsa.run_program(main, *sys.argv[1:])"
     for body, end in (

@@ -34,6 +34,8 @@ RECORD: dict[str, Any] = {"group_id": "g", "group_size": 2, "rollout_index": 0, 
         ("step", "steps"),
         ("finish_reason", "status"),
         ("score", "reward"),
+        ("uid", "group_id"),
+        ("domain", "data_source"),
     ],
 )
 @pytest.mark.parametrize("in_rows", [False, True])
