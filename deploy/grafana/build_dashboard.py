@@ -210,6 +210,15 @@ ADVANTAGES: Final = [
         low=None,
     ),
     panel(
+        "Evaluation",
+        "short",
+        "Mean reward of the newest version that was evaluated, by data source, and the mean over groups of the best "
+        "reward in each. Which version it is stands in streamadv_eval_version.",
+        (greatest("eval_reward_mean", by="data_source"), "{{data_source}} mean"),
+        (greatest("eval_reward_best", by="data_source"), "{{data_source}} best"),
+        low=None,
+    ),
+    panel(
         "Advantage",
         "short",
         "Quantiles of the advantages. They should lie around 0; tails that drift apart mean outliers.",

@@ -84,6 +84,10 @@ class Announcements:
                 entry = _newest_in(client.xread({key: after}, count=1, block=BLOCK_MS))
             except _ERRORS:  # who waits asks again when the pause is over
                 entry = None
+            except Exception:
+                if self._is_closed:  # its connection was closed under it
+                    return
+                raise
             with self._changed:
                 if entry is not None:
                     after, self._newest[key] = entry, _parsed(entry)

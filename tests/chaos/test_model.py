@@ -26,7 +26,13 @@ from hypothesis.stateful import (
 
 from streamadv.advantage import poison, prepare, publish
 from streamadv.batch.recovery import set_trainer
-from streamadv.errors import EpochFencedError, GroupEndedError, NoBatchError, TrajectoryError
+from streamadv.errors import (
+    EpochFencedError,
+    GroupEndedError,
+    NoBatchError,
+    RunEndedError,
+    TrajectoryError,
+)
 from streamadv.grouping import grouper, housekeeping
 from streamadv.producer import Producer
 from streamadv.run.consumer import ADVANTAGE, GROUPER
@@ -178,6 +184,15 @@ class Lifecycle(RuleBasedStateMachine):
         self.weights = list(self.checkpoint[0])
         self.queue.load_state_dict(self.checkpoint[1])
         self.committed = self.checkpoint[0]
+
+    @rule()
+    def finish_and_open_again(self) -> None:
+        """What is queued, and the batch in hand, are there for the next session."""
+        self.queue.finish()
+        with pytest.raises(RunEndedError):
+            self.producer.begin_group(SIZE, timeout=0)
+        assert self.queue.next_batch(timeout=0) is None
+        self.queue.open()
 
     @precondition(lambda self: self.zombies)
     @rule()
