@@ -50,7 +50,10 @@ def up(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):  # what was left behind may still have them
+            assert pipe is not None
+            pipe.close()
 
 
 def descendants(pid: int) -> dict[int, str]:
