@@ -61,8 +61,9 @@ def test_settings_say_where_they_come_from(
 def test_a_run_in_use_is_not_deleted(redis_url: str, run: str, capsys: pytest.CaptureFixture[str]) -> None:
     joined = join(redis_url, run)
     with threads(lambda stop: run_grouper(joined, stop)):
-        while not call(redis_url, run, "runs", "delete"):  # until the grouper has joined
-            capsys.readouterr()
+        while not read_status(joined).streams["rollouts"].alive:
+            pass  # until the grouper has joined
+        assert call(redis_url, run, "runs", "delete") == 1
         assert f"run {run} is in use by grouper " in capsys.readouterr().err
     assert call(redis_url, run, "runs", "delete") == 0  # it has left
 
