@@ -13,6 +13,7 @@ from typing import NoReturn
 from streamadv import metrics
 from streamadv.errors import SettingError
 from streamadv.messages import log_fields
+from streamadv.processes.garbage import keep_what_exists
 from streamadv.run import Run, open_run
 from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
@@ -69,4 +70,5 @@ def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Eve
     metrics.serve(settings.metrics_port, run.name, settings.metrics_host)
     fields = log_fields("joined", run=run.name)
     logger.info("ready: run %s on %s", run.name, connection.safe_url, extra=fields)
+    keep_what_exists()
     return run
