@@ -161,12 +161,9 @@ class Admission:
         """
         wait: Wait | None = None
         groups_elsewhere: int | None = None
-
-        def make() -> ScriptCall | Push:
-            return call(self._arguments(spec, budget, groups_elsewhere))
-
         while True:
-            reply = yield from self._ask(GroupCall(make))
+            request = GroupCall(partial(self._attempt, call, spec, budget, groups_elsewhere))
+            reply = yield from self._ask(request)
             if reply is OUT_OF_MEMORY:
                 wait = wait or self.push_wait()
                 yield from self.wait_for_room(wait, ABOVE_MAXMEMORY)
@@ -175,6 +172,15 @@ class Admission:
                 groups_elsewhere = sum(counts) - counts[self._membership.shard_of(spec.group_id)]
             else:
                 return reply
+
+    def _attempt(
+        self,
+        call: Callable[[list[Any]], ScriptCall | Push],
+        spec: GroupSpec,
+        budget: int | None,
+        groups_elsewhere: int | None,
+    ) -> ScriptCall | Push:
+        return call(self._arguments(spec, budget, groups_elsewhere))
 
     def admission_wait(self, timeout: float | None) -> Wait:
         """The wait of a new group for admission, so many seconds at most."""

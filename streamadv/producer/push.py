@@ -211,17 +211,11 @@ class Pushes:
         waits: until the group is admitted again, if the server has forgotten it; else raises Busy. Raises
         TrajectoryError.
         """
-        keys = self._membership.keys_of(spec.group_id)
         codes: dict[int, str] = {}
         waiting: Sequence[Packet] = packets
         wait: Wait | None = None
-
-        def call(arguments: list[Any]) -> Push:
-            group = GroupPush(tuple(arguments[:SPEC_ARGS]), epoch, waiting)
-            scorer = next(iter(self._membership.manifest.scorers or ()), "")
-            return Push(keys, scorer, tuple(arguments[SPEC_ARGS:]), [group])
-
         while waiting:
+            call = partial(self._attempt, waiting, epoch)
             reply = yield from self._admission.call_group_script(spec, call, budget)
             try:
                 waiting = unregistered(waiting, push_codes(reply, spec, waiting), codes)
@@ -234,6 +228,12 @@ class Pushes:
         if refused := [position for position, code in codes.items() if code == "range"]:
             raise TrajectoryError(f"record {min(refused)}: group {spec.group_id} has no such slot left")
         return _result(packets, codes)
+
+    def _attempt(self, packets: Sequence[Packet], epoch: int, arguments: list[Any]) -> Push:
+        """arguments: as `Admission.call_group_script` gives them."""
+        group = GroupPush(tuple(arguments[:SPEC_ARGS]), epoch, packets)
+        scorer = next(iter(self._membership.manifest.scorers or ()), "")
+        return Push(self._membership.keys_of(arguments[0]), scorer, tuple(arguments[SPEC_ARGS:]), [group])
 
     def _send_cancels(
         self, spec: GroupSpec, calls: Sequence[tuple[str, int]], allowed: str

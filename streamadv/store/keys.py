@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from redis.crc import key_slot
@@ -138,6 +139,8 @@ class ShardKeys:
         return f"{{{self.tag}}}:dead:{group_id}"
 
 
+_shard_keys: Final = lru_cache(1024)(ShardKeys)
+
 #: Kinds of keys of a shard that exist once, and those of which there are many.
 SINGLE_KINDS: Final = tuple(name for name, value in vars(ShardKeys).items() if isinstance(value, _Single))
 MANY_KINDS: Final = ("group", "payload", "scoring", "output", "dead_group")
@@ -173,7 +176,7 @@ class RunKeys:
         return self.shard(0)
 
     def shard(self, index: int) -> ShardKeys:
-        return ShardKeys(f"{self.run}:{index}:{self.salts[index]}")
+        return _shard_keys(f"{self.run}:{index}:{self.salts[index]}")
 
     def shard_of(self, group_id: str) -> int:
         """The shard a group lives in: a stable hash, the same in every process and release."""

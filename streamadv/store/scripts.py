@@ -37,7 +37,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any, Final, NamedTuple
@@ -167,6 +167,13 @@ def _prologue(keys: Sequence[Key], fence: str | None) -> str:
     return " ".join(parts)
 
 
+@lru_cache(4096)
+def _single_keys(name: str, keys: ShardKeys | EntryKeys) -> tuple[str | None, ...]:
+    """Those of the script's keys that the shard has once; None for every other."""
+    found = [None if key.from_caller else getattr(keys, key.name) for key in load(name).keys]
+    return tuple(key if isinstance(key, str) else None for key in found)
+
+
 def script_call(
     name: str, keys: ShardKeys | EntryKeys, args: Sequence[Any] = (), **caller_keys: Any
 ) -> ScriptCall:
@@ -177,14 +184,13 @@ def script_call(
     """
     script = load(name)
     names: list[str] = []
-    for key in script.keys:
-        key_or_method = None if key.from_caller else getattr(keys, key.name)
-        if isinstance(key_or_method, str):
-            names.append(key_or_method)
+    for key, single in zip(script.keys, _single_keys(name, keys), strict=True):
+        if single is not None:
+            names.append(single)
         elif key.name not in caller_keys:
             raise TypeError(f"script {name}: {key.name}= is missing")
-        elif key_or_method is not None:
-            names.append(key_or_method(caller_keys.pop(key.name)))
+        elif not key.from_caller:
+            names.append(getattr(keys, key.name)(caller_keys.pop(key.name)))
         elif key.is_list:
             names += caller_keys.pop(key.name)
         else:
