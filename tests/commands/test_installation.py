@@ -15,7 +15,7 @@ import sys
 import tarfile
 import threading
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from email import message_from_string
 from functools import cache
@@ -166,8 +166,10 @@ def base(
 
 
 @pytest.fixture(scope="module")
-def with_torch(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    return new_environment(sys.executable, wheel, tmp_path_factory.mktemp("torch"), "[torch]")
+def with_torch(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
+    folder = tmp_path_factory.mktemp("torch")
+    yield new_environment(sys.executable, wheel, folder, "[torch]")
+    shutil.rmtree(folder)  # more than 1 GB, which pytest would keep
 
 
 @pytest.fixture(scope="module")
