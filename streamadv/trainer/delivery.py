@@ -72,8 +72,8 @@ def deliver(
     share = share_of(computed.layout, budget, rank, left_out, record.keep_groups)
     fetched = fetch(run, share, memory, ahead)
     outputs = fetch_outputs(run, computed.results, share, memory)
-    packed = _pack(computed.results, fetched, outputs, rank.device)
-    packed, late_metrics = _run_late_part(record, packed, late, rank.world_size)
+    packed = _pack(computed.results, fetched, outputs, rank.device, memory)
+    packed, late_metrics = _run_late_part(record, packed, late, rank.world_size, memory)
     return _cut(computed, packed, late_metrics)
 
 
@@ -81,7 +81,11 @@ def deliver(
 
 
 def _pack(
-    results: BatchResults, fetched: FetchedShare, outputs: Mapping[str, Tensor], device: torch.device
+    results: BatchResults,
+    fetched: FetchedShare,
+    outputs: Mapping[str, Tensor],
+    device: torch.device,
+    memory: ColumnMemory,
 ) -> PackedShare:
     """The share end to end, with every known column per token. Raises UndecodableGroupError for wrong results."""
     share = fetched.share
@@ -99,7 +103,7 @@ def _pack(
     if len(share.trained):
         per_token = _results_per_token(batch, results, share)
         _check_finite(batch, share, per_token, outputs)
-    indices = as_indices(batch.columns)
+    indices = as_indices(batch.columns, memory)
     return PackedShare(share, fetched, batch, batch.columns, indices, extras, fetched.row_extras(), per_token)
 
 
@@ -144,7 +148,11 @@ def _check_finite(
 
 
 def _run_late_part(
-    record: BatchRecord, packed: PackedShare, late: Mapping[str, LateColumn], world_size: int
+    record: BatchRecord,
+    packed: PackedShare,
+    late: Mapping[str, LateColumn],
+    world_size: int,
+    memory: ColumnMemory,
 ) -> tuple[PackedShare, Metrics | None]:
     """Make the late columns and run the steps of the chain after them; the batch gets advantages and returns."""
     columns, results, metrics = dict(packed.columns), dict(packed.results), None
@@ -165,7 +173,8 @@ def _run_late_part(
                 if values is not None:
                     results[name] = expand(batch, result.level, values)
     if "advantages" in results:
-        results.setdefault("returns", results["advantages"].clone())
+        advantages = results["advantages"]
+        results.setdefault("returns", memory.copy_of(advantages, advantages.dtype))
     return replace(packed, columns={**columns, **results}, extras=extras, results=results), metrics
 
 

@@ -37,6 +37,12 @@ class ColumnMemory:
         size = length * math.prod(shape) * dtype.itemsize
         return torch.from_numpy(self._take(size).view(dtype).reshape(length, *shape))
 
+    def copy_of(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """`values` [N] as `dtype`, where they lie."""
+        if values.device.type != "cpu":
+            return values.to(dtype, copy=True)
+        return self.column(len(values), torch.empty(0, dtype=dtype).numpy().dtype).copy_(values)
+
     def _take(self, size: int) -> Array:
         with self._lock:
             fits = [
