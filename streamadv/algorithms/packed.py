@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from ..errors import ArgumentError, OptionError, TrajectoryError
 from ..extras import torch
 from ..messages import brief
-from .packed_checks import check_changed, check_shapes, check_steps, layout_of
+from .packed_checks import BUILT, check_changed, check_shapes, check_steps, layout_of
 from .segments import segment_sum
 from .trainable import Trainable, spread_rows, tokens_where
 
@@ -73,7 +73,8 @@ class PackedBatch:
     layout: tuple[Any, ...] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_shapes(self)
+        if self.layout != BUILT:  # else whoever has built it knows
+            check_shapes(self)
         layout = layout_of(self)
         check_changed(self, layout)
         object.__setattr__(self, "layout", layout)
