@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from .. import metrics
+from .. import clock, metrics
 from ..grouping.groups_log import LoggedGroup
 from ..messages import log_fields
 from ..run import Run
@@ -31,6 +31,8 @@ from .work import apply
 
 #: Pages of the groups log looked at for one batch: bounds what one naming may drop.
 SCAN_PAGES: Final = 8
+#: Seconds until candidates that are too few for a batch are judged again: what is not fit among them holds memory.
+JUDGE_S: Final = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Leader(Session):
         super().__init__(run, settings, progress, server_ids)
         self.published_version = progress.version
         self._attendance = Attendance(run)
+        self._judge_due = 0.0
         named = [pointer for batch in progress.batches.values() for pointer in batch.record.groups]
         self._candidates = Candidates(run, named)
         self.cursors = self._candidates.cursors
@@ -77,6 +80,10 @@ class Leader(Session):
         settings = self._settings
         limit = max_groups or settings.batch_groups
         needed = 1 if ended else min(settings.min_groups, limit)
+        self._candidates.read_on(limit)
+        if 0 < len(self._candidates) < needed and clock.now() < self._judge_due:
+            return False
+        self._judge_due = clock.now() + JUDGE_S
         for _ in range(SCAN_PAGES):  # what is dropped leaves the log, so the next page holds others
             groups, has_dropped = self._choose(k, limit)
             if len(groups) >= needed or not has_dropped:
