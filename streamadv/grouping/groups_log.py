@@ -34,9 +34,11 @@ class StoredScore(BaseModel):
 
 
 _SCORES: Final = TypeAdapter(dict[str, StoredScore])
-_GROUP_FIELDS: Final = (
-    *(b"group_id", b"size", b"data_source", b"opened_ms", b"outcome", b"epoch", b"version", b"count"),
-    *(b"payloads", b"tables", b"scores"),
+_GROUP_FIELDS: Final = dict.fromkeys(
+    (
+        *(b"group_id", b"size", b"data_source", b"opened_ms", b"outcome", b"epoch", b"version", b"count"),
+        *(b"payloads", b"tables", b"scores"),
+    )
 )
 
 
@@ -137,9 +139,9 @@ def _parse_entry(
     keys: RunKeys, payload_prefix: str, shard: int, entry: bytes, fields: Mapping[bytes, bytes]
 ) -> _Entry:
     try:
-        missing = [name for name in _GROUP_FIELDS if name not in fields]
-        if missing:
-            raise ValueError(f"{missing[0].decode()} is missing")
+        if not fields.keys() >= _GROUP_FIELDS.keys():
+            missing = next(name for name in _GROUP_FIELDS if name not in fields)
+            raise ValueError(f"{missing.decode()} is missing")
         group_id = fields[b"group_id"].decode()
         if not group_id or keys.shard_of(group_id) != shard:
             raise ValueError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
@@ -198,10 +200,10 @@ def _read_together(entries: Sequence[_Entry]) -> list[dict[str, Any]] | None:
     members = tables.members
     if not members.has_reward.all() or packets_problem(members, [line.size for line in lines], tables.counts):
         return None
-    bounds = pairwise(offsets(np.array(tables.counts)).tolist())
+    parts = members.parts(offsets(np.array(tables.counts)).tolist())
     packets = [
-        StoredPacket(line.key, line.size, line.epoch, columns, members.part(start, stop))
-        for line, columns, (start, stop) in zip(lines, tables.columns, bounds, strict=True)
+        StoredPacket(line.key, line.size, line.epoch, columns, part)
+        for line, columns, part in zip(lines, tables.columns, parts, strict=True)
     ]
     try:
         return _arrange(entries, members, packets)
@@ -255,20 +257,26 @@ def _arrange(
     live = np.flatnonzero(np.frombuffer(mask, np.uint8) == ord("1"))
     live = live[np.lexsort((members.table["index"][live], group[live]))]
     packet, group = packet[live], group[live]
-    if len(live) != len(members) or (np.diff(live) != 1).any():
+    is_in_order = len(live) == len(members) and bool((np.diff(live) == 1).all())
+    if not is_in_order:
         members = members.select(live)
     if ((np.diff(group) == 0) & (np.diff(members.table["index"].astype(np.int64)) == 0)).any():
         raise ValueError("a rollout_index stands in it twice")
     first = offsets(np.bincount(group, minlength=len(entries)))
     packet_of, position_of = packet - first_packet[group], live - first_member[packet]
+    if is_in_order and np.array_equal(first, first_member):  # each group is one packet, as most are
+        own = [packet.members for packet in packets]
+    else:
+        own = members.parts(first.tolist())
+    spans, of_packets = pairwise(first.tolist()), pairwise(first_packet.tolist())
     return [
         {
-            "packets": tuple(packets[first_packet[number] : first_packet[number + 1]]),
-            "members": members.part(start, stop),
+            "packets": tuple(packets[slice(*of_packet)]),
+            "members": part,
             "packet_of": packet_of[start:stop],
             "position_of": position_of[start:stop],
         }
-        for number, (start, stop) in enumerate(pairwise(first.tolist()))
+        for part, (start, stop), of_packet in zip(own, spans, of_packets, strict=True)
     ]
 
 

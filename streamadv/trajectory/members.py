@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -101,13 +101,14 @@ class Members:
         """[M]: k minus the oldest version, at least 0; NaN without a version."""
         return np.where(self.has_version, np.maximum(0, k - self.table["oldest"]), np.nan)
 
-    def part(self, start: int, stop: int) -> Members:
-        """Members start : stop, as views."""
-        if stop - start == len(self):
-            return self
-        if len(self.rows) == len(self) and not (len(self.steps) or self.rewards or self.entries):
-            return Members(self.table[start:stop], self.rows[start:stop])
-        return self.select(np.arange(start, stop))
+    def parts(self, bounds: Sequence[int]) -> list[Members]:
+        """Members bounds[i] : bounds[i + 1] for each i, as views."""
+        if len(bounds) == 2 and bounds[1] - bounds[0] == len(self):
+            return [self]
+        table, rows = self.table, self.rows
+        if len(rows) == len(table) and not (len(self.steps) or self.rewards or self.entries):
+            return [Members(table[start:stop], rows[start:stop]) for start, stop in pairwise(bounds)]
+        return [self.select(np.arange(start, stop)) for start, stop in pairwise(bounds)]
 
     def select(self, positions: Positions | Sequence[int]) -> Members:
         """The members at these positions, in this order."""
