@@ -18,7 +18,7 @@ help:
 	@echo "make fuzz    STREAMADV_FUZZ_CASES (100000) damaged inputs drawn from STREAMADV_FUZZ_SEED (0)"
 	@echo "make compat  tests with the oldest and the newest redis-py on every server binary found"
 	@echo "make names   writes down the public names and signatures anew (tests/unit/public_names.txt)"
-	@echo "make docs    builds the documentation into site/, and fails on a broken link"
+	@echo "make docs    builds the documentation into site/, and fails on a broken link; search works once it is served"
 	@echo "make lint    ruff and mypy; make format repairs what ruff can"
 	@echo "make clean   removes .venv and all caches"
 

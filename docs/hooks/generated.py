@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from prometheus_client.metrics import MetricWrapperBase
@@ -40,6 +41,7 @@ OUTSIDE: Final = {
 }
 MARKER: Final = re.compile(r"^<!-- generated: (\w+)(?: (\S+))? -->$", re.MULTILINE)
 LINK: Final = re.compile(r"(?<!!)\[([^\]\n]*(?:\n[^\]\n]*)?)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+LOADED: Final = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
 HELP_COLUMNS: Final = 100
 
 
@@ -55,6 +57,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Fill in what is generated, then let links lead to pages of the site."""
     text = MARKER.sub(lambda match: GENERATORS[match[1]](*filter(None, [match[2]])), markdown)
     return LINK.sub(lambda match: _link(page.file, *match.groups()), text)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """A page is read without any other server. Raises PluginError for what a browser would load from one."""
+    if outside := LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri}: the page loads {outside[0]}")
+    return output
 
 
 def _link(source: File, text: str, path: str, anchor: str | None) -> str:
