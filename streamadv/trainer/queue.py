@@ -173,6 +173,16 @@ class TrainerQueue(IterableDataset[Batch]):
             f"version={progress.version}, committed={progress.committed}, delivered={progress.delivered})"
         )
 
+    @property
+    def rank(self) -> int:
+        """Of this process in its training job."""
+        return self._rank.number
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the training job."""
+        return self._rank.world_size
+
     def open(self, *, weights: str | None = None) -> Self:
         """Join the run now: rank 0 takes it, and from then on no training group is begun unpaced.
 

@@ -1,0 +1,358 @@
+"""transformers' Trainer, fed by the trainer queue: one batch is one optimizer step.
+
+    queue = queue_for(args, "redis://localhost:6379", run="exp1", batch_groups=64, tokens_per_micro_batch=16384)
+    trainer = MyTrainer(model, args, queue=queue, weights="weights")   # class MyTrainer(QueueTrainer)
+    trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir))
+
+`QueueTrainer` is a Trainer, and a mixin for its subclasses: `streamadv.integrations.trl` puts it before GRPOTrainer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+from .. import weights as weight_files
+from ..errors import SettingError
+from ..extras import require
+from ..trainer import TrainerQueue
+from ..trainer.microbatch import Batch, MicroBatch
+from ..trainer.prompt_response import PromptResponse
+
+require("streamadv.integrations.transformers", "transformers", "accelerate")
+import torch  # noqa: E402  after the check, which names the extra
+from torch import Tensor  # noqa: E402
+from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers.trainer import TRAINER_STATE_NAME  # noqa: E402
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
+
+#: The queue's state, beside the weights in the folder of a checkpoint.
+STATE_FILE: Final = "streamadv.json"
+
+#: `publish(version)` makes the weights of a version readable; returns their URI, or None where producers need none.
+Publish = Callable[[int], str | None]
+
+
+def queue_for(args: TrainingArguments, connection: Any, run: str = "default", **options: Any) -> TrainerQueue:
+    """The trainer queue of this process: with rank, world size and device of `args`; the trainer marks and commits.
+
+    options: of `TrainerQueue`, such as `batch_groups`, `tokens_per_micro_batch` and `chain`.
+    """
+    own = {"rank": args.process_index, "world_size": args.world_size, "mark": "explicit", "commit": "manual"}
+    return TrainerQueue(connection, run, **{**own, "device": args.device.type, **options})
+
+
+def newest_checkpoint(folder: str | Path) -> str | None:
+    """The newest checkpoint in a trainer's output folder that was saved whole; None without one.
+
+    For `train(resume_from_checkpoint=...)`: a first start and a restart are then the same program.
+    """
+    found = []
+    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        number = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if number.isdecimal() and all(_is_json(path / name) for name in (STATE_FILE, TRAINER_STATE_NAME)):
+            found.append((int(number), str(path)))
+    return max(found)[1] if found else None
+
+
+class QueueTrainer(Trainer):
+    """A Trainer that trains on the batches of a trainer queue.
+
+    One batch is one optimizer step, however many micro-batches the queue cuts it into. Override `compute_loss(model,
+    inputs, return_outputs=False, num_items_in_batch=None)`: it is called with each micro-batch. `inputs` has what
+    `inputs_of` returns, `self.batch` is the batch. Sum the loss over the tokens and divide by `num_items_in_batch`, the
+    trainable tokens of the whole batch divided by the number of ranks: that is the mean over the whole batch, since DDP
+    averages over the ranks.
+
+    After the step the batch is marked as trained; a checkpoint holds the queue's state, and is committed when all ranks
+    have saved it. Training ends after `max_steps` batches, or with the run.
+
+    Args:
+        queue: by `queue_for`, on every rank.
+        weights: how producers get the weights, before the first batch and after each. A folder: files of
+            `streamadv.weights`. A function: is called on every rank with the version, and returns a URI or None.
+        positional, keywords: of the Trainer, but for `train_dataset`.
+
+    Raises SettingError for arguments under which a batch would not be one step, or not one of the queue.
+    """
+
+    loss_is_scaled_for_ga = True  # by `num_items_in_batch`
+
+    def __init__(
+        self,
+        *positional: Any,
+        queue: TrainerQueue,
+        weights: str | Path | Publish | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(*positional, **keywords)
+        self.queue = queue
+        self.batch: Batch | None = None
+        """The batch that is trained on, or was last."""
+        self._figures: dict[str, list[float]] = defaultdict(list)  # metrics of the batches since the last log
+        self._weights = weights
+        self._has_ended = False
+        self._saved: Batch | None = None
+        check(self.args, queue)
+        self.args.ignore_data_skip = True  # a checkpoint's queue gives what comes after it
+        self.add_callback(_Marks(self))
+
+    # What a subclass may change
+
+    def inputs_of(self, micro_batch: MicroBatch, batch: Batch) -> dict[str, Any]:
+        """What `compute_loss` gets: the columns of `micro_batch.prompt_response`, at least one row.
+
+        A micro-batch without a trainable token becomes a row of padding, which adds nothing to a loss: all ranks run
+        the model equally often.
+        """
+        return dict(rows_of(micro_batch, self.pad_id))
+
+    @property
+    def pad_id(self) -> int:
+        """The token that pads rows; no model sees it, for the attention mask hides it."""
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        pad_id: int | None = getattr(tokenizer, "pad_token_id", None)
+        return 0 if pad_id is None else pad_id
+
+    # What the Trainer calls
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **keywords: Any
+    ) -> Any:
+        """As `Trainer.train`. From a checkpoint, every rank loads the queue's state in it first.
+
+        resume_from_checkpoint: its folder, which all ranks see; True takes the newest that was saved whole.
+
+        Raises SettingError if it has no state of a queue.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise SettingError(
+                    f"resume_from_checkpoint is True: no checkpoint in {self.args.output_dir} was saved whole; use "
+                    "newest_checkpoint(output_dir), which is None then"
+                )
+        if resume_from_checkpoint:
+            self._load(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint or None, *positional, **keywords)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The batches; nothing is sharded or read ahead, as each rank has a queue of its own."""
+        return DataLoader(_Batches(self), batch_size=None)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward pass of each micro-batch. Gradients are exchanged in the last one."""
+        batch = self.batch = inputs
+        for name, value in batch.metrics.items():
+            self._figures[name].append(value)
+        num_items = torch.tensor(batch.num_tokens / self.accelerator.num_processes, device=self.args.device)
+        loss = torch.zeros((), device=self.args.device)
+        for number, micro_batch in enumerate(batch, 1):
+            is_last = number == len(batch)
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            with nullcontext() if is_last else self._without_exchange(model):
+                loss += super().training_step(model, self.inputs_of(micro_batch, batch), num_items)
+        return loss
+
+    def log(self, logs: dict[str, float], *positional: Any, **keywords: Any) -> None:
+        """As `Trainer.log`; with the loss go the means of `batch.metrics` since the last time."""
+        if "loss" in logs:
+            means = {name: sum(values) / len(values) for name, values in self._figures.items()}
+            logs.update({name: value for name, value in means.items() if name not in logs})
+            self._figures.clear()
+        super().log(logs, *positional, **keywords)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of a forward and backward pass over a batch."""
+        return int(super().floating_point_ops(_tokens(inputs)))
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        super()._track_num_input_tokens(_tokens(inputs))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """The state is there before the rest, and only a checkpoint that all ranks have saved is committed."""
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = Path(self._get_output_dir(trial=trial)) / name
+        state = self.queue.state_dict()
+        if self.args.process_index == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(folder / STATE_FILE, json.dumps(state))
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        self.queue.commit(state)
+        self._saved = self.batch
+
+    # Parts
+
+    def _load(self, checkpoint: Path) -> None:
+        path = checkpoint / STATE_FILE
+        try:
+            state = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise SettingError(
+                f"checkpoint {checkpoint}: its {STATE_FILE} cannot be read ({error}): resume from one that this "
+                "trainer has saved, in a folder that all ranks see"
+            ) from None
+        self.queue.load_state_dict(state)
+        if (
+            isinstance(self._weights, str | Path)
+            and self.args.process_index == 0
+            and Path(self._weights).is_dir()
+        ):
+            weight_files.withdraw(self._weights, above=state["version"])
+
+    def _publish(self, version: int) -> str | None:
+        """Make the weights of a version readable; their URI. Every rank calls it: with FSDP all hold a part of them."""
+        if self._weights is None:
+            return None
+        if not isinstance(self._weights, str | Path):
+            return self._weights(version)
+        tensors = self.accelerator.get_state_dict(self.model_wrapped)
+        if self.args.process_index != 0:
+            return None
+        return weight_files.publish(self._weights, version, tensors)
+
+    def _without_exchange(self, model: Any) -> AbstractContextManager[Any]:
+        """Gradients stay on their rank, unless accelerate is told to exchange them each time."""
+        if self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+            return nullcontext()
+        context: AbstractContextManager[Any] = self.accelerator.no_sync(model)
+        return context
+
+
+def refuse(problems: Sequence[tuple[Any, str]]) -> None:
+    """Raise SettingError for the first problem that is there: (whether it is, what to do about it)."""
+    for is_there, problem in problems:
+        if is_there:
+            raise SettingError(problem)
+
+
+def check(args: TrainingArguments, queue: TrainerQueue) -> None:
+    """Raise SettingError for arguments under which a batch would not be one step, or not one of the queue."""
+    this = f"{args.process_index} of {args.world_size}"
+    refuse(
+        [
+            (
+                args.gradient_accumulation_steps != 1,
+                f"gradient_accumulation_steps is {args.gradient_accumulation_steps}: a batch is one step, and the "
+                "queue cuts it; set it to 1, and tokens_per_micro_batch of the queue",
+            ),
+            (args.max_steps <= 0, f"max_steps is {args.max_steps}: needs the number of batches to train on"),
+            (args.deepspeed, "deepspeed is set: it decides itself when it steps; use DDP or FSDP"),
+            (
+                args.n_gpu > 1,
+                f"n_gpu is {args.n_gpu}: start a process for each device, by torchrun or accelerate launch",
+            ),
+            (
+                args.save_on_each_node,
+                "save_on_each_node is set: the queue's state is rank 0's; save where all nodes can read",
+            ),
+            (
+                args.auto_find_batch_size,
+                "auto_find_batch_size is set: leave it out, tokens_per_micro_batch of the queue bounds a micro-batch",
+            ),
+            (
+                getattr(args, "parallelism_config", None),
+                "parallelism_config is set: every rank needs rows of its own; use DDP or FSDP",
+            ),
+            (
+                (queue.rank, queue.world_size) != (args.process_index, args.world_size),
+                f"queue is of rank {queue.rank} of {queue.world_size}, this process is {this}: make the queue by "
+                "queue_for(args, ...)",
+            ),
+        ]
+    )
+
+
+def rows_of(micro_batch: MicroBatch, pad_id: int) -> Mapping[str, Tensor]:
+    """The rows as prompts and responses: at least one row, and every prompt at least one token wide.
+
+    A first token has nothing before it that a model could predict it from: it is not trained on.
+    """
+    rows: PromptResponse = micro_batch.prompt_response(pad_id)
+    columns = dict(rows.columns)
+    if len(rows.rows) == 0:
+        for name, column in columns.items():
+            width = 2 if name in ("input_ids", "attention_mask", "position_ids") else 1
+            filler = pad_id if name.endswith("_ids") and name != "position_ids" else 0
+            columns[name] = column.new_full((1, width, *column.shape[2:]), filler)
+        for name in ("prompt_mask", "response_attention_mask", "attention_mask"):
+            columns[name] = torch.ones_like(columns[name])
+        return columns
+    without_prompt = ~columns["prompt_mask"].any(1)
+    if bool(without_prompt.any()):
+        mask = columns["response_mask"].clone()
+        mask[:, 0] &= ~without_prompt
+        columns["response_mask"] = mask
+        if columns["prompt_ids"].shape[1] == 0:
+            for name in ("prompt_ids", "input_ids"):
+                columns[name] = torch.nn.functional.pad(columns[name], (1, 0), value=pad_id)
+            for name in ("prompt_mask", "attention_mask", "position_ids"):
+                columns[name] = torch.nn.functional.pad(columns[name], (1, 0))
+    return columns
+
+
+class _Batches(IterableDataset[Batch]):
+    """The queue as the Trainer's data. When the run has ended, training ends."""
+
+    def __init__(self, trainer: QueueTrainer) -> None:
+        self._trainer = trainer
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self._trainer.queue
+        self._trainer._has_ended = True
+        self._trainer.control.should_training_stop = True
+
+
+class _Marks(TrainerCallback):
+    """Tells the queue what the trainer has done."""
+
+    def __init__(self, trainer: QueueTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        queue = self._trainer.queue.open()
+        uri = self._trainer._publish(queue.state_dict()["version"])
+        if uri is not None:
+            queue.open(weights=uri)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        batch = self._trainer.batch
+        assert batch is not None
+        self._trainer.queue.trained(batch, weights=self._trainer._publish(batch.version + 1))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = self._trainer
+        if trainer._has_ended and trainer.batch is not trainer._saved and args.save_strategy != "no":
+            control.should_save = True  # what was trained since the last checkpoint
+
+
+def _tokens(batch: Batch) -> dict[str, Tensor]:
+    """All tokens of this rank's micro-batches, as the Trainer counts them."""
+    ids = [micro_batch.input_ids for micro_batch in batch]
+    tokens = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return True

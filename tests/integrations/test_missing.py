@@ -1,0 +1,16 @@
+"""Says which integrations this environment does not test."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PACKAGES = sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_package_is_here(package: str) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: `make test-integrations` makes an environment for it")

@@ -1,0 +1,114 @@
+"""A GRPOTrainer trains on what producers push; its checkpoints decide what was trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import streamadv as sa
+from streamadv import weights
+from streamadv.advantage.worker import run_worker
+from streamadv.errors import SettingError
+from streamadv.grouping.grouper import run_grouper
+from streamadv.integrations.trl import QueueGRPOTrainer, newest_checkpoint, queue_for
+from tests.support import join, ledger, problems, threads
+
+from .models import config, policy, tokenizer
+
+SIZE = 4
+
+
+@contextmanager
+def stages(url: str, run: str) -> Iterator[None]:
+    """A grouper and an advantage worker."""
+    joined = join(url, run)
+    with threads(lambda stop: run_grouper(joined, stop), lambda stop: run_worker(joined, stop, device="cpu")):
+        yield
+
+
+def push(producer: sa.Producer, groups: int) -> None:
+    """Groups of random responses; the reward is the share of 5s."""
+    random = np.random.default_rng(groups)
+    for _ in range(groups):
+        with producer.group(SIZE) as group:
+            for rollout in group:
+                ids = random.integers(3, 13, 2 + int(random.integers(3, 8)))
+                mask = np.r_[0, 0, np.ones(len(ids) - 2)]
+                log_probs = -2.5 * mask
+                rollout.push(
+                    input_ids=ids,
+                    response_mask=mask.astype(bool),
+                    rollout_log_probs=log_probs,
+                    reward=float((ids[2:] == 5).mean() + 0.01 * len(ids)),
+                )
+
+
+def trainer(url: str, run: str, folder: Path, **options: Any) -> QueueGRPOTrainer:
+    args = config(folder / "out", save_strategy="steps", save_steps=2, **options)
+    queue = queue_for(
+        args, url, run=run, batch_groups=2, max_staleness=None, tokens_per_micro_batch=20, chain="grpo"
+    )
+    return QueueGRPOTrainer(policy(), args, queue, weights=folder / "weights", processing_class=tokenizer())
+
+
+@pytest.mark.server
+def test_batches_are_trained_on_and_committed_with_checkpoints(
+    redis_url: str, run: str, tmp_path: Path
+) -> None:
+    with sa.Producer(redis_url, run=run) as producer:
+        push(producer, 8)
+        with stages(redis_url, run):
+            made = trainer(redis_url, run, tmp_path, max_steps=3)
+            before = made.model.lm_head.weight.detach().clone()
+            made.train()
+    joined = join(redis_url, run)
+    assert ledger(joined)["trained"] == 3 * 2 * SIZE
+    assert problems(joined) == []
+    checkpoint = Path(newest_checkpoint(tmp_path / "out") or "")
+    assert checkpoint.name == "checkpoint-3"
+    assert json.loads((checkpoint / "streamadv.json").read_text())["version"] == 3
+    assert not torch.equal(made.model.lm_head.weight, before)
+    published = policy(seed=1)
+    assert weights.Loader(tmp_path / "weights").refresh(published) == 3
+    torch.testing.assert_close(published.lm_head.weight, made.model.lm_head.weight)
+    logged = made.state.log_history[0]
+    assert logged["critic/score/mean"] > 0
+    assert {"loss", "entropy", "grad_norm"} <= logged.keys()
+    made.queue.close()
+
+
+@pytest.mark.server
+def test_training_ends_with_the_run_and_saves_what_it_has_trained(
+    redis_url: str, run: str, tmp_path: Path
+) -> None:
+    with sa.Producer(redis_url, run=run) as producer:
+        push(producer, 6)
+        producer.finish()
+        with stages(redis_url, run):
+            made = trainer(redis_url, run, tmp_path, max_steps=100)
+            made.train()
+    assert made.state.global_step == 3
+    assert newest_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-3")
+    assert ledger(join(redis_url, run))["trained"] == 6 * SIZE
+    made.queue.close()
+
+
+@pytest.mark.server
+def test_a_checkpoint_without_the_state_of_a_queue_is_refused(
+    redis_url: str, run: str, tmp_path: Path
+) -> None:
+    made = trainer(redis_url, run, tmp_path)
+    (tmp_path / "out" / "checkpoint-1").mkdir(parents=True)
+    with pytest.raises(SettingError, match=r"its streamadv.json cannot be read"):
+        made.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    with pytest.raises(SettingError, match="resume_from_checkpoint is True: no checkpoint"):
+        made.train(resume_from_checkpoint=True)
+    assert newest_checkpoint(tmp_path / "out") is None
+    made.queue.close()
