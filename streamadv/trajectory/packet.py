@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -175,13 +176,36 @@ def check_column(packet: StoredPacket, name: str, values: Array) -> None:
 
 
 def split_packets(kinds: Sequence[object], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges of members that make a packet each: of one kind (columns, reward), within the bounds of a packet."""
+    """Ranges of members that make a packet each: of one kind (columns, reward), within the bounds of a packet.
+
+    Members of one kind that need several packets are spread evenly over these.
+    """
+    ranges: list[tuple[int, int]] = []
+    start = 0
+    for _, same in groupby(kinds):
+        stop = start + len(list(same))
+        ranges += [(start + first, start + last) for first, last in _spread(sizes[start:stop])]
+        start = stop
+    return ranges
+
+
+def _spread(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    filled = _fill(sizes, MAX_PACKET_BYTES)
+    if len(filled) == 1:
+        return filled
+    spread = _fill(sizes, min(MAX_PACKET_BYTES, sum(sizes) // len(filled) + max(sizes) - 1))
+    return spread if len(spread) == len(filled) else filled
+
+
+def _fill(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    """Ranges of at most `limit` bytes; a larger member is one by itself."""
+    if len(sizes) <= MAX_PACKET_MEMBERS and sum(sizes) <= limit:
+        return [(0, len(sizes))]
     ranges: list[tuple[int, int]] = []
     start = total = 0
-    for position, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
-        is_full = position - start == MAX_PACKET_MEMBERS or total + size > MAX_PACKET_BYTES
-        if position > start and (is_full or kind != kinds[start]):
+    for position, size in enumerate(sizes):
+        if position > start and (position - start == MAX_PACKET_MEMBERS or total + size > limit):
             ranges.append((start, position))
             start, total = position, 0
         total += size
-    return [*ranges, (start, len(sizes))] if sizes else []
+    return [*ranges, (start, len(sizes))]

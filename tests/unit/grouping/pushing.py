@@ -59,4 +59,5 @@ def _replies(groups: Sequence[Sequence[Trajectory]], replies: Any) -> list[list[
 def in_order(trajectories: Sequence[Trajectory], codes: Sequence[str]) -> list[str]:
     """Codes of packets' members in the order of the trajectories."""
     positions = [position for packet in encode_packets(trajectories, MB) for position in packet.positions]
+    codes = codes or ["pushed"] * len(positions)  # no word of any: all are
     return [code for _, code in sorted(zip(positions, codes, strict=True))]

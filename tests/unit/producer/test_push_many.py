@@ -103,6 +103,18 @@ def test_groups_refused_are_pushed_again_until_the_time_is_over(fake: Connection
     assert problems(run) == []
 
 
+def test_what_a_call_has_pushed_counts_when_it_opens_the_next_group(fake: Connection) -> None:
+    """Two groups of nearly a megabyte: the budget has room for the first one's reservation alone."""
+    with producing(fake, "r", {"max_bytes": 3 * MB // 2, "max_trajectory_bytes": MB}) as producer:
+        large = [[trajectory(name, 0, 1, tokens=70_000)] for name in "ab"]  # 9 bytes a token
+        push_one(producer, trajectory("c", 0, 1))  # the shard learns the run's layout
+        with pytest.raises(Busy, match="max_bytes"):
+            producer.push_many(large, timeout=0)
+    run = join(fake, "r")
+    assert ledger(run)["pushed"] == 2
+    assert problems(run) == []
+
+
 def test_what_is_wrong_is_raised(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         run = join(fake, "r")

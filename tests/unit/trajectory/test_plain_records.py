@@ -14,7 +14,7 @@ from streamadv.errors import TrajectoryError
 from streamadv.producer.checks import check_records
 from streamadv.producer.tickets import Ticket
 from streamadv.trajectory.columns import KNOWN_COLUMNS
-from streamadv.trajectory.packet import LARGE_COLUMN, MAX_PACKET_BYTES, MAX_PACKET_MEMBERS, Packet
+from streamadv.trajectory.packet import LARGE_COLUMN, MAX_PACKET_BYTES, Packet
 from streamadv.trajectory.packet_encoding import encode_packets
 from streamadv.trajectory.plain_records import plain_packets, plain_trajectories
 
@@ -160,7 +160,7 @@ def test_more_records_than_a_packet_holds() -> None:
     found = [columns(3, index) | {"rollout_index": index, "reward": 0.5} for index in range(150)]
     packets = plain_packets(found, ticket, LIMIT)
     assert packets is not None
-    assert len(packets[0].indices) == MAX_PACKET_MEMBERS
+    assert [len(packet.indices) for packet in packets] == [50] * 3
     assert sent(packets) == full(found, ticket)
 
 
