@@ -36,9 +36,9 @@ class Cost(NamedTuple):
 
 #: Per trajectory, in groups of 8 pushed whole and batches of 16 groups.
 BOUNDS = {
-    "grpo": Cost(7.0, 0.70, 670, 740),
-    "grpo+kl": Cost(7.2, 0.70, 690, 750),
-    "gae+kl": Cost(7.3, 0.71, 690, 740),
+    "grpo": Cost(6.9, 0.70, 660, 705),
+    "grpo+kl": Cost(7.05, 0.70, 670, 715),
+    "gae+kl": Cost(7.1, 0.71, 665, 700),
 }
 #: Of each further trajectory in a packet. A call of a script takes a bounded number of them, so a few calls more.
 FURTHER = {
