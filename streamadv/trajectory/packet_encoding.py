@@ -116,10 +116,12 @@ def _part(trajectory: Trajectory, group: _Group, limit: int) -> _Part:
     own = _header(trajectory, group)
     header = to_json(own) if own else b""
     size = sum(array.nbytes for array in columns.values()) + len(header)
-    if size > limit:
+    stored = size + _bytes_of_steps(trajectory)
+    if stored > limit:
+        what = "columns" if size > limit else "steps"
         raise TrajectoryError(
-            f"trajectory {trajectory.group_id}/{trajectory.rollout_index} has {size} bytes, "
-            f"max_trajectory_bytes is {limit}: drop columns or raise it for the run"
+            f"trajectory {trajectory.group_id}/{trajectory.rollout_index} has {stored} bytes, "
+            f"max_trajectory_bytes is {limit}: drop {what} or raise it for the run"
         )
     extras = [(name, *_kind_of_extra(column)) for name, column in trajectory.rows[0].extras.items()]
     kind = (tuple(sorted(columns)), tuple(sorted(extras)), trajectory.reward is None)

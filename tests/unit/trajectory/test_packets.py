@@ -270,6 +270,10 @@ def test_a_member_table_is_bounded_too() -> None:
     assert [packet.indices for packet in packets] == [(index,) for index in range(8)]
     few = [trajectory("g", index, 8, steps=[{"start": 2, "end": 3}]) for index in range(8)]
     assert len(encode_packets(few, LIMIT)) == 1
+    with pytest.raises(
+        TrajectoryError, match=r"has 58\d{4} bytes, max_trajectory_bytes is 400000: drop steps"
+    ):
+        encode_packets(items, 400_000)
 
 
 def test_received_columns_are_views() -> None:
