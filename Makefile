@@ -6,12 +6,13 @@ ARGS :=
 BENCH := pipeline
 SITE := site
 
-.PHONY: help demo bench quick test test-integrations chaos soak compat fuzz names docs lint format clean
+.PHONY: help demo bench experiment quick test test-integrations chaos soak compat fuzz names docs lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
 	@echo "make bench   speed of the pipeline beside what plain redis-py moves and beside its peers (others: BENCH=algorithms,"
 	@echo "             stages, backlog, latency, memory, scaling; ARGS=\"--json FILE\" passes flags)"
+	@echo "make experiment  the same task learnt synchronously and asynchronously, in some 15 minutes a seed (ARGS=\"--seeds 3\")"
 	@echo "make quick   tests of the rooms that need no server and are quick (ARGS=\"tests/unit/store\" picks some)"
 	@echo "make test    all tests (ARGS=\"tests/unit -k chain\" passes arguments to pytest)"
 	@echo "make test-integrations  tests against the packages $(INTEGRATIONS), each in an environment of its own"
@@ -29,6 +30,9 @@ demo: $(VENV)/test.installed
 
 bench: $(VENV)/test.installed
 	$(VENV)/bin/streamadv bench $(BENCH) $(ARGS)
+
+experiment: $(VENV)/test.installed
+	$(VENV)/bin/python examples/tool_use/experiment.py --out experiment $(ARGS)
 
 quick: $(VENV)/test.installed
 	$(VENV)/bin/python -m pytest -m "not processes and not slow and not server" $(or $(ARGS),tests/unit)
