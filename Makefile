@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 INTEGRATIONS := trl
+PAGES := tests/docs/test_pages.py::test_the_code_of_a_page_runs
 ARGS :=
 BENCH := pipeline
 SITE := site
@@ -44,7 +45,7 @@ test-integrations: $(INTEGRATIONS:%=test-integration-%)
 
 test-integration-%:
 	$(MAKE) --no-print-directory VENV=$(VENV)-$* $(VENV)-$*/test,$*.installed
-	$(VENV)-$*/bin/python -m pytest tests/integrations/$* $(ARGS)
+	$(VENV)-$*/bin/python -m pytest tests/integrations/$* $(if $(wildcard docs/how-to/$*.md),"$(PAGES)[docs/how-to/$*.md]") $(ARGS)
 
 chaos: $(VENV)/test.installed
 	STREAMADV_CHAOS_SECONDS=$${STREAMADV_CHAOS_SECONDS:-120} $(VENV)/bin/python -m pytest tests/chaos $(ARGS)

@@ -34,6 +34,13 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
 }
 if find_spec("transformers") is None:
     NOT_RUN["docs/how-to/engines.md"] = {TRANSFORMERS: "needs pip install 'streamadv[examples]'"}
+if find_spec("trl") is None:
+    reason = "`make test-integrations` runs it, in an environment that has TRL"
+    NOT_RUN["docs/how-to/trl.md"] = {
+        block.first_line: reason for block in blocks_of("docs/how-to/trl.md") if block.runs
+    }
+else:
+    NOT_RUN["docs/how-to/trl.md"] = {"pip install 'streamadv[trl]'": "the same"}
 STORIES: Final = [page for page in pages() if any(block.runs for block in blocks_of(page))]
 LIMIT_S: Final = 200.0
 
