@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from streamadv import metrics
 from streamadv.advantage.worker import run_worker
 from streamadv.processes.malloc import keep_freed_memory
+from streamadv.run.consumer import ADVANTAGE
 from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
 
@@ -17,6 +19,7 @@ def main(settings: Settings, wanted: RunSettings | None = None) -> int:
     torch.set_num_threads(settings.torch_threads)  # another thread count may change the last bit of a sum
     keep_freed_memory()
     stop = stop_on_signals()
-    run = join_run(settings, wanted, stop)
+    metrics.begin_stage(ADVANTAGE, "advantage")
+    run = join_run(settings, wanted, stop, ADVANTAGE)
     run_worker(run, stop, device=settings.device)
     leave()

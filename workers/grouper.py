@@ -1,20 +1,22 @@
-"""The grouper process: takes pushed trajectories into groups, ends groups, exports the run's ledger."""
+"""The grouper process: takes pushed trajectories into groups, ends groups, exports the facts of the run."""
 
 from __future__ import annotations
 
 from streamadv import metrics
 from streamadv.grouping.grouper import run_grouper
+from streamadv.run.consumer import GROUPER
 from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
-from streamadv.status import read_status
+from streamadv.status import export_run
 
-from .process import join_run, stop_on_signals
+from .process import join_run, stop_on_signals, url_of
 
 
 def main(settings: Settings, wanted: RunSettings | None = None) -> int:
     """Run until SIGTERM or SIGINT."""
     stop = stop_on_signals()
-    run = join_run(settings, wanted, stop)
-    metrics.register_ledger(lambda: read_status(run).to_json())
+    metrics.begin_stage(GROUPER, "grouper")
+    export_run(url_of(settings), settings.run)
+    run = join_run(settings, wanted, stop, GROUPER)
     run_grouper(run, stop)
     return 0

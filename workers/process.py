@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from streamadv import metrics
 from streamadv.errors import SettingError
@@ -21,6 +21,9 @@ from streamadv.store.connection import Connection
 from streamadv.store.retry import RETRYABLE, Outage
 
 logger = logging.getLogger(__name__)
+
+#: Seconds in which the server answers a probe.
+PROBE_S: Final = 2.0
 
 
 def stop_on_signals() -> threading.Event:
@@ -47,17 +50,32 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Event) -> Run:
-    """Wait for the server, create or join the run, serve metrics. A signal ends the wait with KeyboardInterrupt."""
+def url_of(settings: Settings) -> str:
+    """The server that was given. Raises SettingError if none was."""
     if settings.redis_url is None:
         raise SettingError("no server is given: use --redis URL or STREAMADV_REDIS_URL")
-    connection = Connection(settings.redis_url)
+    return settings.redis_url
+
+
+def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Event, stage: str) -> Run:
+    """Serve metrics and probes, wait for the server, create or join the run.
+
+    stage: who waits, in the log. A signal ends the wait with KeyboardInterrupt.
+    """
+    connection, probe = Connection(url_of(settings)), Connection(url_of(settings), reply_timeout=PROBE_S)
+    has_joined = False
+
+    def not_ready() -> str | None:
+        probe.check()
+        return None if has_joined else f"run {settings.run} is not joined yet"
+
+    metrics.serve(settings.metrics_port, settings.run, settings.metrics_host, not_ready)
 
     def on_wait(_error: Exception) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
 
-    outage = Outage("worker", sleep=stop.wait)
+    outage = Outage(stage, sleep=stop.wait)
     while True:
         connection.wait_until_ready(on_wait=on_wait)
         try:
@@ -67,7 +85,7 @@ def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Eve
         except RETRYABLE as error:  # gone again by now, or it answers but does not write for a while
             on_wait(error)
             outage.pause_after(error)
-    metrics.serve(settings.metrics_port, run.name, settings.metrics_host)
+    has_joined = True
     fields = log_fields("joined", run=run.name)
     logger.info("ready: run %s on %s", run.name, connection.safe_url, extra=fields)
     keep_what_exists()

@@ -22,7 +22,7 @@ def main(
 ) -> int:
     """Score with `function` until SIGTERM or SIGINT. name, options: of the `Scorer`."""
     stop = stop_on_signals()
-    run = join_run(settings, wanted, stop)
+    run = join_run(settings, wanted, stop, name or "scorer")
     name = name or name_of(function, run.manifest.scorers, run.name)
     Scorer(run.connection, run.name, name, **options).run(function, stop)
     leave()

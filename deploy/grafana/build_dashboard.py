@@ -30,37 +30,55 @@ from panels import (
 OUTPUT: Final = Path(__file__).parent / "dashboards" / "streamadv.json"
 
 STAGE: Final = 'stage=~"$stage"'
-ENDS: Final = 'place=~"pushed|trained|dropped|dead"'
+
+
+def run_rate(metric: str) -> str:
+    """Increase per second of a counter of the run, which several processes may export."""
+    return f"sum (max by (run) (sum by (run, instance) (rate({selector(f'run_{metric}')}{RATE}))))"
+
+
+def mean_reward(*matchers: str) -> str:
+    """Mean of the rewards of groups that ended."""
+    parts = [rate("rewards_sum_total", f'sign="{sign}"', *matchers) for sign in ("positive", "negative")]
+    return ratio(f"({parts[0]} - {parts[1]})", rate("rewards_total", *matchers))
+
+
+def mean_kl(estimate: str) -> str:
+    """Mean over tokens of a KL estimate."""
+    matcher = f'estimate="{estimate}"'
+    parts = [rate("kl_sum_total", f'sign="{sign}"', matcher) for sign in ("positive", "negative")]
+    return ratio(f"({parts[0]} - {parts[1]})", rate("kl_weight_total", matcher))
+
 
 FLOW: Final = [
     panel(
         "Trajectories",
         "ops",
         "Trajectories a second, from the run's ledger: pushed by producers, trained (committed with a "
-        "checkpoint), dropped for a reason, dead. In a steady state pushed is the sum of the others.",
-        (f"sum by (place) (deriv({selector('ledger_trajectories', ENDS)}{RATE}))", "{{place}}"),
+        "checkpoint), dropped for a reason. In a steady state pushed is the sum of the others.",
+        *((run_rate(f"{place}_trajectories_total"), place) for place in ("pushed", "trained", "dropped")),
     ),
     panel(
         "Queue depth",
         "short",
         "Entries in each stream. rollouts: trajectories the grouper has not taken; work: units of work the advantage "
         "workers have not finished; scoring: with a scorer. Growing without end: that stage is too slow.",
-        (total("stream_length_entries", by="stream"), "{{stream}}"),
+        (total("run_stream_entries", by="stream"), "{{stream}}"),
     ),
     panel(
         "Lag and pending",
         "short",
         "Lag: entries no consumer has read. Pending: read and not acknowledged. Pending that stays while "
         "nothing is acknowledged: a worker is stuck or has died less than a lease ago.",
-        (total("stream_lag_entries", by="stream"), "{{stream}} lag"),
-        (total("stream_pending_entries", by="stream"), "{{stream}} pending"),
+        (total("run_stream_lag_entries", by="stream"), "{{stream}} lag"),
+        (total("run_stream_pending_entries", by="stream"), "{{stream}} pending"),
     ),
     panel(
         "Age of the oldest entry",
         "s",
         "How long the oldest entry of each stream has waited. Above two leases (30 s for advantage workers, "
         "10 s for the grouper) nobody works on it.",
-        (greatest("oldest_pending_age_seconds", by="stream"), "{{stream}}"),
+        (greatest("run_stream_oldest_seconds", by="stream"), "{{stream}}"),
     ),
     panel(
         "Time of a step, p95",
@@ -103,8 +121,8 @@ FLOW: Final = [
         "Processes that wait, on average: producers for admission (the run is max_staleness ahead, or out of "
         "bytes), the trainer for a batch. In every run one side waits; the trainer at 1 means that rollouts are "
         "too slow or filtered away.",
-        (rate("backpressure_seconds_total"), "producers, for admission"),
-        (rate("trainer_wait_seconds_total"), "trainer, for a batch"),
+        (rate("wait_seconds_total", 'stage="producer"'), "producers, for admission"),
+        (rate("wait_seconds_total", 'stage="trainer"'), "trainer, for a batch"),
     ),
     panel(
         "Tokens delivered",
@@ -161,8 +179,8 @@ GROUPS: Final = [
     panel(
         "Groups without a signal",
         "percentunit",
-        "Share of the computed groups whose rewards are all equal: their advantages are 0. Filtered ones "
-        "(outcome zero_variance) are not in it.",
+        "Share of the groups that ended whose rewards are all equal: their advantages are 0, or a filter drops "
+        "them (outcome zero_variance).",
         (
             ratio(rate("group_reward_std_bucket", 'le="0.0"'), rate("group_reward_std_count")),
             "zero reward spread",
@@ -186,20 +204,18 @@ GROUPS: Final = [
         "Open groups",
         "short",
         "Groups begun and not ended. Admission holds them at (max_staleness + 1) x groups per version.",
-        (total("groups_open"), "open"),
+        (total("run_groups", 'place="open"'), "open"),
     ),
 ]
 
-REWARD_COUNT: Final = rate("reward_bucket", 'le="+Inf"')
+
 ADVANTAGES: Final = [
     panel(
         "Reward, mean",
         "short",
-        "Mean reward of the trajectories computed.",
-        (
-            ratio(f"({rate('reward_positive_total')} - {rate('reward_negative_total')})", REWARD_COUNT),
-            "mean",
-        ),
+        "Mean reward of the trajectories of all groups that ended, and of those that go on to a batch.",
+        (mean_reward(), "all"),
+        (mean_reward('kept="yes"'), "kept"),
         low=None,
     ),
     panel(
@@ -213,9 +229,9 @@ ADVANTAGES: Final = [
         "Evaluation",
         "short",
         "Mean reward of the newest version that was evaluated, by data source, and the mean over groups of the best "
-        "reward in each. Which version it is stands in streamadv_eval_version.",
-        (greatest("eval_reward_mean", by="data_source"), "{{data_source}} mean"),
-        (greatest("eval_reward_best", by="data_source"), "{{data_source}} best"),
+        "reward in each. Which version it is stands in streamadv_run_eval_version.",
+        (greatest("run_eval_reward_mean", by="data_source"), "{{data_source}} mean"),
+        (greatest("run_eval_reward_best", by="data_source"), "{{data_source}} best"),
         low=None,
     ),
     panel(
@@ -243,15 +259,14 @@ ADVANTAGES: Final = [
         "Truncated",
         "percentunit",
         "Share of the trajectories that were cut off at a limit.",
-        (ratio(rate("truncated_total"), REWARD_COUNT), "truncated"),
+        (ratio(rate("truncated_total"), rate("response_tokens_count")), "truncated"),
         high=1,
     ),
     panel(
         "Clipped",
         "percentunit",
         "Share of rewards (sequence or token level) and of trainable tokens' advantages that were clipped.",
-        (average("reward_clipped_ratio", by="level"), "reward, {{level}}"),
-        (average("advantage_clipped_ratio"), "advantage"),
+        (ratio(rate("clipped_total", by="what"), rate("clip_candidates_total", by="what")), "{{what}}"),
         high=1,
     ),
     panel(
@@ -259,14 +274,14 @@ ADVANTAGES: Final = [
         "short",
         "KL penalty as the chain estimates it, and its coefficient (moves when the controller is adaptive). "
         "0 for a chain without KL.",
-        (average("kl_penalty"), "KL"),
+        (mean_kl("penalty"), "KL"),
         (average("kl_coefficient"), "coefficient"),
         low=None,
     ),
     panel(
         "Non-finite values",
         "ops",
-        "NaN or infinity among rewards, advantages or importance weights. Must stay 0.",
+        "NaN or infinity among advantages or importance weights. Must stay 0.",
         (rate("nonfinite_total", by="quantity"), "{{quantity}}"),
     ),
 ]
@@ -292,8 +307,8 @@ STALENESS: Final = [
         "KL from rollout to trained policy",
         "short",
         "How far the policy has moved from the one that played the data: k1 and k3 estimates, last batch.",
-        (average("kl_k1"), "k1"),
-        (average("kl_k3"), "k3"),
+        (mean_kl("k1"), "k1"),
+        (mean_kl("k3"), "k3"),
         low=None,
     ),
     panel(
@@ -301,8 +316,13 @@ STALENESS: Final = [
         "percentunit",
         "mean(w)^2 / mean(w^2) of the importance weights. 100 %: all samples count alike; below 30 % few "
         "samples decide the update.",
-        (average("is_ess_ratio"), "ESS"),
-        (average("is_clipped_ratio"), "weights truncated"),
+        (
+            ratio(
+                f"({rate('is_weights_sum_total')} ^ 2)",
+                f"({rate('is_weights_total')} * {rate('is_weights_squares_total')})",
+            ),
+            "ESS",
+        ),
         high=1,
     ),
     panel(
@@ -316,7 +336,7 @@ STALENESS: Final = [
         "Version",
         "short",
         "Version of the policy in the run, and the one that the last batch delivered trains.",
-        (greatest("model_version"), "published"),
+        (greatest("run_version"), "published"),
         (greatest("batch_version"), "being trained"),
     ),
 ]
@@ -325,8 +345,8 @@ LEDGER: Final = [
     stat(
         "Status can be read",
         "short",
-        "Whether the process that exports the ledger (the grouper) reaches the server.",
-        (greatest("up"), "up"),
+        "Whether a process that exports the facts of the run (a grouper, `streamadv exporter`) reads them in time.",
+        (greatest("run_readable"), "up"),
         good_is_one=True,
     ),
     stat(
@@ -334,38 +354,36 @@ LEDGER: Final = [
         "short",
         "pushed = trained + dropped + dead + queued + in flight, and the counters agree with the structures. "
         "If not, `streamadv status --check` says where.",
-        (f"min ({selector('ledger_balanced')})", "balanced"),
+        (f"min ({selector('run_balanced')})", "balanced"),
         good_is_one=True,
     ),
     stat(
         "Trained",
         "short",
         "Trajectories trained on and committed.",
-        (
-            total("ledger_trajectories", 'place="trained"'),
-            "trained",
-        ),
+        (total("run_trained_trajectories_total"), "trained"),
     ),
     panel(
         "Trajectories in the pipeline",
         "short",
-        "queued: in the rollouts stream, with a scorer, in an open group or waiting for a batch. in_flight: in "
+        "scoring, rollouts, open and grouped are queued: with a scorer, in the rollouts stream, in an open "
+        "group, waiting for a batch. in_flight: in "
         "a named batch that is not committed.",
-        (total("ledger_trajectories", 'place=~"queued|in_flight"', by="place"), "{{place}}"),
+        (total("run_trajectories", by="place"), "{{place}}"),
         stack=True,
     ),
     panel(
         "Dropped and dead",
         "short",
         "Trajectories that were not trained on, by reason, since the run began.",
-        (total("dropped_trajectories", by="reason"), "dropped, {{reason}}"),
-        (total("dead_trajectories", by="reason"), "dead, {{reason}}"),
+        (total("run_dropped_trajectories_total", by="reason"), "dropped, {{reason}}"),
+        (total("run_dead_trajectories", by="reason"), "dead, {{reason}}"),
     ),
     panel(
         "Producers",
         "short",
         "open: alive. finished: they said so. lost: silent for 30 s without having finished.",
-        (total("producers", by="state"), "{{state}}"),
+        (total("run_producers", by="state"), "{{state}}"),
         stack=True,
     ),
     panel(
@@ -373,8 +391,8 @@ LEDGER: Final = [
         "bytes",
         "live: stored. reserved: promised to members of open groups that have not come yet. Admission keeps "
         "the sum below max_bytes.",
-        (total("live_bytes"), "live"),
-        (total("reserved_bytes"), "reserved"),
+        (total("run_payload_bytes", 'kind="live"'), "live"),
+        (total("run_payload_bytes", 'kind="reserved"'), "reserved"),
         stack=True,
     ),
 ]

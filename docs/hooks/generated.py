@@ -23,10 +23,10 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from streamadv.cli import make_parser
 from streamadv.metrics import instruments
-from streamadv.metrics.exposition import ArrayHistogram
-from streamadv.metrics.instruments import LEDGER
+from streamadv.metrics.histogram import ArrayHistogram
 from streamadv.run.manifest import DEFAULTS, RunSettings
 from streamadv.settings import SECRETS, Settings
+from streamadv.status import exported
 from streamadv.store.credentials import PREFIX
 
 ROOT: Final = Path(__file__).parents[2]
@@ -123,16 +123,21 @@ def environment() -> str:
 
 
 def metrics(whose: str) -> str:
-    """The metrics of `processes`, or those of the `run`, which the grouper exports."""
+    """The metrics of `processes`, or those of the `run`, which groupers and exporters export."""
     own = [
         item for item in vars(instruments).values() if isinstance(item, MetricWrapperBase | ArrayHistogram)
     ]
     rows = []
-    for collector in own if whose == "processes" else [LEDGER]:
-        for family in collector.describe():
-            name = family.name + "_total" * (family.type == "counter")
-            labels = getattr(collector if collector is not LEDGER else family, "_labelnames", ())
-            rows.append((f"`{name}`", family.type, ", ".join(labels), family.documentation))
+    described = [(item, family) for item in own for family in item.describe()]
+    if whose == "run":
+        described = [(family, family) for family in exported.families().values()]
+    else:
+        waits = (*instruments.WAITS.describe(), *instruments.BLOCKED.describe())
+        described = [*((family, family) for family in waits), *described]
+    for labelled, family in described:
+        name = family.name + "_total" * (family.type == "counter")
+        labels = getattr(labelled, "_labelnames", ())
+        rows.append((f"`{name}`", family.type, ", ".join(labels), family.documentation))
     return _table("metric", "type", "labels", "meaning", rows)
 
 

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
-import numpy as np
 from redis.exceptions import OutOfMemoryError
 
 from .. import metrics
@@ -14,7 +13,6 @@ from ..run import Run
 from ..run.consumer import ADVANTAGE
 from ..store.calls import run_transaction
 from ..store.scripts import script_call
-from ..trajectory.columns import Array
 from .compute import ComputedItem
 
 #: Reply of `publish.lua` when the output was gone.
@@ -56,25 +54,12 @@ def _arguments(computed: ComputedItem, inline: Mapping[Any, Any]) -> list[Any]:
 def observe(computed: ComputedItem) -> None:
     """Metrics of results that were handed off."""
     layout = computed.published
-    table, rewards = layout.members.table, layout.members.table["reward"]
+    table = layout.members.table
     metrics.work_item_computed(
-        rewards=rewards,
         advantages=[] if computed.advantages is None else computed.advantages,
         response_tokens=table["trainable"],
         turns=table["steps"][table["steps"] > 0],
         truncated=layout.members.is_truncated,
-        group_reward_std=_standard_deviations(rewards, layout.group),
         group_completion_s=[(group.logged_ms - group.opened_ms) / 1000 for group in layout.groups],
-        metrics=computed.metrics,
         is_weights=computed.is_weights,
     )
-
-
-def _standard_deviations(values: Array, group: Array) -> Array:
-    """Of the values of each group, sample standard deviations; without groups of one value."""
-    first, counts = np.unique(group, return_index=True, return_counts=True)[1:]
-    if not len(first):
-        return np.zeros(0)
-    centred = values - np.repeat(np.add.reduceat(values, first) / counts, counts)
-    squares = np.add.reduceat(centred * centred, first)
-    return np.sqrt(squares[counts > 1] / (counts[counts > 1] - 1))

@@ -31,6 +31,7 @@ COMMANDS: Final = (
     "server",
     "up",
     "worker",
+    "exporter",
     "replay",
     "consume",
     "compute",

@@ -102,4 +102,4 @@ def _take(run: Run, entries: Sequence[Entry]) -> list[str]:
         return []
     taken, *ended = shard.call("take", args, group_hashes=map(keys.group, positions), payloads=payloads)
     metrics.entries(STAGE, "acked", taken)
-    return [count_ended(outcome, source) for outcome, source in zip(ended[::2], ended[1::2], strict=True)]
+    return [count_ended(*ended[position : position + 3]) for position in range(0, len(ended), 3)]

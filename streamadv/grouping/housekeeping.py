@@ -93,8 +93,8 @@ def apply_scores(run: Run, shard: Shard) -> None:
     while items := _checked_items(shard, shard.keys.scored, SCORES_COUNT, _is_scored, "no slot of a group"):
         group_hashes = [shard.keys.group(item.partition(b" ")[2].decode()) for item in items]
         ended = shard.call("apply_scores", [*run.manifest.policy_args, *items], group_hashes=group_hashes)
-        for outcome, source in zip(ended[::2], ended[1::2], strict=True):
-            count_ended(outcome, source)
+        for position in range(0, len(ended), 3):
+            count_ended(*ended[position : position + 3])
 
 
 def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
@@ -115,8 +115,8 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
         args = [*run.manifest.policy_args, *ids]
         looked_at, *flat = shard.call("expire", args, group_hashes=map(shard.keys.group, ids))
         ended += [
-            (group_id.decode(), count_ended(outcome, source))
-            for group_id, outcome, source in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+            (flat[position].decode(), count_ended(*flat[position + 1 : position + 4]))
+            for position in range(0, len(flat), 4)
         ]
         ids = ids[looked_at:]
     return ended
@@ -175,9 +175,10 @@ def sweep(shard: Shard) -> int:
     return swept
 
 
-def count_ended(outcome: bytes, data_source: bytes) -> str:
-    """Count a group that a script has ended in the metrics. Returns its outcome."""
-    metrics.group_ended(outcome.decode(), data_source.decode() or None)
+def count_ended(outcome: bytes, data_source: bytes, rewards: bytes) -> str:
+    """Count a group that a script has ended in the metrics. rewards: separated by blanks. Returns its outcome."""
+    numbers = [float(reward) for reward in rewards.split()]
+    metrics.group_ended(outcome.decode(), data_source.decode() or None, numbers)
     return outcome.decode()
 
 

@@ -1,48 +1,59 @@
 """Metrics of a process: what the stages report here is served at `/metrics` for Prometheus.
 
-In reading order: these functions, which stages call; `instruments` (the declarations); `exposition` (how the numbers
-leave the process). Work items and batches are reported whole, as arrays. Any thread may call. torch is not imported.
+In reading order: these functions, which stages call; `instruments` (the declarations, in sets by stage) over
+`registry`, `histogram` and `waits`; `endpoints` with `deadline` (how the numbers leave the process). Work items and
+batches are reported whole, as arrays. Any thread may call. torch is not imported.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import instruments
-from .exposition import StatusReader, serve_metrics
-from .instruments import KEPT, REGISTRY, child
+from .endpoints import NotReady, serve_metrics
+from .instruments import KEPT, REGISTRY, Kind, begin_stage, child
+from .waits import Blockers
 
 __all__ = [
     "KEPT",
     "REGISTRY",
-    "backpressure",
+    "Kind",
     "batch_delivered",
-    "blocked_when",
+    "begin_stage",
+    "blocked_as",
     "entries",
     "group_ended",
     "group_recreated",
-    "no_progress",
     "producer_pushed",
-    "register_ledger",
     "retried",
     "serve",
     "timed",
     "training_metrics",
     "unscorable",
+    "wait",
     "work_item_computed",
 ]
 
 #: Numbers of a work item or batch: an array, a list or one number. None stands for unknown and is left out.
 Values = NDArray[Any] | Sequence[float | None] | Sequence[int | None] | float | None
 Event = Literal["delivered", "acked", "reclaimed", "duplicate"]
+#: Mean and standard deviation of the importance weights of a batch.
+IS_MEAN: Final = "rollout_corr/rollout_is_clamped_mean"
+IS_STD: Final = "rollout_corr/rollout_is_std"
+
+
+def wait(stage: str) -> AbstractContextManager[None]:
+    """Around a wait of this stage: for admission, for a batch, for entries. It counts while it lasts."""
+    return instruments.WAITS.wait(stage)
 
 
 def timed(stage: str, step: str) -> AbstractContextManager[Any]:
@@ -63,9 +74,9 @@ def retried(stage: str, reason: str) -> None:
     child(instruments.CONNECTION_ERRORS, stage, reason).inc()
 
 
-def blocked_when(reason: str, is_blocked: Callable[[], bool]) -> None:
-    """Show at each scrape whether somebody in this process waits for `reason`, one of `store.reasons.REASONS`."""
-    child(instruments.BLOCKED, reason).set_function(lambda: float(is_blocked()))
+def blocked_as(blockers: Blockers) -> None:
+    """Show at each scrape who waits for which reason. blockers: returns pairs of (who, reason), see `Blockers`."""
+    instruments.BLOCKED.blockers = blockers
 
 
 def unscorable(stage: str, kind: str) -> None:
@@ -78,18 +89,34 @@ def group_recreated(stage: str) -> None:
     child(instruments.NOGROUP, stage).inc()
 
 
-def group_ended(outcome: str, data_source: str | None = None) -> None:
+def group_ended(outcome: str, data_source: str | None = None, rewards: Values = None) -> None:
     """A group ended, see OUTCOMES. With `data_source` it counts in the kept/produced ratio of that source.
 
-    An outcome of AT_NAMING befalls a group that was counted before: its source's numbers stay. Those of evaluation
-    groups are not for training.
+    rewards: of its trajectories that have one. An outcome of AT_NAMING befalls a group that was counted before: its
+    source's numbers stay. Those of evaluation groups are not for training.
     """
     child(instruments.GROUPS, outcome if outcome in instruments.OUTCOMES else "other").inc()
-    if data_source is not None and outcome not in (*instruments.AT_NAMING, instruments.EVALUATED):
-        source = _bounded_source(data_source)
+    if outcome in (*instruments.AT_NAMING, instruments.EVALUATED):
+        return
+    source = None if data_source is None else _bounded_source(data_source)
+    is_kept = outcome in KEPT
+    if source is not None:
         child(instruments.GROUPS_PRODUCED, source).inc()
         # By 0 too: a source that keeps nothing must show.
-        child(instruments.GROUPS_KEPT, source).inc(int(outcome in KEPT))
+        child(instruments.GROUPS_KEPT, source).inc(int(is_kept))
+    _group_rewards(_known(rewards), source or "", is_kept)
+
+
+@np.errstate(over="ignore", invalid="ignore")  # rewards near the limit of float64: such a sum is left out
+def _group_rewards(rewards: NDArray[np.float64], source: str, is_kept: bool) -> None:
+    if not len(rewards):
+        return
+    kept = "yes" if is_kept else "no"
+    instruments.REWARD.observe(rewards)
+    child(instruments.REWARDS, source, kept).inc(len(rewards))
+    _add_signed(instruments.REWARDS_SUM, (source, kept), rewards)
+    if len(rewards) > 1:
+        instruments.GROUP_REWARD_STD.observe(_known(rewards.std(ddof=1)))
 
 
 def producer_pushed(codes: Iterable[str]) -> None:
@@ -99,54 +126,54 @@ def producer_pushed(codes: Iterable[str]) -> None:
     _succeeded("producer")
 
 
-def backpressure(seconds: float) -> None:
-    """A producer waited so long for admission. Call after each pause, so that a long wait shows."""
-    instruments.BACKPRESSURE.inc(seconds)
-
-
 def work_item_computed(
-    rewards: Values,
     advantages: Values,
     response_tokens: Values,
     turns: Values,
     truncated: Values,
-    group_reward_std: Values,
     group_completion_s: Values,
-    metrics: Mapping[str, float],
     is_weights: Values = None,
-    stage: str = "advantage",
 ) -> None:
-    """A work item has been computed, by an advantage worker or (`stage`) the trainer.
+    """An advantage worker has computed a work item.
 
-    rewards, response_tokens, turns, truncated (0 or 1): of each trajectory. advantages: at the estimator's
-    level, trainable tokens only. group_reward_std, group_completion_s (seconds from opening to end): of each
-    group. metrics: the chain's, see `training_metrics`. is_weights: importance weights of rows or trainable
-    tokens.
+    response_tokens, turns, truncated (0 or 1): of each trajectory. advantages: at the estimator's level, trainable
+    tokens only. group_completion_s: of each group, seconds from opening to end. is_weights: importance weights of rows
+    or trainable tokens.
     """
-    reward = _finite(rewards, "reward")
-    instruments.REWARD.observe(reward)
-    instruments.REWARD_POSITIVE.inc(float(reward[reward > 0].sum()))
-    instruments.REWARD_NEGATIVE.inc(float(-reward[reward < 0].sum()))
     instruments.ADVANTAGE.observe(_finite(advantages, "advantage"))
     instruments.RESPONSE_TOKENS.observe(_known(response_tokens))
     instruments.TURNS_TAKEN.observe(_known(turns))
     instruments.TRUNCATED.inc(float(_known(truncated).sum()))
-    instruments.GROUP_REWARD_STD.observe(_known(group_reward_std))
     instruments.GROUP_COMPLETION.observe(_known(group_completion_s))
-    training_metrics(metrics, stage)
-    weights = _finite(is_weights, "is_weight")
-    if len(weights):
-        instruments.IS_WEIGHT.observe(weights)
-        squares = float((weights * weights).mean())
-        child(instruments.IS_ESS, stage).set(float(weights.mean()) ** 2 / squares if squares else 0.0)
+    instruments.IS_WEIGHT.observe(_finite(is_weights, "is_weight"))
 
 
-def training_metrics(metrics: Mapping[str, float], stage: str = "trainer") -> None:
-    """Numbers under verl's and ROLL's names, of a chain or a training loop; TRAINING_GAUGES says which show."""
+def training_metrics(metrics: Mapping[str, float], weights: Mapping[str, float] | float = 1.0) -> None:
+    """Numbers under verl's and ROLL's names: means of a batch, of a chain or a training loop.
+
+    KL_ESTIMATES, CLIP_SHARES, the mean and deviation of importance weights and `critic/kl_coef` have metrics here;
+    other names have none. weights: how many tokens, rows or trajectories are behind each mean, or behind all of them.
+    """
     for name, value in metrics.items():
-        if name in instruments.TRAINING_GAUGES:
-            gauge, labels = instruments.TRAINING_GAUGES[name]
-            child(gauge, stage, *labels).set(value)
+        weight = weights.get(name, 1.0) if isinstance(weights, Mapping) else weights
+        if not (math.isfinite(value) and math.isfinite(weight) and weight > 0):
+            continue
+        if name in instruments.KL_ESTIMATES:
+            estimate = instruments.KL_ESTIMATES[name]
+            _add_signed(instruments.KL_SUM, (estimate,), np.array([value * weight]))
+            child(instruments.KL_WEIGHT, estimate).inc(weight)
+        elif name in instruments.CLIP_SHARES:
+            what = instruments.CLIP_SHARES[name]
+            child(instruments.CLIPPED, what).inc(max(0.0, value) * weight)
+            child(instruments.CLIP_CANDIDATES, what).inc(weight)
+        elif name == "critic/kl_coef":
+            instruments.KL_COEFFICIENT.set(value)
+            REGISTRY.add(instruments.KL_COEFFICIENT)
+        elif name == IS_MEAN:
+            deviation = metrics.get(IS_STD, 0.0)
+            instruments.IS_WEIGHTS_SUM.inc(max(0.0, value) * weight)
+            instruments.IS_WEIGHTS_SQUARES.inc((value * value + deviation * deviation) * weight)
+            instruments.IS_WEIGHTS.inc(weight)
 
 
 def batch_delivered(
@@ -156,46 +183,42 @@ def batch_delivered(
     in_queue_lag: Values,
     num_tokens: int,
     num_trajectories: int,
-    wait_s: float,
     e2e_s: Values,
 ) -> None:
     """A batch goes to the training loop. On rank 0 only: the numbers are those of the whole batch.
 
     staleness, in_flight_lag, in_queue_lag (versions), e2e_s (seconds from the end of its group): of each
-    trajectory, None where it has no version or time. wait_s: seconds that the loop waited for this batch.
+    trajectory, None where it has no version or time.
     """
     instruments.BATCH_VERSION.set(version)
+    REGISTRY.add(instruments.BATCH_VERSION)
     instruments.POLICY_LAG.observe(_known(staleness))
     instruments.POLICY_LAG_IN_FLIGHT.observe(_known(in_flight_lag))
     instruments.POLICY_LAG_IN_QUEUE.observe(_known(in_queue_lag))
     instruments.DELIVERED_BATCHES.inc()
     instruments.DELIVERED_TOKENS.inc(num_tokens)
     instruments.DELIVERED_TRAJECTORIES.inc(num_trajectories)
-    instruments.TRAINER_WAIT.inc(wait_s)
     instruments.E2E.observe(_known(e2e_s))
     _succeeded("trainer")
 
 
-def no_progress(seconds: float) -> None:
-    """The trainer has waited so long for a batch; 0 when one is there."""
-    instruments.NO_PROGRESS.set(seconds)
-
-
-def register_ledger(read_status: StatusReader | None) -> None:
-    """Export the run's ledger, streams and memory, read with `read_status()` once a scrape; None ends it.
-
-    In one process of a run only (the grouper): each further one would show the same numbers again.
-    """
-    instruments.LEDGER.read_status = read_status
-
-
-def serve(port: int, run: str | None = None, host: str = "127.0.0.1") -> int:
-    """Serve `/metrics` at `host` until the process ends; returns the port (0 takes a free one).
+def serve(
+    port: int, run: str | None = None, host: str = "127.0.0.1", not_ready: NotReady | None = None
+) -> int:
+    """Serve `/metrics`, `/livez` and `/readyz` at `host` until the process ends; returns the port (0 takes a free one).
 
     Whoever reaches it may read it: anything but loopback (0.0.0.0 is all addresses) belongs behind a firewall.
-    `run` becomes a label of every series. Raises SettingError if port or host cannot be had.
+    `run` becomes a label of every series. not_ready: says why the process cannot do its work now, None if it can; then
+    `/readyz` answers 503 with that text. `/livez` asks nothing. Raises SettingError if port or host cannot be had.
     """
-    return serve_metrics(REGISTRY, port, run, host)
+    return serve_metrics(REGISTRY, port, run, host, not_ready or (lambda: None))
+
+
+def _add_signed(counter: Any, labels: tuple[str, ...], values: NDArray[np.float64]) -> None:
+    """Add the values above 0 and those below it, without their sign, to two children of a counter."""
+    for sign, part in zip(instruments.SIGNS, (values[values > 0], -values[values < 0]), strict=True):
+        total = float(part.sum())
+        child(counter, *labels, sign).inc(total if math.isfinite(total) else 0.0)
 
 
 def _known(values: Values) -> NDArray[np.float64]:

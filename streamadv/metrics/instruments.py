@@ -1,18 +1,34 @@
-"""The instruments of a process, each made once, and the values that their labels may take.
+"""The instruments, each made once, in sets that stages export; and the values that their labels may take.
 
 Their texts are the reference, docs/reference/metrics.md. Labels take values from small fixed sets, never an id.
+Counters with labels are born at 0 when a stage begins, so that their first increase shows.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Final
+from itertools import product
+from typing import Any, Final, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
 
 from ..version import __version__
-from .exposition import ArrayHistogram, LedgerCollector
+from .histogram import ArrayHistogram
+from .registry import Registry, new_set
+from .waits import Blocked, Waits
+
+#: What a stage exports: a producer, the three kinds of workers, rank 0 of the trainer, another rank, an exporter.
+Kind = Literal["producer", "grouper", "scorer", "advantage", "trainer", "rank", "exporter"]
 
 #: How a group can end; any other name is counted as "other".
 OUTCOMES: Final = (
@@ -35,6 +51,7 @@ UNSCORABLE_KINDS: Final = ("exception", "value", "hang", "crash")
 PUSH_CODES: Final = ("pushed", "duplicate", "surplus", "late", "other")
 #: Data sources with a label of their own; those that come later are counted as "other".
 MAX_DATA_SOURCES: Final = 32
+SIGNS: Final = ("positive", "negative")
 
 # Upper bounds of the buckets.
 STEP_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -47,43 +64,56 @@ TURNS: Final = (1, 2, 3, 5, 8, 12, 20, 30, 50, 100)
 VERSIONS: Final = (0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 8.5, 10.5, 12.5, 16.5, 24.5, 32.5, 64.5)
 WEIGHTS: Final = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 
-REGISTRY: Final = CollectorRegistry()
+# The sets.
+PROCESS: Final = new_set()
+STAGES: Final = new_set()
+WORKERS: Final = new_set()
+SCORERS: Final = new_set()
+PRODUCERS: Final = new_set()
+GROUPS_ENDED: Final = new_set()
+ALL_GROUPS: Final = new_set()
+WORK_ITEMS: Final = new_set()
+BATCHES: Final = new_set()
+
+#: What the process shows: its own figures, and the sets of its stages.
+REGISTRY: Final = Registry()
+REGISTRY.add(PROCESS, STAGES)
 
 
-def _counter(name: str, documentation: str, *labels: str) -> Counter:
+def _counter(of: CollectorRegistry, name: str, documentation: str, *labels: str) -> Counter:
     """The client adds `_total` to the name."""
-    return Counter(name, documentation, labels, registry=REGISTRY)
+    return Counter(name, documentation, labels, registry=of)
 
 
-def _gauge(name: str, documentation: str, *labels: str) -> Gauge:
-    return Gauge(name, documentation, labels, registry=REGISTRY)
+def _gauge(of: CollectorRegistry, name: str, documentation: str, *labels: str) -> Gauge:
+    return Gauge(name, documentation, labels, registry=of)
 
 
-def _histogram(name: str, documentation: str, bounds: Sequence[float]) -> ArrayHistogram:
+def _histogram(
+    of: CollectorRegistry, name: str, documentation: str, bounds: Sequence[float]
+) -> ArrayHistogram:
     histogram = ArrayHistogram(name, documentation, bounds)
-    REGISTRY.register(histogram)
+    of.register(histogram)
     return histogram
 
 
+# Every process.
+ProcessCollector(registry=PROCESS)
+PlatformCollector(registry=PROCESS)
+GCCollector(registry=PROCESS)
+BUILD_INFO: Final = _gauge(
+    PROCESS, "streamadv_build_info", "Always 1, for each stage of the process.", "version", "stage"
+)
+
 # Every stage.
-STAGE_DURATION: Final = Histogram(
-    "streamadv_stage_duration_seconds",
-    "Time of one step of a stage, without blocking reads.",
-    ("stage", "step"),
-    buckets=STEP_SECONDS,
-    registry=REGISTRY,
-)
-DELIVERED: Final = _counter("streamadv_delivered", "Stream entries read.", "stage")
-ACKED: Final = _counter("streamadv_acked", "Stream entries finished.", "stage")
-RECLAIMED: Final = _counter(
-    "streamadv_reclaimed", "Stream entries taken over from a consumer that fell silent.", "stage"
-)
-DUPLICATE: Final = _counter(
-    "streamadv_duplicate",
-    "Stream entries that another consumer had finished first; the result is thrown away, which is harmless.",
-    "stage",
-)
+_stages: Final[dict[str, None]] = {}  # that this process runs, in the order of their beginning
+_stages_lock: Final = threading.Lock()
+WAITS: Final = Waits(_stages)
+STAGES.register(WAITS)
+BLOCKED: Final = Blocked(_stages)
+STAGES.register(BLOCKED)
 CONNECTION_ERRORS: Final = _counter(
+    STAGES,
     "streamadv_connection_errors",
     "Errors of the server or the network, after which the call is tried again: connection, timeout, "
     "loading, readonly, masterdown, clusterdown, tryagain, moved, ask, noreplicas, misconf, busy, "
@@ -91,152 +121,212 @@ CONNECTION_ERRORS: Final = _counter(
     "stage",
     "reason",
 )
+LAST_SUCCESS: Final = _gauge(
+    STAGES,
+    "streamadv_last_success_timestamp_seconds",
+    "When the stage last finished something; absent before.",
+    "stage",
+)
+
+# Workers: processes that take entries of a stream.
+STAGE_DURATION: Final = Histogram(
+    "streamadv_stage_duration_seconds",
+    "Time of one step of a stage, without blocking reads.",
+    ("stage", "step"),
+    buckets=STEP_SECONDS,
+    registry=WORKERS,
+)
+DELIVERED: Final = _counter(WORKERS, "streamadv_delivered", "Stream entries read.", "stage")
+ACKED: Final = _counter(WORKERS, "streamadv_acked", "Stream entries finished.", "stage")
+RECLAIMED: Final = _counter(
+    WORKERS, "streamadv_reclaimed", "Stream entries taken over from a consumer that fell silent.", "stage"
+)
+DUPLICATE: Final = _counter(
+    WORKERS,
+    "streamadv_duplicate",
+    "Stream entries that another consumer had finished first; the result is thrown away, which is harmless.",
+    "stage",
+)
 NOGROUP: Final = _counter(
+    WORKERS,
     "streamadv_nogroup_recreations",
     "Consumer groups created, at the start of a run or after the server lost them.",
     "stage",
 )
-LAST_SUCCESS: Final = _gauge(
-    "streamadv_last_success_timestamp_seconds", "When the stage last finished something.", "stage"
+UNSCORABLE: Final = _counter(
+    SCORERS,
+    "streamadv_unscorable",
+    "Trajectories that a scorer could not score: `exception`, `value` (no finite score), `hang`, `crash`.",
+    "stage",
+    "kind",
 )
-BLOCKED: Final = _gauge(
-    "streamadv_blocked",
-    '1 while this process waits for this reason, for more than a second; "Troubleshooting" lists '
-    "reasons and remedies.",
-    "reason",
-)
-BUILD_INFO: Final = _gauge("streamadv_build_info", "Always 1; the version is a label.", "version")
 
 # Producers.
 PUSHED: Final = _counter(
-    "streamadv_pushed", "Records pushed: `pushed`, `duplicate`, `surplus`, `late`, `other`.", "outcome"
-)
-BACKPRESSURE: Final = _counter(
-    "streamadv_backpressure_seconds",
-    "Time waited for admission; its rate is the number of producers waiting.",
+    PRODUCERS,
+    "streamadv_pushed",
+    "Records pushed: `pushed`, `duplicate`, `surplus`, `late`, `other`.",
+    "outcome",
 )
 
-# Groups.
+# Groups that ended: the grouper and, when it names a batch, the trainer.
 GROUPS: Final = _counter(
+    GROUPS_ENDED,
     "streamadv_groups",
     "Groups ended. `complete` and `partial` go on to a batch. `stale`, `oversize`, `rolled_back`, "
     "`missing_column` are counted later, when rank 0 names a batch: the group was counted as complete "
     "or partial before.",
     "outcome",
 )
-GROUPS_PRODUCED: Final = _counter("streamadv_groups_produced", "Groups ended, by data source.", "data_source")
+
+# All groups, as the grouper sees them before filters take their part away.
+GROUPS_PRODUCED: Final = _counter(
+    ALL_GROUPS, "streamadv_groups_produced", "Groups ended, by data source.", "data_source"
+)
 GROUPS_KEPT: Final = _counter(
+    ALL_GROUPS,
     "streamadv_groups_kept",
     "Of the groups ended, those complete or partial: they go on to a batch.",
     "data_source",
 )
-GROUP_COMPLETION: Final = _histogram(
-    "streamadv_group_completion_seconds", "From the opening of a group to its end.", LONG_SECONDS
-)
 GROUP_REWARD_STD: Final = _histogram(
+    ALL_GROUPS,
     "streamadv_group_reward_std",
-    'Standard deviation of a group\'s rewards; bucket `le="0.0"` counts groups without a signal.',
+    "Standard deviation of the rewards of each training group with two or more of them, before filters; bucket "
+    '`le="0.0"` counts groups without a signal.',
     (0, *MAGNITUDES),
 )
+REWARD: Final = _histogram(
+    ALL_GROUPS,
+    "streamadv_reward",
+    "Reward of each trajectory of the training groups that ended, before filters (in a run with `filter_by`, the "
+    "number that filters judge); signed, so without a sum.",
+    SYMMETRIC,
+)
+REWARDS: Final = _counter(
+    ALL_GROUPS,
+    "streamadv_rewards",
+    "Rewards of training groups that ended. kept: whether the group goes on to a batch; both together are all groups.",
+    "data_source",
+    "kept",
+)
+# A sum of signed numbers is no counter.
+REWARDS_SUM: Final = _counter(
+    ALL_GROUPS,
+    "streamadv_rewards_sum",
+    "Sum of these rewards above 0 (sign `positive`), and of those below it without their sign (`negative`). The mean "
+    "is (positive - negative) / streamadv_rewards_total.",
+    "data_source",
+    "kept",
+    "sign",
+)
 
-# Rewards and advantages.
-REWARD: Final = _histogram("streamadv_reward", "Reward of a trajectory; signed, so without a sum.", SYMMETRIC)
-# Two counters give the mean, (positive - negative) / bucket +Inf: a sum of signed numbers is no counter.
-REWARD_POSITIVE: Final = _counter("streamadv_reward_positive", "Sum of rewards above 0.")
-REWARD_NEGATIVE: Final = _counter(
-    "streamadv_reward_negative", "Sum of rewards below 0, without sign. Mean: (positive - negative) / count."
+# Work items, as advantage workers compute them.
+GROUP_COMPLETION: Final = _histogram(
+    WORK_ITEMS,
+    "streamadv_group_completion_seconds",
+    "From the opening of a group that is trained on to its end.",
+    LONG_SECONDS,
 )
 ADVANTAGE: Final = _histogram(
+    WORK_ITEMS,
     "streamadv_advantage",
     "Advantage, one value for each row, step or token, as the estimator gives it; signed, so without a sum.",
     SYMMETRIC,
 )
-RESPONSE_TOKENS: Final = _histogram("streamadv_response_tokens", "Trainable tokens of a trajectory.", TOKENS)
-TURNS_TAKEN: Final = _histogram("streamadv_turns", "Turns of a trajectory.", TURNS)
-UNSCORABLE: Final = _counter(
-    "streamadv_unscorable",
-    "Trajectories that a scorer could not score: `exception`, `value` (no finite score), `hang`, `crash`.",
-    "stage",
-    "kind",
+RESPONSE_TOKENS: Final = _histogram(
+    WORK_ITEMS, "streamadv_response_tokens", "Trainable tokens of a trajectory.", TOKENS
 )
-TRUNCATED: Final = _counter("streamadv_truncated", "Trajectories cut off at a limit.")
+TURNS_TAKEN: Final = _histogram(WORK_ITEMS, "streamadv_turns", "Turns of a trajectory.", TURNS)
+TRUNCATED: Final = _counter(WORK_ITEMS, "streamadv_truncated", "Trajectories cut off at a limit.")
 NONFINITE: Final = _counter(
+    WORK_ITEMS,
     "streamadv_nonfinite",
-    "NaN or infinite `reward`, `advantage`, `is_weight`; the histograms exclude them.",
+    "NaN or infinite `advantage`, `is_weight`; the histograms exclude them.",
     "quantity",
 )
-REWARD_CLIPPED: Final = _gauge(
-    "streamadv_reward_clipped_ratio",
-    "Share of the rewards that was clipped: `critic/reward_clip_frac` (level `sequence`), "
-    "`critic/token_reward_clip_frac` (`token`).",
-    "stage",
-    "level",
-)
-ADVANTAGE_CLIPPED: Final = _gauge(
-    "streamadv_advantage_clipped_ratio",
-    "Share of trainable tokens with a clipped advantage: `critic/advantage_clip_frac`.",
-    "stage",
-)
-KL_COEFFICIENT: Final = _gauge(
-    "streamadv_kl_coefficient", "Coefficient of the KL penalty: `critic/kl_coef`.", "stage"
-)
-KL_PENALTY: Final = _gauge(
-    "streamadv_kl_penalty",
-    "KL to the reference policy by the chain's own estimate: `critic/kl`.",
-    "stage",
+IS_WEIGHT: Final = _histogram(
+    WORK_ITEMS,
+    "streamadv_is_weight",
+    "Importance weights after truncation, where workers make them; those after a late column are in the sums below.",
+    WEIGHTS,
 )
 
-# Staleness and off-policy correction.
+# Batches, as rank 0 of the trainer gets them.
+BATCH_VERSION: Final = Gauge(
+    "streamadv_batch_version",
+    "Version of the last batch delivered; absent before the first one.",
+    registry=None,
+)
 POLICY_LAG: Final = _histogram(
+    BATCHES,
     "streamadv_policy_lag_versions",
     "Staleness of a trajectory when it is trained on; trajectories without a version do not count.",
     VERSIONS,
 )
 POLICY_LAG_IN_FLIGHT: Final = _histogram(
-    "streamadv_policy_lag_in_flight_versions", "Part of the staleness from while it was played.", VERSIONS
+    BATCHES,
+    "streamadv_policy_lag_in_flight_versions",
+    "Part of the staleness from while it was played.",
+    VERSIONS,
 )
 POLICY_LAG_IN_QUEUE: Final = _histogram(
-    "streamadv_policy_lag_in_queue_versions", "Part of the staleness from waiting for its batch.", VERSIONS
+    BATCHES,
+    "streamadv_policy_lag_in_queue_versions",
+    "Part of the staleness from waiting for its batch.",
+    VERSIONS,
 )
-KL_K1: Final = _gauge(
-    "streamadv_kl_k1", "KL(rollout policy, trained policy), k1 estimate: `rollout_corr/kl`.", "stage"
-)
-KL_K3: Final = _gauge(
-    "streamadv_kl_k3", "KL(rollout policy, trained policy), k3 estimate: `rollout_corr/k3_kl`.", "stage"
-)
-IS_WEIGHT: Final = _histogram("streamadv_is_weight", "Importance weights after truncation.", WEIGHTS)
-IS_ESS: Final = _gauge(
-    "streamadv_is_ess_ratio",
-    "Effective sample size of the importance weights, mean(w)^2 / mean(w^2): "
-    "`rollout_corr/rollout_is_eff_sample_size`.",
-    "stage",
-)
-IS_CLIPPED: Final = _gauge(
-    "streamadv_is_clipped_ratio",
-    "Share of weights above the bound: `rollout_corr/rollout_is_ratio_fraction_high`.",
-    "stage",
-)
-
-# The trainer queue.
-NO_PROGRESS: Final = _gauge(
-    "streamadv_no_progress_seconds",
-    "Seconds that the trainer has waited for its next batch; the watchdog uses this figure.",
-)
-BATCH_VERSION: Final = _gauge("streamadv_batch_version", "Version of the last batch delivered.")
 DELIVERED_BATCHES: Final = _counter(
+    BATCHES,
     "streamadv_delivered_batches",
     "Batches delivered; a batch that is delivered again after a restart counts again.",
 )
 DELIVERED_TRAJECTORIES: Final = _counter(
-    "streamadv_delivered_trajectories", "Trajectories delivered to the trainer."
+    BATCHES, "streamadv_delivered_trajectories", "Trajectories delivered to the trainer."
 )
-DELIVERED_TOKENS: Final = _counter("streamadv_delivered_tokens", "Trainable tokens delivered to the trainer.")
-TRAINER_WAIT: Final = _counter("streamadv_trainer_wait_seconds", "Time the trainer waited for batches.")
-E2E: Final = _histogram("streamadv_e2e_seconds", "From the end of a group to its delivery.", LONG_SECONDS)
-
-LEDGER: Final = LedgerCollector()
-REGISTRY.register(LEDGER)
-
+DELIVERED_TOKENS: Final = _counter(
+    BATCHES, "streamadv_delivered_tokens", "Trainable tokens delivered to the trainer."
+)
+E2E: Final = _histogram(
+    BATCHES, "streamadv_e2e_seconds", "From the end of a group to its delivery.", LONG_SECONDS
+)
+KL_SUM: Final = _counter(
+    BATCHES,
+    "streamadv_kl_sum",
+    "Sum over tokens of an estimate of a KL divergence, by sign: `penalty` is the chain's own to the reference policy "
+    "(`critic/kl`), `k1` and `k3` are of the rollout policy to the trained one (`rollout_corr/kl`, "
+    "`rollout_corr/k3_kl`). The mean is (positive - negative) / streamadv_kl_weight_total.",
+    "estimate",
+    "sign",
+)
+KL_WEIGHT: Final = _counter(BATCHES, "streamadv_kl_weight", "Tokens in that sum.", "estimate")
+CLIPPED: Final = _counter(
+    BATCHES,
+    "streamadv_clipped",
+    "Numbers that were clipped: `reward` (`critic/reward_clip_frac`), `token_reward` "
+    "(`critic/token_reward_clip_frac`), `advantage` (`critic/advantage_clip_frac`), `is_weight` (above the bound: "
+    "`rollout_corr/rollout_is_ratio_fraction_high`).",
+    "what",
+)
+CLIP_CANDIDATES: Final = _counter(
+    BATCHES, "streamadv_clip_candidates", "Numbers that a bound was applied to.", "what"
+)
+IS_WEIGHTS_SUM: Final = _counter(
+    BATCHES,
+    "streamadv_is_weights_sum",
+    "Sum of the importance weights of the batches delivered, also of those computed after a late column.",
+)
+IS_WEIGHTS_SQUARES: Final = _counter(
+    BATCHES,
+    "streamadv_is_weights_squares",
+    "Sum of their squares. The effective sample size, as a share, is sum^2 / (count * squares).",
+)
+IS_WEIGHTS: Final = _counter(BATCHES, "streamadv_is_weights", "Weights in these sums.")
+KL_COEFFICIENT: Final = Gauge(
+    "streamadv_kl_coefficient",
+    "Coefficient of the KL penalty of the last batch: `critic/kl_coef`; absent without a penalty.",
+    registry=None,
+)
 
 EVENTS: Final[Mapping[str, Counter]] = {
     "delivered": DELIVERED,
@@ -244,17 +334,23 @@ EVENTS: Final[Mapping[str, Counter]] = {
     "reclaimed": RECLAIMED,
     "duplicate": DUPLICATE,
 }
-#: Where numbers under verl's and ROLL's names go, with labels beside the stage; others have no metric here.
-TRAINING_GAUGES: Final[Mapping[str, tuple[Gauge, tuple[str, ...]]]] = {
-    "critic/kl": (KL_PENALTY, ()),
-    "critic/kl_coef": (KL_COEFFICIENT, ()),
-    "critic/reward_clip_frac": (REWARD_CLIPPED, ("sequence",)),
-    "critic/token_reward_clip_frac": (REWARD_CLIPPED, ("token",)),
-    "critic/advantage_clip_frac": (ADVANTAGE_CLIPPED, ()),
-    "rollout_corr/kl": (KL_K1, ()),
-    "rollout_corr/k3_kl": (KL_K3, ()),
-    "rollout_corr/rollout_is_eff_sample_size": (IS_ESS, ()),
-    "rollout_corr/rollout_is_ratio_fraction_high": (IS_CLIPPED, ()),
+#: Means of KL estimates, and shares of what was clipped, under verl's and ROLL's names.
+KL_ESTIMATES: Final = {"critic/kl": "penalty", "rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}
+CLIP_SHARES: Final = {
+    "critic/reward_clip_frac": "reward",
+    "critic/token_reward_clip_frac": "token_reward",
+    "critic/advantage_clip_frac": "advantage",
+    "rollout_corr/rollout_is_ratio_fraction_high": "is_weight",
+}
+
+_SETS: Final[Mapping[Kind, Sequence[CollectorRegistry]]] = {
+    "producer": (PRODUCERS,),
+    "grouper": (WORKERS, GROUPS_ENDED, ALL_GROUPS),
+    "scorer": (WORKERS, SCORERS),
+    "advantage": (WORKERS, WORK_ITEMS),
+    "trainer": (GROUPS_ENDED, BATCHES),
+    "rank": (),
+    "exporter": (),
 }
 
 
@@ -264,11 +360,37 @@ def child(instrument: Any, *labels: str) -> Any:
     return instrument.labels(*labels)
 
 
-child(BUILD_INFO, __version__).set(1)
-# Series that exist from the start show their first increase.
-for _outcome in OUTCOMES:
-    child(GROUPS, _outcome)
-for _code in PUSH_CODES:
-    child(PUSHED, _code)
-for _quantity in ("reward", "advantage", "is_weight"):
-    child(NONFINITE, _quantity)
+def begin_stage(stage: str, kind: Kind) -> None:
+    """Export what such a stage reports from now on. A stage that has begun stays as it is."""
+    with _stages_lock:
+        if stage in _stages:
+            return
+        _stages[stage] = None
+        child(BUILD_INFO, __version__, stage).set(1)
+        for instrument, *labels in _born(stage, kind):
+            for values in product(*labels):
+                child(instrument, *values)
+        REGISTRY.add(*_SETS[kind])
+
+
+def _born(stage: str, kind: Kind) -> Sequence[tuple[Any, ...]]:
+    """Counters with labels, each with the values of its labels."""
+    of_stage = (stage,)
+    workers = [(counter, of_stage) for counter in (*EVENTS.values(), NOGROUP)]
+    groups = [(GROUPS, OUTCOMES)]
+    batches = [
+        (KL_SUM, tuple(KL_ESTIMATES.values()), SIGNS),
+        (KL_WEIGHT, tuple(KL_ESTIMATES.values())),
+        (CLIPPED, tuple(CLIP_SHARES.values())),
+        (CLIP_CANDIDATES, tuple(CLIP_SHARES.values())),
+    ]
+    born: Mapping[Kind, Sequence[tuple[Any, ...]]] = {
+        "producer": [(PUSHED, PUSH_CODES)],
+        "grouper": [*workers, *groups],
+        "scorer": [*workers, (UNSCORABLE, of_stage, UNSCORABLE_KINDS)],
+        "advantage": [*workers, (NONFINITE, ("advantage", "is_weight"))],
+        "trainer": [*groups, *batches],
+        "rank": [],
+        "exporter": [],
+    }
+    return [(CONNECTION_ERRORS, of_stage, RETRY_REASONS), *born[kind]]

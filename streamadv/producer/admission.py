@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-from .. import clock, metrics
+from .. import metrics
 from ..errors import GroupEndedError
 from ..messages import log_fields
 from ..store.reasons import Reason
@@ -33,7 +33,7 @@ from .replies import (
     one_group,
     refusal,
 )
-from .requests import OUT_OF_MEMORY, AdmissionPause, GroupCall, Pause, Steps
+from .requests import OUT_OF_MEMORY, STAGE, AdmissionPause, GroupCall, Pause, Steps
 from .resend import ResendWindow
 from .tickets import GroupSpec, Ticket, new_group_id
 
@@ -93,9 +93,8 @@ class Admission:
             if wait.expired:
                 raise busy_error(reason, request.timeout)
             delay = wait.delay()
-            started = clock.now()
-            yield AdmissionPause(delay, self._membership.keys_of(spec.group_id), announcement(reply))
-            metrics.backpressure(clock.now() - started)
+            with metrics.wait(STAGE):
+                yield AdmissionPause(delay, self._membership.keys_of(spec.group_id), announcement(reply))
             if not call.wanted:
                 raise busy_error(reason)
             spec = spec if has_given_id else replace(spec, group_id=new_group_id())
@@ -194,8 +193,8 @@ class Admission:
         """One pause of such a wait."""
         wait.because(reason)
         delay = wait.delay()
-        metrics.backpressure(delay)
-        yield Pause(delay)
+        with metrics.wait(STAGE):
+            yield Pause(delay)
 
     def budget_for_new(self, group_id: str) -> int:
         """The byte budget for a group that may be new: none while its shard has no room for groups that it has lost.

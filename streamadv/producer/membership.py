@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from .. import metrics
 from ..errors import ManifestMismatchError, ProducerClosedError, SettingError, TrajectoryError
 from ..messages import brief, log_fields
 from ..run.budget import byte_budget
@@ -35,6 +36,7 @@ class Membership:
         self.run = run
         self.name = name or f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self.who = f"{STAGE} {self.name}"
+        metrics.begin_stage(STAGE, "producer")
         self.settings = settings
         self.max_bytes = 0  # of one shard
         self.version: int | None = None  # of the model, the newest published one as of the last heartbeat

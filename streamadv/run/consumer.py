@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 #: Names of stages: their consumer groups, and the label of their metrics.
 GROUPER: Final = "grouper"
 ADVANTAGE: Final = "advantage"
+#: What they export; any other stage is a scorer.
+KINDS: Final[Mapping[str, metrics.Kind]] = {GROUPER: "grouper", ADVANTAGE: "advantage"}
 
 BLOCK_MS: Final = 1000
 #: Block on one stream while others may have entries, when a process serves several shards.
@@ -133,6 +135,7 @@ class Consumer:
         self.lease_s = lease_s
         self.stop = stop
         self._outage = Outage(stage, sleep=stop.wait)
+        metrics.begin_stage(stage, KINDS.get(stage, "scorer"))
         self._cursors = [Cursor(shard, stream(shard.keys), lease_s) for shard in run.shards]
         self._in_hand: dict[tuple[int, str], float] = {}  # shard and entry id -> when it was read
         self._lock = threading.Lock()  # of what is in hand
@@ -152,6 +155,10 @@ class Consumer:
                 return entries
         if not wait:
             return []
+        with metrics.wait(self.stage):
+            return self._wait_for_entries(count)
+
+    def _wait_for_entries(self, count: int) -> list[Entry]:
         block_ms = BLOCK_MS if len(self._cursors) == 1 else SHARED_BLOCK_MS
         started = clock.now()
         entries = self._read(self._cursors[self._turn], count, block_ms)

@@ -2,12 +2,14 @@
 
 In reading order: `model` (the status as objects), `read` (reads it, over `shard`, `sizes`, `activity`, `trainer` and
 `admission`), `check` (contradictions of a shard's ledger), `causes` with `losses` (why nothing moves), `watchdog` (what
-the trainer does about it), `audit` (a walk over everything stored, and deleting it).
+the trainer does about it), `exported` (the status as metrics), `audit` (a walk over everything stored, and
+deleting it).
 """
 
 from .check import problems_of
+from .exported import export_run
 from .model import Status
 from .read import read_status
 from .shard import read_shard
 
-__all__ = ["Status", "problems_of", "read_shard", "read_status"]
+__all__ = ["Status", "export_run", "problems_of", "read_shard", "read_status"]

@@ -27,6 +27,8 @@ from .shard import streams_of
 CONSUMER_TIMEOUT_S: Final = 30.0
 #: Open groups that are looked at in all shards together: those that are due first.
 OPEN_LOOKED_AT: Final = 256
+#: Ages in seconds above which open groups are counted.
+OLDER_THAN_S: Final = (10, 60, 600, 3600)
 GROUP_FIELDS: Final = ("opened_ms", "size", "slots")
 #: The slot map of an open group, see `lua/lib/group.lua`.
 SLOT_MAP: Final = re.compile(rb"[.pusx]*")
@@ -121,14 +123,15 @@ def _read_lack(run: Run, open_groups: Sequence[tuple[ShardKeys, list[bytes]]], n
     for keys, group_ids in open_groups:
         for group_id in group_ids:
             pipe.hmget(keys.group("").encode() + group_id, GROUP_FIELDS)
-    total = Counter[str]()
-    opened = []
+    total, by_missing = Counter[str](), dict.fromkeys(("none", "one", "some", "all"), 0)
+    ages_s = []
     for opened_ms, size, slots in _groups_in(replies_of(pipe)):
         unscored, usable = slots.count(b"s"), slots.count(b"u")
         missing = max(0, min(slots.count(b".") + slots.count(b"p"), size - usable - unscored))
         total.update(groups=1, slots=len(slots), rollouts=missing, scores=unscored)
         total.update(without_rollouts=int(missing > 0), without_scores=int(unscored > 0))
-        opened.append(opened_ms)
+        by_missing[_extent(missing, size)] += 1
+        ages_s.append(max(0, now_ms - opened_ms) / 1000)
     return Lack(
         groups=total["groups"],
         places=total["slots"],
@@ -136,8 +139,19 @@ def _read_lack(run: Run, open_groups: Sequence[tuple[ShardKeys, list[bytes]]], n
         scores=total["scores"],
         groups_without_rollouts=total["without_rollouts"],
         groups_without_scores=total["without_scores"],
-        oldest_s=max(0, now_ms - min(opened)) / 1000 if opened else None,
+        groups_missing=by_missing,
+        groups_older=[sum(age_s > limit for age_s in ages_s) for limit in OLDER_THAN_S],
+        oldest_s=max(ages_s, default=None),
     )
+
+
+def _extent(missing: int, size: int) -> str:
+    """How much of a group so many missing rollouts are, in a word."""
+    if missing == 0:
+        return "none"
+    if missing >= size:
+        return "all"
+    return "one" if missing == 1 else "some"
 
 
 def _groups_in(rows: Sequence[Any]) -> Iterator[tuple[int, int, bytes]]:

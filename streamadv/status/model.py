@@ -69,6 +69,8 @@ class Lack:
     scores: int
     groups_without_rollouts: int
     groups_without_scores: int
+    groups_missing: dict[str, int]  # those that lack "none", "one", "some", "all" of their rollouts
+    groups_older: list[int]  # those open for longer than each of `activity.OLDER_THAN_S`
     oldest_s: float | None  # since the first of them was opened
 
 
@@ -112,6 +114,7 @@ class Stream:
     length: int
     pending: int
     lag: int  # entries not delivered yet
+    lag_known: bool  # whether the server can tell the lag of every shard; else `lag` is of the others
     consumers: int
     oldest_age_s: float | None
     alive: int  # consumers that asked for work lately

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
-from .. import clock, metrics
+from .. import clock
 from ..errors import BatchBudgetError, StarvedError, UncommittedBudgetError
 from ..messages import log_fields
 from ..run import Run
@@ -82,7 +82,6 @@ class Watchdog:
         self._has_delivered = True
         self._read_counters()
         self._blocked.over()
-        metrics.no_progress(0.0)
 
     def look(self) -> None:
         """Look again if it is due. Raises StarvedError, UncommittedBudgetError, BatchBudgetError."""
@@ -98,7 +97,6 @@ class Watchdog:
         if self._has_delivered:
             status = replace(status, groups=replace(status.groups, since_batch=dict(ended)))
         self._blocked.because(*_reasons(status))
-        metrics.no_progress(self._blocked.seconds)
         self._check_losses(status, ended)
         _check_budget(status)
 

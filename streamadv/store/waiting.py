@@ -11,13 +11,12 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from .. import clock, metrics
 from ..messages import log_fields
-from .reasons import REASONS, Reason, listed
+from .reasons import Reason, listed
 
 logger = logging.getLogger(__name__)
 
@@ -71,15 +70,19 @@ class Blocked:
             self._last = -math.inf
 
     @property
+    def who(self) -> str:
+        """Who waits."""
+        return self._subject[0]
+
+    @property
     def seconds(self) -> float:
         """Seconds from the first to the last `because` of this wait; 0 when it is over."""
         return max(0.0, self._last - self._since)
 
-    def shows(self, name: str) -> bool:
-        """Whether the reason of this name blocks now, and does so for longer than a moment."""
-        now = clock.now()
+    def shown(self) -> frozenset[str]:
+        """The names of the reasons that block now, and do so for longer than a moment."""
         shown_from = self._since + min(self._first_s, BLOCKED_S)
-        return name in self._names and shown_from <= now < self._last + ATTEMPT_S
+        return self._names if shown_from <= clock.now() < self._last + ATTEMPT_S else frozenset()
 
 
 class Wait:
@@ -133,11 +136,13 @@ class Wait:
         return clock.now() >= self._end
 
 
-def _is_blocked(name: str) -> bool:
+def _blockers() -> Iterator[tuple[str, str]]:
+    """Who is blocked in this process, and for which reason."""
     with _lock:
         waits = list(_live)
-    return any(blocked.shows(name) for blocked in waits)
+    for blocked in waits:
+        for name in blocked.shown():
+            yield blocked.who, name
 
 
-for _name in REASONS:
-    metrics.blocked_when(_name, partial(_is_blocked, _name))
+metrics.blocked_as(_blockers)

@@ -195,7 +195,7 @@ def _cut(computed: ComputedBatch, packed: PackedShare, late_metrics: Metrics | N
     metrics: list[Metrics] = [
         (result.header.metrics, result.header.weights) for result in computed.results.results
     ]
-    merged, _ = merge_metrics([*metrics, *([late_metrics] if late_metrics else [])])
+    merged, weights = merge_metrics([*metrics, *([late_metrics] if late_metrics else [])])
     pushed = packed.fetched.columns.keys()
     made = [name for name in packed.columns if name in OUTPUT_COLUMNS and name not in pushed]
     outputs = {name: packed.columns[name] for name in dict.fromkeys([*packed.results, *made])}
@@ -210,6 +210,7 @@ def _cut(computed: ComputedBatch, packed: PackedShare, late_metrics: Metrics | N
         num_trajectories=len(trained),
         kl=merged.get(MEAN_KL),
         metrics=merged,
+        metric_weights=weights,
         layout=trained,
         make_delivered=lambda: delivered(packed.fetched, outputs, record.k),
     )

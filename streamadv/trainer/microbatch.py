@@ -198,6 +198,8 @@ class Batch:
     The same on every rank, but for `timing_s/`, `trainer/` and metrics of steps after a late column, which are the
     rank's own, and `ledger/`, `groups/`, `trajectories/` and `dropped/`, which rank 0 alone has.
     """
+    metric_weights: dict[str, float] = field(repr=False)
+    """For the library: how many tokens, rows or trajectories are behind each of the chain's figures in `metrics`."""
     layout: Layout = field(repr=False)
     """For the library: the trajectories of the whole batch as arrays."""
     make_delivered: Callable[[], list[Delivered]] = field(repr=False)

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from .. import metrics
 from ..algorithms.chain import build_chain
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.device import Device, choose_device
@@ -154,6 +155,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._owns_connection = isinstance(connection, str)
         self._run_name = run
         self._rank = Rank(rank, world_size, choose_device(device))
+        metrics.begin_stage(STAGE, "trainer" if rank == 0 else "rank")
         self._stop = threading.Event()
         self._progress = Progress(durability_window)
         self._sessions = Sessions(

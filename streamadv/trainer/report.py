@@ -186,15 +186,15 @@ def named(figures: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def observe(batch: Batch, wait_s: float) -> None:
-    """Metrics of the process. wait_s: seconds that the training loop waited for the batch.
+def observe(batch: Batch) -> None:
+    """Metrics of the process.
 
     Staleness is split into versions that passed while the rollout was played, and while it was queued.
     """
     members = batch.layout.members
     staleness = members.staleness(batch.version)  # NaN without a version
     in_flight = np.where(np.isnan(staleness), np.nan, members.table["newest"] - members.table["oldest"])
-    metrics.training_metrics(batch.metrics)
+    metrics.training_metrics(batch.metrics, batch.metric_weights)
     metrics.batch_delivered(
         version=batch.version,
         staleness=staleness,
@@ -202,7 +202,6 @@ def observe(batch: Batch, wait_s: float) -> None:
         in_queue_lag=np.maximum(0, staleness - in_flight),
         num_tokens=batch.num_tokens,
         num_trajectories=batch.num_trajectories,
-        wait_s=wait_s,
         e2e_s=time.time() - _logged_s(batch.layout)[batch.layout.group],
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final
 
-from .. import clock
+from .. import clock, metrics
 from ..batch.hold import NotHeldError
 from ..batch.progress import Progress
 from ..batch.session import Session
@@ -70,6 +70,10 @@ class Supply:
 
     def next_batch(self, timeout: float | None, max_groups: int | None) -> Batch | None:
         """As `TrainerQueue.next_batch`."""
+        with metrics.wait(STAGE):
+            return self._next_batch(timeout, max_groups)
+
+    def _next_batch(self, timeout: float | None, max_groups: int | None) -> Batch | None:
         started = clock.now()
         patience = Patience(timeout, self._pause)
         while True:
@@ -164,7 +168,7 @@ class Supply:
             figures |= self._run_figures.figures(self._watchdog.counters)
         batch.metrics.update(named(figures))
         if self._watchdog is not None:
-            observe(batch, wait_s)
+            observe(batch)
 
     def _warn_of_no_batch(self) -> None:
         if self._rank.number == 0:

@@ -22,7 +22,7 @@ from streamadv import cli, metrics
 from streamadv.errors import SettingError, StreamadvError
 from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
-from streamadv.status import read_status
+from streamadv.status import export_run
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.queue import TrainerQueue
@@ -77,12 +77,12 @@ def test_what_people_and_machines_read_shows_no_password(
     with producing(url, run) as producer:
         push_groups(producer, 1)
         joined = join(url, run)
-        metrics.register_ledger(lambda: read_status(joined).to_json())
+        facts = export_run(url, run)
         port = metrics.serve(0, run=run)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
             exposed = reply.read().decode()
-        metrics.register_ledger(None)
-        assert "streamadv_ledger_trajectories" in exposed
+        metrics.REGISTRY.remove(facts)
+        assert "streamadv_run_trajectories" in exposed
         said = exposed + repr(producer) + repr(joined) + repr(joined.connection) + repr(Connection(url))
         assert ledger(joined)["queued"] == 2
         joined.connection.close()

@@ -10,14 +10,13 @@ import dataclasses
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, get_args
 
-from prometheus_client import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.core import Metric
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -28,14 +27,15 @@ from streamadv.algorithms.registry import get_estimator
 from streamadv.cli import make_parser
 from streamadv.integrations import engines
 from streamadv.settings import SECRETS, Settings
+from streamadv.status import exported
 
-from .metrics.test_metrics import STATUS, report_everything
+from .metrics.exposed import of_processes
 
 #: A space at which no line is broken.
 UNBROKEN: Final = "\N{NO-BREAK SPACE}"
 FILE: Final = Path(__file__).with_name("public_names.txt")
 #: The functions of streamadv.metrics that the documentation offers; stages call the others.
-METRICS_API: Final = ("serve", "register_ledger", "training_metrics")
+METRICS_API: Final = ("serve", "training_metrics", "wait")
 #: Objects that the library hands to its users: how they are made is not promised.
 HANDED_OUT: Final = ("AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Group", "MicroBatch", "Rollout")
 
@@ -177,15 +177,18 @@ def environment_variables() -> Iterator[str]:
 
 
 def exposed_metrics() -> Iterator[str]:
-    report_everything()
-    metrics.register_ledger(lambda: STATUS)
-    text = generate_latest(metrics.REGISTRY).decode()
-    metrics.register_ledger(None)
-    for family in text_string_to_metric_families(text):
+    for family in of_processes():
         labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
-        total = "_total" if family.type == "counter" else ""
-        if not family.name.endswith("_created"):
-            yield f"{family.name}{total} {family.type} {' '.join(labels)}".rstrip()
+        if family.name.startswith("streamadv_") and not family.name.endswith("_created"):
+            yield metric_line(family, labels)
+    yield "streamadv_blocked gauge reason stage"
+    for family, (_, *labels) in zip(exported.families().values(), exported.FACTS.values(), strict=True):
+        yield metric_line(family, sorted(labels))
+
+
+def metric_line(family: Metric, labels: Sequence[str]) -> str:
+    total = "_total" if family.type == "counter" else ""
+    return f"{family.name}{total} {family.type} {' '.join(labels)}".rstrip()
 
 
 def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:

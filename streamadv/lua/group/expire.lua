@@ -4,7 +4,7 @@
 -- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, evals,
 --       group_hashes: group ...
 -- ARGV  those of a policy (lib/complete), id of each group ...
--- Returns  {groups looked at, id, outcome, data source of each that has ended ...}
+-- Returns  {groups looked at, id, outcome, data source, rewards of each that has ended ...}
 -- include clock
 -- include count
 -- include sizes
@@ -22,7 +22,7 @@ local now = now_ms()
 local oldest = redis.call('XRANGE', keys.rollouts, '-', '+', 'COUNT', 1)
 local waiting_since = oldest[1] and tonumber(string.match(oldest[1][1], '^(%d+)')) or now + 1
 
--- Returns how many slots the group had, its outcome and data source; 0 when it is not (or no longer) due.
+-- Returns how many slots the group had, and what end_group returns; 0 when it is not (or no longer) due.
 local function expire(group)
   local deadline = tonumber(redis.call('ZSCORE', keys.open, group.id) or '')
   if not deadline then return 0 end
@@ -45,12 +45,13 @@ end
 local reply, slots = {0}, 0
 for i, hash in ipairs(keys.group_hashes) do
   local id = ARGV[POLICY_ARGS + i]
-  local more, outcome, data_source = expire(load_group(id, hash))
+  local more, outcome, data_source, rewards = expire(load_group(id, hash))
   slots, reply[1] = slots + more, i
   if outcome then
     reply[#reply + 1] = id
     reply[#reply + 1] = outcome
     reply[#reply + 1] = data_source
+    reply[#reply + 1] = rewards
   end
   if slots >= EXPIRE_SLOTS then break end
 end

@@ -4,7 +4,7 @@
 --       group_hashes: group ..., (payloads: payload ...)
 -- ARGV  consumer group, those of a policy (lib/complete), then for each entry: entry id, position of its group's hash in
 --       the list, group id, payload key or '', bytes, fencing epoch, members, member table
--- Returns  {entries taken, outcome and data source of each group that has ended ...}
+-- Returns  {entries taken, outcome, data source and rewards of each group that has ended ...}
 -- An entry that somebody else has finished (XACK 0) is skipped. A member that no slot waits for is malformed and does not
 -- count; so is every member of a packet with usable ones whose payload does not exist.
 -- include count
@@ -104,18 +104,24 @@ local function is_whole(group, packet)
     and tonumber(string.match(packet.text, '(%d+) [^\n]*\n$')) == slots - 1
 end
 
--- End a group that has come whole: what take_packet and end_group do, without a look at each member. Returns the outcome
--- and the data source.
+-- The rewards in the text of a packet that has all of them, separated by blanks, without those of baselines.
+local function rewards_in(text)
+  if string.find(text, ' baseline\n', 1, true) then text = string.gsub(text, '[^\n]* baseline\n', '') end
+  return (string.gsub(text, '%d+ %S+ (%S+) %S+\n', '%1 '))
+end
+
+-- End a group that has come whole: what take_packet and end_group do, without a look at each member. Returns what end_group
+-- returns.
 local function take_whole(group, packet)
   local size = group.size
   packet.scored, packet.mask = size, string.rep('1', size)
   group.slots, group.packets = string.rep('u', size), {packet}
   count('rollouts', -size)
   log_group(group, 'complete', size)
-  return close_group(group, 'complete', 'c', policy)
+  return close_group(group, 'complete', 'c', policy, rewards_in(packet.text))
 end
 
--- Put packets into an open group, in order of arrival. Returns the outcome and the data source if the group has ended.
+-- Put packets into an open group, in order of arrival. Returns what end_group returns if the group has ended.
 local function take_open(group, packets)
   if #packets == 1 and not has_filter(policy) and is_whole(group, packets[1]) then return take_whole(group, packets[1]) end
   local before = group.slots
@@ -161,16 +167,17 @@ end
 local reply = {#acked}
 for _, hash in ipairs(hashes) do
   local group = load_group(packets_of[hash][1].group_id, hash)
-  local outcome, data_source
+  local outcome, data_source, rewards
   if group.state == 'open' then
-    outcome, data_source = take_open(group, packets_of[hash])
+    outcome, data_source, rewards = take_open(group, packets_of[hash])
   else
-    if group.state == 'broken' then outcome, data_source = end_broken(group, policy) end
+    if group.state == 'broken' then outcome, data_source, rewards = end_broken(group, policy) end
     for _, packet in ipairs(packets_of[hash]) do take_late(packet) end
   end
   if outcome then
     reply[#reply + 1] = outcome
     reply[#reply + 1] = data_source
+    reply[#reply + 1] = rewards
   end
 end
 write_counts()

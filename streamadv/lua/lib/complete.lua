@@ -165,17 +165,17 @@ local function remove_group(group)
   group.state = 'none'
 end
 
--- Put a tombstone in the place of the group. Returns the outcome and the group's data source.
-local function close_group(group, outcome, letter, policy)
+-- Put a tombstone in the place of the group. Returns the outcome, the group's data source and `rewards`, separated by blanks.
+local function close_group(group, outcome, letter, policy, rewards)
   remove_group(group)
   remember_ended(group.id, letter, tombstone_of(group), policy.dedupe_groups)
   count('outcome:' .. outcome, 1)
-  return outcome, group.data_source or ''
+  return outcome, group.data_source or '', rewards
 end
 
 -- End the group for `outcome`. 'complete' and 'partial' go to the groups log unless a filter drops them; any other outcome
--- drops the members under its name. However an evaluation group ends, its members are dropped as 'eval'. `letter` is the first one of the tombstone. Returns the outcome counted and the
--- group's data source.
+-- drops the members under its name. However an evaluation group ends, its members are dropped as 'eval'. `letter` is the first one of the tombstone. Returns the outcome counted, the
+-- group's data source, and the rewards of its members that are no baselines, separated by blanks.
 local function end_group(group, outcome, letter, policy)
   if group.has_fields then load_packets(group) end
   local scored, unscored, rewards = judge_members(group)
@@ -193,7 +193,7 @@ local function end_group(group, outcome, letter, policy)
     for _, packet in ipairs(group.packets) do discard(packet) end
   end
   count('open', -scored - unscored)
-  return close_group(group, outcome, letter, policy)
+  return close_group(group, outcome, letter, policy, table.concat(rewards, ' '))
 end
 
 -- End a group that is complete. Returns what end_group returns.

@@ -2,63 +2,39 @@
 
 from __future__ import annotations
 
+import gzip
+import math
+import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import redis.exceptions
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from streamadv import __version__, metrics
-from streamadv.errors import ServerUnreachableError, SettingError
-from streamadv.metrics import instruments
-from streamadv.metrics.exposition import ArrayHistogram
-from streamadv.run import open_run
-from streamadv.status import read_status
-from streamadv.store.connection import Connection
+from streamadv import metrics
+from streamadv.errors import SettingError
+from streamadv.metrics import endpoints, instruments
+from streamadv.metrics.deadline import Asked
+from streamadv.metrics.histogram import ArrayHistogram
+from streamadv.status import exported
+from tests.support import Forward
+
+from .exposed import STAGES, of_processes, report_everything
 
 Delta = Callable[..., float]
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-STATUS: dict[str, Any] = {
-    "ledger": {
-        "pushed": 20,
-        "trained": 9,
-        "dropped": {"late": 2, "failed": 1},
-        "dead": {"missing_column": 1},
-        "queued": 4,
-        "in_flight": 3,
-    },
-    "balanced": True,
-    "groups": {"open": 2, "short": {"groups": 3, "ended": 12, "trajectories": 20, "usable": 100}},
-    "bytes": {"live": 1000, "reserved": 500},
-    "streams": {
-        "rollouts": {"length": 5, "pending": 2, "lag": 3, "oldest_age_s": 1.5},
-        "work": {"length": 0, "pending": 0, "lag": 0, "oldest_age_s": None},
-    },
-    "trainer": {"version": 7},
-    "evaluations": [
-        {
-            "data_source": "math",
-            "version": 6,
-            "trajectories": 64,
-            "failed": 1,
-            "mean": 0.5,
-            "std_error": 0.0625,
-            "best": 0.75,
-        }
-    ],
-    "producers": [{"state": "open"}, {"state": "open"}, {"state": "lost"}],
-}
 
 
 def value(name: str, **labels: str) -> float | None:
@@ -87,10 +63,10 @@ def _no_data_sources_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_sources", set())
 
 
-@pytest.fixture
-def ledger() -> Iterator[None]:
-    yield
-    metrics.register_ledger(None)
+@pytest.fixture(autouse=True, scope="module")
+def _all_stages() -> None:
+    for stage, kind in STAGES.items():
+        metrics.begin_stage(stage, kind)
 
 
 @pytest.fixture(scope="module")
@@ -105,59 +81,36 @@ def fetch(port: int, path: str = "/metrics", accept: str = "text/plain") -> str:
     return text
 
 
-def compute_unit(**changes: Any) -> None:
-    unit: dict[str, Any] = {
-        "rewards": [],
+def compute_item(**changes: Any) -> None:
+    item: dict[str, Any] = {
         "advantages": [],
         "response_tokens": [],
         "turns": [],
         "truncated": [],
-        "group_reward_std": [],
         "group_completion_s": [],
-        "metrics": {},
     }
-    metrics.work_item_computed(**unit | changes)
-
-
-def report_everything() -> None:
-    """Call every function so that every metric has a sample."""
-    for event in ("delivered", "acked", "reclaimed", "duplicate"):
-        metrics.entries("grouper", event, 2)
-    with metrics.timed("grouper", "take"):
-        pass
-    metrics.retried("grouper", "connection")
-    metrics.group_recreated("grouper")
-    metrics.group_ended("complete", "math")
-    metrics.producer_pushed(["pushed"])
-    metrics.backpressure(0.5)
-    metrics.unscorable("scorer", "value")
-    compute_unit(
-        rewards=[1.0],
-        advantages=[0.5],
-        metrics=dict.fromkeys(instruments.TRAINING_GAUGES, 0.1),
-        is_weights=[1.0],
-    )
-    metrics.batch_delivered(3, [1], [0], [1], 10, 1, 0.5, [2.0])
+    metrics.work_item_computed(**item | changes)
 
 
 # Names
 
 
-def test_every_metric_declared_can_be_reported(ledger: None) -> None:
+def test_every_metric_declared_can_be_reported() -> None:
     report_everything()
-    metrics.register_ledger(lambda: STATUS)
-    collectors: list[Any] = list(metrics.REGISTRY._collector_to_names)
-    declared = {family.name for collector in collectors for family in collector.describe()}
+    own = [
+        item for item in vars(instruments).values() if isinstance(item, MetricWrapperBase | ArrayHistogram)
+    ]
+    declared = {family.name for collector in own for family in collector.describe()}
     families = text_string_to_metric_families(generate_latest(metrics.REGISTRY).decode())
     assert declared <= {family.name for family in families if family.samples}
 
 
-def test_names_follow_the_conventions(ledger: None) -> None:
-    report_everything()
-    metrics.register_ledger(lambda: STATUS)
-    for family in text_string_to_metric_families(generate_latest(metrics.REGISTRY).decode()):
-        name = family.name.removesuffix("_created")
-        assert name.startswith("streamadv_")
+def test_names_follow_the_conventions() -> None:
+    for family in [*of_processes(), *exported.families().values()]:
+        name = family.name
+        assert name.startswith(("streamadv_", "process_", "python_"))
+        if not name.startswith("streamadv_") or name.endswith("_created"):
+            continue  # the client's own
         assert family.documentation.endswith(".")
         if family.type == "counter":
             assert all(s.name.endswith(("_total", "_created")) for s in family.samples)
@@ -169,9 +122,8 @@ def test_names_follow_the_conventions(ledger: None) -> None:
             assert not name.endswith(word)
 
 
-def test_both_exposition_formats_are_valid(port: int, ledger: None) -> None:
+def test_both_exposition_formats_are_valid(port: int) -> None:
     report_everything()
-    metrics.register_ledger(lambda: STATUS)
     plain = {family.name for family in text_string_to_metric_families(fetch(port))}
     assert "streamadv_reward" in plain
     families = parse_openmetrics(fetch(port, accept=OPENMETRICS))  # type: ignore[no-untyped-call]
@@ -228,15 +180,67 @@ def test_pushes_count_by_code(delta: Delta) -> None:
     assert [delta("pushed_total", outcome=outcome) for outcome in instruments.PUSH_CODES] == [2, 0, 0, 1, 1]
 
 
-def test_backpressure_adds_up(delta: Delta) -> None:
-    delta("backpressure_seconds_total")
-    metrics.backpressure(0.25)
-    metrics.backpressure(0.5)
-    metrics.unscorable("scorer", "value")
-    assert delta("backpressure_seconds_total") == pytest.approx(0.75)
+# Waits
+
+
+def test_a_wait_counts_while_it_lasts(delta: Delta, forward: Forward) -> None:
+    delta("wait_seconds_total", stage="trainer")
+    with metrics.wait("trainer"):
+        forward(57.0)
+        assert delta("wait_seconds_total", stage="trainer") == pytest.approx(57, abs=1)
+        assert value("waiting_seconds", stage="trainer") == pytest.approx(57, abs=1)
+        with metrics.wait("trainer"):
+            forward(1.0)
+        assert delta("wait_seconds_total", stage="trainer") == pytest.approx(59, abs=1)
+    assert value("waiting_seconds", stage="trainer") == 0
+    forward(10.0)
+    assert delta("wait_seconds_total", stage="trainer") == pytest.approx(59, abs=1)
+
+
+def test_a_wait_that_raises_is_over(delta: Delta) -> None:
+    with pytest.raises(KeyError), metrics.wait("producer"):
+        raise KeyError
+    assert value("waiting_seconds", stage="producer") == 0
 
 
 # Groups
+
+
+def test_the_mean_reward_of_all_groups_and_of_kept_ones(delta: Delta) -> None:
+    def mean(*kept: str) -> float:
+        count, total = 0.0, 0.0
+        for which in kept:
+            labels = {"data_source": "maths", "kept": which}
+            total += delta("rewards_sum_total", **labels, sign="positive")
+            total -= delta("rewards_sum_total", **labels, sign="negative")
+            count += delta("rewards_total", **labels)
+        return total / count if count else math.nan
+
+    mean("yes", "no")
+    delta("reward_bucket", le="+Inf")
+    metrics.group_ended("complete", "maths", [1.0, -0.5])
+    metrics.group_ended("zero_variance", "maths", [1.0, 1.0])
+    assert mean("yes") == pytest.approx(0.25)
+    assert mean("yes", "no") == pytest.approx(0.625)
+    assert delta("reward_bucket", le="+Inf") == 4
+
+
+def test_rewards_of_evaluation_groups_and_of_groups_dropped_at_naming_do_not_count_again(
+    delta: Delta,
+) -> None:
+    delta("reward_bucket", le="+Inf")
+    metrics.group_ended("eval", "maths", [1.0])
+    metrics.group_ended("stale", "maths", [1.0])
+    assert delta("reward_bucket", le="+Inf") == 0
+
+
+def test_a_group_without_a_signal_shows_though_it_is_filtered(delta: Delta) -> None:
+    delta("group_reward_std_bucket", le="0.0")
+    delta("group_reward_std_sum")
+    metrics.group_ended("zero_variance", None, [0.0, 0.0])
+    metrics.group_ended("complete", None, [0.0, 1.0])
+    assert delta("group_reward_std_bucket", le="0.0") == 1
+    assert delta("group_reward_std_sum") == pytest.approx(0.5**0.5)
 
 
 def test_unknown_outcomes_are_other(delta: Delta) -> None:
@@ -274,42 +278,26 @@ def test_the_number_of_data_sources_is_bounded() -> None:
 # Chunks and batches
 
 
-def test_mean_reward_can_be_had_from_the_counters(delta: Delta) -> None:
-    def deltas() -> tuple[float, float, float]:
-        return (
-            delta("reward_positive_total"),
-            delta("reward_negative_total"),
-            delta("reward_bucket", le="+Inf"),
-        )
-
-    deltas()
-    compute_unit(rewards=np.array([1.0, -0.5, 0.0, 2.0]))
-    positive, negative, count = deltas()
-    assert (positive - negative) / count == pytest.approx(2.5 / 4)
-
-
 def test_values_fall_into_the_bucket_that_ends_with_them(delta: Delta) -> None:
     bounds = ("-0.5", "-0.25", "0.0", "0.25")
     for le in bounds:
         delta("advantage_bucket", le=le)
-    compute_unit(advantages=np.array([[0.0, 0.125], [-0.25, 0.0]], dtype=np.float32))
+    compute_item(advantages=np.array([[0.0, 0.125], [-0.25, 0.0]], dtype=np.float32))
     assert [delta("advantage_bucket", le=le) for le in bounds] == [0, 1, 3, 4]
 
 
 def test_signed_histograms_have_no_sum() -> None:
-    compute_unit(rewards=[-1.0])
+    metrics.group_ended("complete", None, [-1.0])
     assert value("reward_sum") is None
     assert value("reward_count") is None
 
 
 def test_non_finite_values_are_counted_and_left_out(delta: Delta) -> None:
-    delta("nonfinite_total", quantity="reward")
     delta("nonfinite_total", quantity="advantage")
-    delta("reward_bucket", le="+Inf")
-    compute_unit(rewards=[1.0, float("nan")], advantages=np.array([np.inf, -np.inf, 0.0]))
-    assert delta("nonfinite_total", quantity="reward") == 1
+    delta("advantage_bucket", le="+Inf")
+    compute_item(advantages=np.array([np.inf, -np.inf, 0.0]))
     assert delta("nonfinite_total", quantity="advantage") == 2
-    assert delta("reward_bucket", le="+Inf") == 1
+    assert delta("advantage_bucket", le="+Inf") == 1
 
 
 def test_a_unit_reports_lengths_turns_and_truncation(delta: Delta) -> None:
@@ -317,34 +305,55 @@ def test_a_unit_reports_lengths_turns_and_truncation(delta: Delta) -> None:
         "response_tokens_sum": 128,
         "turns_sum": 7,
         "truncated_total": 1,
-        "group_reward_std_sum": 0.5,
         "group_completion_seconds_sum": 12,
     }
     for name in expected:
         delta(name)
-    compute_unit(
+    compute_item(
         response_tokens=np.array([100, 28]),
         turns=[3, 4],
         truncated=[True, False],
-        group_reward_std=[0.5, None],
         group_completion_s=[12.0],
     )
     assert {name: delta(name) for name in expected} == pytest.approx(expected)
 
 
-def test_chain_metrics_show_under_their_stage() -> None:
-    compute_unit(metrics={"critic/kl": 0.25, "critic/reward_clip_frac": 0.125, "critic/unheard_of": 1.0})
-    metrics.training_metrics({"critic/kl": 0.5, "rollout_corr/k3_kl": 0.01})
-    assert value("kl_penalty", stage="advantage") == 0.25
-    assert value("kl_penalty", stage="trainer") == 0.5
-    assert value("reward_clipped_ratio", stage="advantage", level="sequence") == 0.125
-    assert value("kl_k3", stage="trainer") == 0.01
+def test_means_add_up_by_their_weights(delta: Delta) -> None:
+    def kl() -> float:
+        parts = [delta("kl_sum_total", estimate="k1", sign=sign) for sign in instruments.SIGNS]
+        weight = delta("kl_weight_total", estimate="k1")
+        return (parts[0] - parts[1]) / weight if weight else math.nan
+
+    kl()
+    metrics.training_metrics({"rollout_corr/kl": 0.5, "critic/unheard_of": 1.0}, {"rollout_corr/kl": 300.0})
+    metrics.training_metrics({"rollout_corr/kl": -0.25}, 100.0)
+    assert kl() == pytest.approx((0.5 * 300 - 0.25 * 100) / 400)
 
 
-@pytest.mark.parametrize(("weights", "ess"), [([2.0, 2.0], 1.0), ([1.0, 0.0, 0.0, 0.0], 0.25), ([0.0], 0.0)])
-def test_effective_sample_size(weights: list[float], ess: float) -> None:
-    compute_unit(is_weights=weights)
-    assert value("is_ess_ratio", stage="advantage") == pytest.approx(ess)
+def test_shares_add_up_by_what_was_looked_at(delta: Delta) -> None:
+    names = ("clipped_total", "clip_candidates_total")
+    for name in names:
+        delta(name, what="reward")
+    metrics.training_metrics({"critic/reward_clip_frac": 0.125}, 16.0)
+    metrics.training_metrics({"critic/reward_clip_frac": 0.0}, 48.0)
+    assert [delta(name, what="reward") for name in names] == pytest.approx([2, 64])
+
+
+@pytest.mark.parametrize(("mean", "std", "ess"), [(1.0, 0.0, 1.0), (0.25, 0.1875**0.5, 0.25)])
+def test_effective_sample_size(mean: float, std: float, ess: float, delta: Delta) -> None:
+    names = ("is_weights_sum_total", "is_weights_total", "is_weights_squares_total")
+    for name in names:
+        delta(name)
+    metrics.training_metrics({metrics.IS_MEAN: mean, metrics.IS_STD: std}, 40.0)
+    total, count, squares = map(delta, names)
+    assert total**2 / (count * squares) == pytest.approx(ess)
+
+
+def test_numbers_that_are_none_change_nothing(delta: Delta) -> None:
+    delta("kl_weight_total", estimate="k3")
+    metrics.training_metrics({"rollout_corr/k3_kl": math.nan})
+    metrics.training_metrics({"rollout_corr/k3_kl": 1.0}, 0.0)
+    assert delta("kl_weight_total", estimate="k3") == 0
 
 
 def test_a_batch_reports_staleness_and_throughput(delta: Delta) -> None:
@@ -356,14 +365,11 @@ def test_a_batch_reports_staleness_and_throughput(delta: Delta) -> None:
         "delivered_batches_total": 1,
         "delivered_tokens_total": 1000,
         "delivered_trajectories_total": 4,
-        "trainer_wait_seconds_total": 0.5,
         "e2e_seconds_sum": 3.0,
     }
     for name in expected:
         delta(name)
-    metrics.batch_delivered(
-        9, [0, 1, None, 2], [0, 0, None, 1], [0, 1, None, 1], 1000, 4, 0.5, [1.0, 2.0, None]
-    )
+    metrics.batch_delivered(9, [0, 1, None, 2], [0, 0, None, 1], [0, 1, None, 1], 1000, 4, [1.0, 2.0, None])
     assert {name: delta(name) for name in expected} == pytest.approx(expected)
     assert value("batch_version") == 9
 
@@ -384,94 +390,6 @@ def test_an_array_histogram_counts_like_a_loop(chunks: list[list[float]]) -> Non
     assert found == expected | {"+Inf": len(everything)}
 
 
-# The ledger
-
-
-def test_the_ledger_is_read_once_a_scrape(ledger: None) -> None:
-    reads = []
-
-    def read_status() -> dict[str, Any]:
-        reads.append(1)
-        return STATUS
-
-    metrics.register_ledger(read_status)
-    assert not reads
-    generate_latest(metrics.REGISTRY)
-    assert len(reads) == 1
-
-
-def test_the_ledger_shows_what_status_says(ledger: None) -> None:
-    metrics.register_ledger(lambda: STATUS)
-    assert value("up") == 1
-    places = {"pushed": 20, "trained": 9, "dropped": 3, "dead": 1, "queued": 4, "in_flight": 3}
-    assert {place: value("ledger_trajectories", place=place) for place in places} == places
-    assert value("dropped_trajectories", reason="late") == 2
-    assert value("dead_trajectories", reason="missing_column") == 1
-    assert value("ledger_balanced") == 1
-    assert value("stream_length_entries", stream="rollouts") == 5
-    assert value("stream_pending_entries", stream="rollouts") == 2
-    assert value("stream_lag_entries", stream="rollouts") == 3
-    assert value("oldest_pending_age_seconds", stream="rollouts") == 1.5
-    assert value("oldest_pending_age_seconds", stream="work") == 0
-    assert value("groups_open") == 2
-    assert value("live_bytes") == 1000
-    assert value("reserved_bytes") == 500
-    assert value("short_groups_ratio") == 0.25
-    assert value("short_trajectories_ratio") == 0.2
-    assert value("producers", state="open") == 2
-    assert value("producers", state="finished") == 0
-    assert value("model_version") == 7
-
-
-def test_the_status_of_a_real_run_is_understood(fake: Connection, run: str, ledger: None) -> None:
-    opened = open_run(fake, run, None)
-    metrics.register_ledger(lambda: read_status(opened).to_json())
-    assert value("up") == 1
-    assert value("ledger_trajectories", place="pushed") == 0
-    assert value("stream_length_entries", stream="rollouts") == 0
-    assert value("ledger_balanced") == 1
-
-
-def test_a_run_without_trainer_has_no_version(ledger: None) -> None:
-    metrics.register_ledger(lambda: STATUS | {"trainer": {"version": None}, "balanced": False})
-    assert value("model_version") is None
-    assert value("ledger_balanced") == 0
-
-
-def test_an_outage_is_logged_once(ledger: None, caplog: pytest.LogCaptureFixture) -> None:
-    gone = OSError("gone")
-    answers: list[dict[str, Any] | OSError] = [STATUS, gone, gone, STATUS, gone]
-
-    def next_answer() -> dict[str, Any]:
-        answer = answers.pop(0)
-        if isinstance(answer, OSError):
-            raise answer
-        return answer
-
-    metrics.register_ledger(next_answer)
-    with caplog.at_level("WARNING"):
-        ups = [value("up") for _ in range(5)]
-    assert ups == [1, 0, 0, 1, 0]
-    assert caplog.text.count("gone") == 2
-
-
-@pytest.mark.parametrize(
-    "error", [redis.exceptions.ConnectionError("gone"), ServerUnreachableError("gone"), OSError()]
-)
-def test_without_a_server_the_other_metrics_stay(error: Exception, ledger: None) -> None:
-    def read_status() -> dict[str, Any]:
-        raise error
-
-    metrics.register_ledger(read_status)
-    assert value("up") == 0
-    assert value("ledger_balanced") is None
-    assert value("build_info", version=__version__) == 1
-
-
-def test_no_ledger_in_other_processes() -> None:
-    assert value("up") is None
-
-
 # The endpoint
 
 
@@ -482,7 +400,7 @@ def test_the_run_is_a_label_of_every_series(port: int) -> None:
     assert {sample.labels.get("run") for sample in samples} == {"a-run"}
 
 
-def test_only_metrics_is_served(port: int) -> None:
+def test_only_metrics_and_probes_are_served(port: int) -> None:
     for path in ("/", "//["):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             fetch(port, path)
@@ -490,15 +408,102 @@ def test_only_metrics_is_served(port: int) -> None:
 
 
 def test_single_series_can_be_asked_for(port: int) -> None:
-    def get(query: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics?{query}", timeout=10) as reply:
-            return str(reply.read().decode())
-
-    text = get("name[]=streamadv_delivered_batches_total&name[]=x")
+    report_everything()
+    text = fetch(port, "/metrics?name[]=streamadv_delivered_batches_total&name[]=x")
     assert "streamadv_delivered_batches_total{" in text
     assert "streamadv_delivered_trajectories" not in text
     for query in ("name[]=x", "name[]=%00%ff", "name[]", "name[]=" + "a" * 5000, "other=1"):
-        get(query)
+        fetch(port, f"/metrics?{query}")
+
+
+def test_head_has_the_headers_of_get(port: int) -> None:
+    for path in ("/metrics", "/livez", "/readyz"):
+        with urllib.request.urlopen(
+            urllib.request.Request(f"http://127.0.0.1:{port}{path}", method="HEAD"), timeout=10
+        ) as reply:
+            assert reply.status == 200
+            assert int(reply.headers["Content-Length"]) > 0
+            assert reply.read() == b""
+
+
+def test_metrics_are_compressed_for_who_asks(port: int) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept-Encoding": "gzip"})
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        assert reply.headers["Content-Encoding"] == "gzip"
+        assert "streamadv_build_info" in gzip.decompress(reply.read()).decode()
+
+
+def test_a_process_is_alive_and_not_ready_while_it_cannot_work() -> None:
+    problem: str | None = "has not joined"
+    port = metrics.serve(0, not_ready=lambda: problem)
+    assert fetch(port, "/livez") == "alive\n"
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        fetch(port, "/readyz")
+    assert refused.value.code == 503
+    assert refused.value.read() == b"has not joined\n"
+    problem = None
+    assert fetch(port, "/readyz") == "ready\n"
+
+
+def test_a_probe_that_raises_is_not_ready() -> None:
+    def gone() -> str | None:
+        raise ConnectionError("nothing answers")
+
+    port = metrics.serve(0, not_ready=gone)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        fetch(port, "/readyz")
+    assert refused.value.read() == b"nothing answers\n"
+
+
+def test_a_question_that_hangs_has_no_answer_and_is_asked_once() -> None:
+    go_on, asked = threading.Event(), []
+
+    def question() -> str:
+        asked.append(1)
+        go_on.wait()
+        return "answer"
+
+    hanging = Asked(question, 0.01)
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match=r"^no answer within 0\.01 s$"):
+            hanging.answer()
+    assert asked == [1]
+    go_on.set()
+    assert Asked(question, 60.0).answer() == "answer"
+
+
+def test_idle_connections_are_bounded_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "REQUEST_S", 0.2)
+    monkeypatch.setattr(endpoints, "MAX_REQUESTS", 4)
+    port = metrics.serve(0)
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(10)]
+    for connection in idle:  # those beyond the bound are closed at once, the others when their time is over
+        assert connection.recv(1) == b""
+        connection.close()
+    assert fetch(port, "/livez") == "alive\n"
+
+
+def test_a_client_that_goes_away_leaves_no_traceback(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    handle_error = endpoints._Server.handle_error
+
+    def note(self: Any, request: Any, client_address: Any) -> None:
+        handle_error(self, request, client_address)
+        ended.set()
+
+    def reply(*_: Any) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(endpoints._Server, "handle_error", note)
+    monkeypatch.setattr(endpoints._Handler, "_reply", reply)
+    port = metrics.serve(0)
+    with caplog.at_level("INFO"), socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert ended.wait(20)
+    assert "Traceback" not in capfd.readouterr().err
+    assert "Broken pipe" not in caplog.text
 
 
 def test_a_taken_port_is_an_error_that_names_it(port: int) -> None:
@@ -510,6 +515,36 @@ def test_the_port_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         port = metrics.serve(0)
     assert f"metrics on port {port}, path /metrics" in caplog.text
+
+
+# What a process exports
+
+
+def exposed_by(code: str) -> str:
+    """`/metrics` of another process after `code`."""
+    code = f"from prometheus_client import generate_latest\nfrom streamadv import metrics\n{code}\n"
+    code += "print(generate_latest(metrics.REGISTRY).decode())"
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.processes
+def test_a_process_exports_the_instruments_of_its_stages_with_counters_at_0() -> None:
+    text = exposed_by("metrics.begin_stage('producer', 'producer')")
+    names = {family.name for family in text_string_to_metric_families(text) if family.samples}
+    assert names >= {"streamadv_pushed", "streamadv_wait_seconds", "process_cpu_seconds", "python_info"}
+    others = ("batch", "reward", "policy", "groups", "acked", "kl", "is_weight", "run_")
+    assert not [name for name in names if name.startswith(tuple(f"streamadv_{other}" for other in others))]
+    lines = [line for line in text.splitlines() if line.startswith("streamadv_") and "_created" not in line]
+    assert 'streamadv_connection_errors_total{reason="timeout",stage="producer"} 0.0' in lines
+    assert len(lines) < 40
+
+
+@pytest.mark.processes
+def test_no_version_is_trained_before_the_first_batch() -> None:
+    text = exposed_by("metrics.begin_stage('trainer', 'trainer')")
+    assert "streamadv_batch_version" not in text
+    assert 'streamadv_groups_total{outcome="stale"} 0.0' in text
+    assert 'streamadv_build_info{stage="trainer",version=' in text
 
 
 @pytest.mark.processes

@@ -252,7 +252,7 @@ def paths(value: object, above: str = "") -> Iterator[str]:
 
 def test_the_json_has_the_keys_that_scripts_read(busy: Run) -> None:
     json = read_status(busy).to_json()
-    stream = ("length", "pending", "lag", "consumers", "oldest_age_s", "alive", "workers")
+    stream = ("length", "pending", "lag", "lag_known", "consumers", "oldest_age_s", "alive", "workers")
     assert list(paths(json)) == [
         *("run", "shards", "ledger", "ledger.pushed", "ledger.trained", "ledger.dropped", "ledger.dead"),
         *("ledger.queued", "ledger.in_flight", "balanced", "problems"),
@@ -262,7 +262,10 @@ def test_the_json_has_the_keys_that_scripts_read(busy: Run) -> None:
         *(f"groups.short.{name}" for name in ("groups", "ended", "trajectories", "usable")),
         *("groups.since_batch", "groups.lack"),
         *(f"groups.lack.{name}" for name in ("groups", "places", "rollouts", "scores")),
-        *("groups.lack.groups_without_rollouts", "groups.lack.groups_without_scores", "groups.lack.oldest_s"),
+        *("groups.lack.groups_without_rollouts", "groups.lack.groups_without_scores"),
+        "groups.lack.groups_missing",
+        *(f"groups.lack.groups_missing.{extent}" for extent in ("none", "one", "some", "all")),
+        *("groups.lack.groups_older", "groups.lack.oldest_s"),
         *("bytes", "bytes.live", "bytes.reserved", "bytes.dead", "place_bytes", "garbage", "results"),
         "streams",
         *(

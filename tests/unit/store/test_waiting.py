@@ -12,6 +12,7 @@ import redis.exceptions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from streamadv import clock, metrics
 from streamadv.store import waiting
@@ -22,11 +23,12 @@ from tests.support import Forward
 
 
 def blocked() -> set[str]:
-    lines = generate_latest(metrics.REGISTRY).decode().splitlines()
+    families = text_string_to_metric_families(generate_latest(metrics.REGISTRY).decode())
     return {
-        line.split('"')[1]
-        for line in lines
-        if line.startswith("streamadv_blocked{") and line.endswith(" 1.0")
+        sample.labels["reason"]
+        for family in families
+        for sample in family.samples
+        if sample.name == "streamadv_blocked"
     }
 
 

@@ -1,0 +1,28 @@
+"""`streamadv exporter`: serves what `streamadv status` shows of a run to Prometheus."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+from . import add_metrics_option, add_redis_options, settings_from
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the `exporter` command to the command line."""
+    parser = subparsers.add_parser(
+        "exporter",
+        help="serves the facts of a run as metrics",
+        description="Serves what `streamadv status` shows of a run at /metrics, read from the server once per scrape, "
+        "as each grouper does too. It writes nothing, and goes on while nothing else of the run is there.",
+    )
+    add_redis_options(parser)
+    add_metrics_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    status: int = importlib.import_module("workers.exporter").main(settings_from(arguments))
+    return status
