@@ -55,6 +55,12 @@ def add_parser(subparsers: Any) -> None:
         + ", ".join(f"{maps} {n}" for maps, n in DEFAULT_UPDATES.items())
         + ")",
     )
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="P",
+        help="/metrics of the processes at P and the ports after it, for a Prometheus (default: free ones)",
+    )
     parser.add_argument("--no-kill", action="store_true", help="kill nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument(
@@ -110,6 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
                 kill=not arguments.no_kill,
                 interrupted=interrupted,
                 server_binary=process.server_binary,
+                metrics_port=process.metrics_port or None,
             )
     except KeyboardInterrupt:
         print("demo: interrupted, all its processes have ended", file=sys.stderr)

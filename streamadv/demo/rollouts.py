@@ -20,6 +20,7 @@ import streamadv as sa
 from streamadv import metrics
 
 from ..processes import messages
+from ..settings import load_settings
 from .environment import PROMPT_LENGTH, Episode, Lakes, draw_map
 from .play import play
 from .policy import Policy
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     messages.send("ready")
-    metrics.serve(0, settings.run)
+    metrics.serve(load_settings().metrics_port, settings.run)
     chance = random.Random(
         f"{settings.seed}/{index}/{start}"
     )  # a restarted process plays on, it repeats nothing

@@ -23,6 +23,8 @@ from ..store.embedded import EmbeddedServer
 from .progress import Kill, Progress
 from .settings import ADVANTAGE_WORKERS, EVALUATE_EVERY, ROLLOUT_PROCESSES, DemoSettings
 
+ROLLOUTS: Final = tuple(f"rollouts-{index}" for index in range(ROLLOUT_PROCESSES))
+ADVANTAGE: Final = tuple(f"advantage-{index}" for index in range(ADVANTAGE_WORKERS))
 KILL_AT: Final = 0.4  # of the updates asked for
 KILLED: Final = ("rollouts-0", "advantage-0", "grouper")
 MAX_UNEXPECTED_ENDS: Final = 3  # per process; more is a fault, not an accident
@@ -48,8 +50,11 @@ def demonstrate(
     kill: bool,
     interrupted: threading.Event,
     server_binary: str | None = None,
+    metrics_port: int | None = None,
 ) -> Progress:
     """Run the whole demo, on an embedded server unless a URL is given; returns what came of it.
+
+    metrics_port: of `/metrics` of the first process, see `metrics_ports`; None: each takes a free one.
 
     Every process has ended when this returns or raises. Raises KeyboardInterrupt once `interrupted` is set,
     ProcessEndedError when one keeps ending or nothing moves for STALL_S, ServerError when no server can be started.
@@ -69,26 +74,42 @@ def demonstrate(
             settings.run,
             run_settings(zero_variance_filter=True, group_deadline_s=GROUP_DEADLINE_S),
         )
-        return conduct(settings, url, lambda: read_status(run), view, kill=kill, interrupted=interrupted)
+        return conduct(
+            settings,
+            url,
+            lambda: read_status(run),
+            view,
+            kill=kill,
+            interrupted=interrupted,
+            metrics_port=metrics_port,
+        )
+
+
+def metrics_ports(first: int) -> dict[str, int]:
+    """The ports at which the processes serve `/metrics`: this one, and those after it."""
+    names = [*ROLLOUTS, "grouper", *ADVANTAGE, "trainer"]
+    return {name: first + place for place, name in enumerate(names)}
 
 
 def new_crew(
-    settings: DemoSettings, url: str, directory: Path, inbox: SimpleQueue[Message]
+    settings: DemoSettings,
+    url: str,
+    directory: Path,
+    inbox: SimpleQueue[Message],
+    metrics_port: int | None = None,
 ) -> dict[str, Child]:
     """The processes in data order, not started. The URL goes by environment: arguments are public on a machine."""
+    ports = {} if metrics_port is None else metrics_ports(metrics_port)
     environment = {
         **environment_with(url, os.environ),
         "STREAMADV_RUN": settings.run,
-        "STREAMADV_METRICS_PORT": "0",  # a free one for each
         "STREAMADV_DEVICE": "cpu",  # batches are small
         "OMP_NUM_THREADS": "1",  # six torch processes share the machine
     }
-    rollouts = [f"rollouts-{index}" for index in range(ROLLOUT_PROCESSES)]
-    advantage = [f"advantage-{index}" for index in range(ADVANTAGE_WORKERS)]
     commands = {
-        **{name: ["-m", "streamadv.demo.rollouts", str(directory), name[-1]] for name in rollouts},
+        **{name: ["-m", "streamadv.demo.rollouts", str(directory), name[-1]] for name in ROLLOUTS},
         "grouper": ["-m", "streamadv", "worker", "grouper"],
-        **{name: ["-m", "streamadv", "worker", "advantage"] for name in advantage},
+        **{name: ["-m", "streamadv", "worker", "advantage"] for name in ADVANTAGE},
         "trainer": ["-m", "streamadv.demo.trainer", str(directory)],
         "evaluate": ["-m", "streamadv.demo.evaluate", str(directory)],
     }
@@ -96,10 +117,10 @@ def new_crew(
         name: Child(
             name,
             command,
-            environment=environment,
+            environment={**environment, "STREAMADV_METRICS_PORT": str(ports.get(name, 0))},  # 0: a free one
             log=directory / f"{name}.log",
             inbox=inbox,
-            numbered=name in rollouts,
+            numbered=name in ROLLOUTS,
         )
         for name, command in commands.items()
     }
@@ -113,6 +134,7 @@ def conduct(
     *,
     kill: bool,
     interrupted: threading.Event,
+    metrics_port: int | None = None,
 ) -> Progress:
     """Run the processes until the last version is evaluated; all have ended when this returns or raises.
 
@@ -122,7 +144,10 @@ def conduct(
         directory = Path(folder)
         settings.write(directory)
         inbox: SimpleQueue[Message] = SimpleQueue()
-        crew = new_crew(settings, url, directory, inbox)
+        crew = new_crew(settings, url, directory, inbox, metrics_port)
+        if metrics_port is not None:
+            ports = ", ".join(f"{name} {port}" for name, port in metrics_ports(metrics_port).items())
+            view.say(f"run {settings.run}, /metrics on 127.0.0.1: {ports}")
         conductor = _Conductor(Progress(settings), crew, inbox, read_status, view, kill=kill)
         try:
             conductor.run(interrupted)

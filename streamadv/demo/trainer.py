@@ -17,6 +17,7 @@ import streamadv as sa
 from streamadv import metrics
 
 from ..processes import messages
+from ..settings import load_settings
 from .checkpoints import load_checkpoint, save_checkpoint
 from .learning import new_optimizer, update
 from .policy import Policy, seeded_policy
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
         chain={"estimator": settings.estimator},
         commit="manual",
     )
-    metrics.serve(0, settings.run)
+    metrics.serve(load_settings().metrics_port, settings.run)
     version = 0
     if (checkpoint := load_checkpoint(directory, policy, optimizer)) is not None:
         version, queue_state = checkpoint

@@ -50,7 +50,7 @@ class Child:
         self.starts = 0
         self._command = list(command)
         self._numbered = numbered  # the number of this start is the last argument
-        self._environment = environment
+        self.environment = environment
         self._log = log
         self._inbox = inbox
         self._process: subprocess.Popen[str] | None = None
@@ -84,7 +84,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=self._environment,
+                env=self.environment,
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends its children in order
             )
         self._process = process

@@ -7,11 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from streamadv.store.addresses import free_port
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from tests.support import join, producing, push_groups
@@ -100,3 +103,61 @@ def test_a_worker_with_another_setting_is_refused(redis_url: str, run: str) -> N
     assert worker.returncode == 1
     error = next(line for line in log.splitlines() if "error" in line)
     assert f"redundancy is 3, run {run} was created with 2" in error
+
+
+def asked(port: int, path: str) -> tuple[int, str]:
+    """Status and text of an answer; 0 while nothing listens."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as refusal:
+        return refusal.code, refusal.read().decode()
+    except OSError:
+        return 0, ""
+
+
+def test_a_worker_is_alive_without_the_server_and_ready_with_it(
+    later: EmbeddedServer, port: int, run: str
+) -> None:
+    probes = free_port()
+    worker = start(f"redis://127.0.0.1:{port}/0", run, "grouper", "--metrics-port", str(probes))
+    try:
+        assert worker.stderr is not None
+        while "waiting for the server" not in (line := worker.stderr.readline()):
+            assert line
+        assert asked(probes, "/livez") == (200, "alive\n")
+        assert asked(probes, "/readyz")[0] == 503
+        assert f'streamadv_run_readable{{run="{run}"}} 0.0' in asked(probes, "/metrics")[1]
+        later.start()
+        while "ready: run" not in (line := worker.stderr.readline()):
+            assert line
+        assert asked(probes, "/readyz") == (200, "ready\n")
+        text = asked(probes, "/metrics")[1]
+        assert f'streamadv_run_readable{{run="{run}"}} 1.0' in text
+        assert f'streamadv_acked_total{{run="{run}",stage="grouper"}} 0.0' in text
+        worker.terminate()
+        assert worker.wait(30) == 0
+    finally:
+        worker.kill()
+        worker.stderr.close() if worker.stderr else None
+
+
+def test_an_exporter_tells_of_a_run_that_no_grouper_serves(redis_url: str, run: str) -> None:
+    probes = free_port()
+    command = [sys.executable, "-m", "streamadv", "exporter", "--redis", redis_url, "--run", run]
+    with subprocess.Popen(
+        [*command, "--metrics-port", str(probes)], stderr=subprocess.PIPE, text=True
+    ) as exporter:
+        assert exporter.stderr is not None
+        while "metrics on port" not in (line := exporter.stderr.readline()):
+            assert line
+        assert (
+            f'streamadv_run_readable{{run="{run}"}} 0.0' in asked(probes, "/metrics")[1]
+        )  # there is no such run
+        with producing(redis_url, run) as producer:
+            push_groups(producer, 1)
+            text = asked(probes, "/metrics")[1]
+        assert f'streamadv_run_blocked{{reason="no_grouper",run="{run}"}} 1.0' in text
+        assert asked(probes, "/readyz") == (200, "ready\n")
+        exporter.send_signal(signal.SIGTERM)
+        assert exporter.wait(30) == 0

@@ -28,6 +28,9 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
     },
     "docs/how-to/install.md": {"pip install streamadv": "tests of installations do it with the built wheel"},
     "docs/tutorial.md": {INSTALL: "the same"},
+    "docs/demo.md": {
+        'make demo ARGS="--metrics-port 9101"': "needs a Prometheus; tests/unit/demo compares its file with the ports"
+    },
     "deploy/README.md": {
         "docker compose --profile core --profile observability up --build --detach": "needs Docker"
     },

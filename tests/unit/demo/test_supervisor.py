@@ -10,6 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+import yaml
 
 from streamadv.demo import supervisor
 from streamadv.demo.progress import Progress
@@ -21,6 +22,7 @@ from tests.children import child
 from tests.support import empty_status
 
 pytestmark = pytest.mark.processes
+DEPLOY = Path(__file__).parents[3] / "deploy"
 
 UPDATE = "reward=.5, kl=0, entropy=1, clip_fraction=0, trajectories=8, staleness_sum=8, staleness_max=2"
 TRAINER = f"send('published', version=0)\nfor v in range(1, 11): send('update', version=v, {UPDATE})\n"
@@ -60,7 +62,11 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Child
 
     def stand_in(**changes: str) -> list[dict[str, Child]]:
         def new_crew(
-            _: DemoSettings, url: str, directory: Path, inbox: SimpleQueue[Message]
+            _: DemoSettings,
+            url: str,
+            directory: Path,
+            inbox: SimpleQueue[Message],
+            metrics_port: int | None,
         ) -> dict[str, Child]:
             codes = STAND_INS | {name.replace("_", "-"): code for name, code in changes.items()}
             made.append({name: child(name, code, directory, inbox) for name, code in codes.items()})
@@ -157,3 +163,23 @@ def test_ctrl_c_ends_every_process(crews: Callable[..., list[dict[str, Child]]])
     with pytest.raises(KeyboardInterrupt):
         conduct(Listener(lambda _: interrupted.set()), interrupted=interrupted)
     assert all(not process.running for process in made[0].values())
+
+
+def test_processes_have_the_metrics_ports_that_were_asked_for(tmp_path: Path) -> None:
+    crew = supervisor.new_crew(
+        DemoSettings(run="test", updates=10), "redis://nowhere", tmp_path, SimpleQueue(), 9101
+    )
+    ports = {name: child.environment["STREAMADV_METRICS_PORT"] for name, child in crew.items()}
+    names = ("rollouts-0", "rollouts-1", "grouper", "advantage-0", "advantage-1", "trainer")
+    assert ports == {name: str(9101 + place) for place, name in enumerate(names)} | {"evaluate": "0"}
+
+
+def test_a_prometheus_beside_the_demo_scrapes_these_ports() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus" / "demo.yml").read_text())
+    (job,) = config["scrape_configs"]
+    targets = {
+        target: group["labels"]["process"] for group in job["static_configs"] for target in group["targets"]
+    }
+    assert targets == {
+        f"127.0.0.1:{port}": name.partition("-")[0] for name, port in supervisor.metrics_ports(9101).items()
+    }
