@@ -100,7 +100,7 @@ class GroupEndedError(StreamadvError):
 
 class RunEndedError(StreamadvError):
     """The trainer has ended the run (`TrainerQueue.finish`), so the producer begins no training group: stop, or wait
-    until a trainer takes the run again.
+    until a trainer takes the run again. Also raised by `QueueAsyncGRPOTrainer`, which cannot end with its run.
     """
 
 

@@ -61,6 +61,24 @@ def newest_checkpoint(folder: str | Path) -> str | None:
     return max(found)[1] if found else None
 
 
+def write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
+    """Write a queue's state into the folder of a checkpoint, which is made if need be."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    _write(checkpoint / STATE_FILE, json.dumps(state))
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The queue's state in a checkpoint. Raises SettingError if there is none."""
+    try:
+        state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise SettingError(
+            f"checkpoint {checkpoint}: its {STATE_FILE} cannot be read ({error}): resume from one that this "
+            "trainer has saved, in a folder that all ranks see"
+        ) from None
+    return state
+
+
 class QueueTrainer(Trainer):
     """A Trainer that trains on the batches of a trainer queue.
 
@@ -178,11 +196,9 @@ class QueueTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """The state is there before the rest, and only a checkpoint that all ranks have saved is committed."""
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        folder = Path(self._get_output_dir(trial=trial)) / name
         state = self.queue.state_dict()
         if self.args.process_index == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(folder / STATE_FILE, json.dumps(state))
+            write_state(Path(self._get_output_dir(trial=trial)) / name, state)
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         self.queue.commit(state)
@@ -191,14 +207,7 @@ class QueueTrainer(Trainer):
     # Parts
 
     def _load(self, checkpoint: Path) -> None:
-        path = checkpoint / STATE_FILE
-        try:
-            state = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise SettingError(
-                f"checkpoint {checkpoint}: its {STATE_FILE} cannot be read ({error}): resume from one that this "
-                "trainer has saved, in a folder that all ranks see"
-            ) from None
+        state = read_state(checkpoint)
         self.queue.load_state_dict(state)
         if (
             isinstance(self._weights, str | Path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # it warns at import
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

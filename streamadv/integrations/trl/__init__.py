@@ -1,12 +1,13 @@
 """TRL's trainers, fed by the trainer queue. Needs the extra `trl`.
 
 `grpo.py` has `QueueGRPOTrainer`, a GRPOTrainer: TRL's losses, optimizer, callbacks and checkpoints on the batches of a
-queue. What it shares with every Trainer of transformers is in `streamadv.integrations.transformers`.
+queue. `async_grpo.py`, which its users import, does the same for TRL's experimental AsyncGRPOTrainer. What every
+Trainer of transformers needs is in `streamadv.integrations.transformers`.
 """
 
 from ...extras import require
 
-require("streamadv.integrations.trl", "trl", "transformers", "accelerate")
+require("streamadv.integrations.trl", "trl", "accelerate")
 
 from ..transformers import newest_checkpoint, queue_for
 from .grpo import QueueGRPOTrainer

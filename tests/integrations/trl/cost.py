@@ -87,9 +87,7 @@ def main(tokens: int) -> None:
         )
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        model = LlamaForCausalLM(
-            LlamaConfig(vocab_size=16, max_position_embeddings=tokens, **sizes, **heads)
-        )
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=16, max_position_embeddings=tokens, **sizes, **heads))
         trainer = QueueGRPOTrainer(model, args, queue, processing_class=tokenizer())
         for owner, name in (
             (queue, "next_batch"),

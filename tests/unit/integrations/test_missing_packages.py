@@ -1,0 +1,17 @@
+"""An integration whose package is missing says in one line which extra brings it."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+
+import pytest
+
+from streamadv.errors import MissingDependencyError
+
+
+@pytest.mark.skipif(find_spec("trl") is not None, reason="trl is installed")
+def test_trl() -> None:
+    message = r"^streamadv.integrations.trl needs trl(, accelerate)?: pip install 'streamadv\[trl\]'$"
+    with pytest.raises(MissingDependencyError, match=message):
+        importlib.import_module("streamadv.integrations.trl")
