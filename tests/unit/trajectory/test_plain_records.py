@@ -179,13 +179,36 @@ def test_large_columns_are_sent_from_where_they_lie() -> None:
     assert isinstance(packet.fields["response_mask"], np.ndarray), "a quarter of it: copied"
 
 
+@pytest.mark.parametrize("tokens", [2, LARGE_COLUMN])
+def test_arrays_with_gaps_in_memory(tokens: int) -> None:
+    """Small ones are copied; large ones, which are sent from where they lie, are left to the full checks."""
+    record = columns(tokens) | {"reward": 0.5, "input_ids": np.arange(2 * tokens, dtype=np.int32)[::2]}
+    packets = plain_packets([record], TICKET, LIMIT)
+    assert (packets is None) == (tokens > 2)
+    assert packets is None or sent(packets) == full([record], TICKET)
+
+
+def test_small_arrays_may_be_written_into_once_they_are_pushed() -> None:
+    """A producer keeps what it has sent for a while, and may send it again."""
+    record = columns(100, 3) | {"reward": 0.5}
+    pushed = record["input_ids"].copy()
+    for packets in (
+        plain_packets([record], TICKET, LIMIT),
+        plain_trajectories(check_records([record], TICKET), LIMIT),
+        encode_packets(check_records([record], TICKET), LIMIT),
+    ):
+        assert packets is not None
+        record["input_ids"][:] = 7  # the buffer of the next rollout
+        np.testing.assert_array_equal(packets[0].fields["input_ids"], pushed)
+        record["input_ids"][:] = pushed
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"reward": 1},
         {"reward": np.nan},
         {"input_ids": [1, 2]},
-        {"input_ids": np.arange(4, dtype=np.int32)[::2]},
         {"response_mask": np.array([0, 2], np.uint8)},
         {"rollout_index": 8},
         {"versions": np.zeros(2, np.int32)},
