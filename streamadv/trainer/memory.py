@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from sys import getrefcount
-from typing import Any, Final
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +15,24 @@ from torch import Tensor
 from ..algorithms.packing import empty_column
 from ..trajectory.columns import Array
 
-#: References to an array in a list that a loop over the list looks at: of the list, of the loop, and of the call.
-_UNUSED: Final = 3
+
+class _Memory:
+    """Some memory, and the column made of it last: torch holds that array with every tensor that uses the memory."""
+
+    __slots__ = ("bytes", "column")
+
+    def __init__(self, size: int) -> None:
+        self.bytes: Array = torch.empty(size, dtype=torch.uint8).numpy()
+        self.column: Callable[[], Array | None] = lambda: None
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+    def as_column(self, length: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Tensor:
+        size = length * math.prod(shape) * dtype.itemsize
+        array = self.bytes[:size].view(dtype).reshape(length, *shape)
+        self.column = weakref.ref(array)
+        return torch.from_numpy(array)
 
 
 class ColumnMemory:
@@ -28,14 +45,15 @@ class ColumnMemory:
         """device: that the columns are made for."""
         self._device = device
         self._lock = threading.Lock()
-        self._arrays: list[Array] = []  # with every tensor that uses one, torch holds a reference to it
+        self._memories: list[_Memory] = []
 
     def column(self, length: int, dtype: np.dtype[Any], shape: tuple[int, ...] = ()) -> Tensor:
         """As `empty_column`. What is for a CUDA device is pinned; torch uses pinned memory again by itself."""
         if self._device.type == "cuda":
             return empty_column(length, dtype, self._device, shape)
         size = length * math.prod(shape) * dtype.itemsize
-        return torch.from_numpy(self._take(size).view(dtype).reshape(length, *shape))
+        with self._lock:
+            return self._unused(size).as_column(length, dtype, shape)
 
     def copy_of(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """`values` [N] as `dtype`, where they lie."""
@@ -43,15 +61,12 @@ class ColumnMemory:
             return values.to(dtype, copy=True)
         return self.column(len(values), torch.empty(0, dtype=dtype).numpy().dtype).copy_(values)
 
-    def _take(self, size: int) -> Array:
-        with self._lock:
-            fits = [
-                array
-                for array in self._arrays
-                if size <= len(array) <= 2 * size and getrefcount(array) == _UNUSED
-            ]
-            if not fits:
-                self._arrays = [array for array in self._arrays if getrefcount(array) > _UNUSED]
-                self._arrays.append(torch.empty(size + size // 4, dtype=torch.uint8).numpy())
-                return self._arrays[-1][:size]
-            return min(fits, key=len)[:size]
+    def _unused(self, size: int) -> _Memory:
+        """Memory of at least so many bytes that nobody refers to."""
+        unused = [memory for memory in self._memories if memory.column() is None]
+        fits = [memory for memory in unused if size <= len(memory) <= 2 * size]
+        if fits:
+            return min(fits, key=len)
+        new = _Memory(size + size // 4)
+        self._memories = [memory for memory in self._memories if memory not in unused] + [new]
+        return new

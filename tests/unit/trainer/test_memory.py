@@ -45,4 +45,4 @@ def test_memory_does_not_pile_up() -> None:
     memory = ColumnMemory(CPU)
     for length in range(1000, 100_000, 3000):
         memory.column(length, FLOAT)
-    assert sum(map(len, memory._arrays)) <= 3 * 4 * 100_000
+    assert sum(map(len, memory._memories)) <= 3 * 4 * 100_000
