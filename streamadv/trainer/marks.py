@@ -65,9 +65,12 @@ class Marks:
         session.finish()
         self.news.set()
 
-    def trained(self, batch: Batch, weights: str | None = None) -> None:
-        """As `TrainerQueue.trained`, once."""
-        record = self._note_trained(self._sessions.current(), batch)
+    def note_trained(self, batch: Batch) -> BatchRecord:
+        """The first part of `TrainerQueue.trained`. Not to be repeated: a session that commits the batch forgets it."""
+        return self._note_trained(self._sessions.current(), batch)
+
+    def publish_trained(self, record: BatchRecord, weights: str | None) -> None:
+        """The second part, once."""
         if weights is not None:
             self._progress.publish_weights(record.k + 1, weights)
         session = self._writing_session()
@@ -86,7 +89,7 @@ class Marks:
         session.commit(state["version"])
 
     def _note_trained(self, session: Session, batch: Batch) -> BatchRecord:
-        """Note in the progress, before any server is asked, that the batch is in the weights."""
+        """Note in the progress, before any server is told, that the batch is in the weights."""
         named = session.batches.get(batch.version)
         if named is None or named.record.id != batch.id:
             raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")

@@ -267,7 +267,8 @@ class TrainerQueue(IterableDataset[Batch]):
         this queue has not delivered, or has committed, or that comes before its turn.
         """
         check_weights(weights)
-        self._patiently(lambda: self._marks.trained(batch, weights))
+        record = self._patiently(lambda: self._marks.note_trained(batch))
+        self._patiently(lambda: self._marks.publish_trained(record, weights))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what to save beside the weights, JSON-serialisable. Pass it to `commit` after saving.

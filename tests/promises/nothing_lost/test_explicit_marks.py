@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import queue as queues
 import threading
+from types import ModuleType
 from typing import Any
 
 import pytest
+import redis
 
 from streamadv.advantage.worker import run_worker
+from streamadv.batch import leader, recovery
 from streamadv.errors import NoBatchError, SettingError
 from streamadv.grouping.grouper import run_grouper
 from streamadv.producer import Producer
@@ -183,3 +186,32 @@ def test_a_thread_reads_while_another_trains(redis_url: str, run: str) -> None:
 def test_a_wrong_mode_is_named() -> None:
     with pytest.raises(SettingError, match="mark is 'never', needs 'auto' or 'explicit'"):
         TrainerQueue("redis://localhost:1", mark="never")  # type: ignore[arg-type]
+
+
+def test_a_server_that_is_replaced_twice_while_a_batch_is_committed(
+    fake: Connection, run_of_four: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second session begins after the first one has finished the commit, and does not know the batch any more."""
+    server = "first"
+    monkeypatch.setattr(Run, "server_ids", lambda _: [server])
+    queue = queue_of(fake, commit="each_batch")
+    (batch,) = deliver(queue, run_of_four)
+
+    def fail_once(module: ModuleType, name: str, comes_back_as: str) -> None:
+        call, failures = getattr(module, name), iter([redis.ConnectionError("server away")])
+
+        def fails_once(*arguments: Any) -> None:
+            nonlocal server
+            for failure in failures:
+                server = comes_back_as
+                raise failure
+            call(*arguments)
+
+        monkeypatch.setattr(module, name, fails_once)
+
+    fail_once(leader, "commit", "second")
+    fail_once(recovery, "set_trainer", "third")
+    queue.trained(batch)
+    assert server == "third"
+    assert ledger(run_of_four)["trained"] == 2
+    assert problems(run_of_four) == []
