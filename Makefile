@@ -7,7 +7,7 @@ ARGS :=
 BENCH := pipeline
 SITE := site
 
-.PHONY: help demo bench experiment quick test test-integrations chaos soak compat fuzz names docs lint format clean
+.PHONY: help demo bench experiment quick test test-integrations test-observability chaos soak compat fuzz names docs lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
@@ -17,6 +17,8 @@ help:
 	@echo "make quick   tests of the rooms that need no server and are quick (ARGS=\"tests/unit/store\" picks some)"
 	@echo "make test    all tests (ARGS=\"tests/unit -k chain\" passes arguments to pytest)"
 	@echo "make test-integrations  tests against the packages $(INTEGRATIONS), each in an environment of its own"
+	@echo "make test-observability   a real Prometheus watches eleven faults, then a healthy run for"
+	@echo "             STREAMADV_OBSERVABILITY_MINUTES (10); Debian's prometheus is fetched if it is not there"
 	@echo "make chaos   processes and servers are killed for STREAMADV_CHAOS_SECONDS (120), STREAMADV_CHAOS_SEED (1)"
 	@echo "make soak    thousands of small batches for STREAMADV_SOAK_MINUTES (10): prints what has changed, fails on growth"
 	@echo "make fuzz    STREAMADV_FUZZ_CASES (100000) damaged inputs drawn from STREAMADV_FUZZ_SEED (0)"
@@ -46,6 +48,9 @@ test-integrations: $(INTEGRATIONS:%=test-integration-%)
 test-integration-%:
 	$(MAKE) --no-print-directory VENV=$(VENV)-$* $(VENV)-$*/test,$*.installed
 	$(VENV)-$*/bin/python -m pytest tests/integrations/$* $(if $(wildcard docs/how-to/$*.md),"$(PAGES)[docs/how-to/$*.md]") $(ARGS)
+
+test-observability: $(VENV)/test.installed
+	PATH="$$(tests/observability/fetch.sh):$$PATH" STREAMADV_OBSERVABILITY=1 $(VENV)/bin/python -m pytest tests/observability -v $(ARGS)
 
 chaos: $(VENV)/test.installed
 	STREAMADV_CHAOS_SECONDS=$${STREAMADV_CHAOS_SECONDS:-120} $(VENV)/bin/python -m pytest tests/chaos $(ARGS)

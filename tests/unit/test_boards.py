@@ -154,7 +154,7 @@ def test_every_board_begins_with_the_health_of_the_run() -> None:
         assert first["title"] == "Is it healthy, and if not, why"
         ends = [number for number, panel in enumerate(rest) if panel["type"] == "row"]
         heads.append([panel["title"] for panel in rest[: ends[0]]])
-        assert len({panel["title"] for panel in board["panels"]}) >= len(board["panels"]) - 1
+        assert len({panel["title"] for panel in board["panels"]}) == len(board["panels"])
     assert heads[0] == heads[1] == heads[2]
 
 
@@ -203,6 +203,17 @@ def test_every_alert_has_a_summary_and_an_entry_in_the_runbooks() -> None:
     for rule in alerts():
         assert rule["annotations"]["runbook"] == f"docs/how-to/runbooks.md#{rule['alert'].lower()}"
         assert rule["annotations"]["summary"]
+
+
+@pytest.mark.parametrize("page", ["runbooks.md", "monitoring.md"])
+def test_pages_name_panels_and_boards_that_exist(page: str) -> None:
+    text = (ROOT / "docs" / "how-to" / page).read_text()
+    names = {" ".join(name.split()) for name in re.findall(r"(?<!\*)\*([A-Z][^*]+)\*(?!\*)", text)}
+    assert names
+    titles = {panel["title"] for panel in panels()} | {
+        board["title"].removeprefix("streamadv: ") for board in boards()
+    }
+    assert names <= titles
 
 
 def test_every_alert_has_a_case_that_fires_it() -> None:

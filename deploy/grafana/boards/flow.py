@@ -67,7 +67,7 @@ WHERE: Final[list[Panel]] = [
 
 WAITING: Final[list[Panel]] = [
     lines(
-        "Why nothing moves",
+        "Why nothing moves, over time",
         "short",
         "Reasons why the run stands still, by its status: 1 while a reason holds.",
         "docs/how-to/troubleshooting.md has meaning and remedy of each. pacing alone: producers are as far ahead as "
