@@ -1,6 +1,6 @@
 """Draws the boards from what Prometheus answered during the test of the faults; Grafana takes no part in it.
 
-    python -m tests.observability.picture RESULTS.json FOLDER
+python -m tests.observability.picture RESULTS.json FOLDER
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def draw(results: dict[str, Any], board: str, file: Path) -> None:
             axis.text(sum(span) / 2, 1.0, letter, transform=axis.get_xaxis_transform(), fontsize=6, va="top")
     for axis in list(axes.flat)[len(titles) :]:
         axis.axis("off")
-    legend = "   ".join(f"{letter}: {fault['name']}" for letter, fault in zip("abcdefghijk", faults, strict=False))
+    legend = "   ".join(
+        f"{letter}: {fault['name']}" for letter, fault in zip("abcdefghijk", faults, strict=False)
+    )
     text = f"{model['title']}. Drawn with matplotlib from what Prometheus answered; minutes on the x axis. {legend}"
     figure.suptitle(textwrap.fill(text, 170), fontsize=8)
     figure.savefig(file, dpi=70)
@@ -49,7 +51,9 @@ def draw(results: dict[str, Any], board: str, file: Path) -> None:
 
 def _panel(axis: Any, title: str, queries: list[list[dict[str, Any]]], began: float) -> None:
     series = [row for query in queries for row in query]
-    series.sort(key=lambda row: -max((float(value) for _, value in row["values"] if value != "NaN"), default=0))
+    series.sort(
+        key=lambda row: -max((float(value) for _, value in row["values"] if value != "NaN"), default=0)
+    )
     for row in series[:MAX_LINES]:
         points = [((at - began) / 60, float(value)) for at, value in row["values"]]
         words = [value for name, value in row["metric"].items() if not name.startswith(NAMES)]
