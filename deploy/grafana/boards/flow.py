@@ -49,8 +49,8 @@ WHERE: Final[list[Panel]] = [
     lines(
         "Dead letters",
         "short",
-        "Trajectories in dead letters now, by reason: their groups could not be read or computed.",
-        "Above 0: `streamadv dead list` shows them; after the repair `dead requeue`, else `dead purge`.",
+        "Trajectories in dead letters or purged from them, by reason: their groups could not be read or computed.",
+        "Rises: `streamadv dead list` shows them; after the repair `dead requeue`, else `dead purge`.",
         Target(total("run_dead_trajectories", by="reason"), "{{reason}}"),
         stack=True,
     ),
