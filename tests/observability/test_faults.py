@@ -6,6 +6,7 @@ With STREAMADV_OBSERVABILITY_OUT=DIR the results are written there, for `tests.o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
+import redis
 
 from .lab import Lab, Shown, panels, until
 
@@ -92,11 +94,12 @@ def spoil_payloads(lab: Lab) -> None:
 
     def spoil() -> None:
         client = lab.client()
-        for _ in range(60):
-            for key in client.scan_iter("*:payload:*", count=500):
-                if client.hexists(key, "input_ids"):
-                    client.hset(key, "input_ids", b"xxx")
-            time.sleep(0.1)
+        with contextlib.suppress(redis.exceptions.ConnectionError):  # the lab was closed
+            for _ in range(60):
+                for key in client.scan_iter("*:payload:*", count=500):
+                    if client.hexists(key, "input_ids"):
+                        client.hset(key, "input_ids", b"xxx")
+                time.sleep(0.1)
 
     threading.Thread(target=spoil, daemon=True).start()
 
