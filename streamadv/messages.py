@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
 
 MAX_MESSAGE_CHARS: Final = 400
+
+#: Folders of code that the user has not written: Python, what is installed beside it, and streamadv.
+_INSTALLED: Final = (
+    "<",
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    f"{Path(__file__).parent}{os.sep}",
+)
 
 #: pydantic puts the branch of a union into the path of an error, though it is no field.
 _BRANCHES: Final = ("constrained-", "tuple[", "function-")
@@ -61,10 +72,21 @@ def brief(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | None) else f"a {type(value).__name__}"
 
 
+def place_of(error: BaseException) -> str:
+    """` (FILE:LINE)`: the line of the user's code that has raised, or that called what has; `` if none is known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    if not (own or frames):
+        return ""
+    frame = (own or frames)[-1]
+    return f" ({Path(frame.filename).name}:{frame.lineno})"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`: did you mean NAME?` for an error message about an unknown name; `` if no known one is near."""
     by_lower = {each.lower(): each for each in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    begun = [each for each in by_lower if len(name) > 2 and each.startswith(name.lower())]  # such as coef
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1) or begun
     return f": did you mean {by_lower[close[0]]}?" if close else ""
 
 

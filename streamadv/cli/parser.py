@@ -35,7 +35,7 @@ class CommandParser(argparse.ArgumentParser):
         if options:
             self._refuse(options[0])
         elif unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self.get_default('instead') or ''}")
         return parsed, []
 
     def _refuse(self, word: str) -> None:

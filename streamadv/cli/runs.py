@@ -180,6 +180,8 @@ def delete_one(arguments: argparse.Namespace) -> int:
         if alive and not arguments.force:
             raise SettingError(f"run {run.name} is in use by {', '.join(alive)}: stop them, or use --force")
         print(f"deleted run {run.name}: {counted(delete_run(run), 'key')}")
+        if alive:
+            print(f"still alive, and free to make the run anew: {', '.join(alive)}: stop them")
     return 0
 
 

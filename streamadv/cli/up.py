@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
         help="of the server, such as 4gb; a run uses up to 70 %% of it",
     )
     add_redis_options(parser)
-    parser.set_defaults(run=run, packages=TO_COMPUTE)
+    parser.set_defaults(run=run, packages=TO_COMPUTE, instead=": write `--` in front of each command")
 
 
 def run(arguments: argparse.Namespace) -> int:

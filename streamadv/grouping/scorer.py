@@ -96,7 +96,7 @@ class Scorer:
         if name not in order:
             raise SettingError(
                 f"scorer {name!r} is not one of run {run} ({', '.join(order) or 'none'}): "
-                f"create the run with RunSettings(scorers=[{name!r}])"
+                "give one of these as its name, or name it when the run is created (scorers)"
             )
         self._name = name
         self._next = next(iter(order[order.index(name) + 1 :]), None)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from ..errors import HungError, SettingError
-from ..messages import brief, one_line
+from ..messages import brief, one_line, place_of
 from ..run.hangs import call_within
 from .unscored import UnscoredTrajectory
 
@@ -67,7 +67,7 @@ def ask(
     except HungError as error:
         raise ScoreError("hang", str(error)) from error
     except (Exception, SystemExit) as error:  # whatever the user's function raises
-        raise ScoreError("exception", f"{type(error).__name__}: {error}") from error
+        raise ScoreError("exception", f"{type(error).__name__}: {error}{place_of(error)}") from error
     return scores_of(answer, len(trajectories))
 
 

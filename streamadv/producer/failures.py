@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from .. import clock
 from ..errors import StreamadvError
-from ..messages import log_fields, one_line
+from ..messages import log_fields, one_line, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +28,13 @@ CANCELLED: Final = "cancelled"
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an exception on one line of bounded length; 'cancelled' for what stops a program."""
+    """Type, message and line of an exception on one line of bounded length; 'cancelled' for what stops a program."""
     if not isinstance(error, Exception):
         return CANCELLED
     text = one_line(str(error))
     text = text if len(text) <= MAX_REASON_CHARS else text[: MAX_REASON_CHARS - 3] + "..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    place = "" if isinstance(error, StreamadvError) else place_of(error)
+    return (f"{type(error).__name__}: {text}" if text else type(error).__name__) + place
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     FiniteFloat,
+    ModelWrapValidatorHandler,
     StringConstraints,
     TypeAdapter,
     ValidationError,
@@ -59,8 +60,15 @@ DEFAULTS: Final[dict[str, Any]] = {
 }
 
 
+#: What a message about settings of a run begins with.
+_OF_RUN: Final = "run settings: "
+
+
 class RunSettings(BaseModel):
-    """Settings of a run, as given by one process. A field left at None takes what the manifest says."""
+    """Settings of a run, as given by one process. A field left at None takes what the manifest says.
+
+    Raises SettingError for an unknown name, and for a value out of range or of another type.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -122,6 +130,16 @@ class RunSettings(BaseModel):
         if self.scorers is not None and len(set(self.scorers)) < len(self.scorers):
             raise ValueError(f"scorers {', '.join(self.scorers)}: name each once")
         return self
+
+    @model_validator(mode="wrap")  # after all others, around them
+    @classmethod
+    def _on_one_line(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(values, Mapping) and (problem := unknown_field(values, cls.model_fields)):
+            raise SettingError(f"{_OF_RUN}{problem}")
+        try:
+            return validate(values)
+        except ValidationError as error:
+            raise SettingError(f"{_OF_RUN}{first_problem(error)}") from error
 
     @property
     def manifest_values(self) -> dict[str, Any]:
@@ -311,7 +329,9 @@ def _setting(name: str, text: bytes) -> tuple[Any, str | None]:
     """A stored setting, or why it is none."""
     try:
         value = getattr(RunSettings.model_validate_json(b'{"%s": %s}' % (name.encode(), text)), name)
-    except ValidationError as error:
+    except SettingError as error:
+        return None, str(error).removeprefix(_OF_RUN)
+    except ValidationError as error:  # no JSON at all
         return None, first_problem(error)
     return value, None if value is not None else "no value"
 
@@ -327,12 +347,10 @@ def register_call(run: str) -> ScriptCall:
 
 def run_settings(**values: Any) -> RunSettings:
     """RunSettings from flags or keywords. Raises SettingError on one line."""
-    if problem := unknown_field(values, RunSettings.model_fields):
-        raise SettingError(f"run settings: {problem}")
     try:
         return RunSettings(**values)
-    except ValueError as error:  # pydantic's, or a lone surrogate in a key
-        raise SettingError(f"run settings: {first_problem(error)}") from error
+    except ValueError as error:  # a lone surrogate in a key
+        raise SettingError(f"{_OF_RUN}{first_problem(error)}") from error
 
 
 def _text(value: float | None) -> str:

@@ -175,7 +175,7 @@ def _producers(status: Status) -> Iterator[Reason]:
     states = Counter(producer.state for producer in status.producers)
     open_groups = status.groups.open
     if not states["open"]:
-        if open_groups or not states["finished"]:
+        if not states["finished"] or (open_groups and (states["lost"] or not _has_all_pushed(status))):
             yield Reason(
                 "no_producer",
                 f"no producer is alive ({states['finished']} finished, {states['lost']} lost), "
@@ -188,6 +188,12 @@ def _producers(status: Status) -> Iterator[Reason]:
             "producers_idle",
             f"{counted(states['open'], 'producer is', 'producers are')} alive, no group is open, {_quiet(status)}",
         )
+
+
+def _has_all_pushed(status: Status) -> bool:
+    """Whether what the open groups lack is on its way, so that no producer can bring more."""
+    lack, places = status.groups.lack, status.places
+    return lack.rollouts <= places.rollouts + places.scoring and not lack.scores
 
 
 def _quiet(status: Status) -> str:

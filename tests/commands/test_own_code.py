@@ -287,7 +287,7 @@ def test_a_scorer_from_the_command_line(redis_url: str, run: str, folder: Path) 
         (["my_scorers:thirds"], "module my_scorers has no function thirds"),
         (["nothing_there:f"], "module nothing_there: cannot be imported"),
         (["my_scorers:halves"], "has the scorers one, two, not 'halves': say which by --name"),
-        (["my_scorers:halves", "--name", "three"], "scorer 'three' is not one of run"),
+        (["my_scorers:halves", "--name", "three"], "(one, two): give one of these as its name"),
         (["my_scorers:cannot", "--name", "one"], "scorer one: cannot cannot be called with one argument"),
         (["my_scorers:halves", "--name", "one", "--tries", "0"], "tries is 0, needs 1 or more"),
     ],

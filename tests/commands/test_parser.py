@@ -18,6 +18,7 @@ from streamadv import cli
         (["status", "--jsn=1"], "streamadv status [", "--jsn: did you mean --json?"),
         (["compute", "a", "-o", "b", "--zzz", "c"], "streamadv compute [", "unrecognized option --zzz\n"),
         (["status", "more"], "streamadv status [", "unrecognized arguments: more"),
+        (["up", "python", "a.py"], "streamadv up [", "python a.py: write `--` in front of each command"),
         (["worker", "grouper", "--max-bytes", "much"], "streamadv worker grouper [", "512mb or 4gb"),
         (["replay", "f", "--format", "tau_bench"], "streamadv replay [", "did you mean tau-bench?"),
     ],
@@ -51,6 +52,7 @@ def test_a_command_that_needs_another_word_lists_them(
         ('{"estimator": "gae", "gama": 0.9}', "did you mean gamma?"),
         ('{"estimator": "grpo", "gamma": 0.9}', "no option of grpo"),
         ('{"kl": {"coeficient": 1}}', "did you mean coefficient?"),
+        ('{"kl": {"coef": 1}}', "did you mean coefficient?"),
         ('{"estimator": "gropo"}', "grpo"),
     ],
 )

@@ -78,6 +78,7 @@ def test_a_run_with_a_trainer_is_deleted_by_force_only(
     assert call(redis_url, run, "runs", "delete") == 1
     assert "is in use by its trainer: stop them, or use --force" in capsys.readouterr().err
     assert call(redis_url, run, "runs", "delete", "--force") == 0
+    assert "still alive, and free to make the run anew: its trainer: stop them" in capsys.readouterr().out
     queue.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -93,6 +94,7 @@ def test_an_error_of_the_environment_is_one_failed_rollout(player: Blocking) -> 
     assert sorted(failures) == [3, 5]
     assert failures[3].startswith(r"TimeoutError: the engine\nis slow!!")
     assert len(failures[3]) < 300
+    assert re.search(r" \(test_group_run\.py:\d+\)$", failures[3])  # the line that raised
     assert failures[5] == "not_pushed"
     joined = join(player.url, player.run)
     assert group_all(joined) == ["incomplete"]
@@ -272,7 +274,8 @@ async def test_siblings_of_a_failed_rollout_in_gather_are_pushed(redis_url: str,
         with pytest.raises(TimeoutError):
             async with producer.group(4) as group:
                 await asyncio.gather(*(play(rollout) for rollout in group))
-        assert group.failures == {1: "TimeoutError: slow"}
+        assert list(group.failures) == [1]
+        assert group.failures[1].startswith("TimeoutError: slow (")
     joined = join(redis_url, run)
     group_all(joined)
     assert ledger(joined)["dropped"] == {"failed": 1, "incomplete": 3}
@@ -295,7 +298,9 @@ async def test_a_rollout_that_is_cancelled_by_a_siblings_error_says_so(redis_url
 
         with pytest.raises(ExceptionGroup):
             await play_all()
-        assert group.failures == {0: "cancelled", 1: "TimeoutError: slow", 2: "cancelled"}
+        assert sorted(group.failures) == [0, 1, 2]
+        assert group.failures[1].startswith("TimeoutError: slow (")
+        assert {group.failures[0], group.failures[2]} == {"cancelled"}
     joined = join(redis_url, run)
     group_all(joined)
     assert ledger(joined)["dropped"] == {"cancelled": 2, "failed": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -183,6 +184,7 @@ def test_a_trajectory_without_a_score_is_unscorable_alone(
     said = [record.getMessage() for record in caplog.records if "unscorable" in record.getMessage()]
     assert [next(text for text in said if f"{group_id}/0 " in text) for group_id in ANSWERS]
     assert all(text.startswith("scorer s: trajectory ") for text in said)
+    assert any(re.search(r"Error: .*\(test_scorer\.py:\d+\)$", text) for text in said)  # the line that raised
 
 
 WRONG: dict[str, Any] = {

@@ -349,23 +349,29 @@ def test_an_older_checkpoint_does_not_commit_what_comes_after_it(producer: Produ
     assert problems(joined) == []
 
 
-def test_groups_of_a_future_that_was_rolled_back_are_dropped(producer: Producer, joined: Run) -> None:
+def test_groups_of_a_future_that_was_rolled_back_are_dropped(
+    producer: Producer, joined: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     push_groups(producer, 1)
     first = queue_of(joined, batch_groups=1, commit="manual", max_staleness=10)
     batch = next_batch(first, joined)
     assert batch is not None
     state = {**first.state_dict(), "version": 0, "groups": []}
     first.trained(batch)
-    with producer.group(1, group_id="future") as group:
-        next(iter(group)).push(input_ids=[1], response_mask=[1], reward=1.0)
-    again = queue_of(joined, batch_groups=1, commit="manual", max_staleness=10)
+    for name in ("future", "far-future"):
+        with producer.group(1, group_id=name) as group:
+            next(iter(group)).push(input_ids=[1], response_mask=[1], reward=1.0)
+    again = queue_of(joined, batch_groups=2, commit="manual", max_staleness=10)
     again.load_state_dict(state)
     assert members(next_batch(again, joined)) == [("g0000", 0), ("g0000", 1)]
-    push_groups(producer, 1, prefix="new")
+    push_groups(producer, 2, prefix="new")
     got = next_batch(again, joined)
-    assert {group for group, _ in members(got)} == {"new0000"}
-    assert ledger(joined)["dropped"] == {"rolled_back": 1}
+    assert {group for group, _ in members(got)} == {"new0000", "new0001"}
+    assert ledger(joined)["dropped"] == {"rolled_back": 2}
     assert problems(joined) == []
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    (line,) = [text for text in warnings if "not trained on" in text]  # one for both
+    assert line.startswith("batch 1: 2 groups are not trained on: rolled_back, played with versions ")
 
 
 def test_an_older_trainer_is_fenced(producer: Producer, joined: Run) -> None:

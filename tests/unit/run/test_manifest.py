@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -95,11 +96,13 @@ def test_only_existing_runs_are_found(fake: Connection) -> None:
         ({"scorers": ["a", "a"]}, "scorers"),
         ({"max_trajectory_bytes": 10}, "max_trajectory_bytes"),
         ({"max_bytes": 10}, "max_bytes"),
-        ({"max_byte": 1 << 30}, "max_byte"),
+        ({"max_byte": 1 << 30}, "did you mean max_bytes?"),
     ],
     ids=str,
 )
 def test_wrong_settings_are_one_line_naming_the_field(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message) as error:
+    with pytest.raises(SettingError, match=re.escape(message)) as error:
         run_settings(**values)
+    with pytest.raises(SettingError, match=re.escape(message)):
+        RunSettings(**values)
     assert "\n" not in str(error.value)

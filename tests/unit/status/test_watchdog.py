@@ -95,6 +95,16 @@ def test_a_run_without_anything_lacks_producers(
     assert blocked() == ["no_producer"]
 
 
+def test_producers_that_have_finished_and_pushed_all_are_not_asked_for(
+    fake: Connection, blocked: Blocked, forward: Forward
+) -> None:
+    with producing(fake, "r") as producer:
+        push_groups(producer, 1)
+        producer.finish()
+    forward(60)
+    assert blocked() == ["no_grouper"]
+
+
 def test_a_counter_too_long_to_be_read_stops_no_trainer(fake: Connection) -> None:
     fake.scripts.hset(join(fake, "r").keys.home.ledger, "outcome:complete", "9" * 5000)
     with pytest.raises(NoBatchError):
