@@ -14,7 +14,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "exporter",
         help="serves the facts of a run as metrics",
-        description="Serves what `streamadv status` shows of a run at /metrics, read from the server once per scrape, "
+        description="Serves what the command status shows of a run at /metrics, read from the server once per scrape, "
         "as each grouper does too. It writes nothing, and goes on while nothing else of the run is there.",
     )
     add_redis_options(parser)

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from ..grouping.groups_log import read_log
+from ..grouping.groups_log import parse_groups
 from ..run import Run
 from ..run.heartbeats import PRODUCER_STATE, PRODUCER_TIMEOUT_S
 from ..run.leases import NOBODY
@@ -108,8 +108,12 @@ def read_producers(run: Run, now_ms: int) -> list[ProducerState]:
 
 def read_staleness(run: Run, version: int) -> Staleness:
     """Staleness at this version of the groups that are named or waiting at the head of each log."""
-    pages = [read_log(run, shard, "0-0", LOG_LOOKED_AT) for shard in range(len(run.keys.salts))]
-    values = Members.concat([group.members for page in pages for group in page]).staleness(version)
+    pipe: Any = run.connection.scripts.pipeline(transaction=False)
+    for keys in run.keys.shards:
+        pipe.xrange(keys.groups, count=LOG_LOOKED_AT)
+    entries = [(shard, *entry) for shard, page in enumerate(pipe.execute()) for entry in page]
+    groups = parse_groups(run.keys, entries)
+    values = Members.concat([group.members for group in groups]).staleness(version)
     values = values[~np.isnan(values)]
     return Staleness(float(values.mean()), int(values.max())) if len(values) else Staleness(None, None)
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
-from redis.exceptions import NoPermissionError, ResponseError
-
 from ..run import Run
+from ..store.replies import replies_of
 
 #: Numbers of a pair of version and data source: see `note_evaluation` in the script.
 SUMS: Final = 10
@@ -59,8 +58,11 @@ class Evaluation:
 def read_evaluations(run: Run) -> list[Evaluation]:
     """All that are stored, by data source and version."""
     parts: defaultdict[tuple[str, int | None], list[list[float]]] = defaultdict(list)
+    pipe = run.connection.scripts.pipeline(transaction=False)
     for keys in run.keys.shards:
-        for pair, sums in _parts(run, keys.evals):
+        pipe.hgetall(keys.evals)
+    for fields in replies_of(pipe):
+        for pair, sums in _parts(fields or {}):
             parts[pair].append(sums)
     found = [Evaluation.of(*pair, sums) for pair, sums in parts.items()]
     return sorted(found, key=lambda each: (each.data_source, -1 if each.version is None else each.version))
@@ -75,14 +77,8 @@ def newest(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     return list(by_source.values())
 
 
-def _parts(run: Run, key: str) -> Iterator[tuple[tuple[str, int | None], list[float]]]:
+def _parts(fields: Mapping[bytes, bytes]) -> Iterator[tuple[tuple[str, int | None], list[float]]]:
     """The pairs of one shard. What somebody else has written there is left out."""
-    try:
-        fields: Mapping[bytes, bytes] = run.connection.scripts.hgetall(key)  # type: ignore[assignment]
-    except ResponseError as error:
-        if isinstance(error, NoPermissionError):
-            raise
-        return
     for field, value in fields.items():
         version, separator, source = field.decode(errors="backslashreplace").partition(" ")
         try:

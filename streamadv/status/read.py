@@ -13,13 +13,13 @@ from .admission import admission_of, read_server
 from .check import problems_of
 from .evaluations import newest, read_evaluations
 from .model import QUEUED, Bytes, Groups, Ledger, Places, Status, Stream, by_reason
-from .shard import ShardState, read_shard
+from .shard import ShardState, read_shards
 from .trainer import read_trainer
 
 
 def read_status(run: Run) -> Status:
-    """The whole run. Shards are read one after another: each balances by itself."""
-    shards = [read_shard(run, keys) for keys in run.keys.shards]
+    """The whole run. Shards are read page by page: each balances by itself."""
+    shards = read_shards(run)
     now_ms = run.now_ms()
     counters = Counter[str]()
     for shard in shards:

@@ -6,7 +6,7 @@ So `streamadv status --check` holds while workers run.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -30,6 +30,8 @@ COUNTERS: Final = (
 OWNER: Final = re.compile(r"[0-9]+-[0-9a-f]{12} ([0-9]{1,5})")
 #: How often a shard is read again whose reading was not atomic, while its figures contradict each other.
 READ_AGAIN: Final = 4
+#: Shards of one transaction, in which the server does nothing else.
+SHARDS_AT_ONCE: Final = 16
 
 
 class StreamName(NamedTuple):
@@ -85,26 +87,51 @@ class ShardState:
         return self.counters.get(name, 0)
 
 
+def read_shards(run: Run) -> list[ShardState]:
+    """Every shard of a run, as `read_shard` reads one. A transaction has a page of them, in a cluster a single one."""
+    keys = run.keys.shards
+    page = 1 if run.connection.is_cluster else SHARDS_AT_ONCE
+    return [
+        state for first in range(0, len(keys), page) for state in _read_page(run, keys[first : first + page])
+    ]
+
+
 def read_shard(run: Run, keys: ShardKeys) -> ShardState:
     """Read a shard atomically.
 
     A server above its maxmemory refuses transactions, and the figures belong to several moments: then the shard is
     read again while they contradict each other.
     """
-    streams = streams_of(run, keys)
+    return _read_page(run, [keys])[0]
+
+
+def _read_page(run: Run, page: Sequence[ShardKeys]) -> list[ShardState]:
     try:
-        return _state(run, streams, _read(run, keys, streams, atomic=True))
+        return _states(run, page, atomic=True)
     except OutOfMemoryError:
-        for _ in range(1 + READ_AGAIN):
-            state = _state(run, streams, _read(run, keys, streams, atomic=False))
-            if not problems_of(state):
-                break
-        return state
+        return [_read_loosely(run, keys) for keys in page]
 
 
-def _read(run: Run, keys: ShardKeys, streams: dict[str, StreamName], *, atomic: bool) -> list[Any]:
+def _read_loosely(run: Run, keys: ShardKeys) -> ShardState:
+    for _ in range(1 + READ_AGAIN):
+        (state,) = _states(run, [keys], atomic=False)
+        if not problems_of(state):
+            break
+    return state
+
+
+def _states(run: Run, page: Sequence[ShardKeys], *, atomic: bool) -> list[ShardState]:
     # Plain commands: a user who may only look has no right to run scripts.
     pipe: Any = run.connection.scripts.pipeline(transaction=atomic)
+    streams = [streams_of(run, keys) for keys in page]
+    for keys, of_shard in zip(page, streams, strict=True):
+        _ask(pipe, keys, of_shard)
+    reply = map(or_nothing, pipe.execute(raise_on_error=False))
+    now_ms = run.now_ms()
+    return [_state(run, of_shard, reply, now_ms) for of_shard in streams]
+
+
+def _ask(pipe: Any, keys: ShardKeys, streams: dict[str, StreamName]) -> None:
     for key in (keys.ledger, keys.trainer, keys.sizes, keys.owners):
         pipe.hgetall(key)
     pipe.zcard(keys.open)
@@ -117,12 +144,9 @@ def _read(run: Run, keys: ShardKeys, streams: dict[str, StreamName], *, atomic: 
         pipe.xlen(stream.key)
         pipe.xrange(stream.key, count=1)
         pipe.xinfo_groups(stream.key)  # an error where the stream is yet to be made
-    return [or_nothing(reply) for reply in pipe.execute(raise_on_error=False)]
 
 
-def _state(run: Run, streams: dict[str, StreamName], replies: list[Any]) -> ShardState:
-    now_ms = run.now_ms()
-    reply = iter(replies)
+def _state(run: Run, streams: dict[str, StreamName], reply: Iterator[Any], now_ms: int) -> ShardState:
     counters, trainer, size_fields, owners = (as_texts(next(reply)) for _ in range(4))
     return ShardState(
         counters={name: count for name, text in counters.items() if (count := as_whole(text)) is not None},
