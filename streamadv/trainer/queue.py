@@ -20,7 +20,7 @@ from ..algorithms.chain.config import ChainConfig
 from ..algorithms.device import Device, choose_device
 from ..batch.hold import NotHeldError
 from ..batch.progress import DURABILITY_WINDOW_S, Progress
-from ..batch.record import read_records
+from ..batch.record import BatchRecord, read_records
 from ..batch.settings import NamingSettings
 from ..errors import (
     ServerUnreachableError,
@@ -267,8 +267,14 @@ class TrainerQueue(IterableDataset[Batch]):
         this queue has not delivered, or has committed, or that comes before its turn.
         """
         check_weights(weights)
-        record = self._patiently(lambda: self._marks.note_trained(batch))
-        self._patiently(lambda: self._marks.publish_trained(record, weights))
+        noted: BatchRecord | None = None
+
+        def note_and_publish() -> None:
+            nonlocal noted
+            noted = noted or self._marks.note_trained(batch)
+            self._marks.publish_trained(noted, weights)
+
+        self._patiently(note_and_publish)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what to save beside the weights, JSON-serialisable. Pass it to `commit` after saving.
