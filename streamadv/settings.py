@@ -113,7 +113,9 @@ def redis_url(url: str | None = None) -> str:
     """
     complete = load_settings({"redis_url": url}).redis_url
     if complete is None:
-        raise SettingError("no server is given: set STREAMADV_REDIS_URL")
+        raise SettingError(
+            "no server is given: set STREAMADV_REDIS_URL (`streamadv server` starts one, `streamadv up` sets it)"
+        )
     return complete
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import metrics
-from ..errors import Busy, SettingError
+from ..errors import Busy, SettingError, TrajectoryError
 from ..producer.producer import Producer
 from ..store.reasons import Reason
 from ..store.waiting import Blocked, Wait
@@ -68,6 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
                 replay(producer, source, codes, together=not arguments.follow, advance=advance)
             producer.finish()
             finished = True
+        except TrajectoryError as error:
+            named = f"{path}:"
+            raise (error if str(error).startswith(named) else TrajectoryError(f"{named} {error}")) from None
         finally:
             if finished or codes:
                 _print_summary(codes)

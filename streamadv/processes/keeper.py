@@ -34,7 +34,8 @@ def main(parent: int, grace: float, command: list[str]) -> int:
         try:
             os.execvp(command[0], command)
         except OSError as error:
-            print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            instead = f": write `python {command[0]}`" if command[0].endswith(".py") else ""
+            print(f"{command[0]}: {error.strerror}{instead}", file=sys.stderr, flush=True)
             os._exit(127)
 
     def kill_group(_number: int, _frame: object) -> None:

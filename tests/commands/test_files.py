@@ -97,3 +97,23 @@ def test_lines_are_counted_in_files_only(tmp_path: Path) -> None:
     assert lines_in(file) == 3
     assert lines_in(tmp_path) is None
     assert lines_in(tmp_path / "none") is None
+
+
+def test_what_a_push_refuses_names_the_file(
+    tmp_path: Path, redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sizes.jsonl"
+    lines = [
+        {
+            "group_id": "g",
+            "group_size": size,
+            "rollout_index": 0,
+            "reward": 1.0,
+            "input_ids": [1],
+            "response_mask": [1],
+        }
+        for size in (2, 3)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["replay", str(file), "--redis", redis_url, "--run", run]) == 1
+    assert f"error: {file}: group g of 3 is pushed together with group g of 2" in capsys.readouterr().err

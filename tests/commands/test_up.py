@@ -111,6 +111,16 @@ def test_a_file_goes_through_all_stages_in_one_command(
 @linux
 @pytest.mark.slow
 @pytest.mark.processes
+def test_a_script_without_its_interpreter_is_told(up: Callable[..., subprocess.Popen[str]]) -> None:
+    process = up("--", "no_such_script.py")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 127
+    assert "No such file or directory: write `python no_such_script.py`" in errors
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.processes
 def test_the_first_command_that_fails_ends_everything(up: Callable[..., subprocess.Popen[str]]) -> None:
     process = up("--", "sh", "-c", "sleep 1000", "--", "sh", "-c", "exit 3", "--", "sleep", "1000")
     assert process.wait(DEADLINE_S) == 3
