@@ -31,8 +31,15 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
     "docs/demo.md": {
         'make demo ARGS="--metrics-port 9101"': "needs a Prometheus; tests/unit/demo compares its file with the ports"
     },
-    "deploy/README.md": {
-        "docker compose --profile core --profile observability up --build --detach": "needs Docker"
+    "deploy/README.md": {"docker build --file deploy/Dockerfile --tag streamadv:0.2.0 .": "needs Docker"},
+    "docs/how-to/compose.md": {
+        "sh secrets.sh exp1        # once: passwords and users of run exp1, in secrets/": "needs Docker",
+        "export STREAMADV_REDIS_URL=redis://streamadv-producer@127.0.0.1:6379/0 STREAMADV_RUN=exp1 \\": "the same",
+    },
+    "docs/how-to/kubernetes.md": {
+        "helm upgrade --install exp1 deploy/helm/streamadv --namespace rl --values values.yaml": "needs a cluster",
+        "sh deploy/secrets.sh exp1        # passwords, and users.acl with a user for each role": "the same",
+        "kubectl -n rl exec deploy/exp1-streamadv-grouper -- streamadv status": "the same",
     },
 }
 if find_spec("transformers") is None:
