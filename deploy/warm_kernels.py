@@ -27,10 +27,9 @@ def trajectory(group: int, index: int) -> dict[str, object]:
         "rewards": {"correct": float(index % 3), "format": float(index % 2)},
         "input_ids": list(range(TOKENS)),
         "response_mask": [0] * PROMPT + [1] * response,
-        **{
-            name: tokens
-            for name in ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "sum_pi_squared")
-        },
+        **dict.fromkeys(
+            ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "sum_pi_squared"), tokens
+        ),
         "steps": [
             {"row": 0, "start": PROMPT, "end": PROMPT + 2, "reward": 0.5, "state_key": "a"},
             {"row": 0, "start": PROMPT + 2, "end": TOKENS, "reward": 0.25, "state_key": "b"},

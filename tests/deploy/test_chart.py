@@ -92,7 +92,10 @@ def test_the_check_itself_refuses_unknown_fields(kind: str, field: str) -> None:
         ({**SERVER, "advantage": {"device": "gpu"}}, "/advantage/device"),
         ({**SERVER, "advantage": {"resources": {"limit": {}}}}, "limit"),
         ({**SERVER, "scorers": [{"name": "math"}]}, "function"),
-        ({**SERVER, "scorers": [{"name": "m", "function": "a:b"}, {"name": "m", "function": "a:c"}]}, "twice"),
+        (
+            {**SERVER, "scorers": [{"name": "m", "function": "a:b"}, {"name": "m", "function": "a:c"}]},
+            "twice",
+        ),
         ({"server": {"url": "redis://user:secret@redis:6379/0"}}, "/server/url"),
         ({}, "exactly one of server.url"),
         ({**SERVER, "valkey": {"enabled": True, "withoutUsers": True}}, "exactly one of server.url"),
