@@ -269,6 +269,7 @@ def test_rules_and_dashboards_are_the_files_of_deploy() -> None:
     assert boards == {file.name: file.read_text() for file in files}
     assert all(len(text) < 1_000_000 for text in boards.values()), "a ConfigMap holds 1 MiB"
     rules = [manifest["spec"] for (kind, _), manifest in manifests.items() if kind == "PrometheusRule"]
+    assert rules
     assert rules == [
         yaml.safe_load(file.read_text()) for file in (ROOT / "deploy" / "prometheus" / "rules").glob("*.yml")
     ]
