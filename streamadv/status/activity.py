@@ -31,7 +31,7 @@ OPEN_LOOKED_AT: Final = 256
 OLDER_THAN_S: Final = (10, 60, 600, 3600)
 GROUP_FIELDS: Final = ("opened_ms", "size", "slots")
 #: The slot map of an open group, see `lua/lib/group.lua`.
-SLOT_MAP: Final = re.compile(rb"[.pusx]*")
+SLOT_MAP: Final = re.compile(rb"[.pusx]+")
 #: Groups at the head of each shard's log whose staleness is read.
 LOG_LOOKED_AT: Final = 64
 
@@ -159,7 +159,7 @@ def _extent(missing: int, size: int) -> str:
 
 
 def _groups_in(rows: Sequence[Any]) -> Iterator[tuple[int, int, bytes]]:
-    """opened_ms, size and slot map. Of what foreign data has overwritten nothing is told: the grouper ends it."""
+    """opened_ms, size and slot map. Nothing of groups that have ended since, or that foreign data has overwritten."""
     for row in rows:
         opened_ms, size, slots = row or (None, None, None)
         numbers = [as_whole(value or b"0") for value in (opened_ms, size)]

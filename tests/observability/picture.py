@@ -60,7 +60,7 @@ def _panel(axis: Any, title: str, queries: list[list[dict[str, Any]]], began: fl
         axis.plot(*zip(*points, strict=True), ".", markersize=1.5, label=" ".join(words)[:24])
     axis.set_title(title, fontsize=8)
     axis.tick_params(labelsize=6)
-    if any(len(row["metric"]) > 0 for row in series):
+    if any(not name.startswith(NAMES) for row in series for name in row["metric"]):
         axis.legend(fontsize=5, loc="upper left", framealpha=0.5)
 
 

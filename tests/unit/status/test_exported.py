@@ -97,6 +97,16 @@ def test_open_groups_show_by_age_and_by_what_they_lack(fake: Connection) -> None
     assert found["missing_rollouts",] == 3
 
 
+def test_a_group_that_ends_while_the_run_is_read_has_no_age(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        producer.begin_group(size=2, group_id="g")
+        run = join(fake, "r")
+        run.connection.scripts.delete(run.home.keys.group("g"))
+        found = values(RunFacts(run.connection, "r"))
+    assert found["oldest_open_group_seconds",] == 0
+    assert found["missing_rollouts",] == 0
+
+
 def test_the_reason_why_nothing_moves_is_shown(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         producer.push([trajectory("g", 0)])
