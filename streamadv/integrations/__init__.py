@@ -1,4 +1,5 @@
 """Bridges to packages that people use beside streamadv. Nothing else in the package imports them.
 
-`engines/`: what inference engines return, as the columns of a push. `verifiers.py`: episodes of verifiers, the same.
+To the pipeline: `engines/`, what inference engines return, as the columns of a push; `verifiers.py`, its episodes, the
+same. From the pipeline: `transformers.py`, a Trainer on the batches of a trainer queue, and `trl/`, TRL's trainers.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,15 +90,12 @@ def micro_batch(rows: Sequence[Row]) -> MicroBatch:
 def batch_of(parts: Sequence[Sequence[Row]], whole: Sequence[Row] | None = None) -> Batch:
     """A batch cut like this. whole: its rows on all ranks, if this is one rank's part."""
     whole = [row for part in parts for row in part] if whole is None else whole
-    return Batch(
-        version=0,
-        id="batch",
-        micro_batches=[micro_batch(part) for part in parts],
-        num_tokens=sum(int(row.mask.sum()) for row in whole),
-        num_rows=len(whole),
-        num_trajectories=len(whole),
-        kl=None,
-        metrics={"critic/score/mean": 0.5},
-        layout=None,  # type: ignore[arg-type]
-        make_delivered=list,
-    )
+    known = {
+        "version": 0,
+        "micro_batches": [micro_batch(part) for part in parts],
+        "num_tokens": sum(int(row.mask.sum()) for row in whole),
+        "num_rows": len(whole),
+        "num_trajectories": len(whole),
+        "metrics": {"critic/score/mean": 0.5},
+    }
+    return Batch(**{field.name: known.get(field.name) for field in fields(Batch)})  # type: ignore[arg-type]
