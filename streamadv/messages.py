@@ -100,6 +100,11 @@ def unknown_field(data: Mapping[Any, Any], known: Iterable[str]) -> str | None:
     return None
 
 
+def summed_up(group_id: str, count: int) -> str:
+    """The subject of a sentence about `count` groups, with its verb; group_id: of the only one."""
+    return f"group {group_id} is" if count == 1 else f"{count} groups are"
+
+
 def log_fields(
     event: str,
     *,
@@ -107,11 +112,14 @@ def log_fields(
     role: str | None = None,
     batch: int | None = None,
     group: str | None = None,
+    reason: str | None = None,
+    count: int | None = None,
 ) -> dict[str, object]:
     """The `extra=` of a log call: fields by which machines find its records, whatever their text says.
 
     `event` says what happened, in snake_case, and never changes; `role` is the stage or the process that logs, `batch`
-    the number k, `group` a group id. What does not apply is left out of the record.
+    the number k, `group` a group id, `reason` one of a small fixed set, `count` how often it happened where a record
+    sums up. What does not apply is left out of the record.
     """
-    context = {"run": run, "role": role, "batch": batch, "group": group}
+    context = {"run": run, "role": role, "batch": batch, "group": group, "reason": reason, "count": count}
     return {"event": event, **{name: value for name, value in context.items() if value is not None}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -11,7 +12,7 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 
 from .errors import StreamadvError
-from .messages import printable
+from .logs import announce
 
 FAILED: Final = 1
 
@@ -42,10 +43,10 @@ def run_program(main: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn
         if isinstance(error, asyncio.CancelledError) and not received:
             raise
         number = signal.Signals(received[0] if received else signal.SIGINT)
-        print(f"ended by {number.name}", file=sys.stderr)
+        announce(f"ended by {number.name}", "ended")
         sys.exit(128 + number)
     except StreamadvError as error:
-        print("error:", printable(" ".join(str(error).split())), file=sys.stderr)
+        announce(" ".join(str(error).split()), "program_failed", who="error", level=logging.ERROR)
         sys.exit(FAILED)
     finally:
         signal.signal(signal.SIGTERM, before)

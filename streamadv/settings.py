@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from .errors import SettingError
+from .logs import LogFormat
 from .messages import first_problem
 from .store import tls
 from .store.credentials import PREFIX, complete_url, secret_from
@@ -63,6 +64,7 @@ class Settings(BaseSettings):
     )
     metrics_port: int = Field(0, ge=0, le=65535, description="of /metrics; 0 takes a free port")
     log_level: LogLevel = Field("info", description="to stderr")
+    log_format: LogFormat = Field("text", description="of a line on stderr")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where advantages are computed")
     torch_threads: int = Field(1, ge=1, description="per process; fixed, as the thread count changes sums")
 

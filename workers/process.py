@@ -12,6 +12,7 @@ from typing import Final, NoReturn
 
 from streamadv import metrics
 from streamadv.errors import SettingError
+from streamadv.logs import announcement
 from streamadv.messages import log_fields
 from streamadv.processes.garbage import keep_what_exists
 from streamadv.run import Run, open_run
@@ -35,7 +36,8 @@ def stop_on_signals() -> threading.Event:
             os._exit(128 + number)
         stop.set()
         # Not by logging, which this may interrupt in the middle of a line and then fails.
-        os.write(2, f"{signal.Signals(number).name}: finishing what is in hand\n".encode())
+        text = f"{signal.Signals(number).name}: finishing what is in hand"
+        os.write(2, f"{announcement(text, 'stopping')}\n".encode())
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)

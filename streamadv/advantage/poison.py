@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
@@ -20,7 +21,7 @@ import torch
 from ..batch.record import Death
 from ..errors import ChainError, EstimatorError, SettingError
 from ..grouping.groups_log import LoggedGroup
-from ..messages import log_fields
+from ..messages import log_fields, summed_up
 from ..run import Run
 from ..run.consumer import ADVANTAGE
 from ..run.hangs import call_within
@@ -72,6 +73,18 @@ def compute_safely(
     return bounded(replace(prepared, dead=prepared.dead | dead))
 
 
+def _log_deaths(run: Run, deaths: Mapping[str, Death]) -> None:
+    """One line for each reason."""
+    counts = Counter(death.reason for death in deaths.values())
+    for reason, count in counts.items():
+        first, detail = next((name, death.detail) for name, death in deaths.items() if death.reason == reason)
+        fields = log_fields(
+            "group_dead", run=run.name, role=ADVANTAGE, group=first, reason=reason, count=count
+        )
+        which = summed_up(first, count)
+        logger.error("%s dead (%s): %s", which, reason, detail, extra=fields)
+
+
 def isolate(
     run: Run, groups: Sequence[LoggedGroup], compute_alone: Callable[[LoggedGroup], object]
 ) -> dict[str, Death]:
@@ -90,8 +103,7 @@ def isolate(
                 death = _try_alone(group, compute_alone, bugs)
         if death is not None:
             deaths[group.group_id] = death
-            fields = log_fields("group_dead", run=run.name, role=ADVANTAGE, group=group.group_id)
-            logger.error("group %s is dead (%s): %s", group.group_id, *death, extra=fields)
+    _log_deaths(run, deaths)
     if bugs and len(deaths) == len(groups):
         raise ChainError(f"the chain fails by itself: {_text(bugs[0])}") from bugs[0]
     return deaths

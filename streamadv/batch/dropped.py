@@ -1,18 +1,31 @@
-"""What rank 0 dropped while it named batches, since the last delivered one."""
+"""What rank 0 dropped while it named batches: figures for the trainer, lines of the log."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Final
 
+from .. import clock
 from ..grouping.groups_log import LoggedGroup
+from ..messages import log_fields, summed_up
 
 #: Reasons and sources told apart; further sources are "other".
 MAX_NAMES: Final = 256
+#: Seconds between two lines of the log while no batch can be named.
+LOG_INTERVAL_S: Final = 10.0
+#: What reasons mean, for the log.
+MEANING: Final = {
+    "rolled_back": ", played with versions that the loaded checkpoint has taken back",
+    "stale": ", older than drop_after allows",
+    "trained": ", the loaded checkpoint contains them",
+}
+
+logger = logging.getLogger(__name__)
 
 
 class DroppedGroups:
-    """Counts of dropped groups by reason and source.
+    """Counts of dropped groups by reason and source, since the last delivered batch.
 
     The groups themselves are not kept: a trainer may wait long while everything is dropped.
     """
@@ -44,3 +57,46 @@ class DroppedGroups:
         groups = {f"{name}/groups": float(count) for name, count in self._groups.items()}
         means = {name: self._tokens[name] / count for name, count in self._trajectories.items() if count}
         return groups | {f"{name}/response_length/mean": mean for name, mean in means.items()}
+
+
+class UnloggedDrops:
+    """Groups dropped since the last lines of the log: their number and the first one, by reason."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, LoggedGroup] = {}
+        self._batch = 0
+        self._logged_at = -LOG_INTERVAL_S
+
+    def note(self, k: int, group: LoggedGroup, reason: str) -> None:
+        """The group was dropped while batch k was named."""
+        self._batch = k
+        self._counts[reason] += 1
+        self._first.setdefault(reason, group)
+        fields = log_fields(
+            "group_dropped", run=self._run, role="trainer", batch=k, group=group.group_id, reason=reason
+        )
+        logger.debug("group %s is not trained on: %s", group.group_id, reason, extra=fields)
+
+    def log(self, now: bool = False) -> None:
+        """One line for each reason, if the last lines are LOG_INTERVAL_S ago or `now`."""
+        if not self._counts or not (now or clock.now() - self._logged_at >= LOG_INTERVAL_S):
+            return
+        self._logged_at = clock.now()
+        for reason, count in self._counts.items():
+            first = self._first[reason]
+            fields = log_fields(
+                "groups_dropped",
+                run=self._run,
+                role="trainer",
+                batch=self._batch,
+                group=first.group_id,
+                reason=reason,
+                count=count,
+            )
+            which = summed_up(first.group_id, count)
+            why = f"{reason} ({first.problem})" if first.problem else reason + MEANING.get(reason, "")
+            logger.warning("batch %d: %s not trained on: %s", self._batch, which, why, extra=fields)
+        self._counts.clear()
+        self._first.clear()

@@ -7,18 +7,14 @@ Batch k is named from version k - prefetch on and kept until it is committed. Wh
 from __future__ import annotations
 
 import json
-import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from .. import clock, metrics
 from ..grouping.groups_log import LoggedGroup
-from ..messages import log_fields
 from ..run import Run
 from ..run.heartbeats import Attendance, is_over
 from ..store.reasons import Reason
-from ..units import counted
 from .candidates import Candidates
 from .carryover import running_with
 from .commit import commit, commit_arguments, read_results
@@ -35,15 +31,6 @@ from .work import apply
 SCAN_PAGES: Final = 8
 #: Seconds until candidates that are too few for a batch are judged again: what is not fit among them holds memory.
 JUDGE_S: Final = 0.2
-
-#: What reasons mean, for the log.
-MEANING: Final = {
-    "rolled_back": ", played with versions that the loaded checkpoint has taken back",
-    "stale": ", older than drop_after allows",
-    "trained": ", the loaded checkpoint contains them",
-}
-
-logger = logging.getLogger(__name__)
 
 
 class Leader(Session):
@@ -98,6 +85,7 @@ class Leader(Session):
             if len(groups) >= needed or not has_dropped:
                 break
         self.has_scanned_logs = not has_dropped
+        self.unlogged.log(now=len(groups) >= needed)
         if len(groups) < needed:
             return False
         record = self._make_record(k, groups)
@@ -127,28 +115,13 @@ class Leader(Session):
         fit, unfit = choose(self._candidates, k, limit, rules)
         unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
         drop(self.run, unfit, self.epoch)
-        self._tell(k, unfit)
         for group, reason in unfit:
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.dropped.add(group, reason)
+            self.unlogged.note(k, group, reason)
         if unfit:
             self._candidates.remove([group for group, _ in unfit])
         return fit, bool(unfit)
-
-    def _tell(self, k: int, unfit: Sequence[tuple[LoggedGroup, str]]) -> None:
-        """Log which groups batch k leaves out: those with a problem of their own one by one, others summed up."""
-        whole = Counter(reason for group, reason in unfit if not group.problem)
-        for group, reason in unfit:
-            fields = log_fields(
-                "group_dropped", run=self.run.name, role="trainer", batch=k, group=group.group_id
-            )
-            why = f"{reason} ({group.problem})" if group.problem else reason
-            level = logging.WARNING if group.problem else logging.INFO
-            logger.log(level, "group %s is not trained on: %s", group.group_id, why, extra=fields)
-        for reason, count in whole.items():
-            which = f"{counted(count, 'group is', 'groups are')} not trained on: {reason}"
-            fields = log_fields("groups_dropped", run=self.run.name, role="trainer", batch=k)
-            logger.warning("batch %d: %s%s", k, which, MEANING.get(reason, ""), extra=fields)
 
     def _make_record(self, k: int, groups: Sequence[LoggedGroup]) -> BatchRecord:
         settings, running = self._settings, self.progress.running_named

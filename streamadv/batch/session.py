@@ -15,7 +15,7 @@ from ..grouping.groups_log import LoggedGroup, read_groups
 from ..run import Run
 from ..store.reasons import Reason
 from .carryover import KLCoefficients
-from .dropped import DroppedGroups
+from .dropped import DroppedGroups, UnloggedDrops
 from .exclusion import Exclusions, leave_out, read_exclusions
 from .named import NamedBatch
 from .progress import Progress
@@ -40,6 +40,7 @@ class Session(ABC):
         self.published_version = 0  # version that rank 0 has written into the run; 0 on other ranks
         #: Groups dropped while batches were named, until somebody reports and clears them.
         self.dropped = DroppedGroups()
+        self.unlogged = UnloggedDrops(run.name)
         #: Last entry of each shard's groups log that rank 0 has read.
         self.cursors: dict[int, str] = {}
         self._settings = settings

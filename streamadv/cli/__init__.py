@@ -20,7 +20,8 @@ import redis.exceptions
 from .. import __version__
 from ..errors import SettingError, StreamadvError
 from ..extras import require
-from ..messages import log_fields, printable
+from ..logs import announce, set_up_logging
+from ..messages import log_fields
 from ..plugins import import_module
 from ..settings import Settings, likely_typos, load_settings
 from ..store.connection import Connection
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words, commands = split_commands(words)
     try:
         arguments = make_parser(words).parse_args(words, argparse.Namespace(commands=commands))
-        set_up_logging(settings_from(arguments).log_level)
+        _set_up_logging(words[0], arguments)
         for message in likely_typos():
             logger.warning(message, extra=log_fields("setting_unknown"))
         command = " ".join(["streamadv", words[0], *vars(arguments).get("stage", "").split()])
@@ -81,8 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def _set_up_logging(command: str, arguments: argparse.Namespace) -> None:
+    settings, parsed = settings_from(arguments), vars(arguments)
+    run = settings.run if "run_name" in parsed else None
+    set_up_logging(settings.log_level, settings.log_format, run=run, role=parsed.get("stage", command))
+
+
 def _fail(message: str) -> int:
-    print("streamadv: error:", printable(" ".join(message.split())), file=sys.stderr)
+    announce(" ".join(message.split()), "command_failed", who="streamadv: error", level=logging.ERROR)
     return FAILED
 
 
@@ -156,6 +163,11 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
         choices=("debug", "info", "warning", "error"),
         help="of the messages on stderr (STREAMADV_LOG_LEVEL; default: info)",
     )
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        help="of these messages; json has an object on each line (STREAMADV_LOG_FORMAT; default: text)",
+    )
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
@@ -197,25 +209,3 @@ def _url_of(settings: Settings) -> str:
             "no server is given: use --redis URL or STREAMADV_REDIS_URL (`streamadv server` starts one)"
         )
     return settings.redis_url
-
-
-class _OneLine(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record).replace("\n", " | "))
-
-
-class _Stderr(logging.Handler):
-    """Writes to the stderr of the moment: a progress bar puts itself in its place, below what is logged."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            print(self.format(record), file=sys.stderr, flush=True)
-        except Exception:
-            self.handleError(record)
-
-
-def set_up_logging(level: str) -> None:
-    """Log to stderr, one line per record."""
-    handler = _Stderr()
-    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from .. import metrics
 from ..errors import NoBatchError
 from ..extras import TO_COMPUTE
+from ..logs import announce
 from ..trajectory.interchange import recover, write_trajectory
 from ..units import counted
 from . import add_metrics_option, add_redis_options, connect, settings_from
@@ -84,7 +85,7 @@ def _print_summary(done: Counter[str], output: Path | None) -> None:
     parts = [counted(done["trajectories"], "trajectory", "trajectories")]
     parts += [counted(done["groups"], "group"), counted(done["batches"], "batch", "batches")]
     where = "stdout" if output is None else output
-    print(f"consumed {parts[0]} of {parts[1]} in {parts[2]}: {where}", file=sys.stderr, flush=True)
+    announce(f"consumed {parts[0]} of {parts[1]} in {parts[2]}: {where}", "consumed")
 
 
 def consume(

@@ -66,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             **environment_with(url, os.environ),
             "STREAMADV_RUN": settings.run,
             "STREAMADV_LOG_LEVEL": settings.log_level,
+            "STREAMADV_LOG_FORMAT": settings.log_format,
             "STREAMADV_METRICS_PORT": "0",  # a free one for each process
         }
         plan = Plan(environment, arguments.groupers, arguments.workers, arguments.worker_modules, commands)

@@ -74,7 +74,9 @@ class Housekeeping:
             outcomes = Counter(outcome for _, outcome in ended)
             listed = ", ".join(f"{outcome} {count}" for outcome, count in outcomes.items())
             text = "%d groups reached their deadline, %s among them: %s"
-            fields = log_fields("groups_expired", run=shard.run, role=GROUPER, group=ended[0][0])
+            fields = log_fields(
+                "groups_expired", run=shard.run, role=GROUPER, group=ended[0][0], count=len(ended)
+            )
             logger.warning(text, len(ended), ended[0][0], listed, extra=fields)
         return len(page) >= EXPIRE_COUNT
 

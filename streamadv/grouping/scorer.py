@@ -250,7 +250,7 @@ class Scorer:
                 return [Suspect(clock.now() + delay, item)]
             metrics.unscorable(self._name, error.kind)
             text = "scorer %s: trajectory %s is unscorable after %d tries: %s"
-            fields = self._log_fields("trajectory_unscorable", packet.group_id)
+            fields = self._log_fields("trajectory_unscorable", packet.group_id, error.kind)
             logger.warning(text, self._name, item.trajectory.name, self._max_tries, error, extra=fields)
             packet.verdicts[item.position] = None
             packet.given_up.append(item)  # its tries still count if another member ends this process
@@ -284,5 +284,7 @@ class Scorer:
             for item in packet.given_up:
                 self._tries.forget(shard, item)
 
-    def _log_fields(self, event: str, group_id: str | None = None) -> dict[str, object]:
-        return log_fields(event, run=self._run.name, role=self._name, group=group_id)
+    def _log_fields(
+        self, event: str, group_id: str | None = None, reason: str | None = None
+    ) -> dict[str, object]:
+        return log_fields(event, run=self._run.name, role=self._name, group=group_id, reason=reason)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
 
+from .. import logs
 from ..errors import ProcessEndedError
 from ..units import counted
 from .kept import Kept
@@ -59,7 +60,7 @@ class Signals:
             os._exit(128 + number)
         self.number = signal.Signals(number)
         self._noted.set()
-        os.write(2, f"up: {self.number.name}: ending commands and workers\n".encode())
+        say(f"{self.number.name}: ending commands and workers")
 
     def wait(self, seconds: float) -> bool:
         """Wait for a signal. Returns whether there was one."""
@@ -148,7 +149,7 @@ class _Crew:
 
 def say(text: str) -> None:
     """One line on stderr."""
-    os.write(2, f"up: {text}\n".encode())
+    os.write(2, f"{logs.announcement(text, 'machine', who='up')}\n".encode())  # signal handlers call this
 
 
 def _worker_commands(plan: Plan) -> list[tuple[str, list[str]]]:
@@ -197,9 +198,13 @@ def name_of(command: Sequence[str]) -> str:
 
 
 def _prefixed(name: str, output: int) -> Callable[[str, bool], object]:
-    """Writes lines with the name in front, each in one piece. output: descriptor for what is written to stdout."""
+    """Writes lines with the name in front, each in one piece. output: descriptor for what is written to stdout.
+
+    A log record in JSON stays as it is.
+    """
 
     def show(line: str, is_stderr: bool) -> None:
-        os.write(2 if is_stderr else output, f"{name} | {line}\n".encode(errors="backslashreplace"))
+        shown = line if is_stderr and line.startswith(logs.JSON_BEGINS) else f"{name} | {line}"
+        os.write(2 if is_stderr else output, f"{shown}\n".encode(errors="backslashreplace"))
 
     return show

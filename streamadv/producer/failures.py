@@ -72,7 +72,7 @@ class Failures:
         more = f", and {len(counts) - MAX_REASONS} other reasons" if len(counts) > MAX_REASONS else ""
         total = counts.total()
         text = "%d rollout%s failed: %s%s"
-        fields = log_fields("rollouts_failed", role="producer")
+        fields = log_fields("rollouts_failed", role="producer", count=total)
         logger.warning(text, total, "s" * (total > 1), ", ".join(listed), more, extra=fields)
 
     def exception_to_raise(self, outcomes: Sequence[Outcome]) -> BaseException | None:

@@ -60,7 +60,7 @@ class Blocked:
                 return  # another thread or task of this process waits for the same
             self._reported = now
         waited = f" for {self.seconds:.0f} s" if self.seconds >= 1 else ""
-        fields = log_fields("waiting", role=self._subject[0])
+        fields = log_fields("waiting", role=self._subject[0], reason=", ".join(sorted(self._names)))
         logger.warning("%s: %s%s: %s", *self._subject, waited, listed(reasons), extra=fields)
 
     def over(self) -> None:

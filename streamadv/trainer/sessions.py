@@ -81,11 +81,17 @@ class Sessions:
 
     def end(self) -> None:
         """Begin anew at the next call: the progress was set back to a checkpoint."""
+        self._log_drops()
         self._session = None
 
     def close(self) -> None:
         """Say that this rank leaves the run."""
+        self._log_drops()
         self._heartbeat.close()
+
+    def _log_drops(self) -> None:
+        if self._session is not None:
+            self._session.unlogged.log(now=True)
 
     def _begin(self) -> Session:
         run = self._opened_run()

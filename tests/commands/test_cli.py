@@ -16,6 +16,7 @@ import redis.exceptions
 
 from streamadv import cli
 from streamadv.errors import SettingError
+from streamadv.logs import set_up_logging
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
@@ -210,7 +211,7 @@ def test_a_likely_typo_in_the_environment_is_a_warning(
 
 
 def test_a_log_record_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.set_up_logging("info")
+    set_up_logging("info")
     logging.getLogger("streamadv.test").warning("first\nsecond")
     logging.getLogger("streamadv.test").debug("not shown")
     assert capsys.readouterr().err.count("\n") == 1

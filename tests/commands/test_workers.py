@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -94,6 +95,19 @@ def test_a_worker_waits_for_a_server_that_does_not_write(later: EmbeddedServer, 
         _, log = worker.communicate(timeout=30)
     assert worker.returncode == 130, log
     assert "Traceback" not in log
+
+
+def test_every_line_of_a_worker_that_logs_json_is_a_record(redis_url: str, run: str) -> None:
+    with producing(redis_url, run):
+        worker = start(redis_url, run, "grouper", "--log-format", "json")
+        assert worker.stderr is not None
+        first = worker.stderr.readline()
+        worker.terminate()
+        _, log = worker.communicate(timeout=60)
+    records = [json.loads(line) for line in [first, *log.splitlines()]]
+    assert {(record["run"], record["role"]) for record in records} == {(run, "grouper")}
+    assert len({record["process"] for record in records}) == 1
+    assert {"metrics_served", "stopping"} <= {record["event"] for record in records}
 
 
 def test_a_worker_with_another_setting_is_refused(redis_url: str, run: str) -> None:

@@ -11,13 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from streamadv.errors import NoBatchError
 from streamadv.grouping import housekeeping
 from streamadv.messages import log_fields
 from streamadv.store.connection import Connection
 from streamadv.store.reasons import Reason
 from streamadv.store.waiting import Blocked
+from streamadv.trainer.queue import TrainerQueue
 
-from ..support import group_all, join, make_overdue, producing, trajectory
+from ..support import (
+    group_all,
+    join,
+    make_overdue,
+    next_batch,
+    producing,
+    push_groups,
+    trajectory,
+)
 
 PACKAGE = Path(str(resources.files("streamadv")))
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
@@ -45,7 +55,7 @@ def test_fields_that_do_not_apply_are_left_out() -> None:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    names = ("event", "run", "role", "batch", "group")
+    names = ("event", "run", "role", "batch", "group", "reason", "count")
     return {name: getattr(record, name) for name in names if hasattr(record, name)}
 
 
@@ -56,12 +66,69 @@ def test_an_expired_group_is_found_by_its_fields(fake: Connection, caplog: pytes
         group_all(run)
         make_overdue(run, "late")
         housekeeping.Housekeeping(run).round()
-    expected = {"event": "groups_expired", "run": "r", "role": "grouper", "group": "late"}
+    expected = {"event": "groups_expired", "run": "r", "role": "grouper", "group": "late", "count": 1}
     assert expected in map(fields_of, caplog.records)
 
 
 def test_who_waits_is_found_by_its_fields(caplog: pytest.LogCaptureFixture) -> None:
     Blocked("judge", "waiting for the server", first_s=0.0).because(Reason("server_away", "refused"))
     (record,) = caplog.records
-    assert fields_of(record) == {"event": "waiting", "role": "judge"}
+    assert fields_of(record) == {"event": "waiting", "role": "judge", "reason": "server_away"}
     assert re.match("judge: waiting for the server", record.getMessage())
+
+
+def test_groups_dropped_for_one_reason_are_one_record_per_batch(
+    fake: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=20, drop_after=0, prefetch=0)
+        for k in range(2):
+            push_groups(producer, 1, prefix=f"fresh{k}-", model_version=k)
+            batch = next_batch(queue, run)
+            assert batch is not None
+            queue.trained(batch)
+        push_groups(producer, 6, prefix="old", model_version=0)
+        push_groups(producer, 1, prefix="young", model_version=2)
+        assert next_batch(queue, run) is not None
+    (record,) = [record for record in caplog.records if getattr(record, "event", None) == "groups_dropped"]
+    assert fields_of(record) == {
+        "event": "groups_dropped",
+        "run": "r",
+        "role": "trainer",
+        "batch": 2,
+        "group": "old0000",
+        "reason": "stale",
+        "count": 6,
+    }
+    assert record.getMessage() == "batch 2: 6 groups are not trained on: stale, older than drop_after allows"
+
+
+def dropped_so_far(caplog: pytest.LogCaptureFixture) -> int:
+    """Groups that the log has told of."""
+    return sum(
+        getattr(record, "count", 0)
+        for record in caplog.records
+        if getattr(record, "event", "") == "groups_dropped"
+    )
+
+
+def test_drops_without_a_batch_are_told_when_the_trainer_leaves(
+    fake: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=20, drop_after=0, prefetch=0)
+        push_groups(producer, 1, prefix="fresh", model_version=0)
+        batch = next_batch(queue, run)
+        assert batch is not None
+        queue.trained(batch)
+        counts = []
+        for prefix in ("a", "b"):
+            push_groups(producer, 2, prefix=prefix, model_version=0)
+            with pytest.raises(NoBatchError):
+                next_batch(queue, run)
+            counts.append(dropped_so_far(caplog))
+        assert counts == [2, 2], "the second line would come too soon"
+        queue.close()
+    assert dropped_so_far(caplog) == 4

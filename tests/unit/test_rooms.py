@@ -13,7 +13,7 @@ import pytest
 
 #: Earlier rooms first. ARCHITECTURE.md says what is in each.
 ROOMS = (
-    *("version", "errors", "messages", "units", "clock", "extras", "plugins", "program", "weights"),
+    *("version", "errors", "messages", "logs", "units", "clock", "extras", "plugins", "program", "weights"),
     *("trajectory", "metrics", "store", "settings", "run", "producer", "grouping"),
     *("algorithms", "losses", "padded", "batch", "advantage", "status", "trainer", "integrations"),
     *("processes", "demo", "bench", "cli"),
