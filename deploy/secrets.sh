@@ -13,7 +13,7 @@ mkdir secrets.new
 cd secrets.new
 for user in owner producer pipeline observer; do openssl rand -hex 32 > "$user.password"; done
 {
-  echo "user default off"
+  echo "user default off ~* &* +@all"  # nobody logs in as it; the server reads its file back as it
   printf 'user owner on #%s ~* &* +@all\n' "$(printf %s "$(cat owner.password)" | openssl dgst -sha256 -r | cut -d ' ' -f 1)"
   STREAMADV_PRODUCER_PASSWORD_FILE=producer.password STREAMADV_PIPELINE_PASSWORD_FILE=pipeline.password \
     STREAMADV_OBSERVER_PASSWORD_FILE=observer.password streamadv config acl --run "$run"

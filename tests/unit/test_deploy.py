@@ -95,7 +95,7 @@ def test_secrets_are_made_for_every_service_that_mounts_one(tmp_path: Path) -> N
         "streamadv-pipeline",
         "streamadv-observer",
     ]
-    assert users[0] == "user default off"
+    assert users[0] == "user default off ~* &* +@all", "the server reads its append-only file as default"
     address = environment(compose["services"]["redis-exporter"])["REDIS_ADDR"]
     passwords = json.loads((tmp_path / "secrets" / "redis-exporter.json").read_text())
     assert passwords == {address: (tmp_path / "secrets" / "observer.password").read_text().strip()}
