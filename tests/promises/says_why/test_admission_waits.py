@@ -28,9 +28,14 @@ SMALL = {"max_trajectory_bytes": 300_000, "max_bytes": 1_200_000}
 
 @pytest.fixture(autouse=True)
 def _time_flies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the clock takes 5 s."""
-    passed = iter(range(0, 10**9, 5))
-    monkeypatch.setattr(clock, "now", lambda: float(next(passed)))
+    """Each look at the clock takes the thread that looks 5 s: threads of other tests take no time from these."""
+    own = threading.local()
+
+    def now() -> float:
+        own.passed = getattr(own, "passed", 0.0) + 5
+        return float(own.passed)
+
+    monkeypatch.setattr(clock, "now", now)
 
 
 def said(caplog: pytest.LogCaptureFixture, what: str = "not admitted for ") -> list[str]:

@@ -168,7 +168,7 @@ def test_a_process_that_starts_while_the_server_refuses_writes_waits(
             assert "[misconf]" in line
             client.config_set("save", "")
             if words[0] == "worker":
-                while "metrics on port" not in (line := process.stderr.readline()):
+                while "ready: run" not in (line := process.stderr.readline()):
                     assert line, "it has ended"
                 process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
