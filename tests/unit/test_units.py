@@ -34,7 +34,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 def test_settings_of_a_run_take_sizes() -> None:
     settings = RunSettings.model_validate({"max_bytes": "4gb", "dead_bytes": 7})
     assert (settings.max_bytes, settings.dead_bytes) == (4 << 30, 7)
-    with pytest.raises(ValueError, match="512mb"):
+    with pytest.raises(SettingError, match="512mb"):
         RunSettings.model_validate({"max_bytes": "much"})
 
 
