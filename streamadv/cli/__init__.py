@@ -15,8 +15,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-import redis.exceptions
-
 from .. import __version__
 from ..errors import SettingError, StreamadvError
 from ..extras import require
@@ -25,6 +23,7 @@ from ..messages import log_fields
 from ..plugins import import_module
 from ..settings import Settings, likely_typos, load_settings
 from ..store.connection import Connection
+from ..store.retry import SERVER_ERRORS
 from .parser import CommandParser, seconds, split_commands
 
 COMMANDS: Final = (
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `streamadv ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes once more
         return PIPE_CLOSED
-    except (StreamadvError, redis.exceptions.RedisError) as error:
+    except (StreamadvError, *SERVER_ERRORS) as error:
         return _fail(str(error))
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))

@@ -18,12 +18,12 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from .. import clock, metrics
 from ..messages import log_fields
 from ..store.keys import ShardKeys
-from ..store.retry import RETRYABLE, Outage
+from ..store.retry import RETRYABLE, SERVER_ERRORS, Outage
 from .leases import NOBODY, Delivery, Leases
 from .run import Run, Shard
 
@@ -222,7 +222,7 @@ class Consumer:
 
         def keep() -> None:
             while not over.wait(max(self.lease_s / 3, 0.05)):
-                with suppress(RedisError):  # the next time, or another consumer takes them over
+                with suppress(*SERVER_ERRORS):  # the next time, or another consumer takes them over
                     self.renew()
 
         keeper = threading.Thread(target=keep, name="streamadv-leases", daemon=True)

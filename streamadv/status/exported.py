@@ -13,7 +13,6 @@ from typing import Final, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from redis.exceptions import RedisError
 
 from .. import metrics
 from ..errors import StreamadvError
@@ -23,6 +22,7 @@ from ..metrics.instruments import OUTCOMES
 from ..run import find_run
 from ..store.connection import Connection
 from ..store.reasons import REASONS
+from ..store.retry import SERVER_ERRORS
 from .activity import OLDER_THAN_S
 from .causes import reasons_of
 from .model import QUEUED, Status, Stream, TrainerState
@@ -156,7 +156,7 @@ class RunFacts(Collector):
         found = families()
         try:
             status, seconds = self._status.answer()
-        except (RedisError, OSError, StreamadvError) as error:
+        except (*SERVER_ERRORS, OSError, StreamadvError) as error:
             self._warn(error)
             found["readable"].add_metric([], 0)
             yield found["readable"]

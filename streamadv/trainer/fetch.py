@@ -16,7 +16,6 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 import numpy as np
-from redis.exceptions import RedisError
 from torch import Tensor
 
 from ..advantage.results import BatchResults
@@ -27,6 +26,7 @@ from ..messages import log_fields
 from ..run import Run
 from ..run.payloads import fetch_replies, know_columns, slices, split_reply
 from ..store.direct import HashRead, receive
+from ..store.retry import SERVER_ERRORS
 from ..trajectory.columns import (
     HEADER,
     KNOWN_COLUMNS,
@@ -302,7 +302,7 @@ class ReadAhead:
             self._fetched = FetchedShare(self._run, share, memory)
             self._fetched.read(self._run, MAX_BYTES, self._stopped)
             self._fetched.check()
-        except (StreamadvError, RedisError) as error:
+        except (StreamadvError, *SERVER_ERRORS) as error:
             fields = log_fields("not_read_ahead", role="trainer", batch=record.k)
             logger.debug("not read ahead: %s", error, extra=fields)
         except BaseException as error:  # raised where the batch is asked for

@@ -8,13 +8,12 @@ import weakref
 from contextlib import suppress
 from typing import Final
 
-from redis.exceptions import RedisError
-
 from .. import clock
 from ..batch.progress import Progress
 from ..batch.session import Session
 from ..errors import EpochFencedError
 from ..run.ranks import BEAT_S, Doing, RankReport
+from ..store.retry import SERVER_ERRORS
 from .plan import Rank
 
 #: Between two looks at whether something has changed.
@@ -75,7 +74,7 @@ class Heartbeat:
             progress.delivered - 1 if progress.has_delivered else None,
             None if at is None else round(clock.now() - at, 1),
         )
-        with suppress(RedisError, EpochFencedError):  # the training loop meets the same and says so
+        with suppress(*SERVER_ERRORS, EpochFencedError):  # the training loop meets the same and says so
             session.run.home.call("attend", [progress.epoch, self._rank.number, report.to_json()])
 
 

@@ -140,11 +140,14 @@ def test_a_server_that_hangs_does_not_hold_up_a_scrape(
     assert began == [1]
 
 
+@pytest.mark.parametrize(
+    "error", [redis.exceptions.ConnectionError("gone"), redis.exceptions.RedisClusterException("gone")]
+)
 def test_an_outage_is_logged_once(
-    facts: RunFacts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, facts: RunFacts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def gone(_run: Run) -> Any:
-        raise redis.exceptions.ConnectionError("gone")
+        raise error
 
     with caplog.at_level("WARNING"):
         for reader, times in ((read_status, 1), (gone, 2), (read_status, 1), (gone, 1)):
