@@ -56,6 +56,9 @@ class Announcements:
         """Return after so many seconds, or once there is an entry after this one, or at the end."""
         seen = _parsed(after or NONE_YET)
         with self._changed:
+            self._newest[key] = max(
+                seen, self._newest.get(key, seen)
+            )  # an older refusal may come to wait later
             self._waiting[key] += 1
             if key not in self._heard:
                 self._heard.add(key)
@@ -65,9 +68,7 @@ class Announcements:
                     name="streamadv-admission",
                     daemon=True,
                 ).start()
-            self._changed.wait_for(
-                lambda: self._is_closed or self._newest.get(key, seen) > seen, timeout=seconds
-            )
+            self._changed.wait_for(lambda: self._is_closed or self._newest[key] > seen, timeout=seconds)
             self._waiting[key] -= 1
 
     def close(self) -> None:
@@ -117,7 +118,8 @@ class AsyncAnnouncements:
     async def wait(self, key: str, after: bytes, seconds: float, over: Awaitable[None]) -> None:
         """As `Announcements.wait`; `over` ends it too."""
         seen = _parsed(after or NONE_YET)
-        if self._newest.get(key, seen) > seen:
+        self._newest[key] = max(seen, self._newest.get(key, seen))  # an older refusal may come to wait later
+        if self._newest[key] > seen:
             return
         self._waiting[key] += 1
         try:
