@@ -19,7 +19,7 @@ ASYNCIO = """
     import asyncio, sys, streamadv as sa
 
     async def play(rollout):
-        print("playing", flush=True)
+        sys.stdout.write("playing\\n"); sys.stdout.flush()
         await asyncio.Event().wait()
 
     async def main(url, run):
@@ -32,7 +32,7 @@ BLOCKING = """
     import sys, threading, streamadv as sa
 
     def play(rollout):
-        print("playing", flush=True)
+        sys.stdout.write("playing\\n"); sys.stdout.flush()
         threading.Event().wait()
 
     def main(url, run):
@@ -48,7 +48,7 @@ WAITING = """
         settings = sa.RunSettings(max_bytes=1_200_000, max_trajectory_bytes=300_000)
         with sa.Producer(url, run=run, settings=settings) as producer:
             producer.begin_group(4)
-            print("playing", flush=True)
+            sys.stdout.write("playing\\n"); sys.stdout.flush()
             producer.begin_group(4)
 
     sa.run_program(main, *sys.argv[1:])
