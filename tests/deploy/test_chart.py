@@ -103,6 +103,7 @@ def test_the_check_itself_refuses_unknown_fields(kind: str, field: str) -> None:
         ({"valkey": {"enabled": True, "aclSecret": {"name": "users"}}}, "server.passwordSecret.name"),
         ({**SERVER, "advantage": {"autoscaling": {"enabled": True}}}, "prometheus.address"),
         ({**SERVER, "advantage": {"device": "cpu", "gpu": {"count": 1}}}, "advantage.gpu.count"),
+        ({**SERVER, "logFormat": "yaml"}, "/logFormat"),
         ({**SERVER, "terminationGracePeriodSeconds": 5}, "terminationGracePeriodSeconds"),
     ],
 )
@@ -148,6 +149,13 @@ def test_processes_start_with_arguments_and_variables_that_exist(name: str) -> N
         make_parser(words).parse_args(words)
         ours = {variable for variable in environment_of(deployment) if variable.startswith(PREFIX)}
         assert ours <= known
+
+
+@pytest.mark.parametrize("name", ["json", "text"])
+def test_processes_log_as_the_values_say(name: str) -> None:
+    values = SERVER if name == "json" else {**SERVER, "logFormat": name}
+    for deployment in deployments(render(values)):
+        assert environment_of(deployment)["STREAMADV_LOG_FORMAT"] == name
 
 
 def test_settings_of_the_run_go_to_every_worker_as_flags() -> None:
@@ -211,12 +219,26 @@ def test_processes_are_probed_and_have_time_to_end() -> None:
         assert pod["terminationGracePeriodSeconds"] >= 15
 
 
+@pytest.mark.parametrize(
+    ("values", "build"),
+    [
+        ({}, "torch"),
+        ({"device": "cuda"}, "cuda"),
+        ({"gpu": {"count": 1}}, "cuda"),
+        ({"device": "cpu"}, "torch"),
+    ],
+)
+def test_workers_with_a_gpu_have_an_image_with_cuda(values: Manifest, build: str) -> None:
+    advantage = render({**SERVER, "advantage": values})["Deployment", "demo-streamadv-advantage"]
+    assert pod_of(advantage)["containers"][0]["image"].endswith(f"-{build}")
+
+
 def test_gpus_are_asked_for_and_replicas_left_to_keda() -> None:
     manifests = render(example("gpu"))
     advantage = manifests["Deployment", "demo-streamadv-advantage"]
     (container,) = pod_of(advantage)["containers"]
     assert container["resources"]["limits"] == {"memory": "4Gi", "nvidia.com/gpu": 1}
-    assert container["image"].endswith("-torch")
+    assert container["image"] == "registry.example/estimators:7"
     assert "replicas" not in advantage["spec"]
     scaled = manifests["ScaledObject", "demo-streamadv-advantage"]["spec"]
     assert scaled["scaleTargetRef"]["name"] == advantage["metadata"]["name"]

@@ -53,6 +53,7 @@ def test_processes_start_with_arguments_and_settings_that_exist(name: str) -> No
     words = command(service)
     make_parser(words).parse_args(words)
     assert set(environment(service)) <= {f"STREAMADV_{field.upper()}" for field in Settings.model_fields}
+    assert environment(service)["STREAMADV_LOG_FORMAT"] == "json"
     password = Path(environment(service)["STREAMADV_REDIS_PASSWORD_FILE"])
     assert password.parent == Path("/run/secrets")
     user = re.search(r"//streamadv-(\w+)@redis:6379/0$", environment(service)["STREAMADV_REDIS_URL"])
@@ -158,8 +159,9 @@ def test_grafana_finds_its_data_source_and_dashboards() -> None:
     assert (DEPLOY / mounts[provider["options"]["path"]] / Path(home).name).exists()
 
 
-def test_prometheus_finds_its_rules() -> None:
-    (pattern,) = load("prometheus/prometheus.yml")["rule_files"]
+@pytest.mark.parametrize("name", ["prometheus.yml", "demo.yml"])
+def test_prometheus_finds_its_rules(name: str) -> None:
+    (pattern,) = load(f"prometheus/{name}")["rule_files"]
     assert list((DEPLOY / "prometheus").glob(pattern))
 
 

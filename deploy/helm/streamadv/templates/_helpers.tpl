@@ -146,6 +146,7 @@ spec:
               {{- end }}
             - {name: STREAMADV_RUN, value: {{ $root.Values.run | quote }}}
             - {name: STREAMADV_LOG_LEVEL, value: {{ $root.Values.logLevel }}}
+            - {name: STREAMADV_LOG_FORMAT, value: {{ $root.Values.logFormat }}}
             - {name: STREAMADV_METRICS_HOST, value: 0.0.0.0}
             - {name: STREAMADV_METRICS_PORT, value: "9100"}
             {{- with $server.passwordSecret }}
