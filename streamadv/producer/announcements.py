@@ -1,7 +1,9 @@
 """Waiting for admission without polling: the trainer announces in each shard that it may have made room.
 
 Producers block on the shard's stream `admission` (`lua/lib/announce.lua`), one read for all threads or tasks of a
-process. An announcement ends a pause early, no more: who misses one asks again when the pause is over.
+process: while somebody waits for a shard, its listener reads. If the server fails, the listener says so, pauses and
+reads on; the stream keeps its newest entry, so nothing announced meanwhile is missed. An announcement ends a pause
+early, no more: who misses one asks again when the pause is over.
 """
 
 from __future__ import annotations
@@ -15,8 +17,11 @@ from typing import Any, Final
 from redis.exceptions import ResponseError
 
 from .. import clock
+from ..messages import one_line
 from ..store.connection import AsyncConnection, Connection
-from ..store.retry import RETRYABLE
+from ..store.reasons import Reason
+from ..store.retry import RETRYABLE, Outage, closed_under_way
+from .requests import STAGE
 
 #: Of one read. After it a listener that nobody waits for any more ends.
 BLOCK_MS: Final = 1000
@@ -24,93 +29,122 @@ BLOCK_MS: Final = 1000
 Id = tuple[int, int]
 NONE_YET: Final = b"0-0"
 
-_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, ResponseError, OSError, ValueError)
-
 
 def _parsed(entry: bytes) -> Id:
     milliseconds, _, number = entry.partition(b"-")
     return int(milliseconds), int(number)
 
 
-def _newest_in(reply: Any) -> bytes | None:
+def _newest_in(reply: Any) -> Id | None:
     """The id of the entry that a read has brought, or None."""
     streams = list(reply.values()) if isinstance(reply, dict) else [stream[1] for stream in reply or ()]
     entries = streams[0] if streams else []
     while entries and isinstance(entries[0], list):  # redis-py nests them in another way for RESP3
         entries = entries[0]
-    return entries[0][0] if entries else None
+    return _parsed(entries[0][0]) if entries else None
+
+
+class _Heard:
+    """What the listeners of a process have heard: of each stream the newest entry that anybody here knows of."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, Id] = {}
+
+    def note(self, key: str, entry: Id) -> None:
+        self._newest[key] = max(entry, self._newest.get(key, entry))
+
+    def is_newer(self, key: str, entry: Id) -> bool:
+        """Whether there is an entry after this one."""
+        return self._newest[key] > entry
+
+    def following(self, key: str) -> dict[Any, Any]:
+        """The argument of a read for what comes next."""
+        milliseconds, number = self._newest[key]
+        return {key: f"{milliseconds}-{number}"}
+
+
+def _delay_after(error: Exception, outage: Outage) -> float:
+    """Count and report a read that failed. Returns the seconds to the next one. Raises what is no server's error."""
+    if isinstance(error, RETRYABLE):
+        return outage.delay_after(error)
+    if not isinstance(error, ResponseError):
+        raise error
+    outage.because(Reason("unannounced", one_line(str(error))))
+    return outage.delay()
+
+
+def _rest_of_block(started: float) -> float:
+    """Seconds to wait after a read that brought nothing: a server that does not block must not be asked in a loop."""
+    return max(0.0, started + BLOCK_MS / 1000 - clock.now())
 
 
 class Announcements:
-    """For threads. A daemon thread listens to a shard while somebody waits there."""
+    """For threads. While somebody waits for a shard, a daemon thread listens to it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._changed = threading.Condition()
-        self._newest: dict[str, Id] = {}
+        self._changed = threading.Condition()  # guards what is below
+        self._heard = _Heard()
         self._waiting: Counter[str] = Counter()
-        self._heard: set[str] = set()  # that have a listener
-        self._is_closed = False
+        self._listened_to: set[str] = set()
+        self._closing = threading.Event()
 
     def wait(self, key: str, after: bytes, seconds: float) -> None:
         """Return after so many seconds, or once there is an entry after this one, or at the end."""
         seen = _parsed(after or NONE_YET)
         with self._changed:
-            self._newest[key] = max(
-                seen, self._newest.get(key, seen)
-            )  # an older refusal may come to wait later
+            self._heard.note(key, seen)
             self._waiting[key] += 1
-            if key not in self._heard:
-                self._heard.add(key)
+            if key not in self._listened_to:
+                self._listened_to.add(key)
                 threading.Thread(
-                    target=self._listen,
-                    args=(key, after or NONE_YET),
-                    name="streamadv-admission",
-                    daemon=True,
+                    target=self._listen, args=(key,), name="streamadv-admission", daemon=True
                 ).start()
-            self._changed.wait_for(lambda: self._is_closed or self._newest[key] > seen, timeout=seconds)
+            self._changed.wait_for(
+                lambda: self._closing.is_set() or self._heard.is_newer(key, seen), timeout=seconds
+            )
             self._waiting[key] -= 1
 
     def close(self) -> None:
         """End all waits."""
         with self._changed:
-            self._is_closed = True
+            self._closing.set()
             self._changed.notify_all()
 
-    def _listen(self, key: str, after: bytes) -> None:
+    def _listen(self, key: str) -> None:
+        outage = Outage(STAGE)
         while self._is_needed(key):
             started = clock.now()
             try:
-                client = self._connection.blocking(BLOCK_MS)
-                entry = _newest_in(client.xread({key: after}, count=1, block=BLOCK_MS))
-            except _ERRORS:  # who waits asks again when the pause is over
-                entry = None
-            except Exception:
-                if self._is_closed:  # its connection was closed under it
-                    return
-                raise
+                with closed_under_way():
+                    client = self._connection.blocking(BLOCK_MS)
+                    entry = _newest_in(client.xread(self._heard.following(key), count=1, block=BLOCK_MS))
+            except Exception as error:
+                if not self._closing.is_set():  # else its connection was closed under it
+                    self._closing.wait(_delay_after(error, outage))
+                continue
+            outage.over()
+            if entry is None:
+                self._closing.wait(_rest_of_block(started))
+                continue
             with self._changed:
-                if entry is not None:
-                    after, self._newest[key] = entry, _parsed(entry)
-                    self._changed.notify_all()
-                elif clock.now() - started < BLOCK_MS / 2000:  # an error, or a server that does not block
-                    self._heard.discard(key)
-                    return
+                self._heard.note(key, entry)
+                self._changed.notify_all()
 
     def _is_needed(self, key: str) -> bool:
         with self._changed:
-            if self._waiting[key] and not self._is_closed:
+            if self._waiting[key] and not self._closing.is_set():
                 return True
-            self._heard.discard(key)
+            self._listened_to.discard(key)
             return False
 
 
 class AsyncAnnouncements:
-    """For tasks of one event loop. A task listens to a shard while another one waits there."""
+    """For tasks of one event loop. While somebody waits for a shard, a task listens to it."""
 
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
-        self._newest: dict[str, Id] = {}
+        self._heard = _Heard()
         self._waiting: Counter[str] = Counter()
         self._listeners: dict[str, asyncio.Task[None]] = {}
         self._news: dict[str, asyncio.Future[None]] = {}  # done with the next entry
@@ -118,14 +152,14 @@ class AsyncAnnouncements:
     async def wait(self, key: str, after: bytes, seconds: float, over: Awaitable[None]) -> None:
         """As `Announcements.wait`; `over` ends it too."""
         seen = _parsed(after or NONE_YET)
-        self._newest[key] = max(seen, self._newest.get(key, seen))  # an older refusal may come to wait later
-        if self._newest[key] > seen:
+        self._heard.note(key, seen)
+        if self._heard.is_newer(key, seen):
             return
         self._waiting[key] += 1
         try:
             news = self._news.setdefault(key, asyncio.get_running_loop().create_future())
             if key not in self._listeners:
-                self._listeners[key] = asyncio.create_task(self._listen(key, after or NONE_YET))
+                self._listeners[key] = asyncio.create_task(self._listen(key))
             await asyncio.wait(
                 {asyncio.ensure_future(over), news}, timeout=seconds, return_when="FIRST_COMPLETED"
             )
@@ -139,21 +173,24 @@ class AsyncAnnouncements:
             listener.cancel()
         await asyncio.gather(*listeners, return_exceptions=True)
 
-    async def _listen(self, key: str, after: bytes) -> None:
+    async def _listen(self, key: str) -> None:
+        outage = Outage(STAGE)
         try:
             while self._waiting[key]:
                 started = clock.now()
                 try:
-                    entry = _newest_in(
-                        await self._connection.blocking.xread({key: after}, count=1, block=BLOCK_MS)
-                    )
-                except _ERRORS:
-                    entry = None
-                if entry is not None:
-                    after, self._newest[key] = entry, _parsed(entry)
-                    self._news.pop(key).set_result(None)
-                    self._news[key] = asyncio.get_running_loop().create_future()
-                elif clock.now() - started < BLOCK_MS / 2000:
-                    return
+                    with closed_under_way():
+                        client, following = self._connection.blocking, self._heard.following(key)
+                        entry = _newest_in(await client.xread(following, count=1, block=BLOCK_MS))
+                except Exception as error:
+                    await asyncio.sleep(_delay_after(error, outage))
+                    continue
+                outage.over()
+                if entry is None:
+                    await asyncio.sleep(_rest_of_block(started))
+                    continue
+                self._heard.note(key, entry)
+                self._news.pop(key).set_result(None)
+                self._news[key] = asyncio.get_running_loop().create_future()
         finally:
             self._listeners.pop(key, None)

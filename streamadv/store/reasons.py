@@ -96,6 +96,10 @@ REASONS: Final[dict[str, Kind]] = {
     "lost_groups_first": Kind(
         "a server came back without groups, which are admitted before new ones", "wait, or raise max_bytes"
     ),
+    "unannounced": Kind(
+        "the server does not let producers read what the trainer announces, so they ask for admission every 2 s",
+        "give them the rights that `streamadv config acl` prints",
+    ),
     # The server.
     "server_away": Kind("nothing answers at the URL", "start the server or correct the URL"),
     "name_resolution": Kind("the host name of the URL is not known", "correct the URL or the name service"),

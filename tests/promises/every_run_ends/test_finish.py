@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import redis
 
 from streamadv.errors import Busy, ProducerClosedError, RunEndedError, SettingError
 from streamadv.producer import AsyncGroup, AsyncProducer, Producer
@@ -236,11 +237,8 @@ def test_threads_that_wait_for_admission_are_woken(
 @pytest.mark.server
 @pytest.mark.timeout(60)
 async def test_tasks_that_wait_for_admission_are_woken(
-    url: str, run: str, never_polls: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    url: str, run: str, never_polls: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "cluster" in url:
-        reason = "who was refused before the listener's first read hears of it by polling alone, within 2 s"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     waits, wait = asyncio.Semaphore(0), AsyncAnnouncements.wait
 
     async def noted(self: AsyncAnnouncements, *arguments: Any) -> None:
@@ -269,6 +267,64 @@ async def test_tasks_that_wait_for_admission_are_woken(
 
 async def begin(producer: AsyncProducer) -> AsyncGroup:
     return await producer.begin_group(1)
+
+
+def cut_off(url: str) -> None:
+    """Close the connections of all who wait for an announcement, once somebody does."""
+    with redis.Redis.from_url(url) as client:
+        while not (blocked := [c for c in client.client_list() if c["cmd"] == "xread" and "b" in c["flags"]]):
+            pass
+        for connection in blocked:
+            client.client_kill_filter(_id=connection["id"])
+
+
+@pytest.mark.server
+@pytest.mark.timeout(60)
+def test_a_thread_hears_of_room_after_its_connection_broke(
+    redis_url: str, run: str, never_polls: None
+) -> None:
+    queue = queue_of(redis_url, run).open()
+    with Producer(redis_url, run) as producer, ThreadPoolExecutor(1) as pool:
+        next(iter(producer.begin_group(1, timeout=0))).push(**COLUMNS)
+        beginning = pool.submit(producer.begin_group, 1)
+        cut_off(redis_url)
+        train(queue, join(redis_url, run))
+        assert len(beginning.result(timeout=30)) == 1
+    queue.close()
+
+
+@pytest.mark.server
+@pytest.mark.timeout(60)
+async def test_a_task_hears_of_room_after_its_connection_broke(
+    redis_url: str, run: str, never_polls: None
+) -> None:
+    queue = await asyncio.to_thread(queue_of(redis_url, run).open)
+    async with Producer(redis_url, run) as producer:
+        first = await producer.begin_group(1, timeout=0)
+        await next(iter(first)).push(**COLUMNS)
+        beginning = asyncio.create_task(begin(producer))
+        await asyncio.to_thread(cut_off, redis_url)
+        await asyncio.to_thread(train, queue, join(redis_url, run))
+        assert len(await asyncio.wait_for(beginning, 30)) == 1
+    queue.close()
+
+
+@pytest.mark.server
+@pytest.mark.timeout(60)
+def test_a_producer_that_may_not_read_announcements_says_so_and_asks(
+    redis_url: str, run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = queue_of(redis_url, run).open()
+    with Producer(redis_url, run) as producer, ThreadPoolExecutor(1) as pool:
+        next(iter(producer.begin_group(1, timeout=0))).push(**COLUMNS)
+        joined = join(redis_url, run)
+        joined.connection.scripts.set(joined.keys.home.admission, "no stream")
+        beginning = pool.submit(producer.begin_group, 1)
+        while "[unannounced]" not in caplog.text:
+            pass
+        train(queue, joined)
+        assert len(beginning.result(timeout=30)) == 1
+    queue.close()
 
 
 @pytest.mark.server
