@@ -67,7 +67,7 @@ def publish(
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    for old in _versions(folder):
+    for old in versions(folder):
         if old <= version - keep and not (keep_every and old % keep_every == 0):
             path_of(folder, old).unlink(missing_ok=True)
     return path.absolute().as_uri()
@@ -75,14 +75,19 @@ def publish(
 
 def withdraw(folder: str | Path, above: int) -> None:
     """Remove versions above this one: the trainer went back to a checkpoint, and will make others of these numbers."""
-    for version in _versions(Path(folder)):
+    for version in versions(folder):
         if version > above:
             path_of(folder, version).unlink(missing_ok=True)
 
 
+def versions(folder: str | Path) -> list[int]:
+    """The versions that are there, from the oldest to the newest."""
+    return sorted(int(match[1]) for path in Path(folder).iterdir() if (match := _NAME.fullmatch(path.name)))
+
+
 def newest(folder: str | Path) -> int | None:
     """The newest version; None before the first."""
-    return max(_versions(Path(folder)), default=None)
+    return max(versions(folder), default=None)
 
 
 def load(source: str | Path, target: Any) -> int:
@@ -119,6 +124,11 @@ class Loader:
         self._folder = Path(folder)
         self.version: int | None = None
         """The version loaded last; None before the first."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the version loaded last is the newest one."""
+        return self.version is not None and self.version == newest(self._folder)
 
     def refresh(self, target: Any) -> int:
         """Load the newest version into `target`, see `load`, unless it is loaded. Returns the version.
@@ -162,10 +172,6 @@ def _apart(tensors: Mapping[str, Any]) -> dict[str, Any]:
         apart[name] = tensor.clone() if address in seen else tensor
         seen.add(address)
     return apart
-
-
-def _versions(folder: Path) -> list[int]:
-    return [int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
 
 
 def _path_from(source: str | Path) -> Path:

@@ -14,20 +14,33 @@ from matplotlib.figure import Figure
 
 #: Batches that a reward is the mean of: one batch has eight questions.
 WINDOW: Final = 10
-DASHES: Final = {"none": "-", "tis": "--", "clip": ":"}
-COLOURS: Final = {
-    "sync": "black",
-    "async1": "tab:blue",
-    "async2": "tab:green",
-    "async4": "tab:orange",
-    "async8": "tab:red",
+CORRECTIONS: Final = {"none": "no correction", "tis": "truncated importance sampling", "clip": "PPO clip"}
+#: Kinds of arms as they are called in tables and plot; an asynchronous one has a row for its three corrections.
+KINDS: Final = {
+    "sync": "synchronous",
+    "sync-32-groups": "synchronous, 32 groups a batch",
+    "sync-32-groups-lr2": "the same at twice the learning rate",
+    **{f"async{staleness}": f"staleness {staleness}" for staleness in (1, 2, 4, 8)},
 }
+COLOURS: Final = dict(
+    zip(
+        KINDS,
+        ("black", "tab:gray", "silver", "tab:blue", "tab:green", "tab:orange", "tab:red"),
+        strict=True,
+    )
+)
 
 Line = dict[str, Any]
 
 
 def read(results: Path) -> list[Line]:
     return [json.loads(line) for line in results.open()] if results.exists() else []
+
+
+def row_and_correction(arm: str) -> tuple[str, str]:
+    """async2-tis -> async2, tis; synchronous arms correct nothing."""
+    kind, _, correction = arm.rpartition("-")
+    return (kind, correction) if correction in CORRECTIONS else (arm, "none")
 
 
 def smooth(line: Line) -> list[float]:
@@ -85,35 +98,50 @@ def table(lines: list[Line], target: float) -> str:
     return "\n".join(rows) + "\n"
 
 
+def overview(lines: list[Line], target: float) -> str:
+    """Seconds to the target, each seed's, by staleness and correction."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for line in sorted(lines, key=lambda line: line["seed"]):
+        end = reached(line, target)
+        found[row_and_correction(line["arm"])].append(f"{end[0]:.0f}" if end else "never")
+    rows = [f"| seconds to {target:g} | {' | '.join(CORRECTIONS.values())} |", "|---" * 4 + "|"]
+    for kind, name in KINDS.items():
+        cells = [", ".join(found[kind, correction]) or "-" for correction in CORRECTIONS]
+        if any(cell != "-" for cell in cells):
+            rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 def plot(lines: list[Line], target: float, picture: Path) -> None:
-    """Reward against wall time and against trajectories; a line for each arm and seed."""
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    """Reward against wall time, above, and against trajectories; a column for each correction, a line for each seed."""
+    figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    by_time, by_samples = figure.subplots(1, 2, sharey=True)
-    labelled: set[str] = set()
+    axes = figure.subplots(2, len(CORRECTIONS), sharey=True, sharex="row")
     for line in lines:
-        kind, _, correction = line["arm"].partition("-")
-        large = "groups" in correction
-        style: dict[str, Any] = {"color": "grey" if large else COLOURS[kind], "alpha": 0.8, "linewidth": 1.3}
-        style["linestyle"] = DASHES.get(correction, "--" if correction.endswith("lr2") else "-")
-        label = None if line["arm"] in labelled else line["arm"]
-        labelled.add(line["arm"])
-        by_time.plot(waited(line), smooth(line), label=label, **style)
-        by_samples.plot(line["samples"], smooth(line), **style)
-    for axes, what in ((by_time, "seconds"), (by_samples, "trajectories trained on")):
-        axes.axhline(target, color="grey", linewidth=0.6)
-        axes.set(xlabel=what, ylim=(0, 1))
-    by_time.set_ylabel(f"reward, mean of {WINDOW} batches")
-    by_time.legend(fontsize=8, loc="lower right")
-    figure.savefig(picture, dpi=110)
+        kind, correction = row_and_correction(line["arm"])
+        of_column = (
+            range(len(CORRECTIONS)) if kind.startswith("sync") else [list(CORRECTIONS).index(correction)]
+        )
+        style: dict[str, Any] = {"color": COLOURS[kind], "linewidth": 1.1, "alpha": 0.85}
+        for column in of_column:
+            axes[0, column].plot(waited(line), smooth(line), label=KINDS[kind], **style)
+            axes[1, column].plot(line["samples"], smooth(line), **style)
+    for row, what in enumerate(("seconds", "trajectories trained on")):
+        axes[row, 0].set_ylabel(f"reward, mean of {WINDOW} batches")
+        for column, name in enumerate(CORRECTIONS.values()):
+            axes[row, column].axhline(target, color="grey", linewidth=0.6)
+            axes[row, column].set(xlabel=what, title=name, ylim=(0, 1), xlim=(0, None))
+    labelled = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels()), strict=True))
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=len(labelled))
+    figure.savefig(picture, dpi=100)
 
 
 def write(folder: Path, target: float) -> None:
-    """The table, also printed, and the plot of a folder's results."""
+    """The tables, also printed, and the plot of a folder's results."""
     lines = read(folder / "results.jsonl")
     if not lines:
         return
-    text = table(lines, target)
+    text = f"{overview(lines, target)}\n{table(lines, target)}"
     (folder / "table.md").write_text(text)
     plot(lines, target, folder / "learning.png")
     print(text)

@@ -7,7 +7,6 @@ import asyncio
 import os
 import random
 from pathlib import Path
-from typing import Any
 
 import torch
 from directory import MAX_TURNS, TOKENS_PER_TURN, Latency, Question, asks_for
@@ -31,39 +30,18 @@ async def play(rollout: sa.AsyncRollout, question: Question, engine: LocalEngine
     await rollout.push(**episode.record(status="completed"), reward=question.reward(turn.token_ids))
 
 
-async def take_newest_weights(loader: sa.weights.Loader, engine: LocalEngine) -> None:
-    """Between two turns: rollouts under way go on with them, and each token carries the version that sampled it."""
-    tensors: dict[str, Any] = {}
-    version = loader.refresh(tensors.update)
-    if tensors:
-        await engine.load({name: torch.from_numpy(array) for name, array in tensors.items()}, version)
-
-
-async def evaluate(producer: sa.AsyncProducer, engine: LocalEngine, latency: Latency) -> None:
-    """Play the same questions each time; `streamadv evals` shows their rewards by version."""
-    chance = random.Random("evaluation")
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(32):
-            group = await producer.begin_group(4, role="eval", data_source="directory")
-            tasks.create_task(group.run(play, Question.draw(chance), engine, latency))
-
-
 async def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     chance = random.Random(f"rollouts/{options.seed}")
     latency = Latency(options.latency, chance)
     engine = LocalEngine(new_policy(), max_batch=256, seed=options.seed)
-    while not (options.weights.exists() and sa.weights.newest(options.weights) is not None):  # noqa: ASYNC110
-        await asyncio.sleep(0.1)  # until a trainer is there, which then paces the groups from the first on
-    loader, evaluated = sa.weights.Loader(options.weights), -1
+    weights = sa.weights.Loader(options.weights)
     async with sa.Producer(sa.redis_url(), run=os.environ["STREAMADV_RUN"]) as producer:
+        await producer.wait_for_weights()  # the trainer that names some also paces the groups
         async with asyncio.TaskGroup() as tasks:
             async for group in producer.groups(options.group_size, data_source="directory", ahead=0):
-                await take_newest_weights(loader, engine)  # after the admission: then its version is there
+                await engine.refresh(weights)  # they are there when a group is admitted
                 tasks.create_task(group.run(play, Question.draw(chance, options.levels), engine, latency))
-                if options.evaluate_every and engine.version // options.evaluate_every > evaluated:
-                    evaluated = engine.version // options.evaluate_every
-                    tasks.create_task(evaluate(producer, engine, latency))
         await producer.finish()
 
 
@@ -73,8 +51,5 @@ if __name__ == "__main__":
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--levels", type=int, choices=(1, 2, 3), default=3, help="of a question")
     parser.add_argument("--latency", type=float, default=0.1, help="median seconds of a tool call")
-    parser.add_argument(
-        "--evaluate-every", type=int, default=0, help="versions between two evaluations; 0: none"
-    )
     parser.add_argument("--seed", type=int, default=0)
     sa.run_program(main, parser.parse_args())

@@ -95,6 +95,7 @@ class QueueTrainer(Trainer):
         queue: by `queue_for`, on every rank.
         weights: how producers get the weights, before the first batch and after each. A folder: files of
             `streamadv.weights`. A function: is called on every rank with the version, and returns a URI or None.
+        keep_every: of a folder's versions, the multiples of it stay for good, to be evaluated later.
         positional, keywords: of the Trainer, but for `train_dataset`.
 
     Raises SettingError for arguments under which a batch would not be one step, or not one of the queue.
@@ -107,6 +108,7 @@ class QueueTrainer(Trainer):
         *positional: Any,
         queue: TrainerQueue,
         weights: str | Path | Publish | None = None,
+        keep_every: int | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__(*positional, **keywords)
@@ -114,7 +116,7 @@ class QueueTrainer(Trainer):
         self.batch: Batch | None = None
         """The batch that is trained on, or was last."""
         self._figures: dict[str, list[float]] = defaultdict(list)  # metrics of the batches since the last log
-        self._weights = weights
+        self._weights, self._keep_every = weights, keep_every
         self._has_ended = False
         self._saved: Batch | None = None
         check(self.args, queue)
@@ -225,7 +227,7 @@ class QueueTrainer(Trainer):
         tensors = self.accelerator.get_state_dict(self.model_wrapped)
         if self.args.process_index != 0:
             return None
-        return weight_files.publish(self._weights, version, tensors)
+        return weight_files.publish(self._weights, version, tensors, keep_every=self._keep_every)
 
     def _without_exchange(self, model: Any) -> AbstractContextManager[Any]:
         """Gradients stay on their rank, unless accelerate is told to exchange them each time."""

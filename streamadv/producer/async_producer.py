@@ -21,6 +21,7 @@ from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .encode import Push
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
+from .membership import Weights
 from .next_group import NextGroup
 from .requests import (
     ATTEMPT_ERRORS,
@@ -152,6 +153,10 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         with closed_under_way():
             value: Any = await self._connection.scripts.hget(membership.manifest.keys.home.session, "version")
         return None if value is None else int(value)
+
+    async def wait_for_weights(self) -> Weights:
+        """As `Producer.wait_for_weights`."""
+        return await self._drive(self._logic.wait_for_weights())
 
     async def finish(self) -> None:
         """As `Producer.finish`."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from ..errors import ManifestMismatchError, ProducerClosedError
+from .. import metrics
+from ..errors import ManifestMismatchError, ProducerClosedError, RunEndedError
 from ..messages import log_fields
 from ..run.heartbeats import HEARTBEAT_S
 from ..run.manifest import RunSettings
@@ -13,10 +14,10 @@ from ..store.retry import RETRYABLE
 from ..store.waiting import Blocked, Wait
 from .admission import Admission
 from .failures import Failures
-from .membership import Membership
+from .membership import Membership, Weights
 from .push import Pushes
-from .replies import LOST_GROUPS_FIRST
-from .requests import Pause, Steps
+from .replies import LOST_GROUPS_FIRST, NO_WEIGHTS
+from .requests import STAGE, Pause, Steps
 from .resend import ResendWindow
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,22 @@ class ProducerLogic:
                 extra=log_fields("producer_stopped", run=self.membership.run, role="producer"),
             )
         return True
+
+    def wait_for_weights(self) -> Steps[Weights]:
+        """Wait until a trainer has said where weights lie. Raises RunEndedError if it ends the run without."""
+        wait = Wait(Blocked(self.membership.who, "no weights"))
+        while self.membership.weights is None:
+            yield from self.membership.send_heartbeat()
+            if self.membership.weights is None:
+                if self.membership.has_run_ended:
+                    raise RunEndedError(
+                        "the trainer has ended the run and named no weights: stop, or start a trainer on it again"
+                    )
+                wait.because(NO_WEIGHTS)
+                with metrics.wait(STAGE):
+                    yield Pause(wait.delay())
+        wait.over()
+        return self.membership.weights
 
     def finish(self) -> Steps[None]:
         """Say that no more groups will come from this producer, once the server has all it was sent."""

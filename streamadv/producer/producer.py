@@ -20,6 +20,7 @@ from .checks import GroupRequest
 from .encode import Push
 from .group import Group, Rollout
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
+from .membership import Weights
 from .next_group import NextGroup
 from .requests import (
     ATTEMPT_ERRORS,
@@ -186,6 +187,14 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         membership.check_open()
         value = self._connection.scripts.hget(membership.manifest.keys.home.session, "version")
         return None if value is None else int(value)
+
+    def wait_for_weights(self) -> Weights:
+        """Wait until a trainer has said where weights lie, and return what `weights` has then: (version, URI).
+
+        A trainer that opens the run with them, `queue.open(weights=URI)`, also paces the groups that are begun after
+        it. Raises RunEndedError if the trainer has ended the run and named none.
+        """
+        return self._drive(self._logic.wait_for_weights())
 
     def finish(self) -> None:
         """This producer begins no more groups. When all have finished the run ends; a later push reopens it."""

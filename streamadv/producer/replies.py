@@ -23,6 +23,7 @@ NO_ROOM: Final = -1
 LOST_GROUPS_FIRST: Final = Reason(
     "lost_groups_first", "there is no room yet for groups that the server has lost"
 )
+NO_WEIGHTS: Final = Reason("no_weights", "no trainer has named weights yet")
 ABOVE_MAXMEMORY: Final = Reason("maxmemory", "the server is above its maxmemory")
 
 

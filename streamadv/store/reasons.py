@@ -51,6 +51,10 @@ REASONS: Final[dict[str, Kind]] = {
         "no trainer has taken the run (pacing is by bytes alone then), or the one that had it is silent or has left",
         "start the trainer",
     ),
+    "no_weights": Kind(
+        "no trainer has said where the weights of a version lie",
+        "start the trainer, which says so by queue.open(weights=URI) or queue.trained(batch, weights=URI)",
+    ),
     "unmarked": Kind(
         "a trainer that marks batches itself has not marked those it has got",
         "call queue.trained(batch) after each update, or raise prefetch to read further ahead",

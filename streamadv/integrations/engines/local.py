@@ -21,6 +21,8 @@ import torch  # noqa: E402  after the check, which names the extra
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ...weights import Loader
+
 
 class _Asked(NamedTuple):
     prompt: list[int]
@@ -92,6 +94,20 @@ class LocalEngine:
             self.version = version
 
         await asyncio.get_running_loop().run_in_executor(self._thread, take)
+
+    async def refresh(self, loader: Loader) -> int:
+        """Take over the newest weights of a folder between two batches, unless they are loaded; returns their version.
+
+        Raises FileNotFoundError if the folder has none.
+        """
+
+        def take() -> int:
+            self.version = version = loader.refresh(self._model)
+            return version
+
+        if self.version is not None and self.version == loader.version and loader.is_current:
+            return self.version
+        return await asyncio.get_running_loop().run_in_executor(self._thread, take)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

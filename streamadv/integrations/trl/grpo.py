@@ -50,7 +50,7 @@ class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
         args: `gradient_accumulation_steps` is 1 and `max_steps` counts batches. What is about generating, rewards and
             advantages has no effect in training.
         queue: by `queue_for`, on every rank.
-        weights: as QueueTrainer has it.
+        weights, keep_every: as QueueTrainer has them.
         reward_funcs: for `evaluate` alone, which generates as TRL does.
         keywords: of GRPOTrainer, but for `train_dataset`, `rollout_func` and `environment_factory`.
 
@@ -64,6 +64,7 @@ class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
         queue: TrainerQueue,
         *,
         weights: str | Path | Publish | None = None,
+        keep_every: int | None = None,
         reward_funcs: Any = None,
         **keywords: Any,
     ) -> None:
@@ -78,6 +79,7 @@ class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
             args=args,
             queue=queue,
             weights=weights,
+            keep_every=keep_every,
             reward_funcs=[_no_reward] if reward_funcs is None else reward_funcs,
             train_dataset=Dataset.from_dict({"prompt": [""]}),  # GRPOTrainer wants one
             **keywords,

@@ -55,7 +55,9 @@ def trainer(url: str, run: str, folder: Path, **options: Any) -> QueueGRPOTraine
     queue = queue_for(
         args, url, run=run, batch_groups=2, max_staleness=None, tokens_per_micro_batch=20, chain="grpo"
     )
-    return QueueGRPOTrainer(policy(), args, queue, weights=folder / "weights", processing_class=tokenizer())
+    return QueueGRPOTrainer(
+        policy(), args, queue, weights=folder / "weights", keep_every=2, processing_class=tokenizer()
+    )
 
 
 @pytest.mark.server
@@ -63,20 +65,21 @@ def test_batches_are_trained_on_and_committed_with_checkpoints(
     redis_url: str, run: str, tmp_path: Path
 ) -> None:
     with sa.Producer(redis_url, run=run) as producer:
-        push(producer, 8)
+        push(producer, 20)
         with stages(redis_url, run):
-            made = trainer(redis_url, run, tmp_path, max_steps=3)
+            made = trainer(redis_url, run, tmp_path, max_steps=10)
             before = made.model.lm_head.weight.detach().clone()
             made.train()
     joined = join(redis_url, run)
-    assert ledger(joined)["trained"] == 3 * 2 * SIZE
+    assert ledger(joined)["trained"] == 10 * 2 * SIZE
     assert problems(joined) == []
     checkpoint = Path(newest_checkpoint(tmp_path / "out") or "")
-    assert checkpoint.name == "checkpoint-3"
-    assert json.loads((checkpoint / "streamadv.json").read_text())["version"] == 3
+    assert checkpoint.name == "checkpoint-10"
+    assert json.loads((checkpoint / "streamadv.json").read_text())["version"] == 10
     assert not torch.equal(made.model.lm_head.weight, before)
     published = policy(seed=1)
-    assert weights.Loader(tmp_path / "weights").refresh(published) == 3
+    assert weights.Loader(tmp_path / "weights").refresh(published) == 10
+    assert weights.versions(tmp_path / "weights") == [0, *range(2, 11)]
     torch.testing.assert_close(published.lm_head.weight, made.model.lm_head.weight)
     logged = made.state.log_history[0]
     assert logged["critic/score/mean"] > 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from streamadv import weights
 from streamadv.errors import SettingError
 from streamadv.integrations.engines import Completion, Episode, LocalEngine
 
@@ -73,9 +75,9 @@ async def test_log_probs_are_those_of_the_model(make: Callable[[], torch.nn.Modu
 
 async def test_loaded_weights_have_their_version() -> None:
     engine = LocalEngine(plain(), seed=3)
-    weights = {"table.weight": torch.zeros(VOCABULARY, VOCABULARY)}
-    weights["table.weight"][:, 9] = 100.0
-    await engine.load(weights, version=8)
+    table = torch.zeros(VOCABULARY, VOCABULARY)
+    table[:, 9] = 100.0
+    await engine.load({"table.weight": table}, version=8)
     completion = await engine.complete([1], max_tokens=3)
     assert (completion.token_ids, completion.version) == ([9, 9, 9], 8)
     episode = Episode([1])
@@ -85,6 +87,21 @@ async def test_loaded_weights_have_their_version() -> None:
         await engine.complete([1], max_tokens=0)
     with pytest.raises(SettingError, match="0 prompt tokens"):
         await engine.complete([])
+    engine.close()
+
+
+async def test_it_takes_the_newest_weights_of_a_folder(tmp_path: Path) -> None:
+    model = plain()
+    engine, loader = LocalEngine(model), weights.Loader(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        await engine.refresh(loader)
+    table = torch.zeros(VOCABULARY, VOCABULARY)
+    for version in (2, 3):
+        table[:, version] = 100.0 * version
+        weights.publish(tmp_path, version, {"table.weight": table})
+        assert await engine.refresh(loader) == await engine.refresh(loader) == engine.version == version
+        completion = await engine.complete([1], max_tokens=2)
+        assert (completion.token_ids, completion.version) == ([version, version], version)
     engine.close()
 
 
