@@ -24,6 +24,8 @@ EXTRAS: Final = {
     "transformers": "examples",
     "accelerate": "trl",
     "trl": "trl",
+    "verl": "verl",
+    "transfer_queue": "verl",
 }
 
 #: Packages that whatever computes needs.

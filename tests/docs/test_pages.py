@@ -51,6 +51,10 @@ if find_spec("trl") is None:
     }
 else:
     NOT_RUN["docs/how-to/trl.md"] = {"pip install 'streamadv[trl]'": "the same"}
+NOT_RUN["docs/how-to/verl.md"] = {
+    "pip install 'streamadv[verl]'": "the same",
+    "python3 -m verl.trainer.main_ppo \\": "needs GPUs; tests/integrations/verl/test_entry.py runs it up to there",
+}
 STORIES: Final = [page for page in pages() if any(block.runs for block in blocks_of(page))]
 LIMIT_S: Final = 200.0
 

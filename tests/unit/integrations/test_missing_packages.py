@@ -15,3 +15,10 @@ def test_trl() -> None:
     message = r"^streamadv.integrations.trl needs trl(, accelerate)?: pip install 'streamadv\[trl\]'$"
     with pytest.raises(MissingDependencyError, match=message):
         importlib.import_module("streamadv.integrations.trl")
+
+
+@pytest.mark.skipif(find_spec("verl") is not None, reason="verl is installed")
+def test_verl() -> None:
+    message = r"^streamadv.integrations.verl needs verl, transfer_queue: pip install 'streamadv\[verl\]'$"
+    with pytest.raises(MissingDependencyError, match=message):
+        importlib.import_module("streamadv.integrations.verl")

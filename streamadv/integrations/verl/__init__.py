@@ -1,0 +1,11 @@
+"""verl's V1 trainers, fed by the trainer queue. Needs the extra `verl`.
+
+In the order of the data: `agent_loop.py` pushes what verl's agent loops have played; `sampler.py` puts the rows of each
+batch (`rows.py`) into TransferQueue, from which verl's workers read; `trainer.py` has verl's asynchronous trainers with
+the advantages, marks and checkpoints of the queue. `options.py` are their settings; `plugin.py` makes verl know
+them.
+"""
+
+from ...extras import require
+
+require("streamadv.integrations.verl", "verl", "transfer_queue")

@@ -1,0 +1,138 @@
+"""Rows reach verl's workers through TransferQueue as they were pushed, with the advantages of the queue's chain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transfer_queue as tq
+
+import streamadv as sa
+from streamadv.integrations.verl.rows import uid_of
+from tests.support import join, ledger, problems
+
+from .jobs import KWARGS, OnCpu, trainer
+from .settings import SIZE
+from .test_jobs import push, stages
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.server]
+
+
+def step(folder: Path, url: str, run: str, **changed: Any) -> OnCpu:
+    """A trainer that has made one step: a batch of 4 groups."""
+    made = trainer(
+        folder,
+        url,
+        run,
+        **{
+            f"+{KWARGS}__generate": False,
+            "trainer__v1__separate_async__parameter_sync_step": 1,
+            "actor_rollout_ref__actor__ppo_mini_batch_size": 4,
+            **changed,
+        },
+    )
+    made.global_steps, made.timing_raw = 1, {}
+    made.on_step_begin()
+    batch = made.step({}, made.timing_raw)
+    tq.kv_clear(keys=batch.keys, partition_id="train")
+    made.replay_buffer.close()
+    return made
+
+
+def by_key(pushed: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {f"{uid_of(one['group_id'])}_{one['rollout_index']}_0": one for one in pushed}
+
+
+def test_rows_are_bit_for_bit_what_was_pushed(plane: None, redis_url: str, run: str, tmp_path: Path) -> None:
+    with sa.Producer(redis_url, run=run) as producer:
+        pushed = by_key(push(producer, 4, prefix="group_%"))
+        with stages(redis_url, run):
+            made = step(tmp_path, redis_url, run)
+    seen = made.actor_rollout_wg.seen
+    assert seen.keys() == pushed.keys()
+    for key, row in seen.items():
+        one = pushed[key]
+        cut = int(np.flatnonzero(one["response_mask"])[0])
+        assert row["input_ids"].tolist() == one["input_ids"].tolist()
+        assert row["prompts"].tolist() == one["input_ids"][:cut].tolist()
+        assert row["responses"].tolist() == one["input_ids"][cut:].tolist()
+        assert (
+            row["response_mask"].tolist() == row["loss_mask"].tolist() == one["response_mask"][cut:].tolist()
+        )
+        assert row["rollout_log_probs"].numpy().tobytes() == one["rollout_log_probs"][cut:].tobytes()
+        assert row["routed_experts"].numpy().tobytes() == one["routed_experts"].tobytes()
+        assert row["rm_scores"].sum() == row["rm_scores"][-1] == np.float32(one["reward"])
+        assert row["position_ids"].tolist() == list(range(len(one["input_ids"])))
+    joined = join(redis_url, run)
+    assert ledger(joined)["in_flight"] == 4 * SIZE
+    assert problems(joined) == []
+
+
+def test_advantages_are_those_of_the_queues_chain(
+    plane: None, redis_url: str, run: str, tmp_path: Path
+) -> None:
+    """verl would divide them by the standard deviation."""
+    with sa.Producer(redis_url, run=run) as producer:
+        pushed = by_key(push(producer, 4))
+        with stages(redis_url, run):
+            made = step(tmp_path, redis_url, run, **{f"+{KWARGS}__chain": "dr_grpo"})
+    rewards: dict[str, list[float]] = {}
+    for one in pushed.values():
+        rewards.setdefault(one["group_id"], []).append(one["reward"])
+    for key, row in made.actor_rollout_wg.seen.items():
+        one = pushed[key]
+        expected = one["reward"] - np.mean(rewards[one["group_id"]])
+        wanted = np.where(row["response_mask"].numpy(), np.float32(expected), 0)
+        np.testing.assert_allclose(row["advantages"].numpy(), wanted, rtol=1e-6)
+        np.testing.assert_array_equal(row["returns"].numpy(), row["advantages"].numpy())
+
+
+def test_advantages_may_be_verls(plane: None, redis_url: str, run: str, tmp_path: Path) -> None:
+    with sa.Producer(redis_url, run=run) as producer:
+        pushed = by_key(push(producer, 4))
+        with stages(redis_url, run):
+            made = step(
+                tmp_path, redis_url, run, **{f"+{KWARGS}__advantages": "verl", f"+{KWARGS}__chain": "rloo"}
+            )
+    rewards: dict[str, list[float]] = {}
+    for one in pushed.values():
+        rewards.setdefault(one["group_id"], []).append(one["reward"])
+    for key, row in made.actor_rollout_wg.seen.items():
+        one, group = pushed[key], rewards[pushed[key]["group_id"]]
+        grpo = (one["reward"] - np.mean(group)) / (np.std(group, ddof=1) + 1e-6)
+        np.testing.assert_allclose(row["advantages"].numpy(), grpo * row["response_mask"].numpy(), rtol=1e-4)
+
+
+def test_verls_correction_makes_weights_and_padding_has_no_advantage(
+    plane: None, redis_url: str, run: str, tmp_path: Path
+) -> None:
+    """A rollout of two rows beside one without a trainable token makes 17 rows, to a multiple of 16."""
+    with sa.Producer(redis_url, run=run) as producer:
+        push(producer, 3)
+        with producer.group(SIZE) as group:
+            row = {
+                "input_ids": [5, 6, 7, 8],
+                "response_mask": [0, 0, 1, 1],
+                "rollout_log_probs": [0, 0, -9, -1],
+            }
+            first_token = {"input_ids": [5, 6], "response_mask": [1, 0], "rollout_log_probs": [-1, 0]}
+            for number, rollout in enumerate(group):
+                rows = {1: {"rows": [row, row, row]}, 2: first_token}.get(number, row)
+                rollout.push(reward=number, **rows)
+        with stages(redis_url, run):
+            made = step(tmp_path, redis_url, run, algorithm__rollout_correction__rollout_is="token")
+    seen = made.actor_rollout_wg.seen
+    own = {key: row for key, row in seen.items() if not key.startswith("pad")}
+    assert (len(own), len(seen)) == (3 * SIZE + 5, 32)
+    assert {key.partition("_")[2] for key in own if key.startswith(group.group_id)} == {
+        *("0_0", "1_0", "1_1", "1_2", "3_0")
+    }
+    for key, row in seen.items():
+        if key not in own:
+            assert row["advantages"].tolist() == row["response_mask"].tolist() == [0]
+            continue
+        weights = np.exp(np.clip(row["old_log_probs"].numpy() - row["rollout_log_probs"].numpy(), -20, 20))
+        expected = np.minimum(weights, 2.0) * row["response_mask"].numpy()
+        np.testing.assert_allclose(row["rollout_is_weights"].numpy(), expected, rtol=1e-5)
