@@ -74,6 +74,14 @@ class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
                     f"{name} is given: rollouts come from the producers of the run, leave it out"
                 )
         check_config(args)
+        refuse(
+            [
+                (
+                    args.reward_weights and reward_funcs is None,
+                    "reward_weights is set: rewards come with what producers push; weight them there, and leave it out",
+                )
+            ]
+        )
         super().__init__(
             model=model,
             args=args,
@@ -207,6 +215,16 @@ def check_config(args: GRPOConfig) -> None:
                 args.mask_truncated_completions,
                 "mask_truncated_completions is set: the queue's chain does that, chain={..., 'masks': {'truncated': "
                 "True}}",
+            ),
+            (
+                args.scale_rewards != "group",
+                f"scale_rewards is {args.scale_rewards}: advantages come from the queue's chain; leave it out, and "
+                "give queue_for another chain, such as chain='dr_grpo' for advantages without the group's deviation",
+            ),
+            (
+                args.multi_objective_aggregation != "sum_then_normalize",
+                f"multi_objective_aggregation is {args.multi_objective_aggregation}: advantages come from the queue's "
+                "chain; leave it out, and give queue_for chain='gdpo', with named rewards in the push",
             ),
         ]
     )

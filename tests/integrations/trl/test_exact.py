@@ -64,6 +64,12 @@ def test_one_and_three_micro_batches_give_the_same_loss_and_gradient(
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2"),
         ({"max_steps": -1}, "max_steps is -1"),
         ({"mask_truncated_completions": True}, "mask_truncated_completions is set"),
+        ({"scale_rewards": "none"}, "scale_rewards is none: advantages come from the queue's chain"),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum"},
+            "multi_objective_aggregation is normalize_then_sum: .* chain='gdpo'",
+        ),
+        ({"reward_weights": [1.0, 0.5]}, "reward_weights is set: rewards come with what producers push"),
     ],
 )
 def test_what_would_not_be_exact_is_refused_by_name(
