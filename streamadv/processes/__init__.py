@@ -1,6 +1,6 @@
 """Child processes: how a supervisor starts, hears, kills and ends them, and their memory.
 
 `children` are processes of the package, which send `messages` to the demo or a benchmark. `machine` is what
-`streamadv up` runs: commands (`kept` by a `keeper` each) and workers, with `restarts`. `malloc` and `garbage` are about
-memory.
+`streamadv up` runs: commands (`kept` by a `keeper` each), and workers (`worker`) with `restarts`. `malloc` and
+`garbage` are about memory.
 """

@@ -18,7 +18,7 @@ GRACE_S: Final = 10.0
 
 
 class Kept:
-    """One command. Start it from the main thread only: on Linux it ends with the thread that started it.
+    """One command. Start it from a thread that lives as long as the process: on Linux it ends with that thread.
 
     show: called in threads with each line of its output and whether that is of stderr; None: it has the supervisor's
     own input and output.

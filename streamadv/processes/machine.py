@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +12,11 @@ from pathlib import PurePath
 from typing import Final
 
 from .. import logs
-from ..errors import ProcessEndedError
 from ..units import counted
 from .kept import Kept
-from .restarts import Restarts
+from .worker import Worker
 
 LOOK_S: Final = 0.1
-#: Exit statuses of a worker that refuses its settings: it would refuse them again.
-REFUSALS: Final = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,34 +93,21 @@ class _Crew:
 
     def __init__(self, plan: Plan) -> None:
         self._commands = _kept_commands(plan)
-        self._workers: dict[Kept, Restarts] = {
-            Kept(name, command, plan.environment, _prefixed(name, 2)): Restarts()
-            for name, command in _worker_commands(plan)
-        }
+        self._workers = [
+            Worker(name, words, plan.environment, _prefixed(name, 2)) for name, words in _workers_of(plan)
+        ]
 
     def start(self) -> None:
-        for worker, restarts in self._workers.items():
+        for worker in self._workers:
             worker.start()
-            restarts.started()
         for command in self._commands:
             command.start()
 
     def look_after_workers(self) -> None:
         """Start again what has ended, when it is due. Raises ProcessEndedError."""
-        for worker, restarts in self._workers.items():
-            if restarts.waits:
-                if restarts.is_due:
-                    worker.start()
-                    restarts.started()
-                continue
-            status = worker.exit_status
-            if status is None:
-                continue
-            worker.wait()
-            delay = restarts.ended()
-            if delay is None or (status in REFUSALS and restarts.is_first):
-                raise ProcessEndedError(f"{worker.name} ended with status {status}: its last lines say why")
-            say(f"{worker.name} ended with status {status}, is started again in {delay:g} s")
+        for worker in self._workers:
+            if news := worker.look_after():
+                say(news)
 
     def status_of_commands(self) -> int | None:
         """The status of the first command that failed; 0 when all have ended; None while some run, or without any."""
@@ -142,7 +125,7 @@ class _Crew:
         for command in self._commands:
             command.wait()
         for worker in self._workers:
-            worker.send(signal.SIGTERM)
+            worker.terminate()
         for worker in self._workers:
             worker.wait()
 
@@ -152,14 +135,15 @@ def say(text: str) -> None:
     os.write(2, f"{logs.announcement(text, 'machine', who='up')}\n".encode())  # signal handlers call this
 
 
-def _worker_commands(plan: Plan) -> list[tuple[str, list[str]]]:
+def _workers_of(plan: Plan) -> list[tuple[str, list[str]]]:
+    """Their names, and what follows `streamadv worker` on their command lines."""
     imports = [word for module in plan.modules for word in ("--import", module)]
-    commands = []
+    workers = []
     for stage, number, more in (("grouper", plan.groupers, []), ("advantage", plan.workers, imports)):
         for index in range(number):
             name = stage if number == 1 else f"{stage}-{index}"
-            commands.append((name, [sys.executable, "-m", "streamadv", "worker", stage, *more]))
-    return commands
+            workers.append((name, [stage, *more]))
+    return workers
 
 
 def _kept_commands(plan: Plan) -> list[Kept]:

@@ -42,7 +42,7 @@ PORT: Final = "6379"
 RUN: Final = "exp1"
 #: A page with one of these starts its own server or workers.
 OWN_SERVER: Final = ("streamadv server", "streamadv up")
-OWN_WORKERS: Final = (*OWN_SERVER, "streamadv worker grouper")
+OWN_WORKERS: Final = (*OWN_SERVER, "streamadv worker grouper", "integrations.ray")
 
 
 class Block(NamedTuple):

@@ -17,12 +17,13 @@ from streamadv.store.addresses import free_port
 
 from .story import OWN_SERVER, ROOT, SHELLS, SHOWN, blocks_of, in_child, pages, run_story
 
+INSTALLED: Final = "the tests run in an environment that has it"
 INSTALL: Final = "pip install 'streamadv[torch,embedded]'"
 TRANSFORMERS: Final = "import transformers"
 #: Blocks that do not run, by page and first line, with the reason.
 NOT_RUN: Final[dict[str, dict[str, str]]] = {
     "README.md": {
-        INSTALL: "the tests run in an environment that has it",
+        INSTALL: INSTALLED,
         "make demo     # a policy learns FrozenLake through the whole pipeline while its workers are killed": "CI runs "
         "make test, and tests/commands/test_demo.py the demo",
     },
@@ -44,15 +45,15 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
 }
 if find_spec("transformers") is None:
     NOT_RUN["docs/how-to/engines.md"] = {TRANSFORMERS: "needs pip install 'streamadv[examples]'"}
-if find_spec("trl") is None:
-    reason = "`make test-integrations` runs it, in an environment that has TRL"
-    NOT_RUN["docs/how-to/trl.md"] = {
-        block.first_line: reason for block in blocks_of("docs/how-to/trl.md") if block.runs
-    }
-else:
-    NOT_RUN["docs/how-to/trl.md"] = {"pip install 'streamadv[trl]'": "the same"}
+for package in ("ray", "trl", "verifiers"):
+    page = f"docs/how-to/{package}.md"
+    if find_spec(package) is None:
+        reason = f"`make test-integrations` runs it, in an environment that has {package}"
+        NOT_RUN[page] = {block.first_line: reason for block in blocks_of(page) if block.runs}
+    else:
+        NOT_RUN[page] = {f"pip install 'streamadv[{package}]'": INSTALLED}
 NOT_RUN["docs/how-to/verl.md"] = {
-    "pip install 'streamadv[verl]'": "the same",
+    "pip install 'streamadv[verl]'": INSTALLED,
     "python3 -m verl.trainer.main_ppo \\": "needs GPUs; tests/integrations/verl/test_entry.py runs it up to there",
 }
 STORIES: Final = [page for page in pages() if any(block.runs for block in blocks_of(page))]

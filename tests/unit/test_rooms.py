@@ -15,8 +15,8 @@ import pytest
 ROOMS = (
     *("version", "errors", "messages", "logs", "units", "clock", "extras", "plugins", "program", "weights"),
     *("trajectory", "metrics", "store", "settings", "run", "producer", "grouping"),
-    *("algorithms", "losses", "padded", "batch", "advantage", "status", "trainer", "integrations"),
-    *("processes", "demo", "bench", "cli"),
+    *("algorithms", "losses", "padded", "batch", "advantage", "status", "trainer"),
+    *("processes", "integrations", "demo", "bench", "cli"),
 )
 #: Rooms and modules that only run where torch, or what they integrate, is installed; all others are imported without.
 WITH_TORCH = (

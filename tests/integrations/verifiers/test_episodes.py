@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import verifiers.v1 as vf
 from verifiers.v1.episode import WireEpisode
 
 from streamadv.errors import TrajectoryError
@@ -129,3 +131,14 @@ async def test_an_asyncio_rollout_is_awaited(redis_url: str) -> None:
     async with Producer(redis_url, run="r") as producer, producer.group(size=1) as group:
         (rollout,) = group
         assert await verifiers.push(rollout, episode(trace(CHAIN)), metadata={"mine": 1}) == "pushed"
+
+
+def test_environments_run_as_the_page_says() -> None:
+    run = inspect.signature(vf.Env.run_episode)
+    assert list(run.parameters)[:3] == ["self", "task", "ctx"]
+    assert run.return_annotation in (vf.Episode, "Episode")
+    context = vf.ModelContext("a model", vf.TrainClientConfig(base_url="http://localhost:8000/v1"))
+    assert (context.model, context.client.type) == ("a model", "train")
+    assert callable(vf.load_environment)
+    assert hasattr(vf.Env, "serving")
+    assert hasattr(vf.Taskset, "__iter__")

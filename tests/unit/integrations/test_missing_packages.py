@@ -22,3 +22,10 @@ def test_verl() -> None:
     message = r"^streamadv.integrations.verl needs verl, transfer_queue: pip install 'streamadv\[verl\]'$"
     with pytest.raises(MissingDependencyError, match=message):
         importlib.import_module("streamadv.integrations.verl")
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
+def test_ray() -> None:
+    message = r"^streamadv.integrations.ray needs ray: pip install 'streamadv\[ray\]'$"
+    with pytest.raises(MissingDependencyError, match=message):
+        importlib.import_module("streamadv.integrations.ray")
