@@ -22,8 +22,9 @@ class Learner:
         self.policy = new_policy()
         self.correction, self.entropy = correction, entropy
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr, betas=(0.9, 0.99), weight_decay=0.0)
-        warmed_up = lambda step: min(1.0, (step + 1) / warm_up)  # noqa: E731
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, warmed_up)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / warm_up)
+        )
 
     def loss(self, log_probs: Tensor, rows: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Of each token, [B, T]."""

@@ -57,18 +57,18 @@ NOT_RUN["docs/how-to/verl.md"] = {
     "python3 -m verl.trainer.main_ppo \\": "needs GPUs; tests/integrations/verl/test_entry.py runs it up to there",
 }
 STORIES: Final = [page for page in pages() if any(block.runs for block in blocks_of(page))]
-LIMIT_S: Final = 200.0
+LIMIT_S: Final = 400.0
 
 
-def reward_rises(log: str, above: float) -> None:
+def reward_rises(log: str, by: float) -> None:
     rewards = [float(reward) for reward in re.findall(r"version \d+: reward (.*)$", log, re.MULTILINE)]
-    assert rewards[0] < above < max(rewards[len(rewards) // 2 :]), rewards
+    assert rewards[0] + by < max(rewards[len(rewards) // 2 :]), rewards
 
 
 #: What else the output of a page has to show.
 CHECKS: Final[dict[str, Callable[[str], None]]] = {
-    "README.md": lambda log: reward_rises(log, 0.8),
-    "docs/tutorial.md": lambda log: reward_rises(log, 0.6),
+    "README.md": lambda log: reward_rises(log, 0.4),
+    "docs/tutorial.md": lambda log: reward_rises(log, 0.15),
 }
 
 _context = multiprocessing.get_context("forkserver")
