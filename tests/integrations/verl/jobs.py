@@ -46,8 +46,10 @@ def run_job(function: Callable[..., None], *arguments: Any, log: Path) -> int | 
     process = _context.Process(target=_body, args=(function, arguments, log))
     process.start()
     process.join(TIMEOUT_S)
+    is_late = process.is_alive()
     process.kill()
     process.join()
+    assert not is_late, f"still at work after {TIMEOUT_S} s: {log.read_text()[-8000:]}"
     assert process.exitcode in (0, -signal.SIGKILL), log.read_text()[-8000:]
     return process.exitcode
 
