@@ -36,6 +36,8 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     """Take the run for the job and make it say what the job knows. Fences older jobs; raises EpochFencedError."""
     server_ids = run.server_ids()
     run_committed, begins_branch = take(run, progress)
+    if begins_branch and progress.loaded and progress.version < run_committed:
+        _say_what_is_deleted(run, progress.version, run_committed)
     recorded = read_records(run, leads=True)
     _restore_statistics(run, progress, recorded)
     _finish_commits(run, progress, recorded, run_committed)
@@ -59,6 +61,16 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     running = progress.running_named
     run.home.call("settled", [progress.epoch, json.dumps(running) if running else ""])
     return Leader(run, settings, progress, server_ids)
+
+
+def _say_what_is_deleted(run: Run, version: int, committed: int) -> None:
+    """A checkpoint that is not the newest was loaded: what was committed since does not come again."""
+    text = (
+        "run %s has committed version %d, and the checkpoint loaded is of version %d: what batches %d to %d trained on is "
+        "deleted and does not come again. Load the newest checkpoint, or give another run="
+    )
+    fields = log_fields("older_checkpoint", run=run.name, role="trainer")
+    logger.warning(text, run.name, committed, version, version, committed - 1, extra=fields)
 
 
 def _restore_statistics(run: Run, progress: Progress, recorded: Mapping[int, BatchRecord]) -> None:

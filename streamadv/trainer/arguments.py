@@ -45,4 +45,7 @@ def check_state(state: Mapping[str, Any], run: str) -> None:
     if missing:
         raise SettingError(f"state has no {sorted(missing)[0]!r}: give what state_dict() returned")
     if state["run"] != run:
-        raise SettingError(f"state is of run {state['run']!r}, this queue reads {run!r}")
+        raise SettingError(
+            f"state is of run {state['run']!r}, this queue reads {run!r}: load the state of a checkpoint of this run, or "
+            f"none where the run begins with those weights"
+        )

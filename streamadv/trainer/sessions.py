@@ -56,6 +56,9 @@ class Sessions:
         self._is_stale = False  # its servers were replaced
         self._heartbeat = Heartbeat(rank, progress)
         self._is_checked = False  # the server has accepted this process once
+        self._is_to_tell = (
+            False  # that it went on after the last commit; a checkpoint may be loaded before the first batch
+        )
 
     def current(self) -> Session:
         """The session, whatever servers it began on."""
@@ -77,12 +80,16 @@ class Sessions:
                 )
             self.progress.servers_replaced()
             self._is_stale = True
-        return self._begin() if self._is_stale else self.current()
+        session = self._begin() if self._is_stale else self.current()
+        if self._is_to_tell:
+            self._is_to_tell = False
+            self._say_where_it_begins()
+        return session
 
     def end(self) -> None:
         """Begin anew at the next call: the progress was set back to a checkpoint."""
         self._log_drops()
-        self._session = None
+        self._session, self._is_to_tell = None, False
 
     def close(self) -> None:
         """Say that this rank leaves the run."""
@@ -100,8 +107,7 @@ class Sessions:
             self.progress.job = self.progress.job or self._find_job() or random_job()
             begins = self.progress.began is None
             session = take_over(run, self.naming, self.progress)
-            if begins:
-                self._say_where_it_begins()
+            self._is_to_tell = self._is_to_tell or begins
         else:
             session = join(run, self.naming, self.progress, self._job_key())
         self._session, self._is_stale = session, False

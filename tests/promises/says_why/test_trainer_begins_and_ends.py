@@ -50,13 +50,26 @@ def test_a_run_with_history_and_no_checkpoint(
 
 
 def test_a_checkpoint_is_no_news(fake: Connection, trained: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the epoch is read before it, so that an older trainer cannot commit meanwhile."""
     first = queue_of(fake)
     state = first.state_dict()
-    caplog.clear()
     second = queue_of(fake)
+    assert second.epoch > first.epoch
     second.load_state_dict(state)
     next_batch(second, trained)
     assert events(caplog) == []
+
+
+def test_a_checkpoint_that_is_not_the_newest(
+    fake: Connection, trained: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What commits after it have deleted does not come again."""
+    newest = queue_of(fake).state_dict()
+    for version, expected in ((0, ["older_checkpoint"]), (1, [])):
+        queue = queue_of(fake)
+        caplog.clear()
+        queue.load_state_dict({**newest, "version": version})
+        assert events(caplog) == expected
 
 
 def test_a_run_that_ended_before_its_trainer_came(
