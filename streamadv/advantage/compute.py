@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -21,10 +21,14 @@ from ..batch.carryover import running_of
 from ..batch.work import WorkItem
 from ..errors import TrajectoryError
 from ..grouping.layout import Layout, place
+from ..metrics import Sample
 from ..run.consumer import Entry
 from ..trajectory.columns import Array
 from .prepare import PreparedItem, worker_chain
 from .results import counts_of
+
+#: Of a work item, looked at for the metrics.
+SAMPLED_TOKENS: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,8 @@ class ComputedItem:
     outputs: dict[str, memoryview]  # column -> one number per token: a hash of its own
     # For the metrics:
     published: Layout = field(default_factory=lambda: Layout.of([]), compare=False)
-    advantages: Array | None = field(default=None, compare=False)  # of tokens, the trainable ones
-    is_weights: Array | None = field(default=None, compare=False)  # likewise
+    advantages: Sample | None = field(default=None, compare=False)
+    is_weights: Sample | None = field(default=None, compare=False)
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
@@ -74,10 +78,8 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
         results,
         outputs,
         published=published,
-        advantages=None
-        if result.advantages is None
-        else selection.trainable_values(result.level, result.advantages),
-        is_weights=None if weights is None else selection.trainable_values("token", weights),
+        advantages=None if result.advantages is None else selection.sample(result.level, result.advantages),
+        is_weights=None if weights is None else selection.sample("token", weights),
         metrics=result.metrics,
     )
 
@@ -121,13 +123,18 @@ class Selection:
         """The published ones of `values` of a level, on the host."""
         return self._values(values, self._mask(level))
 
-    def trainable_values(self, level: Level, values: Tensor) -> Array:
-        """The published ones of `values`; of tokens only those that are trained on."""
-        mask = self._mask(level)
+    def sample(self, level: Level, values: Tensor) -> Sample:
+        """The published ones of `values`, for the metrics; of tokens some of those that are trained on.
+
+        All of them if one is not finite, so that such are counted.
+        """
+        mask, step = self._mask(level), 1
         if level == "token":
-            trainable = self._batch.column("response_mask").bool()
-            mask = trainable if mask is None else trainable & mask
-        return self._values(values, mask)
+            if bool(values.sum().isfinite()):
+                step = max(1, len(values) // SAMPLED_TOKENS)
+            trainable = self._batch.column("response_mask")[::step].bool()
+            mask = trainable if mask is None else trainable & mask[::step]
+        return Sample(self._values(values[::step], mask), step)
 
     def _mask(self, level: Level | Literal["trajectory"]) -> Tensor | None:
         batch, mask = self._batch, self._trajectories

@@ -13,7 +13,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +26,16 @@ from .waits import Blockers
 __all__ = [
     "KEPT",
     "REGISTRY",
+    "EndedGroup",
     "Kind",
+    "Sample",
     "batch_delivered",
     "begin_stage",
     "blocked_as",
     "entries",
     "group_ended",
     "group_recreated",
+    "groups_ended",
     "producer_pushed",
     "retried",
     "serve",
@@ -45,10 +48,21 @@ __all__ = [
 
 #: Numbers of a work item or batch: an array, a list or one number. None stands for unknown and is left out.
 Values = NDArray[Any] | Sequence[float | None] | Sequence[int | None] | float | None
+
+
+class Sample(NamedTuple):
+    """Some of many numbers, each of which stands for `weight` of them."""
+
+    values: Values
+    weight: int = 1
+
+
 Event = Literal["delivered", "acked", "reclaimed", "duplicate"]
 #: Mean and standard deviation of the importance weights of a batch.
 IS_MEAN: Final = "rollout_corr/rollout_is_clamped_mean"
 IS_STD: Final = "rollout_corr/rollout_is_std"
+#: Outcomes of groups that count in no numbers of their source.
+_NOT_COUNTED: Final = frozenset((*instruments.AT_NAMING, instruments.EVALUATED))
 
 
 def wait(stage: str) -> AbstractContextManager[None]:
@@ -89,34 +103,57 @@ def group_recreated(stage: str) -> None:
     child(instruments.NOGROUP, stage).inc()
 
 
-def group_ended(outcome: str, data_source: str | None = None, rewards: Values = None) -> None:
-    """A group ended, see OUTCOMES. With `data_source` it counts in the kept/produced ratio of that source.
+class EndedGroup(NamedTuple):
+    """How a group ended, see OUTCOMES. With `data_source` it counts in the kept/produced ratio of that source."""
 
-    rewards: of its trajectories that have one. An outcome of AT_NAMING befalls a group that was counted before: its
-    source's numbers stay. Those of evaluation groups are not for training.
+    outcome: str
+    data_source: str | None = None
+    rewards: Sequence[float] = ()  # of its trajectories that have one
+
+
+def groups_ended(groups: Sequence[EndedGroup]) -> None:
+    """Groups ended. Many together take hardly longer than one.
+
+    An outcome of AT_NAMING befalls a group that was counted before: its source's numbers stay. Those of evaluation
+    groups are not for training.
     """
-    child(instruments.GROUPS, outcome if outcome in instruments.OUTCOMES else "other").inc()
-    if outcome in (*instruments.AT_NAMING, instruments.EVALUATED):
-        return
-    source = None if data_source is None else _bounded_source(data_source)
-    is_kept = outcome in KEPT
-    if source is not None:
-        child(instruments.GROUPS_PRODUCED, source).inc()
-        # By 0 too: a source that keeps nothing must show.
-        child(instruments.GROUPS_KEPT, source).inc(int(is_kept))
-    _group_rewards(_known(rewards), source or "", is_kept)
+    for outcome, n in Tally(group.outcome for group in groups).items():
+        child(instruments.GROUPS, outcome if outcome in instruments.OUTCOMES else "other").inc(n)
+    counted: dict[
+        tuple[str | None, bool], list[list[float]]
+    ] = {}  # rewards by source and whether it was kept
+    for outcome, data_source, rewards in groups:
+        if outcome not in _NOT_COUNTED:
+            source = None if data_source is None else _bounded_source(data_source)
+            known = [reward for reward in rewards if math.isfinite(reward)]
+            counted.setdefault((source, outcome in KEPT), []).append(known)
+    for (source, is_kept), of_groups in counted.items():
+        if source is not None:
+            child(instruments.GROUPS_PRODUCED, source).inc(len(of_groups))
+            # By 0 too: a source that keeps nothing must show.
+            child(instruments.GROUPS_KEPT, source).inc(len(of_groups) if is_kept else 0)
+        _group_rewards([rewards for rewards in of_groups if rewards], source or "", is_kept)
+
+
+def group_ended(outcome: str, data_source: str | None = None, rewards: Sequence[float] = ()) -> None:
+    """`groups_ended` for one."""
+    groups_ended([EndedGroup(outcome, data_source, rewards)])
 
 
 @np.errstate(over="ignore", invalid="ignore")  # rewards near the limit of float64: such a sum is left out
-def _group_rewards(rewards: NDArray[np.float64], source: str, is_kept: bool) -> None:
-    if not len(rewards):
+def _group_rewards(of_groups: Sequence[Sequence[float]], source: str, is_kept: bool) -> None:
+    if not of_groups:
         return
     kept = "yes" if is_kept else "no"
+    rewards = np.array([reward for group in of_groups for reward in group])
     instruments.REWARD.observe(rewards)
     child(instruments.REWARDS, source, kept).inc(len(rewards))
     _add_signed(instruments.REWARDS_SUM, (source, kept), rewards)
-    if len(rewards) > 1:
-        instruments.GROUP_REWARD_STD.observe(_known(rewards.std(ddof=1)))
+    sizes = np.array([len(group) for group in of_groups])
+    first = np.cumsum(sizes) - sizes
+    deviations = rewards - np.repeat(np.add.reduceat(rewards, first) / sizes, sizes)
+    squares = np.add.reduceat(deviations * deviations, first)[sizes > 1]
+    instruments.GROUP_REWARD_STD.observe(_known(np.sqrt(squares / (sizes[sizes > 1] - 1))))
 
 
 def producer_pushed(codes: Iterable[str]) -> None:
@@ -127,12 +164,12 @@ def producer_pushed(codes: Iterable[str]) -> None:
 
 
 def work_item_computed(
-    advantages: Values,
+    advantages: Values | Sample,
     response_tokens: Values,
     turns: Values,
     truncated: Values,
     group_completion_s: Values,
-    is_weights: Values = None,
+    is_weights: Values | Sample = None,
 ) -> None:
     """An advantage worker has computed a work item.
 
@@ -140,12 +177,12 @@ def work_item_computed(
     tokens only. group_completion_s: of each group, seconds from opening to end. is_weights: importance weights of rows
     or trainable tokens.
     """
-    instruments.ADVANTAGE.observe(_finite(advantages, "advantage"))
+    instruments.ADVANTAGE.observe(*_finite(advantages, "advantage"))
     instruments.RESPONSE_TOKENS.observe(_known(response_tokens))
     instruments.TURNS_TAKEN.observe(_known(turns))
     instruments.TRUNCATED.inc(float(_known(truncated).sum()))
     instruments.GROUP_COMPLETION.observe(_known(group_completion_s))
-    instruments.IS_WEIGHT.observe(_finite(is_weights, "is_weight"))
+    instruments.IS_WEIGHT.observe(*_finite(is_weights, "is_weight"))
 
 
 def training_metrics(metrics: Mapping[str, float], weights: Mapping[str, float] | float = 1.0) -> None:
@@ -227,12 +264,13 @@ def _known(values: Values) -> NDArray[np.float64]:
     return flat[np.isfinite(flat)]
 
 
-def _finite(values: Values, quantity: str) -> NDArray[np.float64]:
-    """`_known`, for values that should all be numbers: what is left out counts as non-finite."""
+def _finite(values: Values | Sample, quantity: str) -> tuple[NDArray[np.float64], int]:
+    """`_known` and the weight, for values that should all be numbers: what is left out counts as non-finite."""
+    values, weight = values if isinstance(values, Sample) else Sample(values)
     flat = _flat(values)
     kept = flat[np.isfinite(flat)]
-    child(instruments.NONFINITE, quantity).inc(len(flat) - len(kept))
-    return kept
+    child(instruments.NONFINITE, quantity).inc(weight * (len(flat) - len(kept)))
+    return kept, weight
 
 
 def _flat(values: Values) -> NDArray[np.float64]:

@@ -27,10 +27,10 @@ class ArrayHistogram(Collector):
         self._sum = 0.0
         self._lock = threading.Lock()
 
-    def observe(self, values: NDArray[np.float64]) -> None:
-        """Count `values` [K], all finite."""
-        counts = np.bincount(np.searchsorted(self._bounds, values), minlength=len(self._counts))
-        total = float(values.sum())
+    def observe(self, values: NDArray[np.float64], weight: int = 1) -> None:
+        """Count `values` [K], all finite, `weight` times each."""
+        counts = weight * np.bincount(np.searchsorted(self._bounds, values), minlength=len(self._counts))
+        total = weight * float(values.sum())
         with self._lock:
             self._counts += counts
             self._sum += total

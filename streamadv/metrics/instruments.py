@@ -231,7 +231,8 @@ GROUP_COMPLETION: Final = _histogram(
 ADVANTAGE: Final = _histogram(
     WORK_ITEMS,
     "streamadv_advantage",
-    "Advantage, one value for each row, step or token, as the estimator gives it; signed, so without a sum.",
+    "Advantage, one value for each row, step or token (of many tokens by a sample), as the estimator gives it; signed, "
+    "so without a sum.",
     SYMMETRIC,
 )
 RESPONSE_TOKENS: Final = _histogram(
@@ -248,7 +249,8 @@ NONFINITE: Final = _counter(
 IS_WEIGHT: Final = _histogram(
     WORK_ITEMS,
     "streamadv_is_weight",
-    "Importance weights after truncation, where workers make them; those after a late column are in the sums below.",
+    "Importance weights after truncation (of many tokens by a sample), where workers make them; those after a late "
+    "column are in the sums below.",
     WEIGHTS,
 )
 

@@ -286,6 +286,14 @@ def test_values_fall_into_the_bucket_that_ends_with_them(delta: Delta) -> None:
     assert [delta("advantage_bucket", le=le) for le in bounds] == [0, 1, 3, 4]
 
 
+def test_a_sample_counts_for_all_that_it_stands_for(delta: Delta) -> None:
+    delta("is_weight_bucket", le="+Inf")
+    delta("is_weight_sum")
+    compute_item(is_weights=metrics.Sample([0.5, 1.0], weight=10))
+    assert delta("is_weight_bucket", le="+Inf") == 20
+    assert delta("is_weight_sum") == 15.0
+
+
 def test_signed_histograms_have_no_sum() -> None:
     metrics.group_ended("complete", None, [-1.0])
     assert value("reward_sum") is None
