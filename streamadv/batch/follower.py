@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import BatchLostError
 from ..run import Run
 from ..store.reasons import Reason
-from .hold import Hold, NotHeldError, fenced, founded, read_hold
+from .hold import Hold, NotHeldError, as_hold, ask_hold, fenced, founded, read_hold
 from .progress import Progress
 from .record import BatchRecord, Death, find_record
 from .session import Session
@@ -126,8 +126,11 @@ class Follower(Session):
         super().__init__(run, settings, progress, server_ids)
         self._hold = hold
 
-    def _is_held(self) -> bool:
-        hold, joined = read_hold(self.run), self._hold
+    def _ask_who_has_it(self, pipe: Any) -> None:
+        ask_hold(pipe, self.run)
+
+    def _is_held(self, replies: Sequence[Any]) -> bool:
+        hold, joined = as_hold(replies[0]), self._hold
         if (hold.job, hold.session, hold.epoch, hold.settled, hold.branch) != (
             *(joined.job, joined.session, joined.epoch),
             *(joined.settled, joined.branch),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -50,7 +51,18 @@ def founded(session: str) -> int:
 
 def read_hold(run: Run) -> Hold:
     """What rank 0 has written."""
-    values: Any = run.connection.scripts.hmget(run.keys.home.session, list(_FIELDS))
+    pipe = run.connection.scripts.pipeline(transaction=False)
+    ask_hold(pipe, run)
+    return as_hold(pipe.execute()[0])
+
+
+def ask_hold(pipe: Any, run: Run) -> None:
+    """Add to a pipeline the read whose reply `as_hold` takes."""
+    pipe.hmget(run.keys.home.session, list(_FIELDS))
+
+
+def as_hold(values: Sequence[bytes | None]) -> Hold:
+    """What rank 0 has written, as it was read."""
     job, session, *numbers = ((value or b"").decode(errors="replace") for value in values)
     return Hold(job, session, *map(as_count, numbers))
 

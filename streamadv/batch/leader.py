@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from .. import clock, metrics
 from ..grouping.groups_log import LoggedGroup
@@ -49,12 +49,13 @@ class Leader(Session):
         self._candidates = Candidates(run, named)
         self.cursors = self._candidates.cursors
 
-    def _is_held(self) -> bool:
-        """In a failover connections may lead to different servers: one was settled, another is read from now."""
-        pipe = self.run.connection.scripts.pipeline(transaction=False)
+    def _ask_who_has_it(self, pipe: Any) -> None:
         for key in (self.run.keys.home.session, *(keys.trainer for keys in self.run.keys.shards)):
             pipe.hget(key, "epoch")
-        return set(pipe.execute()) == {str(self.epoch).encode()}
+
+    def _is_held(self, replies: Sequence[Any]) -> bool:
+        """In a failover connections may lead to different servers: one was settled, another is read from now."""
+        return set(replies) == {str(self.epoch).encode()}
 
     def _has_caught_up(self) -> bool:
         return self._candidates.has_read_all

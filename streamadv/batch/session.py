@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 from .. import clock
 from ..algorithms.chain.config import ChainConfig
@@ -65,14 +66,21 @@ class Session(ABC):
     def has_same_servers(self) -> bool:
         """Whether every shard is still on the server it was on, and says there what the session has written."""
         asked = clock.now()
-        if self.run.server_ids() != self._server_ids or not self._is_held():
+        pipe = self.run.connection.scripts.pipeline(transaction=False)
+        self._ask_who_has_it(pipe)
+        server_ids, replies = self.run.server_ids_with(pipe)
+        if server_ids != self._server_ids or not self._is_held(replies):
             return False
         self.progress.servers_confirmed(asked, self._has_caught_up())
         return True
 
     @abstractmethod
-    def _is_held(self) -> bool:
-        """Whether the servers that answer now know this session."""
+    def _ask_who_has_it(self, pipe: Any) -> None:
+        """Add to a pipeline the reads whose replies `_is_held` judges."""
+
+    @abstractmethod
+    def _is_held(self, replies: Sequence[Any]) -> bool:
+        """Whether the servers that have answered know this session."""
 
     def _has_caught_up(self) -> bool:
         return True

@@ -46,7 +46,6 @@ def run_grouper(
         try:
             entries = consumer.read(TAKE_COUNT, wait=not is_behind)
             if entries:
-                run.keep_up()  # settings given before these were pushed are in force for them
                 with metrics.timed(STAGE, "take"):
                     take(run, entries)
                 consumer.done(entries)
@@ -102,4 +101,4 @@ def _take(run: Run, entries: Sequence[Entry]) -> list[str]:
         return []
     taken, *ended = shard.call("take", args, group_hashes=map(keys.group, positions), payloads=payloads)
     metrics.entries(STAGE, "acked", taken)
-    return [count_ended(*ended[position : position + 3]) for position in range(0, len(ended), 3)]
+    return count_ended(ended)

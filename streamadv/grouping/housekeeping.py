@@ -6,7 +6,7 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -95,8 +95,7 @@ def apply_scores(run: Run, shard: Shard) -> None:
     while items := _checked_items(shard, shard.keys.scored, SCORES_COUNT, _is_scored, "no slot of a group"):
         group_hashes = [shard.keys.group(item.partition(b" ")[2].decode()) for item in items]
         ended = shard.call("apply_scores", [*run.manifest.policy_args, *items], group_hashes=group_hashes)
-        for position in range(0, len(ended), 3):
-            count_ended(*ended[position : position + 3])
+        count_ended(ended)
 
 
 def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
@@ -116,10 +115,8 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
     while ids:
         args = [*run.manifest.policy_args, *ids]
         looked_at, *flat = shard.call("expire", args, group_hashes=map(shard.keys.group, ids))
-        ended += [
-            (flat[position].decode(), count_ended(*flat[position + 1 : position + 4]))
-            for position in range(0, len(flat), 4)
-        ]
+        outcomes = count_ended([part for number, part in enumerate(flat) if number % 4])
+        ended += zip([group_id.decode() for group_id in flat[::4]], outcomes, strict=True)
         ids = ids[looked_at:]
     return ended
 
@@ -177,11 +174,17 @@ def sweep(shard: Shard) -> int:
     return swept
 
 
-def count_ended(outcome: bytes, data_source: bytes, rewards: bytes) -> str:
-    """Count a group that a script has ended in the metrics. rewards: separated by blanks. Returns its outcome."""
-    numbers = [float(reward) for reward in rewards.split()]
-    metrics.group_ended(outcome.decode(), data_source.decode() or None, numbers)
-    return outcome.decode()
+def count_ended(ended: Sequence[bytes]) -> list[str]:
+    """Count groups that a script has ended in the metrics. Returns their outcomes.
+
+    ended: of each group its outcome, data source and rewards, which blanks separate.
+    """
+    groups = [
+        metrics.EndedGroup(outcome.decode(), source.decode() or None, list(map(float, rewards.split())))
+        for outcome, source, rewards in zip(ended[::3], ended[1::3], ended[2::3], strict=True)
+    ]
+    metrics.groups_ended(groups)
+    return [group.outcome for group in groups]
 
 
 def _checked_items(

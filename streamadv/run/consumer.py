@@ -148,13 +148,14 @@ class Consumer:
 
     def read(self, count: int, wait: bool = True) -> list[Entry]:
         """Up to `count` entries of one shard, or [] after a short wait."""
-        for _ in self._cursors:
-            self._turn = (self._turn + 1) % len(self._cursors)
-            entries = self._read(self._cursors[self._turn], count, block_ms=None)
-            if entries or self.stop.is_set():
-                return entries
-        if not wait:
-            return []
+        if not wait or len(self._cursors) > 1 or self.stop.is_set():
+            for _ in self._cursors:
+                self._turn = (self._turn + 1) % len(self._cursors)
+                entries = self._read(self._cursors[self._turn], count, block_ms=None)
+                if entries or self.stop.is_set():
+                    return entries
+            if not wait:
+                return []
         with metrics.wait(self.stage):
             return self._wait_for_entries(count)
 
@@ -331,12 +332,24 @@ class Consumer:
             start = f"({page[-1]['message_id'].decode()}"
 
     def _group_read(self, cursor: Cursor, start: str, count: int, block_ms: int | None) -> list[Entry]:
-        client = self.run.connection.scripts if block_ms is None else self.run.connection.blocking(block_ms)
+        connection = self.run.connection
+        client = connection.scripts if block_ms is None else connection.blocking(block_ms)
         if start == ">" and block_ms is None:
-            client = self.run.connection.push  # a repeated read would leave the first reply's entries pending
-        reply: Any = client.xreadgroup(
-            self.stage, self.name, {cursor.stream: start}, count=count, block=block_ms
-        )
+            client = connection.push  # a repeated read would leave the first reply's entries pending
+        pipe = client.pipeline(transaction=False)
+        pipe.xreadgroup(self.stage, self.name, {cursor.stream: start}, count=count, block=block_ms)
+        # Settings given before an entry was written are in force for it. A cluster has the manifest elsewhere.
+        if not connection.is_cluster:
+            self.run.ask_for_news(pipe)
+        replies = pipe.execute(raise_on_error=False)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        reply, *news = replies
+        if news:
+            self.run.hear(*news)
+        elif reply:
+            self.run.keep_up()
         pairs = reply.items() if isinstance(reply, dict) else reply or []
         return [entry for _, entries in pairs for entry in entries_of(cursor.shard.index, entries)]
 

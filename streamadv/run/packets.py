@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from ..messages import brief
@@ -28,8 +29,9 @@ _GROUP_ID: Final = re.compile(r"[^\s\x00-\x1f]{1,200}")
 _NUMBER: Final = re.compile(rb"0|[1-9][0-9]{0,9}")
 _EPOCH: Final = re.compile(rb"0|[1-9][0-9]{0,14}")
 _KIND: Final = "usable|unscorable|failed|aborted|cancelled"
-_LINE: Final = rf"(0|[1-9][0-9]{{0,3}}) ({_KIND}) (-|-?[0-9][-+.e0-9]{{0,29}}) (train|baseline|eval)\n"
-_MEMBER: Final = re.compile(_LINE)
+_LINE: Final = (
+    rf"(?:0|[1-9][0-9]{{0,3}}) (?:{_KIND}) (?:-|-?[0-9][-+.e0-9]{{0,29}}) (?:train|baseline|eval)\n"
+)
 _MEMBERS: Final = re.compile(f"(?:{_LINE}){{1,{MAX_PACKET_MEMBERS}}}")
 
 
@@ -49,20 +51,16 @@ def parse_members(text: bytes) -> list[MemberLine]:
         raise ValueError(
             f"members is {brief(text)}, needs 1..{MAX_PACKET_MEMBERS} lines: index kind reward role"
         )
-    members = [
-        MemberLine(int(index), kind, None if reward == "-" else float(reward), role)
-        for index, kind, reward, role in _MEMBER.findall(decoded)
-    ]
-    last = -1
-    for member in members:
-        if not last < member.rollout_index < 2 * MAX_GROUP_SIZE:
-            raise ValueError(
-                f"members has the index {member.rollout_index}, needs 0..{2 * MAX_GROUP_SIZE - 1}, ascending"
-            )
-        if member.reward is not None and not math.isfinite(member.reward):
-            raise ValueError(f"members has the reward {member.reward}, needs a finite number")
-        last = member.rollout_index
-    return members
+    words = decoded.split()
+    indices = list(map(int, words[::4]))
+    rewards = [None if word == "-" else float(word) for word in words[2::4]]
+    for before, index in pairwise([-1, *indices]):
+        if not before < index < 2 * MAX_GROUP_SIZE:
+            raise ValueError(f"members has the index {index}, needs 0..{2 * MAX_GROUP_SIZE - 1}, ascending")
+    for reward in rewards:
+        if reward is not None and not math.isfinite(reward):
+            raise ValueError(f"members has the reward {reward}, needs a finite number")
+    return list(map(MemberLine, indices, words[1::4], rewards, words[3::4]))
 
 
 def packet_problem(run: Run, shard: int, fields: Mapping[str, bytes]) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import clock
 from ..errors import EpochFencedError, SettingError
-from ..store.calls import run_script, server_ids
+from ..store.calls import run_script, server_ids_with
 from ..store.connection import Connection
 from ..store.keys import RunKeys, ShardKeys, check_run_name, manifest_key
 from ..store.scripts import FENCED, script_call
@@ -58,12 +58,20 @@ class Run:
         """`refresh`, if there is anything new: one small round trip, unless the last look was within `every_s`."""
         if clock.now() - self._looked < every_s:
             return
-        self._looked = clock.now()
-        key = manifest_key(self.name)
         pipe = self.connection.scripts.pipeline(transaction=False)
+        self.ask_for_news(pipe)
+        self.hear(*pipe.execute())
+
+    def ask_for_news(self, pipe: Any) -> None:
+        """Add to a pipeline what `hear` is told: two replies."""
+        key = manifest_key(self.name)
         pipe.hget(key, "salts")
         pipe.hlen(key)
-        if not self.manifest.is_current(*pipe.execute()):
+
+    def hear(self, salts: bytes | None, count: int) -> None:
+        """`refresh`, if the manifest with these salts and so many fields may be another one."""
+        self._looked = clock.now()
+        if not self.manifest.is_current(salts, count):
             self.refresh()
 
     def _read(self, before: Manifest | None) -> Manifest:
@@ -110,7 +118,11 @@ class Run:
 
     def server_ids(self) -> list[str | None]:
         """Which server has each shard, see `calls.server_ids`."""
-        return server_ids(self.connection, self.keys.shards)
+        return self.server_ids_with(self.connection.scripts.pipeline(transaction=False))[0]
+
+    def server_ids_with(self, pipe: Any) -> tuple[list[str | None], list[Any]]:
+        """`server_ids`, and the replies to the reads in `pipe`: together where one server has all shards."""
+        return server_ids_with(self.connection, self.keys.shards, pipe)
 
 
 def open_run(connection: Connection, name: str, settings: RunSettings | None = None) -> Run:

@@ -112,6 +112,26 @@ def server_ids(connection: Connection, shards: Sequence[ShardKeys]) -> list[str 
     return _ids(replies, len(shards))
 
 
+def server_ids_with(
+    connection: Connection, shards: Sequence[ShardKeys], pipe: Any
+) -> tuple[list[str | None], list[Any]]:
+    """`server_ids` for the client that runs scripts, and the replies to the reads in its pipeline `pipe`.
+
+    One server says both at once.
+    """
+    calls = _server_id_calls(connection, shards)
+    if connection.is_cluster:
+        return _ids([run_script(connection.scripts, call) for call in calls], len(shards)), pipe.execute()
+    pipe.execute_command("EVALSHA", *calls[0].by_hash)
+    *replies, server_id = pipe.execute(raise_on_error=False)
+    if isinstance(server_id, NoScriptError):
+        server_id = run_script(connection.scripts, calls[0])
+    for reply in (*replies, server_id):
+        if isinstance(reply, Exception):
+            raise reply
+    return _ids([server_id], len(shards)), replies
+
+
 async def server_ids_async(connection: AsyncConnection, shards: Sequence[ShardKeys]) -> list[str | None]:
     """`server_ids` for asyncio."""
     client = connection.pipelined or connection.push

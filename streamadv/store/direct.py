@@ -26,12 +26,12 @@ class HashRead(NamedTuple):
     key: str
     fields: Sequence[bytes]
     places: Sequence[Sequence[memoryview]]
-    others: Sequence[bytes]
+    others: Sequence[bytes] = ()
     """Further fields, whose sizes are not known."""
 
 
 def receive(client: Any, reads: Sequence[HashRead]) -> list[Sequence[bytes | None]] | None:
-    """Read values of hashes into their places. Returns the values of `others`, for each hash a list.
+    """Read values of hashes into their places. Returns the values of `others`, for each hash that has some a list.
 
     None if a value is missing or of another size, the server is away, or the client is none of a single server without
     TLS: ask in the ordinary way then, which says what is wrong. The places may hold anything after that.
@@ -46,10 +46,10 @@ def receive(client: Any, reads: Sequence[HashRead]) -> list[Sequence[bytes | Non
         sock = getattr(connection, "_sock", None)
         if isinstance(sock, socket.socket) and not isinstance(sock, ssl.SSLSocket):
             commands: list[Any] = [(b"HMGET", read.key, *read.fields) for read in reads]
-            commands += [(b"HMGET", read.key, *read.others) for read in reads]
+            commands += [(b"HMGET", read.key, *read.others) for read in reads if read.others]
             connection.send_packed_command([b"".join(map(pack_command, commands))])
             if _fill(sock, reads):
-                replies = [connection.read_response() for _ in reads]
+                replies = [connection.read_response() for read in reads if read.others]
     except (OSError, RedisError):
         pass
     finally:

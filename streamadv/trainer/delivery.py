@@ -69,7 +69,10 @@ def deliver(
     """
     record = computed.record
     budget, left_out = record.tokens_per_micro_batch, computed.left_out
-    share = share_of(computed.layout, budget, rank, left_out, record.keep_groups)
+    if ahead is not None and ahead.share.batch is computed.layout and not left_out:
+        share = ahead.share
+    else:
+        share = share_of(computed.layout, budget, rank, left_out, record.keep_groups)
     fetched = fetch(run, share, memory, ahead)
     outputs = fetch_outputs(run, computed.results, share, memory)
     packed = _pack(computed.results, fetched, outputs, rank.device, memory)

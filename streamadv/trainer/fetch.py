@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from typing import Final
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 #: A batch's payloads are read ahead up to this size.
 MAX_BYTES: Final = 512 << 20
+#: Headers that are expected to be larger are asked for without expecting a size.
+MAX_HEADER_BYTES: Final = 1 << 20
 
 Problems = dict[tuple[str, int], str]  # by (group_id, rollout_index)
 
@@ -73,9 +75,7 @@ class FetchedShare:
         self._check_sizes()
         for name, kind in kinds.items():
             self.columns[name] = memory.column(share.own.num_tokens, kind.dtype, kind.shape)
-        self._bytes = {
-            name: column.numpy().reshape(-1).view(np.uint8).data for name, column in self.columns.items()
-        }
+        self._bytes = {name: _bytes_of(column) for name, column in self.columns.items()}
         self._is_right = False  # all values were checked
 
     def is_of(self, share: Share) -> bool:
@@ -157,38 +157,51 @@ class FetchedShare:
         packets = {number: self.share.own.packets[number] for number in numbers}
         for part in slices([packet.size for packet in packets.values()]):
             some = numbers[part]
-            names: dict[int, Sequence[str]] = {
-                n: [name for name in packets[n].columns if name not in self._widths] for n in some
-            }
-            replies: Iterable[Sequence[bytes | None] | None] | None = receive(
-                run.connection.scripts, [self._hash_read(number, names[number]) for number in some]
+            received = self._receive(run, some)
+            if received is not None:
+                yield from received
+                continue
+            names = {number: packets[number].columns for number in some}
+            replies = fetch_replies(
+                run,
+                [packets[number].key for number in some],
+                [packets[number].size for number in some],
+                [_fields(names[number]) for number in some],
             )
-            if replies is None:
-                names = {number: packets[number].columns for number in some}
-                replies = fetch_replies(
-                    run,
-                    [packets[number].key for number in some],
-                    [packets[number].size for number in some],
-                    [_fields(names[number]) for number in some],
-                )
             for number, reply in zip(some, replies, strict=True):
                 yield number, names[number], reply
 
-    def _hash_read(self, number: int, others: Sequence[str]) -> HashRead:
-        fields = [name.encode() for name in self._widths]
-        places = [self._places(number, name) for name in self._widths]
-        return HashRead(self.share.own.packets[number].key, fields, places, _fields(others))
+    def _receive(
+        self, run: Run, numbers: Sequence[int]
+    ) -> list[tuple[int, Sequence[str], Sequence[bytes | None]]] | None:
+        """`_replies` with the columns per token received in their places. None where that cannot be done.
+
+        The header of a packet without other columns is the rest of its bytes.
+        """
+        fields, width = [name.encode() for name in self._widths], sum(self._widths.values())
+        reads, headers, others = list[HashRead](), dict[int, bytearray](), dict[int, list[str]]()
+        for number in numbers:
+            packet = self.share.own.packets[number]
+            places = [self._places(number, name) for name in self._widths]
+            others[number] = [name for name in packet.columns if name not in self._widths]
+            header_bytes = packet.size - self._tokens[number] * width
+            if others[number] or header_bytes > MAX_HEADER_BYTES:
+                reads.append(HashRead(packet.key, fields, places, _fields(others[number])))
+                continue
+            headers[number] = bytearray(header_bytes)
+            reads.append(HashRead(packet.key, [*fields, HEADER], [*places, [memoryview(headers[number])]]))
+        replies = receive(run.connection.scripts, reads)
+        if replies is None:
+            return None
+        rest = iter(replies)
+        return [
+            (number, others[number], [bytes(headers[number])] if number in headers else next(rest))
+            for number in numbers
+        ]
 
     def _places(self, number: int, name: str) -> list[memoryview]:
-        """Where a column of a packet goes, piece by piece; members that are not in the share go nowhere."""
-        places, at, width, column = list[memoryview](), 0, self._widths[name], self._bytes[name]
-        for start, stop, first in [*self._pieces[number], Piece(0, 0, self._tokens[number])]:
-            if first > at:
-                places.append(memoryview(bytearray((first - at) * width)))
-            if stop > start:
-                places.append(column[start * width : stop * width])
-            at = first + stop - start
-        return places
+        """Where a column of a packet goes; members that are not in the share go nowhere."""
+        return _places(self._bytes[name], self._widths[name], self._pieces[number], self._tokens[number])
 
     def _take(
         self, run: Run, number: int, names: Sequence[str], reply: Sequence[bytes | None] | None
@@ -246,13 +259,23 @@ def fetch_outputs(run: Run, results: BatchResults, share: Share, memory: ColumnM
     columns = {name: memory.column(own.num_tokens, dtype) for name, dtype in dtypes.items()}
     places = {name: column.numpy() for name, column in columns.items()}
     pieces = results.pieces(share.positions) if columns else {}
-    width = sum(dtype.itemsize for dtype in dtypes.values())
-    replies = fetch_replies(
-        run,
-        [results.results[number].output for number in pieces],
-        [results.num_tokens[number] * width for number in pieces],
-        [[name.encode() for name in dtypes]] * len(pieces),
-    )
+    keys = [results.results[number].output for number in pieces]
+    sizes = [results.num_tokens[number] * sum(d.itemsize for d in dtypes.values()) for number in pieces]
+    fields = [name.encode() for name in dtypes]
+    reads = [
+        HashRead(
+            key,
+            fields,
+            [
+                _places(_bytes_of(columns[name]), d.itemsize, pieces[number], results.num_tokens[number])
+                for name, d in dtypes.items()
+            ],
+        )
+        for number, key in zip(pieces, keys, strict=True)
+    ]
+    if all(receive(run.connection.scripts, reads[part]) is not None for part in slices(sizes)):
+        return columns
+    replies = fetch_replies(run, keys, sizes, [fields] * len(keys))
     problems: Problems = {}
     for number, reply in zip(pieces, replies, strict=True):
         for (name, dtype), raw in zip(dtypes.items(), reply or [None] * len(dtypes), strict=True):
@@ -320,6 +343,22 @@ def _kinds(run: Run, share: Share) -> dict[str, ColumnKind]:
         with suppress(WireError):  # each packet with such a column will be refused
             kinds[name] = column_kind(name, run.manifest.columns)
     return kinds
+
+
+def _bytes_of(column: Tensor) -> memoryview:
+    return column.numpy().reshape(-1).view(np.uint8).data
+
+
+def _places(column: memoryview, width: int, pieces: Sequence[Piece], entries: int) -> list[memoryview]:
+    """The memory that `entries` of `width` bytes each fill: those of `pieces` theirs in `column`, others none of it."""
+    places, at = list[memoryview](), 0
+    for start, stop, first in [*pieces, Piece(0, 0, entries)]:
+        if first > at:
+            places.append(memoryview(bytearray((first - at) * width)))
+        if stop > start:
+            places.append(column[start * width : stop * width])
+        at = first + stop - start
+    return places
 
 
 def _fields(names: Sequence[str]) -> list[bytes]:

@@ -35,6 +35,7 @@ class Share:
     Everything the rank makes for the batch (columns, results) has the order of `own`, and `rows` count in it.
     """
 
+    batch: Layout  # all living groups
     trained: Layout  # what is trained on, all ranks together: the batch's counts
     own: Layout  # this rank's trajectories
     positions: Positions  # of `own` in the batch
@@ -68,7 +69,7 @@ def share_of(
     of_own = spans(first_row, own)
     number[of_own] = np.arange(len(of_own))
     rows = [numbers[numbers >= 0] for numbers in (number[rows] for rows in planned)]
-    return Share(trained, trained.select(own), positions[own], rows)
+    return Share(batch, trained, trained.select(own), positions[own], rows)
 
 
 def plan(

@@ -11,27 +11,24 @@ from redis.exceptions import ResponseError
 from .. import clock
 from ..batch.session import Session
 
-#: How long rank 0 leaves the groups logs alone while a whole batch is missing, in seconds.
+#: How long rank 0 leaves the groups logs alone at most, in seconds.
 REST_S: Final = 0.1
 
 
 class GroupPolls:
     """When rank 0 looks at the groups logs again: a look for each new group would cost more than reading the group.
 
-    The rest between two looks shrinks to 0 as the next batch fills, so the group that fills it is seen at once. While
-    groups come, the next look follows the rest; after one that found none, rank 0 waits until the server has a group.
+    While groups come, the next look is due when the batch will be full, judging by those since the look before. After a
+    look that found none, rank 0 rests the longer the more is missing, and then waits until the server has a group.
     """
 
     def __init__(self, session: Session, max_groups: int | None) -> None:
         self._session = session
         self._max_groups = max_groups
-        self._due = 0.0
+        self._looked = clock.now()
+        self._missing = session.missing_fraction(max_groups)
+        self._due = self._looked + REST_S * self._missing
         self.are_coming = False
-        self.rest()
-
-    def rest(self) -> None:
-        """A look has just ended."""
-        self._due = clock.now() + REST_S * self._session.missing_fraction(self._max_groups)
 
     @property
     def rest_ms(self) -> int:
@@ -40,11 +37,13 @@ class GroupPolls:
 
     def look(self) -> bool:
         """Read on in the groups logs. True if another batch can be named."""
-        missing = self._session.missing_fraction(self._max_groups)
         if self._session.could_name(self._max_groups):
             return True
-        self.are_coming = self._session.missing_fraction(self._max_groups) < missing
-        self.rest()
+        now, missing = clock.now(), self._session.missing_fraction(self._max_groups)
+        came = self._missing - missing
+        self.are_coming = came > 0
+        rest_s = missing * (now - self._looked) / came if self.are_coming else REST_S * missing
+        self._looked, self._missing, self._due = now, missing, now + min(REST_S, rest_s)
         return False
 
 

@@ -74,6 +74,19 @@ def test_values_fill_their_pieces(connection: Connection, size: int) -> None:
     assert connection.scripts.ping()
 
 
+def test_only_hashes_with_other_fields_have_a_reply(connection: Connection) -> None:
+    store(connection, {key: {"a": b"123", "header": b"{}"} for key in ("first", "second", "third")})
+    memory = [bytearray(3) for _ in range(3)]
+    places = [[[memoryview(piece)]] for piece in memory]
+    others: list[list[bytes]] = [[], [b"header"], []]
+    keys = ("first", "second", "third")
+    reads = [
+        HashRead(key, [b"a"], place, other) for key, place, other in zip(keys, places, others, strict=True)
+    ]
+    assert receive(connection.scripts, reads) == [[b"{}"]]
+    assert memory == [b"123"] * 3
+
+
 OTHER: dict[str, dict[str, Any]] = {
     "shorter": {"a": b"12"},
     "longer": {"a": b"1" * 400},

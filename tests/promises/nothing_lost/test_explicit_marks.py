@@ -193,7 +193,7 @@ def test_a_server_that_is_replaced_twice_while_a_batch_is_committed(
 ) -> None:
     """The second session begins after the first one has finished the commit, and does not know the batch any more."""
     server = "first"
-    monkeypatch.setattr(Run, "server_ids", lambda _: [server])
+    monkeypatch.setattr(Run, "server_ids_with", lambda _, pipe: ([server], pipe.execute()))
     queue = queue_of(fake, commit="each_batch")
     (batch,) = deliver(queue, run_of_four)
 

@@ -219,7 +219,7 @@ def test_a_trainer_that_settled_on_a_server_that_is_not_the_one(
 ) -> None:
     """In a failover its connections may lead to two of them for a moment, and it asked the other one who it is."""
     name = "the old one"
-    monkeypatch.setattr(Run, "server_ids", lambda _: [name])
+    monkeypatch.setattr(Run, "server_ids_with", lambda _, pipe: ([name], pipe.execute()))
     with redis.Redis.from_url(redis_url) as client, producing(redis_url, run) as producer:
 
         def snapshot() -> dict[bytes, bytes]:
@@ -287,7 +287,7 @@ def test_batches_behind_one_that_is_lost_are_still_trained(
 ) -> None:
     """Nothing may be left for the lost one, and there is no batch 1 without a batch 0."""
     server = "first"
-    monkeypatch.setattr(Run, "server_ids", lambda _: [server])
+    monkeypatch.setattr(Run, "server_ids_with", lambda _, pipe: ([server], pipe.execute()))
     with producing(redis_url, run) as producer:
         push_groups(producer, 4)
         producer.finish()
@@ -316,7 +316,7 @@ def test_a_server_replaced_in_the_middle_of_a_delivery_is_no_fault_of_the_data(
 ) -> None:
     """What it misses for a moment is neither a dead letter nor a lost batch; without a new server it is both."""
     server = "first"
-    monkeypatch.setattr(Run, "server_ids", lambda _: [server])
+    monkeypatch.setattr(Run, "server_ids_with", lambda _, pipe: ([server], pipe.execute()))
     with producing(redis_url, run) as producer:
         push_groups(producer, 2)
     joined = join(redis_url, run)

@@ -68,6 +68,22 @@ def test_groups_are_left_alone_while_a_whole_batch_is_missing() -> None:
     assert asked[0][1] <= wait.REST_S * 1000 < asked[1][1]
 
 
+def test_the_next_look_is_due_when_the_batch_will_be_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As groups have come since the look before, and not later than after a whole rest."""
+    now = 0.0
+    monkeypatch.setattr(wait.clock, "now", lambda: now)
+    session = Session([], found=[0.8, 0.1, 0.05])
+    polls = GroupPolls(session, None)  # type: ignore[arg-type]
+    rests = []
+    for _ in range(2):
+        now += 0.1
+        assert not polls.look()
+        rests.append(polls.rest_ms)
+    now += 0.01
+    polls.look()
+    assert [*rests, polls.rest_ms] == [25, 100, 10]
+
+
 def test_a_group_that_fills_the_batch_ends_the_wait() -> None:
     session = Session(["groups"], missing=0.0)
     assert [streams for streams, _ in waited(session)] == [{"results", "groups"}]
