@@ -61,6 +61,8 @@ Event = Literal["delivered", "acked", "reclaimed", "duplicate"]
 #: Mean and standard deviation of the importance weights of a batch.
 IS_MEAN: Final = "rollout_corr/rollout_is_clamped_mean"
 IS_STD: Final = "rollout_corr/rollout_is_std"
+#: Ended groups are counted when they are so many, or when they are asked for.
+GROUPS_TOGETHER: Final = 256
 #: Outcomes of groups that count in no numbers of their source.
 _NOT_COUNTED: Final = frozenset((*instruments.AT_NAMING, instruments.EVALUATED))
 
@@ -112,16 +114,30 @@ class EndedGroup(NamedTuple):
 
 
 def groups_ended(groups: Sequence[EndedGroup]) -> None:
-    """Groups ended. Many together take hardly longer than one.
+    """Groups ended. Many are counted together, which takes hardly longer than one: at the latest by the next scrape.
 
     An outcome of AT_NAMING befalls a group that was counted before: its source's numbers stay. Those of evaluation
     groups are not for training.
     """
+    with _ended_lock:
+        _ended.extend(groups)
+        is_enough = len(_ended) >= GROUPS_TOGETHER
+    if is_enough:
+        _count_ended()
+
+
+def group_ended(outcome: str, data_source: str | None = None, rewards: Sequence[float] = ()) -> None:
+    """`groups_ended` for one."""
+    groups_ended([EndedGroup(outcome, data_source, rewards)])
+
+
+def _count_ended() -> None:
+    with _ended_lock:
+        groups = _ended.copy()
+        _ended.clear()
     for outcome, n in Tally(group.outcome for group in groups).items():
         child(instruments.GROUPS, outcome if outcome in instruments.OUTCOMES else "other").inc(n)
-    counted: dict[
-        tuple[str | None, bool], list[list[float]]
-    ] = {}  # rewards by source and whether it was kept
+    counted: dict[tuple[str | None, bool], list[list[float]]] = {}  # rewards by source, and whether kept
     for outcome, data_source, rewards in groups:
         if outcome not in _NOT_COUNTED:
             source = None if data_source is None else _bounded_source(data_source)
@@ -133,11 +149,6 @@ def groups_ended(groups: Sequence[EndedGroup]) -> None:
             # By 0 too: a source that keeps nothing must show.
             child(instruments.GROUPS_KEPT, source).inc(len(of_groups) if is_kept else 0)
         _group_rewards([rewards for rewards in of_groups if rewards], source or "", is_kept)
-
-
-def group_ended(outcome: str, data_source: str | None = None, rewards: Sequence[float] = ()) -> None:
-    """`groups_ended` for one."""
-    groups_ended([EndedGroup(outcome, data_source, rewards)])
 
 
 @np.errstate(over="ignore", invalid="ignore")  # rewards near the limit of float64: such a sum is left out
@@ -281,6 +292,9 @@ def _succeeded(stage: str) -> None:
     child(instruments.LAST_SUCCESS, stage).set(time.time())
 
 
+_ended: list[EndedGroup] = []  # and not counted yet
+_ended_lock = threading.Lock()
+REGISTRY.settlers.append(_count_ended)
 _sources: set[str] = set()
 _sources_lock = threading.Lock()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -16,6 +16,8 @@ class Registry(Collector):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._parts: list[Collector] = []
+        #: Called before the numbers leave: by whoever counts what it has noted only then.
+        self.settlers: list[Callable[[], object]] = []
 
     def add(self, *parts: Collector) -> None:
         """Export these too; what is exported already stays as it is."""
@@ -29,6 +31,8 @@ class Registry(Collector):
                 self._parts.remove(part)
 
     def collect(self) -> Iterator[Metric]:
+        for settle in self.settlers:
+            settle()
         with self._lock:
             parts = list(self._parts)
         for part in parts:
