@@ -15,6 +15,8 @@ from .model import Status, Stream
 STUCK_S: Final = 30.0
 #: While more than this share of the groups is kept, losses do not explain why a trainer waits.
 KEPT_SHARE: Final = 0.05
+#: Reasons for which producers begin no groups.
+BRAKES: Final = ("max_bytes", "pacing")
 #: Shards named in one line.
 MAX_SHARDS_LISTED: Final = 8
 

@@ -17,7 +17,7 @@ from ..run.counters import read_counters
 from ..store.reasons import REASONS, Reason, listed
 from ..store.retry import RETRYABLE
 from ..store.waiting import Blocked
-from .causes import budget_reason, ordinary_wait, reasons_of
+from .causes import BRAKES, budget_reason, ordinary_wait, reasons_of
 from .losses import LOST, Losses, counts_as_text
 from .model import Status, by_reason
 from .read import read_status
@@ -143,7 +143,9 @@ def why_no_batch(run: Run, limits: Limits) -> str:
 
 
 def _reasons(status: Status) -> list[Reason]:
-    return reasons_of(status) or [ordinary_wait(status)]
+    """Why the trainer waits. What keeps producers back is no reason while it needs no more groups."""
+    reasons = [reason for reason in reasons_of(status) if status.starves or reason.name not in BRAKES]
+    return reasons or [ordinary_wait(status)]
 
 
 def _loss(reason: str, count: int, status: Status) -> str:

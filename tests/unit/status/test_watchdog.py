@@ -471,6 +471,22 @@ def test_producers_as_far_ahead_as_allowed_are_named_when_nothing_moves(
     assert "pacing" in blocked()
 
 
+def test_a_trainer_that_waits_for_a_named_batch_does_not_wait_for_producers(
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward
+) -> None:
+    run = join(fake, "r")
+    compute_all(run, consumer_of(run, "advantage"))  # a worker is there, and slow
+    queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=1)
+    push_groups(producer, 3)
+    group_all(run)
+    with pytest.raises(NoBatchError):
+        queue.next_batch(timeout=0)
+    forward(20)
+    assert blocked() == ["pacing"]  # which is why producers wait
+    with pytest.raises(NoBatchError, match=r"\[computing\]"):
+        queue.next_batch(timeout=0)
+
+
 def test_bytes_that_open_groups_hold_are_named(
     fake: Connection, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
