@@ -66,8 +66,8 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
 def _say_what_is_deleted(run: Run, version: int, committed: int) -> None:
     """A checkpoint that is not the newest was loaded: what was committed since does not come again."""
     text = (
-        "run %s has committed version %d, and the checkpoint loaded is of version %d: what batches %d to %d trained on is "
-        "deleted and does not come again. Load the newest checkpoint, or give another run="
+        "run %s has committed version %d, and the checkpoint loaded is of version %d: what batches %d to %d trained on "
+        "is deleted and does not come again. Load the newest checkpoint, or give another run="
     )
     fields = log_fields("older_checkpoint", run=run.name, role="trainer")
     logger.warning(text, run.name, committed, version, version, committed - 1, extra=fields)

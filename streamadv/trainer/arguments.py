@@ -46,6 +46,6 @@ def check_state(state: Mapping[str, Any], run: str) -> None:
         raise SettingError(f"state has no {sorted(missing)[0]!r}: give what state_dict() returned")
     if state["run"] != run:
         raise SettingError(
-            f"state is of run {state['run']!r}, this queue reads {run!r}: load the state of a checkpoint of this run, or "
-            f"none where the run begins with those weights"
+            f"state is of run {state['run']!r}, this queue reads {run!r}: load the state of a checkpoint of this run, "
+            "or none where the run begins with those weights"
         )

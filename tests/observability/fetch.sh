@@ -1,14 +1,13 @@
 #!/bin/sh
-# Prints a folder with prometheus and promtool: Debian's package, unpacked into a cache and not installed. Prints the
-# folder of those on PATH where they are there; says so where they cannot be had.
+# Prints a folder with what of prometheus, promtool and prometheus-redis-exporter is not on PATH: Debian's packages,
+# unpacked into a cache and not installed. Says so where they cannot be had.
 set -e
-if found=$(command -v prometheus); then dirname "$found"; exit; fi
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/streamadv/prometheus"
-if [ ! -x "$cache/usr/bin/prometheus" ]; then
-    if ! { mkdir -p "$cache" && cd "$cache" && apt-get download prometheus && dpkg -x prometheus_*.deb .; } >&2; then
-        echo "prometheus is not here and apt-get cannot fetch it: the tests will skip" >&2
-        echo "$cache"
-        exit
+mkdir -p "$cache"
+for package in prometheus prometheus-redis-exporter; do
+    if command -v "$package" > /dev/null || [ -x "$cache/usr/bin/$package" ]; then continue; fi
+    if ! { cd "$cache" && apt-get download "$package" && dpkg -x "$package"_*.deb .; } >&2; then
+        echo "$package is not here and apt-get cannot fetch it: what needs it will be skipped" >&2
     fi
-fi
+done
 echo "$cache/usr/bin"

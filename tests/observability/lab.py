@@ -30,6 +30,7 @@ ROOT: Final = Path(__file__).parents[2]
 BOARDS: Final = ROOT / "deploy" / "grafana" / "dashboards"
 RULES: Final = ROOT / "deploy" / "prometheus" / "rules" / "streamadv.yml"
 RUN: Final = "lab"
+REDIS_EXPORTER: Final = "prometheus-redis-exporter"
 SCRAPE_S: Final = 2
 RATE: Final = "10s"
 #: Durations of the rules and what stands for them here.
@@ -78,20 +79,32 @@ class Lab:
     def __init__(self, folder: Path, *, short: bool = True) -> None:
         self.folder = folder
         self.short = short
-        self.server = EmbeddedServer(maxmemory="256mb")
+        self.server = EmbeddedServer(folder / "server", maxmemory="256mb")
         self.wrong = folder / "wrong"
         self.wrong.write_text("")
         names = ("grouper", "advantage1", "advantage2", "producer1", "producer2", "trainer")
         self.ports = {name: free_port() for name in names}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.port = free_port()
+        self.redis_exporter = shutil.which(REDIS_EXPORTER)
+        self.redis_port = free_port()
 
     def __enter__(self) -> Lab:
         self.server.start()
         for name in self.ports:
             self.start(name)
+        if self.redis_exporter is not None:
+            self._spawn(
+                REDIS_EXPORTER,
+                [
+                    self.redis_exporter,
+                    f"--redis.addr={self.server.open_url.removesuffix('/0')}",
+                    f"--web.listen-address=127.0.0.1:{self.redis_port}",
+                ],
+            )
         self._start_prometheus()
-        until(lambda: len(self.ask("up == 1")) == len(self.ports), "all targets are up", 90)
+        targets = len(self.ports) + (self.redis_exporter is not None)
+        until(lambda: len(self.ask("up == 1")) == targets, "all targets are up", 180)
         until(lambda: self.ask("streamadv_batch_version > 3"), "the trainer trains", 90)
         return self
 
@@ -168,7 +181,13 @@ class Lab:
                 {
                     "job_name": "streamadv",
                     "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in self.ports.values()]}],
-                }
+                },
+                {
+                    "job_name": "redis",
+                    "static_configs": [{"targets": [f"127.0.0.1:{self.redis_port}"]}]
+                    if self.redis_exporter
+                    else [],
+                },
             ],
         }
         (self.folder / "prometheus.yml").write_text(yaml.safe_dump(config))

@@ -23,8 +23,23 @@ FILES = sorted((GRAFANA / "dashboards").glob("*.json"))
 OUTER_LABELS = {"run", "job", "instance"}
 #: Made by Prometheus itself, with their labels.
 PROMETHEUS = {"up": {"job", "instance"}, "ALERTS": {"alertname", "alertstate", "run", "severity"}}
+#: What of Debian's prometheus-redis-exporter is used; `make test-observability` asks it.
+REDIS_EXPORTER = {
+    f"redis_{name}": labels
+    for name, labels in {
+        "aof_enabled": set[str](),
+        "aof_last_write_status": set[str](),
+        "blocked_clients": set[str](),
+        "connected_clients": set[str](),
+        "cpu_sys_main_thread_seconds_total": set[str](),
+        "cpu_user_main_thread_seconds_total": set[str](),
+        "evicted_keys_total": set[str](),
+        "instance_info": {"maxmemory_policy"},
+        "rejected_connections_total": set[str](),
+    }.items()
+}
 
-SELECTOR = re.compile(r"(?<![\w:])((?:streamadv|process)_\w+|up|ALERTS)\b(?:\{(.*?)\})?")
+SELECTOR = re.compile(r"(?<![\w:])((?:streamadv|process|redis)_\w+|up|ALERTS)\b(?:\{(.*?)\})?")
 MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
 GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
 
@@ -36,7 +51,7 @@ needs_promtool = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
     """Every sample name that exists, with its labels."""
-    return label_names() | PROMETHEUS
+    return label_names() | PROMETHEUS | REDIS_EXPORTER
 
 
 def boards() -> list[dict[str, Any]]:

@@ -166,6 +166,39 @@ SERVER: Final[list[Panel]] = [
         Target(total("run_full_shards"), "full"),
         Target(total("run_paced_shards"), "paced"),
     ),
+    lines(
+        "Processor of the server",
+        "percentunit",
+        "Processor time of each server's thread for commands, of one core. By the Redis exporter (job redis), as the "
+        "next two: all servers that it watches, whatever run.",
+        "Near 100 %: this server is at its limit: more shards on more primaries, or fewer others on it. Empty: no "
+        "exporter is scraped.",
+        Target(
+            f"sum by (instance) (rate(redis_cpu_user_main_thread_seconds_total{RATE})"
+            f" + rate(redis_cpu_sys_main_thread_seconds_total{RATE}))",
+            "{{instance}}",
+        ),
+    ),
+    lines(
+        "Connections",
+        "short",
+        "Clients of each server, those of them that wait for entries, and connections refused in ten minutes.",
+        "refused above 0: the server is at its maxclients. Clients grow without end: something connects and does not "
+        "close.",
+        Target("max by (instance) (redis_connected_clients)", "{{instance}} clients"),
+        Target("max by (instance) (redis_blocked_clients)", "{{instance}} waiting"),
+        Target("max by (instance) (increase(redis_rejected_connections_total[10m]))", "{{instance}} refused"),
+    ),
+    lines(
+        "Append-only file",
+        "short",
+        "1 where a server writes its append-only file, and where the last write succeeded; keys evicted in 10 minutes.",
+        "writes at 0: a restart loses the run, set appendonly yes. last write at 0: its disk is full or broken. "
+        "evicted above 0: trajectories are being deleted, set maxmemory-policy noeviction at once.",
+        Target("min by (instance) (redis_aof_enabled)", "{{instance}} writes"),
+        Target("min by (instance) (redis_aof_last_write_status)", "{{instance}} last write"),
+        Target("max by (instance) (increase(redis_evicted_keys_total[10m]))", "{{instance}} evicted"),
+    ),
 ]
 
 ROWS: Final = [("Processes", ALIVE), ("What processes use", RESOURCES), ("Server", SERVER)]
