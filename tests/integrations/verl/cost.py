@@ -21,6 +21,9 @@ import ray
 import transfer_queue as tq
 
 import streamadv as sa
+from streamadv.run.run import find_run
+from streamadv.status.read import read_status
+from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 
 from .jobs import KWARGS, start_ray, trainer
@@ -102,6 +105,10 @@ def main(tokens: int) -> None:
                     setattr(owner, name, timed(name, getattr(owner, name)))
             made._compute_advantage = timed(f"{advantages}'s advantages", made._compute_advantage)
             made.fit(None)
+        connection = Connection(server.url)
+        count = timed("groups ahead", lambda: read_status(find_run(connection, RUN)).admission.groups_ahead)
+        for _ in range(STEPS):  # what `fill` does each step, where verl plays
+            count()
         worker.kill()
         tq.close()
         ray.shutdown()

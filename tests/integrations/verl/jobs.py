@@ -187,10 +187,11 @@ class Engine:
         self, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
     ) -> TokenOutput:
         self.requests += 1
+        request = self.requests
         await asyncio.sleep(0)
-        if self.requests % 7 == 0:
+        if request % 7 == 0:
             raise RuntimeError("the engine is out of memory")
-        number = 1 + self.requests % 4
+        number = 1 + request % 4
         tokens = [5 + (prompt_ids[1] + turn) % 10 for turn in range(number)]
         versions = {"min_global_steps": 0, "max_global_steps": 0}
         return TokenOutput(

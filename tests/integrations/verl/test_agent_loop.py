@@ -85,7 +85,7 @@ def test_verl_plays_its_prompts_and_a_killed_job_goes_on(redis_url: str, run: st
     assert len(rows) == len(set(rows)) == 4 * 4 * SIZE
     counted = ledger(join(redis_url, run))
     assert counted["trained"] == len(rows), counted
-    assert counted["dropped"]["failed"] > 0
+    assert counted["dropped"].get("failed", 0) > 0, counted
     assert problems(join(redis_url, run), deep=False) == []
     assert json.loads((tmp_path / "left.json").read_text()) == [], "rows that were trained on are still there"
     validated = json.loads((tmp_path / "validated.json").read_text())

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verl.trainer.ppo.v1 import get_trainer_cls
 
 from streamadv.errors import SettingError
+from streamadv.integrations.verl import plugin
 from streamadv.integrations.verl.options import options_of
 from tests.docs.story import ROOT, blocks_of
 
@@ -33,7 +35,7 @@ def test_the_package_has_the_entry_point() -> None:
 def test_the_command_of_the_page_runs_up_to_where_verl_reserves_gpus(tmp_path: Path) -> None:
     """The trainer is registered, its configuration valid, it is made with its sampler, tokenizer and data."""
     page = next(block for block in blocks_of("docs/how-to/verl.md") if "main_ppo" in block.first_line)
-    given = shlex.split(page.code)
+    given = shlex.split(page.code.replace("\\\n", " "))
     own = {
         **dict(pair.split("=", 1) for pair in overrides(tmp_path, NOWHERE, "none")),
         **dict(pair.split("=", 1) for pair in given[given.index("verl.trainer.main_ppo") + 1 :]),
@@ -86,6 +88,21 @@ def test_options_follow_verls_settings(tmp_path: Path) -> None:
         "chain": "verl/grpo",
         "min_groups": 1,
     }
+
+
+def test_a_colocated_trainer_syncs_after_each_batch(tmp_path: Path) -> None:
+    options = options_of(config_of(tmp_path, NOWHERE, "exp1"), "colocate_async")
+    assert (options.window, options.updates_per_sync, options.queue["batch_groups"]) == (8, 1, 4)
+    assert get_trainer_cls("streamadv_colocate_async").mode == "colocate_async"
+
+
+def test_verl_goes_on_where_the_trainers_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin, "OUR_TRAINERS", "streamadv.integrations.verl.nowhere")
+    with caplog.at_level("WARNING"):
+        plugin.register()
+    assert "the trainers of streamadv are not registered with verl: No module named" in caplog.text
 
 
 @pytest.mark.parametrize(

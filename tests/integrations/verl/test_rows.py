@@ -17,7 +17,7 @@ from .jobs import KWARGS, OnCpu, trainer
 from .settings import SIZE
 from .test_jobs import push, stages
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.server]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.server, pytest.mark.timeout(300)]
 
 
 def step(folder: Path, url: str, run: str, **changed: Any) -> OnCpu:
