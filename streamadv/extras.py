@@ -27,6 +27,7 @@ EXTRAS: Final = {
     "trl": "trl",
     "verl": "verl",
     "transfer_queue": "verl",
+    "opentelemetry.sdk": "otel",
 }
 
 #: Packages that whatever computes needs.

@@ -78,7 +78,7 @@ def _marked_by_what_it_starts(request: pytest.FixtureRequest) -> Iterator[None]:
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests see the defaults, whatever the shell has set; only where to find things is kept."""
     kept = ("STREAMADV_SERVER_BINARY", "STREAMADV_DATA", "STREAMADV_GOLDEN")
-    for name in [n for n in os.environ if n.startswith("STREAMADV_") and n not in kept]:
+    for name in [n for n in os.environ if n.startswith(("STREAMADV_", "OTEL_")) and n not in kept]:
         monkeypatch.delenv(name)
 
 

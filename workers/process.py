@@ -10,7 +10,7 @@ import threading
 from types import FrameType
 from typing import Final, NoReturn
 
-from streamadv import metrics
+from streamadv import metrics, tracing
 from streamadv.errors import SettingError
 from streamadv.logs import announcement
 from streamadv.messages import log_fields
@@ -46,6 +46,7 @@ def stop_on_signals() -> threading.Event:
 
 def leave() -> NoReturn:
     """End this process with status 0 at once: taking down torch takes seconds on a busy machine."""
+    tracing.flush()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

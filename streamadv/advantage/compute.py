@@ -18,8 +18,10 @@ from ..algorithms.chain import ChainResult, run_chain
 from ..algorithms.packed import Level, PackedBatch
 from ..algorithms.packing import empty_column, pack_members
 from ..batch.carryover import running_of
+from ..batch.record import Death
 from ..batch.work import WorkItem
 from ..errors import TrajectoryError
+from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place
 from ..metrics import Sample
 from ..run.consumer import Entry
@@ -45,6 +47,10 @@ class ComputedItem:
     advantages: Sample | None = field(default=None, compare=False)
     is_weights: Sample | None = field(default=None, compare=False)
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
+    # For the traces:
+    since: int = field(default=0, compare=False)  # when its preparation began
+    groups: Sequence[LoggedGroup] = field(default=(), compare=False)  # of the item's shard, with dead ones
+    dead: Mapping[str, Death] = field(default_factory=dict, compare=False)
 
 
 def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
@@ -61,8 +67,10 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
         **{"unit": item.number, "level": chain.level, "dead": prepared.dead},
         **{"groups": counts_of(published), "columns": [], "metrics": {}, "weights": {}},
     }
+    of_shard = [group for group in prepared.groups if group.shard == item.shard]
+    for_traces: dict[str, Any] = {"since": prepared.since, "groups": of_shard, "dead": prepared.dead}
     if not groups:
-        return ComputedItem(prepared.entry, item, json.dumps(header), {}, {})
+        return ComputedItem(prepared.entry, item, json.dumps(header), {}, {}, **for_traces)
     batch = pack_members(layout, lay_out(layout, prepared.columns, chain.needs, device), device)
     result = run_chain(chain, batch, item.kl_coefficient, running_of(item))
     selection = Selection(batch, layout, item.shard)
@@ -81,6 +89,7 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
         advantages=None if result.advantages is None else selection.sample(result.level, result.advantages),
         is_weights=None if weights is None else selection.sample("token", weights),
         metrics=result.metrics,
+        **for_traces,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
+from .. import tracing
 from ..algorithms.chain import Chain, cut_chain
 from ..batch.exclusion import read_exclusions
 from ..batch.record import Death, find_record, read_records
@@ -34,6 +35,7 @@ class PreparedItem:
     groups: list[LoggedGroup]  # without dead letters
     columns: dict[str, dict[str, Array]]  # payload key -> columns of the packet; {} if the chain needs none
     dead: dict[str, Death] = field(default_factory=dict)  # groups that could not be read or computed
+    since: int = 0  # when its preparation began, as `tracing.now`
 
     @property
     def living(self) -> list[LoggedGroup]:
@@ -77,6 +79,7 @@ def prepare(run: Run, entry: Entry) -> PreparedItem:
     Raises WireError for an entry that is no work item, BatchLostError if a group is gone, SettingError for a chain
     that this process cannot build.
     """
+    since = tracing.now()
     item = _work_item_of(run, entry)
     groups = _living_groups(run, item, item.groups)
     needs = worker_chain(item).needs
@@ -92,7 +95,7 @@ def prepare(run: Run, entry: Entry) -> PreparedItem:
                 dead.setdefault(group_id, Death("undecodable", f"{_name(fetched.packet)}: {problem}"))
     if dead:  # a batch that was committed meanwhile has no payloads any more, and nothing is wrong
         _living_groups(run, item, [pointer for pointer in item.groups if pointer.group_id in dead])
-    return PreparedItem(entry, item, groups, columns, dead)
+    return PreparedItem(entry, item, groups, columns, dead, since)
 
 
 def _living_groups(run: Run, item: WorkItem, pointers: Sequence[Pointer]) -> list[LoggedGroup]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from redis.exceptions import OutOfMemoryError
 
-from .. import metrics
+from .. import metrics, tracing
 from ..run import Run
 from ..run.consumer import ADVANTAGE
 from ..store.calls import run_transaction
@@ -23,6 +23,8 @@ def publish(run: Run, computed: ComputedItem) -> bool:
     """Hand results off. False if another worker has finished the entry, or the batch is gone."""
     while (published := _publish(run, computed)) == LOST:
         pass
+    if published:
+        _trace(run, computed)
     return bool(published)
 
 
@@ -49,6 +51,15 @@ def _arguments(computed: ComputedItem, inline: Mapping[Any, Any]) -> list[Any]:
         *(output_bytes, payload_bytes, len(inline)),
         *(part for pair in (*inline.items(), *computed.results.items()) for part in pair),
     ]
+
+
+def _trace(run: Run, computed: ComputedItem) -> None:
+    """A span in the trace of the batch, and of each group of the item; it has failed where a group is dead."""
+    item, since = computed.item, computed.since
+    failed = {group_id: f"dead: {death.reason}" for group_id, death in computed.dead.items()}
+    traces = tracing.traces_of(computed.groups)
+    tracing.record_batch(tracing.COMPUTE, run.name, item.k, since, item.trace)
+    tracing.record(tracing.COMPUTE, run.name, traces, since, k=item.k, batch=item.trace, failed=failed)
 
 
 def observe(computed: ComputedItem) -> None:

@@ -10,11 +10,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from .. import clock, metrics
+from .. import clock, metrics, tracing
 from ..grouping.groups_log import LoggedGroup
 from ..run import Run
 from ..run.heartbeats import Attendance, is_over
 from ..store.reasons import Reason
+from . import traces
 from .candidates import Candidates
 from .carryover import running_with
 from .commit import commit, commit_arguments, read_results
@@ -74,7 +75,7 @@ class Leader(Session):
         return is_new
 
     def _name(self, k: int, ended: bool, max_groups: int | None) -> bool:
-        settings = self._settings
+        settings, since = self._settings, tracing.now()
         limit = max_groups or settings.batch_groups
         needed = 1 if ended else min(settings.min_groups, limit)
         self._candidates.read_on(limit)
@@ -89,12 +90,13 @@ class Leader(Session):
         self.unlogged.log(now=len(groups) >= needed)
         if len(groups) < needed:
             return False
-        record = self._make_record(k, groups)
+        record = self._make_record(k, groups, traces.begin(self.run, k, groups, since))
         if not name_batch(self.run, record, self.epoch):
             # The reply to an earlier try was lost: the record there is ours, since it bears our epoch.
             record = read_records(self.run)[k]
         self.batches[k] = NamedBatch(record, groups={group.group_id: group for group in groups})
         self._candidates.remove(record.groups)
+        traces.named(self.run, record, groups, since)
         return True
 
     def _choose(self, k: int, limit: int) -> tuple[list[LoggedGroup], bool]:
@@ -113,6 +115,7 @@ class Leader(Session):
             rolled_back_above=None if self._settings.keep_rolled_back else self.progress.restored,
             branch=self.progress.branch,
         )
+        since = tracing.now()
         fit, unfit = choose(self._candidates, k, limit, rules)
         unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
         drop(self.run, unfit, self.epoch)
@@ -121,10 +124,11 @@ class Leader(Session):
             self.dropped.add(group, reason)
             self.unlogged.note(k, group, reason)
         if unfit:
+            traces.dropped(self.run, k, unfit, since)
             self._candidates.remove([group for group, _ in unfit])
         return fit, bool(unfit)
 
-    def _make_record(self, k: int, groups: Sequence[LoggedGroup]) -> BatchRecord:
+    def _make_record(self, k: int, groups: Sequence[LoggedGroup], trace: str | None) -> BatchRecord:
         settings, running = self._settings, self.progress.running_named
         return make_record(
             k,
@@ -137,6 +141,7 @@ class Leader(Session):
             kl_coefficient=self._kl.of_batch(k),
             running=running_with(self._chain, running, groups),
             running_before=running,
+            trace=trace,
         )
 
     @property
@@ -203,8 +208,9 @@ class Leader(Session):
         committed = [k for k in sorted(self.batches) if k < self.progress.committed]
         results = read_results(self.run) if committed else []
         for k in committed:
-            batch = self.batches[k]
+            batch, since = self.batches[k], tracing.now()
             commit(self.run, batch.record, self.epoch, batch.commit_arguments, results)
+            traces.committed(self.run, batch, since)
             del self.batches[k]
 
     # The end of a run

@@ -22,6 +22,9 @@ class NamedBatch:
     groups: dict[str, LoggedGroup] = field(default_factory=dict)
     #: What commit needs of them, once the batch is trained.
     commit_arguments: dict[str, CommitArguments] = field(default_factory=dict)
+    #: On rank 0, from delivery on: trace contexts of its groups, by id, and when it was delivered (`tracing.now`).
+    traces: dict[str, bytes] = field(default_factory=dict)
+    delivered_ns: int = 0
 
     @property
     def living(self) -> list[Pointer]:
@@ -30,4 +33,4 @@ class NamedBatch:
 
     def on_other_servers(self) -> NamedBatch:
         """The part that holds in a session on other servers."""
-        return NamedBatch(self.record, self.dead)
+        return NamedBatch(self.record, self.dead, traces=self.traces, delivered_ns=self.delivered_ns)

@@ -45,10 +45,14 @@ class BatchRecord(BaseModel):
     kl_coefficient: float | None = None
     running: Running | None = None  # moments of all rewards up to and with this batch
     running_before: Running | None = None  # those it was named with
+    trace: str | None = None  # `traceparent` of the batch, where traces are recorded
 
     @property
     def trajectories(self) -> int:
         return sum(pointer.trajectories for pointer in self.groups)
+
+    def to_json(self) -> str:
+        return self.model_dump_json(exclude={"trace"} if self.trace is None else None)
 
     def in_shard(self, shard: int) -> list[Pointer]:
         return [pointer for pointer in self.groups if pointer.shard == shard]
@@ -60,7 +64,7 @@ def name_batch(run: Run, record: BatchRecord, epoch: int) -> bool:
     epoch: of the caller, above that of a record it writes again for a server that lost it.
     """
     running = "" if record.running is None else json.dumps(record.running)
-    args: list[Any] = [epoch, record.k, record.model_dump_json(), running]
+    args: list[Any] = [epoch, record.k, record.to_json(), running]
     return bool(run.home.call("name_batch", args))
 
 

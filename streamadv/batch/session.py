@@ -15,6 +15,7 @@ from ..algorithms.chain.config import ChainConfig
 from ..grouping.groups_log import LoggedGroup, read_groups
 from ..run import Run
 from ..store.reasons import Reason
+from . import traces
 from .carryover import KLCoefficients
 from .dropped import DroppedGroups, UnloggedDrops
 from .exclusion import Exclusions, leave_out, read_exclusions
@@ -157,6 +158,8 @@ class Session(ABC):
             self._kl.trained(record.k, kl, record.trajectories)
             self.progress.kl = self._kl.to_json()
             self.progress.train(record)
+            if self.leads:
+                traces.trained(self.run, self.progress.batch(record))
 
     @abstractmethod
     def publish_version(self, record: BatchRecord) -> None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from .. import __version__
+from .. import __version__, tracing
 from ..errors import SettingError, StreamadvError
 from ..extras import require
 from ..logs import announce, set_up_logging
@@ -43,6 +43,8 @@ COMMANDS: Final = (
     "config",
     "bench",
 )
+#: Commands that move trajectories, and record traces if the environment asks for it.
+TRACED: Final = ("worker", "replay", "consume")
 #: How long commands that do one thing wait for a server that does not answer.
 WAIT_S: Final = 10.0
 FAILED: Final = 1
@@ -67,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         require(command, *vars(arguments).get("packages", ()))
         for module in vars(arguments).get("modules") or ():
             import_module(module)
+        if words[0] in TRACED:
+            tracing.set_up(f"streamadv-{role_of(words[0], arguments)}")
         status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
@@ -79,12 +83,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
+    finally:
+        tracing.flush()
 
 
 def _set_up_logging(command: str, arguments: argparse.Namespace) -> None:
     settings, parsed = settings_from(arguments), vars(arguments)
     run = settings.run if "run_name" in parsed else None
-    set_up_logging(settings.log_level, settings.log_format, run=run, role=parsed.get("stage", command))
+    role = role_of(command, arguments)
+    set_up_logging(settings.log_level, settings.log_format, run=run, role=role)
+
+
+def role_of(command: str, arguments: argparse.Namespace) -> str:
+    """What a process of this command is, in its log and traces: the stage of a worker, else the command."""
+    return str(vars(arguments).get("stage", command))
 
 
 def _fail(message: str) -> int:

@@ -10,12 +10,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
-from .. import clock, metrics
+from .. import clock, metrics, tracing
 from ..run import Run
 from ..run.consumer import GROUPER, Consumer, Entry
 from ..run.malformed import reject
 from ..run.packets import PACKET_FIELDS, packet_problem
 from ..store.retry import RETRYABLE, Outage
+from .group_traces import record_grouped, traces_of_entries
 from .housekeeping import Housekeeping, apply_scores, count_ended
 
 STAGE: Final = GROUPER
@@ -82,7 +83,7 @@ def take(run: Run, entries: Sequence[Entry]) -> list[str]:
 
 
 def _take(run: Run, entries: Sequence[Entry]) -> list[str]:
-    shard = run.shard(entries[0].shard)
+    shard, since = run.shard(entries[0].shard), tracing.now()
     keys = shard.keys
     positions: dict[str, int] = {}  # of each group's hash in the list
     args: list[Any] = [STAGE, *run.manifest.policy_args]
@@ -101,4 +102,8 @@ def _take(run: Run, entries: Sequence[Entry]) -> list[str]:
         return []
     taken, *ended = shard.call("take", args, group_hashes=map(keys.group, positions), payloads=payloads)
     metrics.entries(STAGE, "acked", taken)
-    return count_ended(ended)
+    ids = list(positions)
+    outcomes = {ids[number - 1]: outcome for number, outcome in count_ended(ended)}
+    if traces := traces_of_entries(entries):
+        record_grouped(run, traces, since, outcomes)
+    return list(outcomes.values())

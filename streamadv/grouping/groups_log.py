@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
+from .. import tracing
 from ..errors import BatchLostError, WireError
 from ..messages import brief, first_problem
 from ..run import Run
@@ -22,6 +23,7 @@ from ..store.keys import RunKeys
 from ..trajectory.member_table import cut_tables, decode_tables, packets_problem, read_table
 from ..trajectory.members import NO_MEMBERS, Members, Positions, offsets
 from ..trajectory.packet import StoredPacket
+from .group_traces import first_trace
 
 ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
@@ -76,6 +78,7 @@ class LoggedGroup:
     position_of: Sequence[int] | Positions = ()
     problem: str | None = None  # why the members could not be read
     malformed: bool = False  # it is no group at all
+    trace: bytes | None = None  # context of its trace, where traces are recorded
 
     @property
     def pointer(self) -> Pointer:
@@ -131,6 +134,8 @@ def parse_groups(keys: RunKeys, entries: Sequence[RawEntry]) -> list[LoggedGroup
     """
     prefixes = {shard: keys.shard(shard).payload("") for shard in {entry[0] for entry in entries}}
     parsed = [_parse_entry(keys, prefixes[entry[0]], *entry) for entry in entries]
+    if tracing.is_on():
+        parsed = [_traced(entry) for entry in parsed]
     members = _read_together(parsed) or map(_read_alone, parsed)
     return [LoggedGroup(**entry.group, **fields) for entry, fields in zip(parsed, members, strict=True)]
 
@@ -168,6 +173,10 @@ def _parse_entry(
         group = {"shard": shard, "entry": entry.decode(), "group_id": "", "size": 0, "data_source": None}
         group |= {"outcome": "", "opened_ms": 0, "epoch": 0, "version": None, "payloads": (), "count": 0}
         return _Entry(group | problem)
+
+
+def _traced(entry: _Entry) -> _Entry:
+    return entry._replace(group={**entry.group, "trace": first_trace(entry.tables)})
 
 
 def _payload_lines(text: str, prefix: str) -> list[_Line]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from redis.exceptions import OutOfMemoryError
 
-from .. import clock, metrics
+from .. import clock, metrics, tracing
 from ..messages import log_fields
 from ..run import Run, Shard
 from ..run.consumer import GROUPER
@@ -21,6 +21,7 @@ from ..run.malformed import reject
 from ..run.manifest import MAX_DEADLINE_S
 from ..run.packets import MAX_BYTES, is_payload_key
 from ..store.replies import as_count, replies_of
+from .group_traces import record_ended, traces_of_open
 from .lost_producers import LostProducers
 from .scoring_streams import pass_on_ended
 from .short_groups import ShortGroups
@@ -93,9 +94,11 @@ def mend_streams(run: Run, shard: Shard) -> None:
 def apply_scores(run: Run, shard: Shard) -> None:
     """Fill in rewards that `producer.score` brought for members taken before, and end the groups that they complete."""
     while items := _checked_items(shard, shard.keys.scored, SCORES_COUNT, _is_scored, "no slot of a group"):
-        group_hashes = [shard.keys.group(item.partition(b" ")[2].decode()) for item in items]
+        ids, since = [item.partition(b" ")[2].decode() for item in items], tracing.now()
+        traces = traces_of_open(shard, list(dict.fromkeys(ids)))
+        group_hashes = map(shard.keys.group, ids)
         ended = shard.call("apply_scores", [*run.manifest.policy_args, *items], group_hashes=group_hashes)
-        count_ended(ended)
+        record_ended(run, traces, since, _decoded(count_ended(ended)))
 
 
 def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
@@ -112,11 +115,13 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
         except UnicodeDecodeError:
             reject(shard, open_key, member, "no UTF-8")
     ended: list[tuple[str, str]] = []
+    traces, since = traces_of_open(shard, ids), tracing.now()
     while ids:
         args = [*run.manifest.policy_args, *ids]
         looked_at, *flat = shard.call("expire", args, group_hashes=map(shard.keys.group, ids))
-        outcomes = count_ended([part for number, part in enumerate(flat) if number % 4])
-        ended += zip([group_id.decode() for group_id in flat[::4]], outcomes, strict=True)
+        outcomes = _decoded(count_ended(flat))
+        record_ended(run, traces, since, outcomes)
+        ended += outcomes
         ids = ids[looked_at:]
     return ended
 
@@ -174,17 +179,21 @@ def sweep(shard: Shard) -> int:
     return swept
 
 
-def count_ended(ended: Sequence[bytes]) -> list[str]:
-    """Count groups that a script has ended in the metrics. Returns their outcomes.
+def count_ended(ended: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Count groups that a script has ended in the metrics. Returns which ones, as the script says, and their outcomes.
 
-    ended: of each group its outcome, data source and rewards, which blanks separate.
+    ended: of each group which one it is, its outcome, data source and rewards, which blanks separate.
     """
     groups = [
         metrics.EndedGroup(outcome.decode(), source.decode() or None, list(map(float, rewards.split())))
-        for outcome, source, rewards in zip(ended[::3], ended[1::3], ended[2::3], strict=True)
+        for outcome, source, rewards in zip(ended[1::4], ended[2::4], ended[3::4], strict=True)
     ]
     metrics.groups_ended(groups)
-    return [group.outcome for group in groups]
+    return [(which, group.outcome) for which, group in zip(ended[::4], groups, strict=True)]
+
+
+def _decoded(ended: Sequence[tuple[bytes, str]]) -> list[tuple[str, str]]:
+    return [(group_id.decode(), outcome) for group_id, outcome in ended]
 
 
 def _checked_items(

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-from .. import clock, metrics
+from .. import clock, metrics, tracing
 from ..errors import SettingError, WireError
 from ..messages import log_fields
 from ..run import open_run
@@ -281,6 +281,7 @@ class Scorer:
         consumer.done([packet.entry for packet, _ in packets])
         for packet, _ in packets:
             packet.is_handed_on = True
+            tracing.record(tracing.SCORE, self._run.name, tracing.traces_of([packet]), packet.since)
             for item in packet.given_up:
                 self._tries.forget(shard, item)
 

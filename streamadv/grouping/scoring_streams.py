@@ -8,12 +8,13 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from .. import tracing
 from ..errors import WireError
 from ..run import Run, Shard
 from ..run.consumer import Entry, entries_of
 from ..run.malformed import reject
 from ..run.packets import PACKET_FIELDS, USABLE, MemberLine, packet_problem, parse_members
-from ..trajectory.member_table import encode_table, read_table
+from ..trajectory.member_table import encode_table, read_table, trace_of, with_trace
 from ..trajectory.members import Members
 from ..trajectory.packet import StoredPacket, member_line
 from ..trajectory.schema import Role
@@ -42,10 +43,16 @@ class WaitingPacket:
     """Of members, by position: rewards to add, by name, or None: unscorable."""
     given_up: list[WaitingMember] = field(default_factory=list)  # after their last tries
     is_handed_on: bool = False
+    since: int = field(default_factory=tracing.now)
 
     @property
     def group_id(self) -> str:
         return self.entry.fields["group_id"].decode()
+
+    @property
+    def trace(self) -> bytes | None:
+        """The trace context of its group, where traces are recorded."""
+        return trace_of(self.entry.fields["table"]) if tracing.is_on() else None
 
     @property
     def usable(self) -> list[int]:
@@ -74,7 +81,9 @@ class WaitingPacket:
         fields: dict[str, Any] = {
             **self.entry.fields,
             "members": text,
-            "table": encode_table(members, self.stored.columns),
+            "table": with_trace(
+                encode_table(members, self.stored.columns), trace_of(self.entry.fields["table"])
+            ),
         }
         is_over = all(rewards is None for rewards in self.verdicts.values())
         return HandOff(self.entry, [fields[name] for name in PACKET_FIELDS], None if is_over else target)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-from .. import metrics
+from .. import metrics, tracing
 from ..errors import GroupEndedError
 from ..messages import log_fields
 from ..store.reasons import Reason
@@ -70,7 +70,7 @@ class Admission:
 
         Raises Busy, also if `call` is no longer wanted, GroupEndedError, RunEndedError, TrajectoryError, SettingError.
         """
-        call = call or BeginCall()
+        call, since = call or BeginCall(), tracing.now()
         has_given_id = request.group_id is not None
         spec = self.check(request)
         yield from self._membership.reopen()
@@ -83,7 +83,7 @@ class Admission:
                 if self._membership.closed or not call.wanted:
                     self.leave_unclaimed(call, spec.group_id)
                     self._membership.check_open()
-                return self.first_ticket(spec, reply)
+                return self.traced(self.first_ticket(spec, reply), since)
             if reply[0] == b"ended":
                 raise GroupEndedError(f"group {spec.group_id} has ended: begin another one")
             check_group_reply(reply, spec)
@@ -146,6 +146,11 @@ class Admission:
         self._membership.version = model_version = int(version or 0)
         counts = (spec.size, int(slots), int(epoch), model_version)
         return Ticket(spec.group_id, 0, *counts, spec.data_source, dict(spec.metadata), spec.role)
+
+    def traced(self, ticket: Ticket, since: int) -> Ticket:
+        """The ticket with the group's trace, if traces are recorded. since: `tracing.now()` when it was asked for."""
+        trace = tracing.begun(self._membership.run, ticket.group_id, ticket.group_size, since)
+        return ticket if trace is None else replace(ticket, trace=trace)
 
     def call_group_script(
         self,

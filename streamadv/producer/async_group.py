@@ -10,6 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from .. import tracing
 from ..errors import ProducerClosedError, SettingError, StreamadvError
 from ..store.retry import RETRYABLE
 from ..trajectory.schema import Trajectory
@@ -156,12 +157,13 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
     async def _play(self, rollout: AsyncRollout, outcome: Outcome, play: Callable[[], Any]) -> None:
         rollout._start()
         try:
-            result = play()
-            if not inspect.isawaitable(result):
-                raise SettingError(
-                    f"play has returned a {type(result).__name__}, needs to be a coroutine function"
-                )
-            outcome.result = await result
+            with tracing.inside(self._slots.ticket.trace):
+                result = play()
+                if not inspect.isawaitable(result):
+                    raise SettingError(
+                        f"play has returned a {type(result).__name__}, needs to be a coroutine function"
+                    )
+                outcome.result = await result
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

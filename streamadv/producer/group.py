@@ -13,6 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from .. import tracing
 from ..errors import ProducerClosedError, SettingError, StreamadvError
 from ..messages import brief
 from ..store.retry import RETRYABLE
@@ -175,7 +176,8 @@ class Group(BaseGroup[Rollout]):
     def _play(self, rollout: Rollout, outcome: Outcome, play: Callable[[], Any]) -> None:
         rollout._start()
         try:
-            outcome.result = play()
+            with tracing.inside(self._slots.ticket.trace):
+                outcome.result = play()
         except Exception as error:
             outcome.error = error
         try:

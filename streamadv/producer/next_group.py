@@ -7,6 +7,7 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
+from .. import tracing
 from ..store.calls import Companion
 from ..store.scripts import ScriptCall
 from .admission import Admission, BeginCall
@@ -26,6 +27,7 @@ class _Asked:
         self._lock = threading.Lock()
         self._ticket: Ticket | None = None
         self._is_answered = False
+        self.since = tracing.now()
 
     def companion(self) -> Companion:
         return Companion(self._admission.begin_call(self._spec, self._call), self._hear)
@@ -73,9 +75,9 @@ class NextGroup:
         """The first ticket of the next group: at once if a push has brought it, else as `Admission.begin`."""
         asked = self._forget()
         ticket = asked.take() if asked is not None else None
-        if ticket is None:
-            ticket = yield from self._admission.begin(self._request)
-        return ticket
+        if asked is not None and ticket is not None:
+            return self._admission.traced(ticket, asked.since)
+        return (yield from self._admission.begin(self._request))
 
     def close(self) -> None:
         """Nobody wants a next group, also not with the pushes of groups that are still played."""

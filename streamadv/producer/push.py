@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .. import metrics
+from .. import metrics, tracing
 from ..errors import Busy, TrajectoryError
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Wait
+from ..trajectory.member_table import with_trace
 from ..trajectory.packet import REWARD, Packet
 from ..trajectory.packet_encoding import encode_packets, ended_packets
 from ..trajectory.plain_records import plain_packets, plain_trajectories
@@ -58,7 +59,7 @@ class Pushes:
             packets = plain_trajectories(trajectories, limit)
         packets = packets or encode_packets(trajectories, limit, manifest.filter_by)
         if ticket is not None:
-            return (yield from self._send_slices(spec, packets, ticket.epoch, None))
+            return (yield from self._send_slices(spec, packets, ticket.epoch, None, ticket.trace))
         budget = self._admission.budget_for_new(spec.group_id)
         return (yield from self._send_slices(spec, packets, 0, budget))
 
@@ -70,7 +71,7 @@ class Pushes:
 
     def push_plain(self, packets: Sequence[Packet], ticket: Ticket) -> Steps[PushResult]:
         """`push` of plain records: nobody has to bring their rewards, and they have no extra columns."""
-        return self._send_slices(GroupSpec.of(ticket), packets, ticket.epoch, None)
+        return self._send_slices(GroupSpec.of(ticket), packets, ticket.epoch, None, ticket.trace)
 
     def push_many(
         self, groups: Sequence[Sequence[Trajectory]], timeout: float | None
@@ -104,7 +105,8 @@ class Pushes:
 
     def end_slots(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that these rollouts ended without a trajectory: `kind` failed, aborted or cancelled."""
-        return self._send_slices(GroupSpec.of(ticket), ended_packets(indices, kind, ticket.role), 0, None)
+        packets = ended_packets(indices, kind, ticket.role)
+        return self._send_slices(GroupSpec.of(ticket), packets, 0, None, ticket.trace)
 
     def cancel(self, ticket: Ticket, count: int, free: Collection[int]) -> Steps[PushResult]:
         """Cancel `count` of the slots `free`: the highest ones that nobody has ended elsewhere.
@@ -167,12 +169,27 @@ class Pushes:
                 yield from self._admission.wait_for_room(wait, Reason(*busy.reason))
 
     def _send_slices(
-        self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None
+        self,
+        spec: GroupSpec,
+        packets: Sequence[Packet],
+        epoch: int,
+        budget: int | None,
+        trace: str | None = None,
     ) -> Steps[PushResult]:
         """Send packets of a group in as many calls as it takes, each kept to be sent again.
 
-        budget: as of `Admission.call_group_script`. Raises Busy if there is one, TrajectoryError.
+        budget: as of `Admission.call_group_script`. trace: of the ticket. Raises Busy if there is a budget,
+        TrajectoryError.
         """
+        rollouts = sum([len(packet.indices) for packet in packets])
+        with tracing.pushing(self._membership.run, spec.group_id, trace, rollouts) as push:
+            if (context := tracing.travelling(trace, push)) is not None:
+                packets = [_with_trace(packet, context) for packet in packets]
+            return (yield from self._send_all(spec, packets, epoch, budget))
+
+    def _send_all(
+        self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None
+    ) -> Steps[PushResult]:
         if self._membership.finished:
             yield from self._membership.reopen()
         codes: dict[int, str] = {}  # by position in the push
@@ -301,6 +318,10 @@ class Pushes:
                     f"extra column {name} is {kind} (dtype, shape, per token), run {self._membership.run} has "
                     f"{manifest.columns.get(name, 'nothing that can be read')}: use another name"
                 )
+
+
+def _with_trace(packet: Packet, context: bytes) -> Packet:
+    return packet._replace(table=with_trace(packet.table, context)) if packet.table else packet
 
 
 def _positions(packets: Sequence[Packet]) -> list[int]:

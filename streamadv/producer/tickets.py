@@ -50,11 +50,16 @@ class Ticket(_Watched):
     metadata: dict[str, Any] = field(default_factory=dict)
     role: str = "train"
     """Of the group: train, or eval."""
+    trace: str | None = None
+    """`traceparent` of the group's trace; None where nobody records traces."""
 
     def to_json(self) -> str:
         """One line of JSON, for `from_json` in the process that plays the rollout."""
         self.hand_out()
-        return json.dumps({item.name: getattr(self, item.name) for item in fields(self)})
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        if self.trace is None:
+            del values["trace"]
+        return json.dumps(values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.hand_out()

@@ -8,8 +8,9 @@ from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
+from .. import tracing
 from ..advantage.results import BatchResults, Result, counts_of, misfit
-from ..batch import recovery
+from ..batch import recovery, traces
 from ..batch.record import BatchRecord, Death
 from ..batch.session import Session
 from ..batch.work import WorkItem, work_items
@@ -67,6 +68,7 @@ class BatchReader:
         if computed is None:
             return None
         fetched = self.ahead.result() if self.ahead else None
+        since = tracing.now()
         try:
             batch = deliver(session.run, computed, self._rank, self._late, self._memory, fetched)
         except UndecodableGroupError as error:
@@ -79,6 +81,8 @@ class BatchReader:
         self._log.forget(record.id)
         self.stop()
         session.progress.deliver(record)
+        of_batch = session.progress.batch(record)
+        traces.delivered(session.run, of_batch, computed.layout.groups, since, session.leads)
         return batch
 
     def exclude(self, error: UndecodableGroupError) -> bool:
@@ -97,6 +101,7 @@ class BatchReader:
         deaths: dict[str, Death] = {}
         for (group_id, _), text in error.problems.items():
             deaths.setdefault(group_id, Death("undecodable", text))
+        traces.unreadable(session.run, record, self._layout.groups, deaths)
         session.dead_letter(record, deaths)
         return True
 

@@ -10,6 +10,7 @@ column. It has one fixed-width record per trajectory; behind the records stands 
     named rewards                              f8, one for each name and member
     entry counts                               u4, one for each name and row: of extra columns that are not per token
     text                                       JSON: names of columns, rewards and entry counts, keys of states
+    trace context                              25 bytes, if the packet's trace is recorded (flag TRACED): `tracing.py`
 
 All numbers are little-endian.
 """
@@ -27,6 +28,7 @@ import numpy as np
 
 from ..errors import WireError
 from ..messages import brief
+from ..tracing import CONTEXT_BYTES
 from .columns import COLUMN_NAME, KNOWN_COLUMNS, MAX_COLUMNS, REQUIRED_COLUMNS, Array
 from .members import (
     BASELINE,
@@ -52,7 +54,10 @@ MAX_TEXT_CHARS: Final = 200
 
 _HEAD: Final = struct.Struct("<IIII")
 _SIZE_BYTES: Final = 4  # of the first field
+# Flags of a table.
 _MANY_ROWS: Final = 1
+_TRACED: Final = 2
+# Flags of a member.
 _ALL_FLAGS: Final = HAS_REWARD | BASELINE | HAS_VERSION | EVAL
 #: Texts up to this size are parsed once: most packets of a run have the same.
 _CACHED_TEXT: Final = 1024
@@ -92,6 +97,22 @@ def _text(
 _cached_text: Final = lru_cache(256)(_text)
 
 
+def with_trace(table: bytes, context: bytes | None) -> bytes:
+    """The member table, which has no trace context, with this one."""
+    if context is None:
+        return table
+    size, count, flags, text_size = _HEAD.unpack_from(table)
+    head = _HEAD.pack(size + CONTEXT_BYTES, count, flags | _TRACED, text_size)
+    return b"".join([head, table[_HEAD.size :], context])
+
+
+def trace_of(table: bytes | memoryview) -> bytes | None:
+    """The trace context in a member table, also in one that is none otherwise."""
+    if len(table) < _HEAD.size + CONTEXT_BYTES or not _HEAD.unpack_from(table)[2] & _TRACED:
+        return None
+    return bytes(table[-CONTEXT_BYTES:])
+
+
 def decode_table(raw: bytes | memoryview) -> tuple[Members, tuple[str, ...]]:
     """Members and names of columns of a member table, as views of `raw`. Raises WireError.
 
@@ -100,10 +121,11 @@ def decode_table(raw: bytes | memoryview) -> tuple[Members, tuple[str, ...]]:
     if len(raw) < _HEAD.size:
         raise WireError(f"member table has {len(raw)} bytes, needs {_HEAD.size} at least")
     size, count, flags, text_size = _HEAD.unpack_from(raw)
-    if size != len(raw) or flags & ~_MANY_ROWS or not 1 <= count <= 2 * MAX_GROUP_SIZE:
+    if size != len(raw) or flags & ~(_MANY_ROWS | _TRACED) or not 1 <= count <= 2 * MAX_GROUP_SIZE:
         raise WireError(f"member table of {len(raw)} bytes says {size} bytes, {count} members, flags {flags}")
     reader = _Reader(raw, _HEAD.size)
-    text_at = size - text_size
+    text_end = size - _trace_size(flags)
+    text_at = text_end - text_size
     table = reader.take(MEMBER, count, text_at)
     num_rows, num_steps = int(table["rows"].sum(dtype=np.int64)), int(table["steps"].sum(dtype=np.int64))
     if flags & _MANY_ROWS:
@@ -115,7 +137,7 @@ def decode_table(raw: bytes | memoryview) -> tuple[Members, tuple[str, ...]]:
     steps = reader.take(STEP, num_steps, text_at) if num_steps else NO_STEPS
     if text_at < reader.at:
         raise WireError(f"member table has no room for a text of {text_size} bytes")
-    text = bytes(raw[text_at:])
+    text = bytes(raw[text_at:text_end])
     names = _cached_names(text) if len(text) <= _CACHED_TEXT else _parse_names(text)
     rewards = {name: reader.take(np.dtype("<f8"), count, text_at) for name in names.rewards}
     entries = {name: reader.take(np.dtype("<u4"), num_rows, text_at) for name in names.entries}
@@ -161,11 +183,13 @@ def decode_tables(raws: Sequence[bytes | memoryview]) -> Tables | None:
     for raw in raws:
         size, count, flags, text_size = _HEAD.unpack_from(raw) if len(raw) >= _HEAD.size else (0, 0, 0, 0)
         text_at = _HEAD.size + count * MEMBER.itemsize
-        is_plain = size == len(raw) == text_at + text_size and flags == 0 and text_size <= _CACHED_TEXT
+        text_end = text_at + text_size
+        is_plain = size == len(raw) == text_end + _trace_size(flags) and not flags & ~_TRACED
+        is_plain = is_plain and text_size <= _CACHED_TEXT
         if not is_plain or not 1 <= count <= 2 * MAX_GROUP_SIZE:
             return None
         try:
-            names = _cached_names(bytes(raw[text_at:]))
+            names = _cached_names(bytes(raw[text_at:text_end]))
         except WireError:
             return None
         if names.states or names.rewards or names.entries:
@@ -177,6 +201,10 @@ def decode_tables(raws: Sequence[bytes | memoryview]) -> Tables | None:
     if (table["rows"] != 1).any() or table["steps"].any():
         return None
     return Tables(Members(table, _single_rows(table)), counts, columns)
+
+
+def _trace_size(flags: int) -> int:
+    return CONTEXT_BYTES if flags & _TRACED else 0
 
 
 def _single_rows(table: Array) -> Array:

@@ -13,7 +13,7 @@ from pydantic_core import from_json, to_json
 
 from ..errors import TrajectoryError
 from .columns import HEADER, OUTPUT_COLUMNS, REQUIRED_COLUMNS, Array
-from .member_table import decode_table, encode_table
+from .member_table import decode_table, encode_table, trace_of, with_trace
 from .members import STEP, members_of, offsets, spans
 from .packet import (
     REWARD,
@@ -104,9 +104,8 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
         first = offsets(counts)[members.first_row]
         fields[name] = column[spans(first, np.asarray(chosen, np.int64))]
     fields[HEADER] = _select_header(header, chosen)
-    return Packet(
-        positions, indices, text, encode_table(members.select(chosen), names), stored_bytes(fields), fields
-    )
+    table = with_trace(encode_table(members.select(chosen), names), trace_of(packet.table))
+    return Packet(positions, indices, text, table, stored_bytes(fields), fields)
 
 
 def _part(trajectory: Trajectory, group: _Group, limit: int) -> _Part:

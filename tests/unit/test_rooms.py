@@ -13,7 +13,19 @@ import pytest
 
 #: Earlier rooms first. ARCHITECTURE.md says what is in each.
 ROOMS = (
-    *("version", "errors", "messages", "logs", "units", "clock", "extras", "plugins", "program", "weights"),
+    *(
+        "version",
+        "errors",
+        "messages",
+        "logs",
+        "units",
+        "clock",
+        "extras",
+        "tracing",
+        "plugins",
+        "program",
+        "weights",
+    ),
     *("trajectory", "metrics", "store", "settings", "run", "producer", "grouping"),
     *("algorithms", "losses", "padded", "batch", "advantage", "status", "trainer"),
     *("processes", "integrations", "demo", "bench", "cli"),

@@ -3,7 +3,7 @@
 -- KEYS  void, scored, open, groups, ended, ended_before, ledger, garbage, sizes, evals,
 --       group_hashes: group ...
 -- ARGV  those of a policy (lib/complete), then items as they stand in the list: '<index> <group id>' ...
--- Returns  {outcome, data source, rewards, ...} of the groups that have ended
+-- Returns  {group id, outcome, data source, rewards, ...} of the groups that have ended
 -- include count
 -- include sizes
 -- include members
@@ -70,6 +70,7 @@ for _, group in ipairs(groups) do
   if group.slots == group.before then
     -- Nothing waited for these scores, or somebody has overwritten the group.
   elseif is_complete(group) then
+    ended[#ended + 1] = group.id
     ended[#ended + 1], ended[#ended + 2], ended[#ended + 3] = complete(group, policy)
   else
     change(group, 'slots', group.slots)

@@ -4,7 +4,7 @@
 --       group_hashes: group ..., (payloads: payload ...)
 -- ARGV  consumer group, those of a policy (lib/complete), then for each entry: entry id, position of its group's hash in
 --       the list, group id, payload key or '', bytes, fencing epoch, members, member table
--- Returns  {entries taken, outcome, data source and rewards of each group that has ended ...}
+-- Returns  {entries taken, position in the list, outcome, data source and rewards of each group that has ended ...}
 -- An entry that somebody else has finished (XACK 0) is skipped. A member that no slot waits for is malformed and does not
 -- count; so is every member of a packet with usable ones whose payload does not exist.
 -- include count
@@ -21,7 +21,8 @@ local policy = policy_of(ARGV, 2)
 local has_refused = false
 
 local function packet_at(at)
-  return {entry = ARGV[at], group_hash = keys.group_hashes[tonumber(ARGV[at + 1])], group_id = ARGV[at + 2],
+  local position = tonumber(ARGV[at + 1])
+  return {entry = ARGV[at], position = position, group_hash = keys.group_hashes[position], group_id = ARGV[at + 2],
     key = ARGV[at + 3], bytes = ARGV[at + 4], epoch = ARGV[at + 5], text = ARGV[at + 6], table = ARGV[at + 7]}
 end
 
@@ -175,6 +176,7 @@ for _, hash in ipairs(hashes) do
     for _, packet in ipairs(packets_of[hash]) do take_late(packet) end
   end
   if outcome then
+    reply[#reply + 1] = packets_of[hash][1].position
     reply[#reply + 1] = outcome
     reply[#reply + 1] = data_source
     reply[#reply + 1] = rewards

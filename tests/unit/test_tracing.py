@@ -1,0 +1,477 @@
+"""Traces: a group's spans from its beginning to its commit are in one trace; without a provider nothing happens."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider, sampling
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from streamadv import tracing
+from streamadv.errors import NoBatchError, TrajectoryError
+from streamadv.grouping.scorer import Scorer
+from streamadv.producer import Producer
+from streamadv.producer.tickets import Ticket
+from streamadv.run.manifest import RunSettings
+from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.member_table import decode_table, decode_tables, trace_of, with_trace
+from streamadv.trajectory.packet_encoding import encode_packets, select_members
+from tests.support import (
+    Forward,
+    batches_read,
+    compute_all,
+    consumer_of,
+    ended,
+    group_all,
+    join,
+    next_batch,
+    payload_keys,
+    problems,
+    producing,
+    push_groups,
+    trajectory,
+    unscored,
+)
+
+CONTEXT = bytes(range(1, 26))[:24] + b"\x01"
+STEPS = ["begin", "push", "group", "name", "compute", "deliver", "train", "commit"]
+ROW = {"input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0}
+
+
+class Recorded:
+    """The spans that have ended."""
+
+    def __init__(self, provider: TracerProvider, exporter: InMemorySpanExporter) -> None:
+        self.tracer = provider.get_tracer("test")
+        self._exporter = exporter
+
+    @property
+    def spans(self) -> Sequence[ReadableSpan]:
+        return self._exporter.get_finished_spans()
+
+    def of(self, group_id: str) -> list[ReadableSpan]:
+        return [
+            span for span in self.spans if _attribute(span, "messaging.message.conversation_id") == group_id
+        ]
+
+    def of_batches(self) -> list[ReadableSpan]:
+        id_name = "messaging.message.conversation_id"
+        return [span for span in self.spans if id_name not in (span.attributes or {})]
+
+
+def _attribute(span: ReadableSpan, name: str) -> Any:
+    return (span.attributes or {}).get(name)
+
+
+def steps_of(spans: Sequence[ReadableSpan]) -> list[str]:
+    return [_attribute(span, "messaging.operation.name") for span in spans]
+
+
+def traces_in(spans: Sequence[ReadableSpan]) -> set[int]:
+    return {span.context.trace_id for span in spans}
+
+
+def record(monkeypatch: pytest.MonkeyPatch, sampler: sampling.Sampler = sampling.ALWAYS_ON) -> Recorded:
+    """Set a provider for this test; a global one could not be taken back."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider(sampler=sampler, shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    return Recorded(provider, exporter)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """A process that records all traces."""
+    return record(monkeypatch)
+
+
+@pytest.fixture
+def through(fake: Connection) -> Iterator[Any]:
+    """Train on all that is there: a batch of two groups."""
+    queue = TrainerQueue(fake, "r", batch_groups=2, commit="manual")
+
+    def train() -> Any:
+        batch = next_batch(queue, join(fake, "r"))
+        assert batch is not None
+        queue.trained(batch)
+        queue.commit(queue.state_dict())
+        return batch
+
+    yield train
+    queue.close()
+
+
+def push_two(producer: Producer, first: str = "g") -> None:
+    for group_id in (first, f"{first}2"):
+        producer.begin_group(2, group_id=group_id).push([{**ROW, "rollout_index": i} for i in range(2)])
+
+
+def test_a_group_is_in_one_trace_from_its_beginning_to_its_commit(
+    fake: Connection, recorded: Recorded, through: Any
+) -> None:
+    with producing(fake, "r") as producer:
+        push_two(producer)
+        through()
+    spans = recorded.of("g")
+    assert steps_of(spans) == STEPS
+    assert len(traces_in(spans)) == 1
+    begin, *others = spans
+    assert begin.parent is None
+    assert {span.parent.span_id for span in others if span.parent} == {begin.context.span_id}
+    assert [_attribute(span, "streamadv.batch") for span in spans[3:]] == [0] * 5
+    assert _attribute(spans[2], "streamadv.outcome") == "complete"
+    assert traces_in(recorded.of("g2")) != traces_in(spans)
+    assert all(span.end_time >= span.start_time > 0 for span in recorded.spans if span.end_time)
+    assert problems(join(fake, "r")) == []
+
+
+def test_a_batch_has_a_trace_with_links_to_those_of_its_groups(
+    fake: Connection, recorded: Recorded, through: Any
+) -> None:
+    with producing(fake, "r") as producer:
+        push_two(producer)
+        through()
+    spans = recorded.of_batches()
+    assert steps_of(spans) == STEPS[3:]
+    assert len(traces_in(spans)) == 1
+    assert {link.context.trace_id for link in spans[0].links} == traces_in(
+        [*recorded.of("g"), *recorded.of("g2")]
+    )
+    links = [link.context.trace_id for span in recorded.of("g")[3:] for link in span.links]
+    assert set(links) == traces_in(spans)
+    assert len(links) == 5
+
+
+def test_a_batch_has_a_bounded_number_of_links(
+    fake: Connection, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "MAX_LINKS", 3)
+    with producing(fake, "r") as producer, closing(TrainerQueue(fake, "r", batch_groups=5)) as queue:
+        push_groups(producer, 5)
+        assert next_batch(queue, join(fake, "r")) is not None
+    assert len(recorded.of_batches()[0].links) == 3
+
+
+def test_spans_are_named_after_the_conventions_of_messaging(
+    fake: Connection, recorded: Recorded, through: Any
+) -> None:
+    with producing(fake, "r") as producer:
+        push_two(producer)
+        through()
+    names = ["begin rollouts", "push rollouts", "group rollouts", "name groups", "compute work"]
+    assert [span.name for span in recorded.of("g")][:5] == names
+    push = recorded.of("g")[1]
+    assert push.kind is trace.SpanKind.PRODUCER
+    assert dict(push.attributes or {}) == {
+        "messaging.system": "streamadv",
+        "messaging.operation.name": "push",
+        "messaging.operation.type": "send",
+        "messaging.destination.name": "rollouts",
+        "messaging.batch.message_count": 2,
+        "messaging.message.conversation_id": "g",
+        "streamadv.run": "r",
+    }
+
+
+def test_spans_of_a_producer_are_children_of_the_users(
+    fake: Connection, recorded: Recorded, through: Any
+) -> None:
+    with producing(fake, "r") as producer:
+        with recorded.tracer.start_as_current_span("episode") as episode:
+            push_two(producer)
+        through()
+    assert traces_in(recorded.of("g")) == {episode.get_span_context().trace_id}
+    assert [span.parent.span_id for span in recorded.of("g")[:2] if span.parent] == [
+        episode.get_span_context().span_id
+    ] * 2
+
+
+def test_a_push_inside_another_trace_has_a_link_to_that_of_its_group(
+    fake: Connection, recorded: Recorded, through: Any
+) -> None:
+    with producing(fake, "r") as producer:
+        group = producer.begin_group(1, group_id="g")
+        with recorded.tracer.start_as_current_span("turn") as turn:
+            group.push([{**ROW, "rollout_index": 0}])
+        producer.begin_group(1).push([{**ROW, "rollout_index": 0}])
+        through()
+    begin, push, *others = recorded.of("g")
+    assert push.context.trace_id == turn.get_span_context().trace_id
+    assert [link.context.span_id for link in push.links] == [begin.context.span_id]
+    assert traces_in(others) == {begin.context.trace_id}
+
+
+def test_what_the_user_plays_is_in_the_trace_of_its_group(fake: Connection, recorded: Recorded) -> None:
+    def play(rollout: Any) -> None:
+        with recorded.tracer.start_as_current_span("turn"):
+            rollout.push(**ROW)
+
+    with producing(fake, "r") as producer, producer.group(2, group_id="g") as group:
+        group.run(play)
+    turns = [span for span in recorded.spans if span.name == "turn"]
+    assert len(turns) == 2
+    assert traces_in([*turns, *recorded.of("g")]) == {recorded.of("g")[0].context.trace_id}
+    assert not trace.get_current_span().get_span_context().is_valid
+
+
+def test_a_ticket_carries_the_trace_to_another_process(
+    fake: Connection, recorded: Recorded, through: Any
+) -> None:
+    with producing(fake, "r") as one, producing(fake, "r") as other:
+        tickets = [ticket.to_json() for ticket in one.begin_group(2, group_id="g").tickets]
+        for text in tickets:
+            other.rollout(Ticket.from_json(text)).push(**ROW)
+        push_groups(one, 1)
+        through()
+    assert steps_of(recorded.of("g")) == ["begin", "push", "push", *STEPS[2:]]
+    assert len(traces_in(recorded.of("g"))) == 1
+
+
+def test_a_group_that_is_pushed_without_a_ticket_has_the_trace_of_the_push(
+    fake: Connection, recorded: Recorded, through: Any
+) -> None:
+    with producing(fake, "r") as producer:
+        push_groups(producer, 2)
+        through()
+    assert steps_of(recorded.of("g0000")) == STEPS[1:]
+    assert len(traces_in(recorded.of("g0000"))) == 1
+
+
+def test_groups_begun_with_the_push_before_have_traces_of_their_own(
+    fake: Connection, recorded: Recorded
+) -> None:
+    with producing(fake, "r") as producer:
+        ids = []
+        groups = producer.groups(1)
+        for _, group in zip(range(3), groups, strict=False):
+            ids.append(group.group_id)
+            group.push([{**ROW, "rollout_index": 0}])
+        groups.close()  # type: ignore[attr-defined]
+    assert [steps_of(recorded.of(group_id)) for group_id in ids] == [["begin", "push"]] * 3
+    assert len(traces_in(recorded.spans)) == 3
+
+
+def test_only_sampled_traces_travel(fake: Connection, monkeypatch: pytest.MonkeyPatch, through: Any) -> None:
+    recorded = record(monkeypatch, sampling.ParentBased(sampling.ALWAYS_OFF))
+    with producing(fake, "r") as producer:
+        group = producer.begin_group(2, group_id="g")
+        assert group.tickets[0].trace is not None  # so that other processes do not record it either
+        group.push([{**ROW, "rollout_index": index} for index in range(2)])
+        push_groups(producer, 1)
+        run = join(fake, "r")
+        tables = [entry[1][b"table"] for entry in fake.scripts.xrange(run.home.keys.rollouts)]
+        assert [trace_of(table) for table in tables] == [None, None]
+        through()
+    assert recorded.spans == ()
+
+
+def test_a_scorer_is_in_the_trace(fake: Connection, recorded: Recorded) -> None:
+    settings = RunSettings(scorers=["judge"])
+    with producing(fake, "r", settings.model_dump(exclude_none=True)) as producer:
+        producer.push([trajectory("g", index, reward=...) for index in range(2)])
+        run, scorer = join(fake, "r"), Scorer(fake, "r", "judge")
+        consumer = consumer_of(run, "judge")
+        [entries] = batches_read(consumer)
+        consumer.stop.clear()
+        scorer.work(consumer, entries, lambda items: [1.0] * len(items))
+        group_all(run)
+    assert steps_of(recorded.of("g")) == ["push", "score", "group"]
+    assert len(traces_in(recorded.of("g"))) == 1
+
+
+def failures(spans: Sequence[ReadableSpan]) -> list[tuple[str, Any]]:
+    return [
+        (span.name, _attribute(span, "error.type"))
+        for span in spans
+        if span.status.status_code is trace.StatusCode.ERROR
+    ]
+
+
+def test_a_filtered_group_is_marked(fake: Connection, recorded: Recorded) -> None:
+    with producing(fake, "r", {"zero_variance_filter": True}) as producer:
+        producer.push([trajectory("g", index, reward=1.0) for index in range(2)])
+        group_all(join(fake, "r"))
+    assert failures(recorded.of("g")) == [("group rollouts", "dropped: zero_variance")]
+
+
+def test_an_expired_group_is_marked(fake: Connection, recorded: Recorded, forward: Forward) -> None:
+    with producing(fake, "r", {"group_deadline_s": 5}) as producer:
+        producer.push([trajectory("g", 0)])
+        run = join(fake, "r")
+        group_all(run)
+        forward(10)
+        group_all(run)
+    assert failures(recorded.of("g")) == [("group rollouts", "dropped: expired")]
+    assert steps_of(recorded.of("g")) == ["push", "group", "group"]
+
+
+def test_a_group_that_a_late_score_completes_is_in_its_trace(fake: Connection, recorded: Recorded) -> None:
+    with producing(fake, "r", {"zero_variance_filter": True}) as producer:
+        producer.push([unscored("g", 0), unscored("g", 1)])
+        run = join(fake, "r")
+        group_all(run)
+        for index in range(2):
+            producer.score("g", index, 1.0)
+        group_all(run)
+    assert failures(recorded.of("g")) == [("group rollouts", "dropped: zero_variance")]
+    assert len(traces_in(recorded.of("g"))) == 1
+
+
+def test_a_group_of_failed_rollouts_is_marked(fake: Connection, recorded: Recorded) -> None:
+    with producing(fake, "r") as producer:
+        producer.push([trajectory("g", 0), ended("g", 1, 2, "failed")])
+        group_all(join(fake, "r"))
+    assert failures(recorded.of("g")) == [("group rollouts", "dropped: incomplete")]
+
+
+def test_a_stale_group_is_marked(fake: Connection, recorded: Recorded) -> None:
+    with (
+        producing(fake, "r") as producer,
+        closing(TrainerQueue(fake, "r", batch_groups=1, max_staleness=None, drop_after=0)) as queue,
+    ):
+        run = join(fake, "r")
+        push_groups(producer, 1, prefix="a", model_version=0)
+        batch = next_batch(queue, run)
+        assert batch is not None
+        queue.trained(batch)
+        push_groups(producer, 1, prefix="old", model_version=0)
+        push_groups(producer, 1, prefix="new", model_version=1)
+        assert next_batch(queue, run) is not None
+    assert failures(recorded.of("old0000")) == [("name groups", "dropped: stale")]
+    assert failures(recorded.of("new0000")) == []
+
+
+def test_dead_letters_are_marked(fake: Connection, recorded: Recorded) -> None:
+    """One that no worker can compute, and one whose payload the trainer cannot read."""
+    chain = {"estimator": "grpo", "kl": {"coefficient": 0.1}}
+    with (
+        producing(fake, "r") as producer,
+        closing(TrainerQueue(fake, "r", batch_groups=3, chain=chain)) as queue,
+    ):
+        run = join(fake, "r")
+        for name in ("g", "gone", "lost"):
+            producer.push([trajectory(name, index, ref_log_probs=[0.0] * 5) for index in range(2)])
+        group_all(run)
+        keys = {
+            name: key for key in payload_keys(run) for name in ("g", "gone", "lost") if _is_of(run, key, name)
+        }
+        fake.scripts.hdel(keys["gone"], "ref_log_probs")
+        with pytest.raises(NoBatchError):
+            queue.next_batch(timeout=0)
+        compute_all(run)
+        fake.scripts.hdel(keys["lost"], "input_ids")
+        batch = queue.next_batch(timeout=0)
+        assert batch is not None
+        assert {reference.group_id for reference in batch.references} == {"g"}
+    assert failures(recorded.of("gone")) == [("compute work", "dead: undecodable")]
+    assert failures(recorded.of("lost")) == [("deliver results", "dead: undecodable")]
+    assert failures(recorded.of("g")) == []
+
+
+def _is_of(run: Any, key: bytes, name: str) -> bool:
+    entries = run.connection.scripts.xrange(run.home.keys.groups)
+    return any(key in fields[b"payloads"] and fields[b"group_id"] == name.encode() for _, fields in entries)
+
+
+def test_a_push_that_fails_is_marked(fake: Connection, recorded: Recorded) -> None:
+    with producing(fake, "r") as producer:
+        group = producer.begin_group(1, group_id="g")
+        producer.push([trajectory("g", 0, 1)])
+        with pytest.raises(TrajectoryError, match="size"):
+            producer.push([trajectory("g", 1, 2)])
+        assert group.push([{**ROW, "rollout_index": 0}]).codes == ["duplicate"]
+    assert failures(recorded.of("g")) == [("push rollouts", "TrajectoryError")]
+
+
+# Where no traces are recorded
+
+
+def test_without_a_provider_nothing_is_added(fake: Connection, through: Any) -> None:
+    with producing(fake, "r") as producer:
+        group = producer.begin_group(2, group_id="g")
+        assert "trace" not in group.tickets[0].to_json()
+        group.push([{**ROW, "rollout_index": index} for index in range(2)])
+        run = join(fake, "r")
+        ((_, fields),) = fake.scripts.xrange(run.home.keys.rollouts)
+        assert trace_of(fields[b"table"]) is None
+        push_groups(producer, 1)
+        with closing(TrainerQueue(fake, "r", batch_groups=2)) as queue:
+            group_all(run)
+            with pytest.raises(NoBatchError):
+                queue.next_batch(timeout=0)
+            assert b'"trace"' not in fake.scripts.hget(run.home.keys.batches, "0")
+            ((_, fields),) = fake.scripts.xrange(run.home.keys.work)
+            assert b'"trace"' not in fields[b"work"]
+
+
+def test_a_process_without_a_provider_hands_the_trace_on(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as recording, producing(fake, "r") as producer:
+        recorded = record(recording)
+        ticket = producer.begin_group(1, group_id="g").tickets[0].to_json()
+    with producing(fake, "r") as producer:
+        producer.rollout(Ticket.from_json(ticket)).push(**ROW)
+    ((_, fields),) = fake.scripts.xrange(join(fake, "r").home.keys.rollouts)
+    context = trace_of(fields[b"table"])
+    assert context is not None
+    assert int.from_bytes(context[:16], "big") == recorded.spans[0].context.trace_id
+
+
+def test_nothing_of_opentelemetry_is_imported_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "opentelemetry.trace")
+    assert not tracing.is_on()
+    assert "opentelemetry.trace" not in sys.modules
+
+
+# What travels
+
+
+def test_a_member_table_carries_a_trace() -> None:
+    (packet,) = encode_packets([trajectory("g", index) for index in range(2)], 1 << 20)
+    traced = with_trace(packet.table, CONTEXT)
+    assert len(traced) == len(packet.table) + tracing.CONTEXT_BYTES
+    assert (trace_of(packet.table), trace_of(traced)) == (None, CONTEXT)
+    for decoded, columns in (decode_table(packet.table), decode_table(traced)):
+        assert decoded.table["index"].tolist() == [0, 1]
+        assert "input_ids" in columns
+    together = decode_tables([traced, packet.table])
+    assert together is not None
+    assert together.counts == [2, 2]
+    assert trace_of(select_members(packet._replace(table=traced), [1]).table) == CONTEXT
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xff" * 10, b"\xff" * 16, b"\xff" * 40])
+def test_what_is_no_table_has_no_trace_that_breaks_anything(raw: bytes, recorded: Recorded) -> None:
+    context = trace_of(raw)
+    tracing.record(tracing.GROUP, "r", {} if context is None else {"g": context}, tracing.now())
+
+
+@pytest.mark.parametrize("context", [bytes(25), b"short"])
+def test_a_context_that_is_none_makes_no_span(context: bytes, recorded: Recorded) -> None:
+    tracing.record(tracing.GROUP, "r", {"g": context}, tracing.now())
+    assert recorded.spans == ()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "00-0-0-01", "01" * 30, "00-" + "0" * 32 + "-" + "0" * 16 + "-01", None]
+)
+def test_a_traceparent_that_is_none_begins_a_trace(
+    text: str | None, fake: Connection, recorded: Recorded
+) -> None:
+    with producing(fake, "r") as producer:
+        ticket = producer.begin_group(1, group_id="g").tickets[0]
+        rollout = producer.rollout(Ticket(**{**_fields(ticket), "trace": text}))
+        assert rollout.push(**ROW) == "pushed"
+    assert recorded.of("g")[1].parent is None
+
+
+def _fields(ticket: Ticket) -> dict[str, Any]:
+    return {name: getattr(ticket, name) for name in Ticket.__match_args__}
