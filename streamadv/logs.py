@@ -19,6 +19,8 @@ LogFormat = Literal["text", "json"]
 
 #: Fields that a record may carry, in the order in which they are written.
 FIELDS: Final = ("event", "run", "role", "batch", "group", "reason", "count")
+#: Packages whose records below warnings nobody asked for: torch says goodbye, numba tells of its compilation.
+TALKATIVE: Final = ("torch", "numba")
 #: How a record in JSON begins.
 JSON_BEGINS: Final = '{"time": '
 
@@ -60,6 +62,10 @@ class JsonFormatter(logging.Formatter):
         return json.dumps({name: value for name, value in fields.items() if value is not None}, default=str)
 
 
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] not in TALKATIVE
+
+
 class _Stderr(logging.Handler):
     """Writes to the stderr of the moment: a progress bar puts itself in its place, below what is logged."""
 
@@ -79,6 +85,7 @@ def set_up_logging(
     the traceback of an exception that ends the process are records too.
     """
     handler = _Stderr()
+    handler.addFilter(_is_wanted)
     handler.setFormatter(TextFormatter() if form == "text" else JsonFormatter(run, role))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if form == "json":

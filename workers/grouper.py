@@ -9,7 +9,7 @@ from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
 from streamadv.status import export_run
 
-from .process import join_run, stop_on_signals, url_of
+from .process import join_run, say_ready, stop_on_signals, url_of
 
 
 def main(settings: Settings, wanted: RunSettings | None = None) -> int:
@@ -18,5 +18,6 @@ def main(settings: Settings, wanted: RunSettings | None = None) -> int:
     metrics.begin_stage(GROUPER, "grouper")
     export_run(url_of(settings), settings.run)
     run = join_run(settings, wanted, stop, GROUPER)
+    say_ready(run)
     run_grouper(run, stop)
     return 0

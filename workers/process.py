@@ -61,7 +61,7 @@ def url_of(settings: Settings) -> str:
 
 
 def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Event, stage: str) -> Run:
-    """Serve metrics and probes, wait for the server, create or join the run.
+    """Serve metrics and probes, wait for the server, create or join the run. `say_ready` is for when all else is right.
 
     stage: who waits, in the log. A signal ends the wait with KeyboardInterrupt.
     """
@@ -89,7 +89,11 @@ def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Eve
             on_wait(error)
             outage.pause_after(error)
     has_joined = True
-    fields = log_fields("joined", run=run.name)
-    logger.info("ready: run %s on %s", run.name, connection.safe_url, extra=fields)
-    keep_what_exists()
     return run
+
+
+def say_ready(run: Run) -> None:
+    """The process begins its work: nothing in its settings keeps it from that."""
+    fields = log_fields("joined", run=run.name)
+    logger.info("ready: run %s on %s", run.name, run.connection.safe_url, extra=fields)
+    keep_what_exists()

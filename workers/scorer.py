@@ -7,10 +7,11 @@ from typing import Any
 
 from streamadv.errors import SettingError
 from streamadv.grouping.scorer import Scorer
+from streamadv.grouping.scores import check_function
 from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
 
-from .process import join_run, leave, stop_on_signals
+from .process import join_run, leave, say_ready, stop_on_signals
 
 
 def main(
@@ -24,7 +25,10 @@ def main(
     stop = stop_on_signals()
     run = join_run(settings, wanted, stop, name or "scorer")
     name = name or name_of(function, run.manifest.scorers, run.name)
-    Scorer(run.connection, run.name, name, **options).run(function, stop)
+    scorer = Scorer(run.connection, run.name, name, **options)
+    check_function(function, name)
+    say_ready(run)
+    scorer.run(function, stop)
     leave()
 
 

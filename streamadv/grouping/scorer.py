@@ -29,6 +29,7 @@ from ..store.connection import Connection
 from ..store.retry import RETRYABLE, Outage, patiently
 from ..trajectory.payload import payloads_of
 from ..trajectory.reference import references_of
+from .given_up import GivenUp
 from .scores import Score, ScoreError, ScoreFunction, ask, check_function, rewards_of
 from .scoring_streams import (
     HandOff,
@@ -107,6 +108,7 @@ class Scorer:
         self._timeout_s = timeout_s
         self._max_tries = tries
         self._tries = Tries(name)
+        self._given_up = GivenUp(run, name)
 
     def run(self, score: ScoreFunction, stop: threading.Event) -> None:
         """Score until `stop` is set. `score` may be a coroutine function. What it fails on becomes unscorable.
@@ -121,6 +123,7 @@ class Scorer:
         outage = Outage(self._name, sleep=stop.wait)
         with consumer.leases_kept(), suppress(Stopped):
             while not stop.is_set():
+                self._given_up.log()
                 try:
                     suspects = self._turn(consumer, score, suspects)
                 except RETRYABLE as error:
@@ -129,6 +132,7 @@ class Scorer:
                     outage.pause_after(error)
                 else:
                     outage.over()
+        self._given_up.log(now=True)
         consumer.give_back()
 
     def _turn(self, consumer: Consumer, score: ScoreFunction, suspects: Sequence[Suspect]) -> list[Suspect]:
@@ -197,8 +201,8 @@ class Scorer:
             payloads = payloads_of(packet.stored, fetched.columns, fetched.header)
             sources = [payloads[position].header.data_source for position in positions]
         except WireError as error:
-            fields = self._log_fields("payload_unreadable", packet.group_id)
-            logger.warning("scorer %s: unscorable: %s", self._name, error, extra=fields)
+            name = f"{packet.group_id}/{packet.lines[positions[0]].rollout_index}" if positions else ""
+            self._given_up.note(name, packet.group_id, "undecodable", str(error), len(positions))
             for position in positions:
                 packet.verdicts[position] = None
         if packet.is_scored:
@@ -249,9 +253,7 @@ class Scorer:
                 delay = FIRST_DELAY_S * 2 ** (tries - 1) * random.uniform(0.5, 1)
                 return [Suspect(clock.now() + delay, item)]
             metrics.unscorable(self._name, error.kind)
-            text = "scorer %s: trajectory %s is unscorable after %d tries: %s"
-            fields = self._log_fields("trajectory_unscorable", packet.group_id, error.kind)
-            logger.warning(text, self._name, item.trajectory.name, self._max_tries, error, extra=fields)
+            self._given_up.note(item.trajectory.name, packet.group_id, error.kind, str(error))
             packet.verdicts[item.position] = None
             packet.given_up.append(item)  # its tries still count if another member ends this process
         else:
@@ -285,7 +287,5 @@ class Scorer:
             for item in packet.given_up:
                 self._tries.forget(shard, item)
 
-    def _log_fields(
-        self, event: str, group_id: str | None = None, reason: str | None = None
-    ) -> dict[str, object]:
-        return log_fields(event, run=self._run.name, role=self._name, group=group_id, reason=reason)
+    def _log_fields(self, event: str) -> dict[str, object]:
+        return log_fields(event, run=self._run.name, role=self._name)

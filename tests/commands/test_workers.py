@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from streamadv.store.addresses import free_port
 from streamadv.store.connection import Connection
@@ -117,6 +118,27 @@ def test_a_worker_with_another_setting_is_refused(redis_url: str, run: str) -> N
     assert worker.returncode == 1
     error = next(line for line in log.splitlines() if "error" in line)
     assert f"redundancy is 3, run {run} was created with 2" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("scorer", "math:fabs", "--name", "nobody"), "'nobody' is not one of run"),
+        (("scorer", "os:getpid", "--name", "judge"), "cannot be called with one argument"),
+        (("advantage", "--device", "cuda"), "this machine has none"),
+    ],
+)
+def test_a_worker_that_cannot_begin_never_says_that_it_is_ready(
+    redis_url: str, run: str, words: tuple[str, ...], problem: str
+) -> None:
+    if words[0] == "advantage" and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    with producing(redis_url, run, {"scorers": ("judge",)}):
+        worker = start(redis_url, run, *words)
+        _, log = worker.communicate(timeout=60)
+    assert worker.returncode == 1
+    assert problem in log
+    assert "ready" not in log
 
 
 def asked(port: int, path: str) -> tuple[int, str]:

@@ -51,6 +51,16 @@ def test_a_record_has_its_fields_and_where_it_comes_from(capsys: pytest.CaptureF
     assert not {"event", "batch", "group", "reason", "count", "exception"} & plain.keys()
 
 
+def test_packages_that_talk_are_heard_from_warnings_on(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging("debug")
+    for name in ("numba", "numba.core"):  # torch, once imported, has handlers of its own for some records
+        logging.getLogger(name).info("cache stats")
+        logging.getLogger(name).warning("broken")
+    logging.getLogger("torchtune").info("of a user")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(" ")[2] for line in lines] == ["broken", "broken", "user"]
+
+
 def test_a_crash_is_one_record(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("info", "json")
     try:

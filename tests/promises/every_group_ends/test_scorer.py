@@ -181,9 +181,12 @@ def test_a_trajectory_without_a_score_is_unscorable_alone(
         assert Counter(group_all(joined)) == {"complete": 3, "incomplete": len(ANSWERS)}
     assert ledger(joined)["dropped"] == {"unscorable": len(ANSWERS)}
     assert problems(joined) == []
-    said = [record.getMessage() for record in caplog.records if "unscorable" in record.getMessage()]
-    assert [next(text for text in said if f"{group_id}/0 " in text) for group_id in ANSWERS]
-    assert all(text.startswith("scorer s: trajectory ") for text in said)
+    records = [each for each in caplog.records if getattr(each, "event", "") == "trajectories_unscorable"]
+    assert sum(getattr(each, "count", 0) for each in records) == len(ANSWERS)
+    assert len(records) <= 4  # one of each reason at once, and one for what came after it
+    assert {getattr(each, "reason", "") for each in records} == {"exception", "value"}
+    said = [each.getMessage() for each in records]
+    assert all(text.startswith("scorer s: ") for text in said)
     assert any(re.search(r"Error: .*\(test_scorer\.py:\d+\)$", text) for text in said)  # the line that raised
 
 
