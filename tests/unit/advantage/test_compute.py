@@ -136,6 +136,18 @@ def test_a_shard_without_living_groups_has_no_outputs() -> None:
     assert json.loads(computed.header)["columns"] == []
 
 
+def test_of_many_tokens_the_metrics_get_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamadv.advantage.compute.SAMPLED_TOKENS", 8)
+    for shard in (0, 1):
+        computed = compute(prepared_item(StoredGroups(0, 6), CHAINS["tokens"], shard, []), CPU)
+        assert computed.advantages is not None
+        values, weight = computed.advantages
+        published = np.frombuffer(computed.outputs["advantages"], np.float32)
+        assert weight > 1
+        assert 0 < len(values) < len(published)
+        assert np.isin(values, published).all()
+
+
 def test_a_column_that_is_not_per_token_is_named() -> None:
     stored = StoredGroups(0, 2)
     prepared = prepared_item(stored, CHAINS["tokens"], 0, [])
