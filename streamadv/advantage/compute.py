@@ -133,17 +133,11 @@ class Selection:
         return self._values(values, self._mask(level))
 
     def sample(self, level: Level, values: Tensor) -> Sample:
-        """The published ones of `values`, for the metrics; of tokens some of those that are trained on.
-
-        All of them if one is not finite, so that such are counted.
-        """
-        mask, step = self._mask(level), 1
+        """The published ones of `values`, for the metrics; of tokens as `sample_tokens`."""
+        mask = self._mask(level)
         if level == "token":
-            if bool(values.sum().isfinite()):
-                step = max(1, len(values) // SAMPLED_TOKENS)
-            trainable = self._batch.column("response_mask")[::step].bool()
-            mask = trainable if mask is None else trainable & mask[::step]
-        return Sample(self._values(values[::step], mask), step)
+            return sample_tokens(self._batch, values, mask)
+        return Sample(self._values(values, mask))
 
     def _mask(self, level: Level | Literal["trajectory"]) -> Tensor | None:
         batch, mask = self._batch, self._trajectories
@@ -158,6 +152,17 @@ class Selection:
     def _values(values: Tensor, mask: Tensor | None) -> Array:
         array: Array = (values if mask is None else values[mask]).cpu().numpy()
         return np.ascontiguousarray(array)
+
+
+def sample_tokens(batch: PackedBatch, values: Tensor, mask: Tensor | None = None) -> Sample:
+    """Some of `values` [N], of tokens that are trained on and, if given, where `mask` [N] is true.
+
+    All of them if one is not finite, so that such are counted.
+    """
+    step = max(1, len(values) // SAMPLED_TOKENS) if bool(values.sum().isfinite()) else 1
+    trainable = batch.column("response_mask")[::step].bool()
+    chosen = trainable if mask is None else trainable & mask[::step]
+    return Sample(values[::step][chosen].cpu().numpy(), step)
 
 
 def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, bytes], dict[str, memoryview]]:

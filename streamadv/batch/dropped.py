@@ -37,8 +37,9 @@ class DroppedGroups:
 
     def add(self, group: LoggedGroup, reason: str) -> None:
         """Count a group."""
-        name = f"dropped/{reason}/{group.data_source or 'unknown'}"
-        name = name if name in self._groups or len(self._groups) < MAX_NAMES else f"dropped/{reason}/other"
+        name = _figure(reason, group.data_source or "unknown")
+        if name not in self._groups and len(self._groups) >= MAX_NAMES:
+            name = _figure(reason, "other")
         self._groups[name] += 1
         self._trajectories[name] += len(group.members)
         self._tokens[name] += int(group.members.table["trainable"].sum())
@@ -57,6 +58,11 @@ class DroppedGroups:
         groups = {f"{name}/groups": float(count) for name, count in self._groups.items()}
         means = {name: self._tokens[name] / count for name, count in self._trajectories.items() if count}
         return groups | {f"{name}/response_length/mean": mean for name, mean in means.items()}
+
+
+def _figure(reason: str, source: str) -> str:
+    """What the figures of groups dropped for this reason begin with."""
+    return f"dropped/{reason}/{source}"
 
 
 class UnloggedDrops:

@@ -36,6 +36,7 @@ __all__ = [
     "group_ended",
     "group_recreated",
     "groups_ended",
+    "importance_weights",
     "producer_pushed",
     "retried",
     "serve",
@@ -193,7 +194,12 @@ def work_item_computed(
     instruments.TURNS_TAKEN.observe(_known(turns))
     instruments.TRUNCATED.inc(float(_known(truncated).sum()))
     instruments.GROUP_COMPLETION.observe(_known(group_completion_s))
-    instruments.IS_WEIGHT.observe(*_finite(is_weights, "is_weight"))
+    importance_weights(is_weights)
+
+
+def importance_weights(weights: Values | Sample) -> None:
+    """Importance weights of rows or trainable tokens, from the process that has computed them."""
+    instruments.IS_WEIGHT.observe(*_finite(weights, "is_weight"))
 
 
 def training_metrics(metrics: Mapping[str, float], weights: Mapping[str, float] | float = 1.0) -> None:

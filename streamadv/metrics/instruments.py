@@ -73,6 +73,7 @@ PRODUCERS: Final = new_set()
 GROUPS_ENDED: Final = new_set()
 ALL_GROUPS: Final = new_set()
 WORK_ITEMS: Final = new_set()
+CORRECTIONS: Final = new_set()
 BATCHES: Final = new_set()
 
 #: What the process shows: its own figures, and the sets of its stages.
@@ -240,17 +241,19 @@ RESPONSE_TOKENS: Final = _histogram(
 )
 TURNS_TAKEN: Final = _histogram(WORK_ITEMS, "streamadv_turns", "Turns of a trajectory.", TURNS)
 TRUNCATED: Final = _counter(WORK_ITEMS, "streamadv_truncated", "Trajectories cut off at a limit.")
+
+# Where the off-policy correction is computed: by advantage workers, or by each rank of the trainer after a late column.
 NONFINITE: Final = _counter(
-    WORK_ITEMS,
+    CORRECTIONS,
     "streamadv_nonfinite",
     "NaN or infinite `advantage`, `is_weight`; the histograms exclude them.",
     "quantity",
 )
 IS_WEIGHT: Final = _histogram(
-    WORK_ITEMS,
+    CORRECTIONS,
     "streamadv_is_weight",
-    "Importance weights after truncation (of many tokens by a sample), where workers make them; those after a late "
-    "column are in the sums below.",
+    "Importance weights of trained tokens after truncation (of many tokens by a sample): from advantage workers or, "
+    "after a late column, from each rank of the trainer for its share.",
     WEIGHTS,
 )
 
@@ -349,9 +352,9 @@ _SETS: Final[Mapping[Kind, Sequence[CollectorRegistry]]] = {
     "producer": (PRODUCERS,),
     "grouper": (WORKERS, GROUPS_ENDED, ALL_GROUPS),
     "scorer": (WORKERS, SCORERS),
-    "advantage": (WORKERS, WORK_ITEMS),
-    "trainer": (GROUPS_ENDED, BATCHES),
-    "rank": (),
+    "advantage": (WORKERS, WORK_ITEMS, CORRECTIONS),
+    "trainer": (GROUPS_ENDED, BATCHES, CORRECTIONS),
+    "rank": (CORRECTIONS,),
     "exporter": (),
 }
 
@@ -380,6 +383,7 @@ def _born(stage: str, kind: Kind) -> Sequence[tuple[Any, ...]]:
     of_stage = (stage,)
     workers = [(counter, of_stage) for counter in (*EVENTS.values(), NOGROUP)]
     groups = [(GROUPS, OUTCOMES)]
+    corrections = [(NONFINITE, ("advantage", "is_weight"))]
     batches = [
         (KL_SUM, tuple(KL_ESTIMATES.values()), SIGNS),
         (KL_WEIGHT, tuple(KL_ESTIMATES.values())),
@@ -390,9 +394,9 @@ def _born(stage: str, kind: Kind) -> Sequence[tuple[Any, ...]]:
         "producer": [(PUSHED, PUSH_CODES)],
         "grouper": [*workers, *groups],
         "scorer": [*workers, (UNSCORABLE, of_stage, UNSCORABLE_KINDS)],
-        "advantage": [*workers, (NONFINITE, ("advantage", "is_weight"))],
-        "trainer": [*groups, *batches],
-        "rank": [],
+        "advantage": [*workers, *corrections],
+        "trainer": [*groups, *batches, *corrections],
+        "rank": corrections,
         "exporter": [],
     }
     return [(CONNECTION_ERRORS, of_stage, RETRY_REASONS), *born[kind]]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..advantage.compute import sample_tokens
 from ..advantage.results import BatchResults
 from ..algorithms.chain import Chain, cut_chain, run_chain
 from ..algorithms.chain_metrics import MEAN_KL, merge_metrics
@@ -16,6 +17,7 @@ from ..algorithms.packing import pack_members
 from ..batch.record import BatchRecord
 from ..errors import SettingError, UndecodableGroupError
 from ..grouping.layout import Layout
+from ..metrics import importance_weights
 from ..run import Run
 from ..trajectory.columns import OUTPUT_COLUMNS
 from ..trajectory.schema import TOKEN_COLUMNS
@@ -170,6 +172,8 @@ def _run_late_part(
             batch = packed.batch.with_columns(**columns, **needed)
             result = run_chain(chain, batch, record.kl_coefficient)
             metrics = (result.metrics, result.weights)
+            if "rollout_is_weights" in result.columns:
+                importance_weights(sample_tokens(batch, result.columns["rollout_is_weights"]))
             batch = batch.with_columns(**result.columns)
             columns = dict(batch.columns)
             for name, values in (("advantages", result.advantages), ("returns", result.returns)):

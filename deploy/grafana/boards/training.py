@@ -239,8 +239,8 @@ STALENESS: Final[list[Panel]] = [
     spread(
         "Importance weights",
         "short",
-        "Importance weights that workers computed, a second, by bucket. Empty where the trainer computes them, as "
-        "with a late column.",
+        "Importance weights of trained tokens after truncation, a second, by bucket: from workers or, after a late "
+        "column, from the trainer.",
         "Mass at the truncation bound: lower max_staleness, or check the engine's log-probabilities.",
         Target(rate("is_weight_bucket", by="le"), "{{le}}"),
     ),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from streamadv import metrics
 from streamadv.algorithms.packed import PackedBatch
 from streamadv.algorithms.registry import Estimate, estimator
 from streamadv.run import Run
@@ -233,6 +234,26 @@ def test_ranks_have_the_same_figures_but_for_what_is_documented(fake: Connection
     assert not [name for name in second if name.startswith(OF_RANK_0)]
     apart = (*OF_RANK_0, *OF_EACH_RANK)
     assert without(first, *apart) == without(second, *apart)
+
+
+def test_importance_weights_after_a_late_column_are_in_the_histogram(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        push_groups(producer, 1, tokens=5)  # of two trajectories with three trainable tokens each
+    queue = TrainerQueue(
+        fake,
+        "r",
+        batch_groups=1,
+        chain={"estimator": "grpo", "correction": {}},
+        late={"old_log_probs": lambda mb: mb.rollout_log_probs},
+    )
+    before = weights_seen()
+    delivered(queue, join(fake, "r"))
+    assert weights_seen() - before == 6
+
+
+def weights_seen() -> float:
+    samples = [sample for family in metrics.REGISTRY.collect() for sample in family.samples]
+    return sum(each.value for each in samples if each.name == "streamadv_is_weight_count")
 
 
 def without(metrics: dict[str, float], *prefixes: str) -> dict[str, float]:
