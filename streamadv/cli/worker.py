@@ -9,6 +9,8 @@ from typing import Any
 from ..extras import TO_COMPUTE
 from ..plugins import function_of
 from ..run.manifest import RunSettings, run_settings
+from ..trajectory.columns import KNOWN_COLUMNS
+from ..trajectory.names import check_names
 from . import add_import_option, add_metrics_option, add_redis_options, settings_from
 from .parser import size
 
@@ -50,7 +52,7 @@ def add_scorer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--name", help="which of the run's scorers it is (default: its own name, or the only one)"
     )
-    parser.add_argument("--columns", type=_names, metavar="A,B", help="that it reads (default: all)")
+    parser.add_argument("--columns", type=_columns, metavar="A,B", help="that it reads (default: all)")
     parser.add_argument("--batch-size", type=int, metavar="N", help="trajectories of one call (default 32)")
     parser.add_argument("--timeout-s", type=float, metavar="S", help="of one call (default 120)")
     parser.add_argument(
@@ -108,7 +110,21 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
+    """Type of an option: names with commas between them; none at all for an empty text."""
+    names = text.split(",") if text else []
+    if "" in names:
+        raise argparse.ArgumentTypeError(f"is {text!r}, needs a name before and after each comma")
+    return names
+
+
+def _columns(text: str) -> list[str]:
+    """Type of an option: names of columns."""
+    names = _names(text)
+    try:
+        check_names(name for name in names if name not in KNOWN_COLUMNS)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return names
 
 
 def run_settings_from(arguments: argparse.Namespace) -> RunSettings:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from ..errors import RunEndedError, StreamadvError
 from ..store.calls import Companion, run_script_async, run_transaction_async, server_ids_async
@@ -275,6 +275,15 @@ class BeginGroup(Coroutine[Any, Any, AsyncGroup]):
 
     def __await__(self) -> Generator[Any, Any, AsyncGroup]:
         return self._admitting.__await__()
+
+    def __enter__(self) -> NoReturn:
+        self.close()
+        raise TypeError(
+            "this producer was entered by `async with`: write `async with producer.group(...)`, or `with Producer(...)`"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Python asks for it before `__enter__`."""
 
     async def __aenter__(self) -> AsyncGroup:
         self._group = await self._admitting

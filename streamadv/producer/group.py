@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from .. import tracing
 from ..errors import ProducerClosedError, SettingError, StreamadvError
@@ -210,6 +210,15 @@ class Group(BaseGroup[Rollout]):
     ) -> None:
         with nullcontext() if error is None else suppress(ProducerClosedError):
             self._producer._drive(self._slots.end_block(error))
+
+    async def __aenter__(self) -> NoReturn:
+        self.cancel(indices=[rollout.rollout_index for rollout in self])
+        raise TypeError(
+            "this producer was entered by `with`: write `with producer.group(...)`, or `async with Producer(...)`"
+        )
+
+    async def __aexit__(self, *error: object) -> None:
+        """Python asks for it before `__aenter__`."""
 
 
 def _in_threads(work: Callable[[], None], count: int) -> None:

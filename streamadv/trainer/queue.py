@@ -304,10 +304,11 @@ class TrainerQueue(IterableDataset[Batch]):
         the state of another run, or none.
         """
         check_state(state, self._run_name)
-        self._progress.load(state)
-        self._sessions.end()
-        self._marks.current = None
-        self._supply.stop_reading()
+        with self._lock:
+            self._progress.load(state)
+            self._sessions.end()
+            self._marks.current = None
+            self._supply.stop_reading()
         if self._rank.number == 0:
             self._patiently(self._sessions.current)
 

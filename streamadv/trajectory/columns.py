@@ -84,6 +84,10 @@ def known_array(name: str, value: Any) -> Array:
     return np.ascontiguousarray(array)
 
 
+class SingleValueError(ValueError):
+    """An extra column is a number, not an array of them."""
+
+
 def extra_array(value: Any) -> Array:
     """`value` as the array of an extra column: a dtype of EXTRA_DTYPES, 1 to MAX_DIMENSIONS dimensions.
 
@@ -91,7 +95,7 @@ def extra_array(value: Any) -> Array:
     """
     array = _numeric(value)
     if array.ndim == 0:  # most often a misspelt field
-        raise ValueError(f"is the single value {array}, needs a list")
+        raise SingleValueError(f"is the single value {array}, needs a list")
     if array.dtype == np.bool_:
         array = array.view(np.uint8)
     little_endian = array.dtype.newbyteorder("<")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
-from ..messages import brief, log_fields
+from ..messages import brief, did_you_mean, log_fields
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,11 @@ def _judge(name: str) -> tuple[str | None, str | None]:
         return f"{brief(name)} is no column that is interpreted, needs to be {same}", None
     close = difflib.get_close_matches(name, known, 1, _ALIKE)
     return None, close[0] if close else None
+
+
+def meant(name: str) -> str:
+    """`: did you mean NAME?` for an extra column that may be a misspelt field; `` if no known name is near."""
+    return did_you_mean(name, (*KNOWN_COLUMNS, *_FIELDS))
 
 
 @lru_cache(1024)

@@ -33,11 +33,12 @@ from .columns import (
     OUTPUT_COLUMNS,
     REQUIRED_COLUMNS,
     Array,
+    SingleValueError,
     cast_array,
     extra_array,
 )
 from .fields import GroupId, Metadata, Reward, ShortText, TokenColumn, Version, Whole
-from .names import check_names
+from .names import check_names, meant
 
 MAX_ROWS: Final = 4096
 MAX_STEPS: Final = 65536
@@ -186,6 +187,8 @@ def _extra_column(name: str, value: Any, length: int) -> Column:
         if not isinstance(value, Column):
             array = extra_array(value)
             value = Column.model_construct(data=array, per_token=len(array) == length)
+    except SingleValueError as error:
+        raise ValueError(f"extra column {name} {error}{meant(name)}") from error
     except ValueError as error:
         raise ValueError(f"extra column {name} {first_problem(error)}") from error
     if value.per_token and len(value.data) != length:

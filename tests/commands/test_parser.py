@@ -20,6 +20,16 @@ from streamadv import cli
         (["status", "more"], "streamadv status [", "unrecognized arguments: more"),
         (["up", "python", "a.py"], "streamadv up [", "python a.py: write `--` in front of each command"),
         (["worker", "grouper", "--max-bytes", "much"], "streamadv worker grouper [", "512mb or 4gb"),
+        (
+            ["runs", "create", "--scorers", "a,,b"],
+            "streamadv runs create [",
+            "a name before and after each comma",
+        ),
+        (
+            ["worker", "scorer", "m:f", "--columns", "input_id"],
+            "streamadv worker scorer [",
+            "to be input_ids",
+        ),
         (["replay", "f", "--format", "tau_bench"], "streamadv replay [", "did you mean tau-bench?"),
     ],
 )

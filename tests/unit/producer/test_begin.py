@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import pytest
 
 from streamadv.errors import Busy, SettingError, TrajectoryError
+from streamadv.producer.async_producer import BeginGroup
 from streamadv.producer.tickets import Ticket
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
@@ -205,3 +207,21 @@ def test_a_withdrawn_group_is_begun_again_before_the_grouper_removes_it(fake: Co
         assert producer.push([trajectory("g", 0), trajectory("g", 1)]).codes[1] == "pushed"
         assert group_all(run) == ["complete"]
     assert problems(run) == []
+
+
+def test_with_and_async_with_are_told_apart(fake: Connection) -> None:
+    async def entered(group: Any) -> None:
+        async with group:
+            pass
+
+    with producing(fake, "r") as producer:
+        with pytest.raises(TypeError, match=r"write `with producer\.group"):
+            asyncio.run(entered(producer.group(2)))
+        group_all(join(fake, "r"))
+        assert ledger(join(fake, "r"))["dropped"] == {"cancelled": 2}
+
+
+async def test_async_with_and_with_are_told_apart() -> None:
+    group: Any = BeginGroup(asyncio.sleep(0))  # type: ignore[arg-type]  # never admitted
+    with pytest.raises(TypeError, match=r"write `async with producer\.group"), group:
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,15 @@ def test_a_name_close_to_a_known_one_is_a_warning_once(caplog: pytest.LogCapture
     assert len(caplog.messages) == 1
     assert "'rollot_log_probs' becomes an extra column" in caplog.messages[0]
     assert "did you mean rollout_log_probs?" in caplog.messages[0]
+
+
+def test_a_misspelt_field_names_the_right_one() -> None:
+    for name, said in (
+        ("rewrad", "is the single value 1.0, needs a list: did you mean reward?"),
+        ("x", "a list"),
+    ):
+        with pytest.raises(TrajectoryError, match=re.escape(said) + "$"):
+            parse_trajectory({**RECORD, name: 1.0})
 
 
 def test_optional_fields_take_none() -> None:
