@@ -11,6 +11,12 @@ from streamadv.store.connection import Connection
 from tests.support import group_all, join, producing, trajectory
 
 
+@pytest.fixture(autouse=True)
+def _first_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests before may have used up the number of sources that have labels of their own."""
+    monkeypatch.setattr(metrics, "_sources", set[str]())
+
+
 def counted(source: str, kept: str) -> tuple[float, float]:
     """Number and sum of the rewards of groups of this data source."""
     found = {"rewards_total": 0.0, "positive": 0.0, "negative": 0.0}
