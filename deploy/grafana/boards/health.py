@@ -13,6 +13,8 @@ YES_NO: Final = {"0": "no", "1": "yes"}
 RED_GREEN: Final = ((None, "red"), (1, "green"))
 MANY_S: Final = ((None, "green"), (60, "orange"), (120, "red"))
 SHARE_USED: Final = ((None, "green"), (0.8, "orange"), (0.9, "red"))
+#: In place of facts of a run that cannot be read: neither a good value nor a bad one.
+UNKNOWN: Final = "unknown"
 #: Runs that any process works for, at 0.
 RUNS: Final = f"0 * count by (run) ({selector('build_info')})"
 
@@ -59,7 +61,7 @@ def health() -> list[Panel]:
             "unknown: the run cannot be read.",
             Target(f"max by (state) ({selector('run_trainer')} == 1)", "{{state}}"),
             width=4,
-            none="unknown",
+            none=UNKNOWN,
             names=True,
         ),
         now(
@@ -90,23 +92,23 @@ def health() -> list[Panel]:
             "Ledger balanced",
             "short",
             "pushed = trained + dropped + dead + queued + in flight, and the counters agree with what is stored.",
-            "no: `streamadv status --check` says where; please report it. Also no while the run cannot be read.",
-            Target(or_zero(f"min (min by (run) ({selector('run_balanced')}) or {RUNS})"), "balanced"),
+            "no: `streamadv status --check` says where; please report it. unknown: the run cannot be read.",
+            Target(f"min ({selector('run_balanced')})", "balanced"),
             width=4,
             steps=RED_GREEN,
             words=YES_NO,
+            none=UNKNOWN,
         ),
         now(
             "Fullest memory",
             "percentunit",
             "The greater of: live and reserved bytes of max_bytes; the server's memory of its maxmemory.",
-            "Above 90 % producers wait for commits, or pushes are refused: commit more often, or raise the limit.",
-            Target(
-                or_zero(f"max ({share_of_budget()} or {share_of_server()})"),
-                "used",
-            ),
+            "Above 90 % producers wait for commits, or pushes are refused: commit more often, or raise the limit. "
+            "unknown: the run cannot be read.",
+            Target(f"max ({share_of_budget()} or {share_of_server()})", "used"),
             width=4,
             steps=SHARE_USED,
+            none=UNKNOWN,
         ),
         now(
             "Silent processes",
@@ -122,20 +124,22 @@ def health() -> list[Panel]:
             "Producers alive",
             "short",
             "Producers that were heard of in the last 30 s and have not finished.",
-            "0: nothing comes in any more. Start producers, or see why they died.",
-            Target(or_zero(total("run_producers", 'state="open"')), "alive"),
+            "0: nothing comes in any more. Start producers, or see why they died. unknown: the run cannot be read.",
+            Target(total("run_producers", 'state="open"'), "alive"),
             width=4,
             steps=((None, "orange"), (1, "green")),
+            none=UNKNOWN,
         ),
         now(
             "Oldest open group",
             "s",
             "How long the oldest group that has not ended is open.",
             "Near the group deadline (3600 s unless set): a rollout does not come, and its group will be lost. See "
-            "What open groups lack on the board Flow.",
-            Target(or_zero(greatest("run_oldest_open_group_seconds")), "open for"),
+            "What open groups lack on the board Flow. unknown: the run cannot be read.",
+            Target(greatest("run_oldest_open_group_seconds"), "open for"),
             width=4,
             steps=((None, "green"), (1800, "orange"), (3300, "red")),
+            none=UNKNOWN,
         ),
     ]
 
