@@ -33,7 +33,7 @@ from streamadv.integrations.verl.trainer import QueueSeparateAsync
 
 from .settings import config_of
 
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 #: The options, as `config_of` takes them.
 KWARGS = "trainer__v1__sampler__sampler_kwargs"
 

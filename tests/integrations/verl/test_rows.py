@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import transfer_queue as tq
 
 import streamadv as sa
+from streamadv.errors import SettingError
 from streamadv.integrations.verl.rows import uid_of
+from streamadv.integrations.verl.sampler import QueueSampler, read_state
 from tests.support import join, ledger, problems
 
 from .jobs import KWARGS, OnCpu, trainer
@@ -136,3 +139,27 @@ def test_verls_correction_makes_weights_and_padding_has_no_advantage(
         weights = np.exp(np.clip(row["old_log_probs"].numpy() - row["rollout_log_probs"].numpy(), -20, 20))
         expected = np.minimum(weights, 2.0) * row["response_mask"].numpy()
         np.testing.assert_allclose(row["rollout_is_weights"].numpy(), expected, rtol=1e-5)
+
+
+def test_a_run_that_is_further_than_verl_is_refused(
+    plane: None, redis_url: str, run: str, tmp_path: Path
+) -> None:
+    with sa.Producer(redis_url, run=run) as producer:
+        push(producer, 1)
+        with stages(redis_url, run), closing(sa.TrainerQueue(redis_url, run, batch_groups=1)) as queue:
+            queue.trained(queue.next_batch())
+            queue.commit(queue.state_dict())
+    with pytest.raises(
+        SettingError, match="is at version 1, verl at step 0, which is version 0: resume from"
+    ):
+        trainer(tmp_path, redis_url, run)
+
+
+def test_a_checkpoint_without_the_state_of_a_queue_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"its streamadv.json cannot be read"):
+        read_state(tmp_path)
+
+
+def test_a_sampler_without_its_trainer_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"set trainer.v1.trainer_mode to streamadv_separate_async or"):
+        QueueSampler("separate_async", {}, 8, "drop", {}, refill_fn=None)
