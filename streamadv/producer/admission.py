@@ -6,9 +6,9 @@ The decision itself is made in Lua: `lua/lib/admit.lua`.
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -49,7 +49,7 @@ ADMISSION_WAIT_S: Final = 0.005
 class BeginCall:
     """One call of `begin`: by its nonce the server knows which group it opened."""
 
-    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+    nonce: str = field(default_factory=lambda: os.urandom(8).hex())
     wanted: bool = True  # whether the caller still waits
 
 
@@ -97,7 +97,7 @@ class Admission:
                 yield AdmissionPause(delay, self._membership.keys_of(spec.group_id), announcement(reply))
             if not call.wanted:
                 raise busy_error(reason)
-            spec = spec if has_given_id else replace(spec, group_id=new_group_id())
+            spec = spec if has_given_id else spec._replace(group_id=new_group_id())
 
     def check(self, request: GroupRequest) -> GroupSpec:
         """What all rollouts of the group share. Raises as `check_group`."""
@@ -118,14 +118,19 @@ class Admission:
         if self._membership.shards > 1 and is_over_share(reply):
             counts = yield from self._groups_ahead()
             if not has_given_id:
-                spec = replace(spec, group_id=self._new_id_in(counts.index(min(counts))))
+                spec = spec._replace(group_id=self._new_id_in(counts.index(min(counts))))
             groups_elsewhere = sum(counts) - counts[self._membership.shard_of(spec.group_id)]
             reply = yield from self._begin(spec, call, groups_elsewhere)
         return spec, reply
 
     def _begin(self, spec: GroupSpec, call: BeginCall, groups_elsewhere: int | None = None) -> Steps[Reply]:
         try:
-            return (yield from self._ask(GroupCall(partial(self.begin_call, spec, call, groups_elsewhere))))
+            request = GroupCall(partial(self.begin_call, spec, call, groups_elsewhere))
+            reply: Reply = yield request
+            while reply[0] == b"layout":  # the shard does not know how many the run has
+                yield from self._membership.confirm_layout()
+                reply = yield request
+            return reply
         except BaseException:  # also when the steps are closed: no reply has come, and the group may be open
             self.leave_unclaimed(call, spec.group_id)
             raise
@@ -166,9 +171,10 @@ class Admission:
         wait: Wait | None = None
         groups_elsewhere: int | None = None
         while True:
-            request = GroupCall(partial(self._attempt, call, spec, budget, groups_elsewhere))
-            reply = yield from self._ask(request)
-            if reply is OUT_OF_MEMORY:
+            reply = one_group((yield GroupCall(partial(self._attempt, call, spec, budget, groups_elsewhere))))
+            if reply[0] == b"layout":
+                yield from self._membership.confirm_layout()
+            elif reply is OUT_OF_MEMORY:
                 wait = wait or self.push_wait()
                 yield from self.wait_for_room(wait, ABOVE_MAXMEMORY)
             elif groups_elsewhere is None and self._membership.shards > 1 and is_over_share(reply):
@@ -211,14 +217,6 @@ class Admission:
             if self._membership.shard_of(group_id) in self._resend.behind
             else self._membership.max_bytes
         )
-
-    def _ask(self, request: GroupCall) -> Steps[Reply]:
-        """The reply to a request. A shard that does not know the run's layout learns it first."""
-        reply = one_group((yield request))
-        while reply[0] == b"layout":
-            yield from self._membership.confirm_layout()
-            reply = one_group((yield request))
-        return reply
 
     def _arguments(self, spec: GroupSpec, budget: int | None, groups_elsewhere: int | None) -> list[Any]:
         """The first arguments of the scripts that may open a group, see `lua/lib/admit.lua`.

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 from ..errors import RunEndedError, StreamadvError
 from ..store.calls import Companion, run_script_async, run_transaction_async, server_ids_async
 from ..store.connection import AsyncConnection
-from ..store.retry import RETRYABLE, closed_under_way
+from ..store.retry import RETRYABLE
 from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
 from .admission import BeginCall
@@ -150,8 +150,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         """As `Producer.model_version`."""
         membership = self._logic.membership
         membership.check_open()
-        with closed_under_way():
-            value: Any = await self._connection.scripts.hget(membership.manifest.keys.home.session, "version")
+        value: Any = await self._connection.scripts.hget(membership.manifest.keys.home.session, "version")
         return None if value is None else int(value)
 
     async def wait_for_weights(self) -> Weights:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..errors import SettingError, TrajectoryError
 from ..messages import brief
@@ -19,8 +18,7 @@ from .tickets import GROUP_ROLES, GroupSpec, Ticket, new_group_id
 MAX_METADATA_BYTES: Final = 1 << 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRequest:
+class GroupRequest(NamedTuple):
     """The arguments of `begin_group`, as given."""
 
     size: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
@@ -75,7 +75,7 @@ class Push(NamedTuple):
                 key = ""
                 if packet.size:
                     # A new key for each attempt: the server may have registered one whose reply was lost.
-                    key = self.keys.payload(secrets.token_hex(12))
+                    key = self.keys.payload(os.urandom(12).hex())
                     payloads.append((key, packet.fields))
                 args += [key, packet.size, packet.members, packet.table]
         hashes = [self.keys.group(group.spec[0]) for group in self.groups]

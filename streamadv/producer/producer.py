@@ -13,11 +13,11 @@ from ..run.manifest import RunSettings
 from ..store.calls import run_script, run_transaction, server_ids
 from ..store.connection import AsyncConnection, Connection
 from ..store.retry import RETRYABLE
+from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
 from .announcements import Announcements
 from .base_producer import BaseProducer
 from .checks import GroupRequest
-from .encode import Push
 from .group import Group, Rollout
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
 from .membership import Weights
@@ -73,8 +73,9 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         self._logic = ProducerLogic(run, name, settings, resend_window)
         self._closing = threading.Event()
         self._announcements = Announcements(self._connection)
-        self._calls = threading.Condition()
+        self._calls = threading.Lock()
         self._under_way = 0
+        self._idle = threading.Event()  # set once it is closed and no call is under way
         self._heart: threading.Thread | None = None
 
     def open(self) -> Self:
@@ -106,8 +107,8 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         self._announcements.close()
         self._heart.join()
         self._heart = None
-        with self._calls:
-            self._calls.wait_for(lambda: self._under_way == 0, CLOSE_S)
+        if self._under_way:
+            self._idle.wait(CLOSE_S)
         with suppress(*RETRYABLE):  # if the goodbye is lost, the producer expires after its missed heartbeats
             self._carry_through(self._logic.goodbye(), patient=False, closed=True)
         self._disconnect()
@@ -226,9 +227,10 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
             steps.close()
             with self._calls:
                 self._under_way -= 1
-                self._calls.notify_all()
-                if membership.closed and self._heart is None and not self._under_way:
-                    self._disconnect()
+                if membership.closed and not self._under_way:
+                    if self._heart is None:
+                        self._disconnect()
+                    self._idle.set()
 
     def _carry_through(self, steps: Steps[T], patient: bool, closed: bool = False) -> T:
         """Carry out what the steps ask for. closed: also once the producer is closed."""
@@ -247,6 +249,8 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
                 reply = error
 
     def _carry_out(self, request: Attempt) -> Any:
+        if isinstance(request, ScriptCall):
+            return run_script(self._connection.scripts, request)
         if isinstance(request, Pause):
             return self._closing.wait(request.seconds)
         if isinstance(request, AdmissionPause):
@@ -255,14 +259,12 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
             return self._connection.memory()
         if isinstance(request, ServerIds):
             return server_ids(self._connection, request.shards)
-        if isinstance(request, Push):
-            try:
-                return run_transaction(self._connection, *request.transaction(), request.companion)
-            except BaseException as error:
-                if request.companion is not None:
-                    request.companion.hear(error)
-                raise
-        return run_script(self._connection.scripts, request)
+        try:
+            return run_transaction(self._connection, *request.transaction(), request.companion)
+        except BaseException as error:
+            if request.companion is not None:
+                request.companion.hear(error)
+            raise
 
     def __enter__(self) -> Self:
         return self.open()

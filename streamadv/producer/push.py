@@ -146,16 +146,13 @@ class Pushes:
         self,
         group_id: str,
         first_send: Steps[PushResult],
-        send: Callable[..., Steps[PushResult]],
-        *what: Any,
-        size: int = 0,
+        send: Callable[[], Steps[PushResult]],
     ) -> Steps[PushResult]:
-        """Send something, and keep how for a server that comes back without it. send, what, size: as of `Sent`."""
+        """Send something without payload, and keep how for a server that comes back without it."""
         shard = self._membership.shard_of(group_id)
-        # Read before sending, because another server may take over meanwhile.
         server_id = self._resend.server_of(shard)
         result = yield from first_send
-        self._resend.remember(shard, server_id, size, send, *what)
+        self._resend.remember(shard, server_id, 0, send)
         return result
 
     def _until_admitted(self, send: Callable[[], Steps[PushResult]]) -> Steps[PushResult]:
@@ -192,18 +189,14 @@ class Pushes:
     ) -> Steps[PushResult]:
         if self._membership.finished:
             yield from self._membership.reopen()
+        shard = self._membership.shard_of(spec.group_id)
         codes: dict[int, str] = {}  # by position in the push
         for part in slices(packets, load_of):
-            first_send = self._send(spec, part, epoch, budget, waits=budget is None)
-            result = yield from self._send_and_remember(
-                spec.group_id,
-                first_send,
-                self._again,
-                (spec.group_id, spec.size, spec.slots, spec.data_source, spec.deadline_s, spec.role),
-                tuple([packet.frozen() for packet in part]),
-                epoch,
-                size=sum([load_of(packet).size for packet in part]),
-            )
+            server_id = self._resend.server_of(shard)
+            result = yield from self._send(spec, part, epoch, budget, waits=budget is None)
+            size = sum([load_of(packet).size for packet in part])
+            kept = tuple([packet.frozen() for packet in part])
+            self._resend.remember(shard, server_id, size, self._again, spec[:6], kept, epoch)
             if len(part) == len(packets):
                 return result
             codes |= zip(sorted(_positions(part)), result.codes, strict=True)

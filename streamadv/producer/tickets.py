@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import secrets
+import os
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, Self
 
 from pydantic import AfterValidator, TypeAdapter
@@ -102,8 +102,7 @@ def _of_some_group(ticket: Ticket) -> Ticket:
     return ticket
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
+class GroupSpec(NamedTuple):
     """What all rollouts of a group share."""
 
     group_id: str
@@ -112,7 +111,7 @@ class GroupSpec:
     data_source: str | None = None
     deadline_s: float | None = None  # from its opening; None = the run's group_deadline_s
     role: str = Role.TRAIN
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
     def of(cls, ticket: Ticket) -> GroupSpec:
@@ -137,5 +136,6 @@ class PushResult(NamedTuple):
 
 def new_group_id() -> str:
     """A UUIDv7 (RFC 9562): unique across restarts, ordered by time."""
-    value = (int(time.time() * 1000) & (1 << 48) - 1) << 80 | secrets.randbits(80)
-    return str(uuid.UUID(int=value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62))
+    value = (int(time.time() * 1000) & (1 << 48) - 1) << 80 | int.from_bytes(os.urandom(10))
+    text = f"{value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

@@ -32,11 +32,10 @@ def run_script(client: Any, call: ScriptCall) -> Any:
 
 async def run_script_async(client: Any, call: ScriptCall) -> Any:
     """`run_script` for an asyncio client."""
-    with closed_under_way():
-        try:
-            return await client.evalsha(*call.by_hash)
-        except NoScriptError:
-            return await client.eval(*call.by_text)
+    try:
+        return await client.evalsha(*call.by_hash)
+    except NoScriptError:
+        return await client.eval(*call.by_text)
 
 
 def run_transaction(
@@ -48,24 +47,30 @@ def run_transaction(
     this raises, the companion may have heard nothing.
     """
     client = connection.push
-    try:
-        with not_now():
-            try:
-                if not isinstance(client, Client):
-                    reply = _fill(client.pipeline(transaction=True), payloads, call).execute()[-1]
-                elif companion is None:
-                    return client.transact(payloads, ("EVALSHA", *call.by_hash))
-                else:
-                    also = ("EVALSHA", *companion.call.by_hash)
-                    return client.transact(payloads, ("EVALSHA", *call.by_hash), also, companion.hear)
-            except NoScriptError:
-                reply = client.eval(*call.by_text)
-    except RETRYABLE:
-        connection.note_failed_push()
-        raise
+    if isinstance(client, Client):
+        also = () if companion is None else ("EVALSHA", *companion.call.by_hash)
+        hear = None if companion is None else companion.hear
+        try:
+            return client.transact(payloads, ("EVALSHA", *call.by_hash), also, hear)
+        except NoScriptError:
+            reply = client.eval(*call.by_text)
+    else:
+        reply = _run_in_pipeline(connection, client, payloads, call)
     if companion is not None:
         _accompany(connection, companion)
     return reply
+
+
+def _run_in_pipeline(connection: Connection, client: Any, payloads: Payloads, call: ScriptCall) -> Any:
+    try:
+        with not_now():
+            try:
+                return _fill(client.pipeline(transaction=True), payloads, call).execute()[-1]
+            except NoScriptError:
+                return client.eval(*call.by_text)
+    except RETRYABLE:
+        connection.note_failed_push()
+        raise
 
 
 def _accompany(connection: Connection, companion: Companion) -> None:
@@ -78,15 +83,18 @@ def _accompany(connection: Connection, companion: Companion) -> None:
 
 async def run_transaction_async(connection: AsyncConnection, payloads: Payloads, call: ScriptCall) -> Any:
     """`run_transaction` for asyncio."""
+    if (pipelined := connection.pipelined) is not None:
+        try:
+            return await pipelined.transact(payloads, ("EVALSHA", *call.by_hash))
+        except NoScriptError:
+            return await pipelined.eval(*call.by_text)
     try:
         with closed_under_way(), not_now():
             try:
-                if connection.pipelined is not None:
-                    return await connection.pipelined.transact(payloads, ("EVALSHA", *call.by_hash))
                 async with connection.push.pipeline(transaction=True) as pipe:
                     return (await _fill(pipe, payloads, call).execute())[-1]
             except NoScriptError:
-                return await (connection.pipelined or connection.push).eval(*call.by_text)
+                return await connection.push.eval(*call.by_text)
     except RETRYABLE:
         await connection.note_failed_push()
         raise

@@ -31,7 +31,7 @@ from .resp import (
     replies_to_transaction,
     transaction_result,
 )
-from .retry import classified, not_now
+from .retry import classified, closed_under_way, not_now
 from .urls import Target
 
 SOCKET_TIMEOUT: Final = 10.0  # seconds without a byte
@@ -206,10 +206,10 @@ class _Master:
 
 
 class _AsyncClassified:
-    """As `_Classified`, without pipelines: callers put `not_now` around `execute`."""
+    """As `_Classified`, without pipelines: callers put `closed_under_way` and `not_now` around `execute`."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        with not_now():
+        with closed_under_way(), not_now():
             return await super().execute_command(*args, **options)  # type: ignore[misc]
 
 

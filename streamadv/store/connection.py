@@ -292,9 +292,8 @@ class AsyncConnection(_BaseConnection):
     async def check(self) -> None:
         """As `Connection.check`."""
         try:
-            with closed_under_way():
-                await self.push.ping()
-                self._check_single_node(await self._cluster_info())
+            await self.push.ping()
+            self._check_single_node(await self._cluster_info())
         except _PING_ERRORS as error:
             self._raise_if_permanent(error)
             raise
@@ -319,9 +318,8 @@ class AsyncConnection(_BaseConnection):
     async def memory(self) -> dict[str, Any]:
         """As `Connection.memory`."""
         try:
-            with closed_under_way():
-                figures: dict[str, Any] = await self.scripts.info("memory")
-                return figures
+            figures: dict[str, Any] = await self.scripts.info("memory")
+            return figures
         except redis.exceptions.ResponseError as error:
             if isinstance(error, RETRYABLE):
                 raise

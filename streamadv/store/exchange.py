@@ -5,6 +5,7 @@ That takes longer than packing and sending a small call.
 
 from __future__ import annotations
 
+import queue
 import ssl
 from collections.abc import Sequence
 from typing import Any, Final, cast
@@ -21,15 +22,40 @@ MAX_PIECES: Final = 1024
 RECEIVED: Final = 16 << 10
 
 
+class _Stack:
+    """A `queue.LifoQueue` as redis-py's pool uses it, with locks of C alone."""
+
+    def __init__(self, maxsize: int) -> None:
+        self.queue: list[Any] = []
+        self._maxsize = maxsize
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each item
+
+    def get(self) -> Any:
+        """The item put last; waits for one."""
+        self._tokens.get()
+        return self.queue.pop()
+
+    def put_nowait(self, item: Any) -> None:
+        """Raises queue.Full."""
+        if len(self.queue) >= self._maxsize:
+            raise queue.Full
+        self.queue.append(item)
+        self._tokens.put(None)
+
+
 class Pool(redis.BlockingConnectionPool):
     """redis-py's pool: what a client sends travels over one of these connections."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(queue_class=_Stack, **options)  # type: ignore[no-untyped-call]
 
     def get_connection(self, *_: Any, **__: Any) -> Any:
         """A connection that works as far as one can tell. Blocks until one is free."""
         self._checkpid()
         connection: Any = self.pool.get() or cast(Any, self).make_connection()
         try:
-            connection.connect()
+            if connection._sock is None:
+                connection.connect()
             if _is_dirty(connection):
                 connection.disconnect()
                 connection.connect()
@@ -59,11 +85,13 @@ def _is_dirty(connection: Any) -> bool:
 def exchange(connection: Any, pieces: Sequence[Piece], count: int) -> list[Any]:
     """Send commands and read so many replies, refusals among them. Raises redis' ConnectionError or TimeoutError."""
     try:
-        connection.connect()
+        if connection._sock is None:
+            connection.connect()
         _send(connection._sock, pieces)
-        return _receive(connection._sock, count, make_reader(connection._parser.parse_error))
+        return _receive(connection._sock, count, _reader_of(connection))
     except BaseException as error:  # after an interrupt too: what is not read yet would answer another call
         connection.disconnect()
+        connection.streamadv_reader = None
         if isinstance(error, TimeoutError):
             raise redis.exceptions.TimeoutError(f"no reply: {error}") from error
         if isinstance(error, OSError):
@@ -74,6 +102,8 @@ def exchange(connection: Any, pieces: Sequence[Piece], count: int) -> list[Any]:
 def _send(sock: Any, pieces: Sequence[Piece]) -> None:
     """Send pieces from where they lie, as far as the kernel takes them at once."""
     sent = 0 if isinstance(sock, ssl.SSLSocket) else sock.sendmsg(pieces[:MAX_PIECES])
+    if sent == sum(map(len, pieces)):
+        return
     rest = []
     for piece in pieces:
         if sent < len(piece):
@@ -81,6 +111,14 @@ def _send(sock: Any, pieces: Sequence[Piece]) -> None:
         sent = max(0, sent - len(piece))
     for chunk in gathered(rest):
         sock.sendall(chunk)
+
+
+def _reader_of(connection: Any) -> hiredis.Reader:
+    """The connection's own reader, which is empty between two calls: making one takes longer than a small call."""
+    reader: hiredis.Reader | None = getattr(connection, "streamadv_reader", None)
+    if reader is None:
+        reader = connection.streamadv_reader = make_reader(connection._parser.parse_error)
+    return reader
 
 
 def _receive(sock: Any, count: int, reader: hiredis.Reader) -> list[Any]:

@@ -64,14 +64,16 @@ def pack_transaction(payloads: Payloads, call: Sequence[Any]) -> list[Piece]:
     """
     pieces: list[Piece] = [b"*1\r\n$5\r\nMULTI"]
     for key_text, fields in payloads:
-        key = key_text.encode()
-        pieces.append(b"\r\n*%d\r\n$4\r\nHSET\r\n$%d\r\n%b" % (2 + 2 * len(fields), len(key), key))
+        key, size = key_text.encode(), 0
+        payload: list[Piece] = [b"\r\n*%d\r\n$4\r\nHSET\r\n$%d\r\n%b" % (2 + 2 * len(fields), len(key), key)]
         for field, value in fields.items():
             name = field if isinstance(field, bytes) else field.encode()
             parts = [as_buffer(part) for part in value] if isinstance(value, list) else [as_buffer(value)]
-            pieces.append(b"\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, sum(map(len, parts))))
-            pieces += parts
-        pieces.append(_PEXPIRE % (len(key), key))
+            length = sum(map(len, parts))
+            payload += [b"\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, length), *parts]
+            size += length
+        payload.append(_PEXPIRE % (len(key), key))
+        pieces += payload if size >= LARGE else [b"".join(payload)]
     return [*pieces, b"\r\n", *Packer().pack(*call), b"*1\r\n$4\r\nEXEC\r\n"]
 
 

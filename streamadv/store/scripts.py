@@ -168,10 +168,14 @@ def _prologue(keys: Sequence[Key], fence: str | None) -> str:
 
 
 @lru_cache(4096)
-def _single_keys(name: str, keys: ShardKeys | EntryKeys) -> tuple[str | None, ...]:
-    """Those of the script's keys that the shard has once; None for every other."""
+def _template(
+    name: str, keys: ShardKeys | EntryKeys
+) -> tuple[Sequence[str | None], Sequence[tuple[int, Key]]]:
+    """The script's keys, None for those that the shard does not have once; and these with their places, last first."""
     found = [None if key.from_caller else getattr(keys, key.name) for key in load(name).keys]
-    return tuple(key if isinstance(key, str) else None for key in found)
+    template = [key if isinstance(key, str) else None for key in found]
+    places = [place for place, key in enumerate(template) if key is None]
+    return template, [(place, load(name).keys[place]) for place in reversed(places)]
 
 
 def script_call(
@@ -182,19 +186,16 @@ def script_call(
     keys: of the shard. caller_keys: what the script's KEYS lines leave to the caller. Raises TypeError when one is
     missing or the script has none of that name.
     """
-    script = load(name)
-    names: list[str] = []
-    for key, single in zip(script.keys, _single_keys(name, keys), strict=True):
-        if single is not None:
-            names.append(single)
-        elif key.name not in caller_keys:
+    template, missing = _template(name, keys)
+    names: list[Any] = list(template)
+    for place, key in missing:  # from the end, so that a list shifts nothing that is still to come
+        if key.name not in caller_keys:
             raise TypeError(f"script {name}: {key.name}= is missing")
-        elif not key.from_caller:
-            names.append(getattr(keys, key.name)(caller_keys.pop(key.name)))
-        elif key.is_list:
-            names += caller_keys.pop(key.name)
+        given = caller_keys.pop(key.name)
+        if key.is_list:
+            names[place : place + 1] = given
         else:
-            names.append(caller_keys.pop(key.name))
+            names[place] = given if key.from_caller else getattr(keys, key.name)(given)
     if caller_keys:
         raise TypeError(f"script {name} takes no {', '.join(caller_keys)}")
-    return ScriptCall(script, names, args)
+    return ScriptCall(load(name), names, args)

@@ -82,9 +82,10 @@ def field_of(arrays: Sequence[Array]) -> Array | list[Array]:
     Small parts are copied into one array. Large columns are sent from where they lie: a copy would cost as much as
     sending, and a producer keeps what it has sent for a while.
     """
-    if sum(array.nbytes for array in arrays) < LARGE_COLUMN:
-        return np.concatenate(arrays)
-    return arrays[0] if len(arrays) == 1 else list(arrays)
+    is_small = sum([array.nbytes for array in arrays]) < LARGE_COLUMN
+    if len(arrays) == 1:
+        return arrays[0].copy() if is_small else arrays[0]
+    return np.concatenate(arrays) if is_small else list(arrays)
 
 
 def end_to_end(column: Array | Sequence[Array]) -> Array:

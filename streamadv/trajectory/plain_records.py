@@ -11,7 +11,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from math import isfinite
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, Protocol
@@ -40,8 +39,10 @@ _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
 _RECORD: Final = struct.Struct("<HBBIIIdqqqq")
 assert _RECORD.size == MEMBER.itemsize
 _MAX_VERSION: Final = 2**53
+_MAX_BYTES: Final = 2**32 - 1  # that an entry of the member table can say
 #: Less than the full checks allow: what is deeper is theirs.
 _MAX_DEPTH: Final = 24
+_NO_METADATA: Final[Mapping[str, Any]] = {}
 
 
 #: Names and dtypes, in the order of writing.
@@ -75,11 +76,7 @@ class _Member(NamedTuple):
     rollout_index: int
     position: int  # among the records
     size: int  # bytes of the columns and of its part of the header
-    tokens: int
-    reward: float
-    status: int
-    flags: int
-    version: int
+    entry: bytes  # of the member table
     text: str
     header: bytes
     record: Mapping[str, Any]
@@ -95,10 +92,14 @@ def plain_packets(records: Sequence[Any], defaults: Defaults, limit: int) -> lis
     width = sum(dtype.itemsize for _, dtype in columns)
     keys = records[0].keys()
     members: list[_Member] = []
+    metadata = header = None
     for position, record in enumerate(records):
         if type(record) is not dict or record.keys() != keys:
             return None
-        member = _member(position, record, defaults, columns, width)
+        own = record.get("metadata", _NO_METADATA)
+        if own is not metadata or header is None:  # records often share theirs
+            metadata, header = own, _header(own, defaults.metadata)
+        member = None if header is None else _member(position, record, defaults, columns, width, header)
         if member is None or member.size > limit:
             return None
         members.append(member)
@@ -126,7 +127,7 @@ def _packets(
 ) -> list[Packet] | None:
     """None if two members have one slot."""
     members.sort(key=itemgetter(0))
-    if any(member.rollout_index == before.rollout_index for before, member in pairwise(members)):
+    if len({member.rollout_index for member in members}) < len(members):
         return None
     packets = []
     for start, stop in split_packets([None] * len(members), [member.size for member in members]):
@@ -173,7 +174,12 @@ def _is_plain_ticket(ticket: Defaults) -> bool:
 
 
 def _member(
-    position: int, record: Mapping[str, Any], defaults: Defaults, columns: Columns, width: int
+    position: int,
+    record: Mapping[str, Any],
+    defaults: Defaults,
+    columns: Columns,
+    width: int,
+    header: bytes,
 ) -> _Member | None:
     get = record.get
     index, reward = get("rollout_index", defaults.rollout_index), get("reward")
@@ -194,8 +200,7 @@ def _member(
     ):
         return None
     tokens = _tokens(record, columns)
-    header = _header(get("metadata", {}), defaults.metadata)
-    if not tokens or header is None:
+    if not tokens:
         return None
     return _made(position, index, tokens, width, reward, status, role, version, header, record)
 
@@ -203,16 +208,14 @@ def _member(
 def _tokens(record: Mapping[str, Any], columns: Columns) -> int:
     """The tokens of a record's one row; 0 unless its columns are arrays of one length and their dtypes."""
     ids = record["input_ids"]
-    if type(ids) is not np.ndarray or ids.ndim != 1:
-        return 0
-    shape = ids.shape
+    tokens = len(ids) if type(ids) is np.ndarray and ids.ndim == 1 else 0
     for name, dtype in columns:
         array = record[name]
-        if type(array) is not np.ndarray or array.shape != shape:
+        if type(array) is not np.ndarray or array.ndim != 1 or len(array) != tokens:
             return 0
         if array.dtype is not dtype and array.dtype != dtype:
             return 0
-    return len(ids)
+    return tokens
 
 
 def _made(
@@ -226,20 +229,16 @@ def _made(
     version: int | None,
     header: bytes,
     record: Mapping[str, Any],
-) -> _Member:
-    return _Member(
-        index,
-        position,
-        tokens * width + len(header),
-        tokens,
-        reward,
-        _STATUS[status],
-        HAS_REWARD | _FLAGS[role] | (0 if version is None else HAS_VERSION),
-        version or 0,
-        member_line(index, "usable", reward, role),
-        header,
-        record,
+) -> _Member | None:
+    size, version_flag = tokens * width + len(header), 0 if version is None else HAS_VERSION
+    if size > _MAX_BYTES:
+        return None
+    entry = _RECORD.pack(
+        *(index, _STATUS[status], HAS_REWARD | _FLAGS[role] | version_flag, 1, 0, size, reward),
+        *(version or 0, version or 0, tokens, np.count_nonzero(record["response_mask"])),
     )
+    text = member_line(index, "usable", reward, role)
+    return _Member(index, position, size, entry, text, header, record)
 
 
 def _member_of(
@@ -295,15 +294,15 @@ def _is_plain(value: Any, depth: int) -> bool:
     kind = type(value)
     if kind is str:
         return value.isascii() or _is_unicode(value)
-    if kind is dict:
-        return depth > 0 and all(
-            type(key) is str and _is_plain(key, 0) and _is_plain(item, depth - 1)
-            for key, item in value.items()
-        )
-    if kind is list:
-        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
     if kind is float:
         return isfinite(value)
+    if kind is dict and depth > 0:
+        for key, item in value.items():
+            if type(key) is not str or not _is_plain(key, 0) or not _is_plain(item, depth - 1):
+                return False
+        return True
+    if kind is list:
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
     return value is None or kind is bool or (kind is int and value.bit_length() <= 64)
 
 
@@ -319,8 +318,7 @@ def _packet(members: Sequence[_Member], head: bytes, columns: Columns) -> Packet
     """The packet of these members; None if a column has wrong values, or the header is too large."""
     fields: dict[Any, Any] = {}
     for name, _ in columns:
-        arrays = [member.record[name] for member in members]
-        column = field_of(arrays)
+        column = field_of([member.record[name] for member in members])
         for part in column if isinstance(column, list) else [column]:
             if not part.flags.c_contiguous:
                 return None
@@ -332,19 +330,11 @@ def _packet(members: Sequence[_Member], head: bytes, columns: Columns) -> Packet
     fields[HEADER] = header = join_headers(head, [member.header for member in members])
     if len(header) > MAX_HEADER_BYTES:
         return None
-    records = [
-        _RECORD.pack(
-            *(member.rollout_index, member.status, member.flags, 1, 0, member.size, member.reward),
-            *(member.version, member.version, member.tokens),
-            int(np.count_nonzero(member.record["response_mask"])),
-        )
-        for member in members
-    ]
     return Packet(
         tuple([member.position for member in members]),
         tuple([member.rollout_index for member in members]),
         "".join([member.text for member in members]),
-        plain_table(records, tuple([name for name, _ in columns])),
+        plain_table([member.entry for member in members], tuple([name for name, _ in columns])),
         stored_bytes(fields),
         fields,
     )

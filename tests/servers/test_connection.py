@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -203,6 +204,13 @@ async def test_a_refusal_is_an_error_at_once(redis_url: str) -> None:
         pytest.raises(SettingError, match="DB index"),
     ):
         connection.wait_until_ready()
+
+
+def test_a_client_opens_no_more_connections_than_it_needs(redis_url: str) -> None:
+    with Connection(redis_url + "?max_connections=2") as connection, ThreadPoolExecutor(8) as threads:
+        client = connection.scripts
+        assert len({client.client_id() for _ in range(8)}) == 1
+        assert len(set(threads.map(lambda _: client.client_id(), range(64)))) <= 2
 
 
 async def test_many_tasks_share_a_bounded_number_of_connections(redis_url: str) -> None:

@@ -2,4 +2,5 @@
 -- KEYS  open, groups, ledger, trainer
 -- Returns  that number
 -- include pacing
-return groups_ahead(redis.call('HMGET', keys.trainer, 'held')[1])
+local counted = redis.call('HMGET', keys.ledger, 'groups_eval', 'groups_abandoned')
+return groups_ahead(redis.call('HMGET', keys.trainer, 'held')[1], counted[1], counted[2])

@@ -29,7 +29,7 @@ if refused then return refused end
 local function cancel(members)
   local lines = {}
   for i, member in ipairs(members) do lines[i] = member.index .. ' cancelled - ' .. group.role .. '\n' end
-  local packet = {key = '', bytes = '0', epoch = '0', text = table.concat(lines), table = '', members = members}
+  local packet = {key = '', bytes = '0', epoch = '0', text = table.concat(lines), table = '', count = #members}
   if not append(group.id, packet, keys.rollouts, 'rollouts') then return false end
   group.slots = with_letters(group.slots, 1, members, 'p')
   reserve(group.slot_bytes, -#members)

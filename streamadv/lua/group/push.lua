@@ -36,14 +36,14 @@ end
 
 local function refuse(packet, code, codes)
   unlink(packet)
-  for i = 1, #packet.members do codes[#codes + 1] = code end
+  for i = 1, packet.count do codes[#codes + 1] = code end
 end
 
 -- Refuse a packet of which some members are duplicates or out of range: it stays whole, or a part of its payload would
 -- belong to nobody.
 local function refuse_in_part(packet, slots, codes)
   unlink(packet)
-  for _, member in ipairs(packet.members) do
+  for _, member in ipairs(members_of(packet.text)) do
     local code = 'again'
     if member.index >= #slots then
       code = 'range'
@@ -55,11 +55,18 @@ local function refuse_in_part(packet, slots, codes)
   end
 end
 
-local function are_free(members, slots)
-  for _, member in ipairs(members) do
-    if string.byte(slots, member.index + 1) ~= 46 then return false end
+-- The slot map with a 'p' for each member of a packet, and their number; nil unless all their slots are free.
+local function fill(slots, text)
+  local filled, at, members = {}, 1, 0
+  for index in string.gmatch(text, '(%d+) %S+ %S+ %S+\n') do
+    local position = index + 1
+    if position < at or string.byte(slots, position) ~= 46 then return nil end
+    members = members + 1
+    filled[members] = string.sub(slots, at, position - 1) .. 'p'
+    at = position + 1
   end
-  return #members > 0
+  if members == 0 then return nil end
+  return table.concat(filled) .. string.sub(slots, at), members
 end
 
 -- Append a packet to the first scorer's stream if it waits for rewards and the run has scorers.
@@ -72,7 +79,9 @@ end
 
 -- Register a packet of an open group. Returns whether it was.
 local function register(group, packet, codes)
-  if not are_free(packet.members, group.slots) then
+  local slots, members = fill(group.slots, packet.text)
+  packet.count = members
+  if not slots then
     refuse_in_part(packet, group.slots, codes)
   elseif packet.key ~= '' and redis.call('PERSIST', packet.key) == 0 then
     refuse(packet, 'lost', codes)
@@ -80,9 +89,9 @@ local function register(group, packet, codes)
     has_ended = true
     unlink(packet)
   else
-    group.slots = with_letters(group.slots, 1, packet.members, 'p')
-    reserve(group.slot_bytes, -#packet.members)
-    for i = 1, #packet.members do codes[#codes + 1] = 'pushed' end
+    group.slots = slots
+    reserve(group.slot_bytes, -members)
+    for i = 1, members do codes[#codes + 1] = 'pushed' end
     return true
   end
   return false
@@ -108,7 +117,7 @@ local function push_late(id, packets, tombstone, tombstones)
   local codes, late = {'ok'}, after_end(tombstone)
   for _, packet in ipairs(packets) do
     unlink(packet)
-    for _, member in ipairs(packet.members) do
+    for _, member in ipairs(members_of(packet.text)) do
       local digit, code = slot_digit(tombstone, member.index), 'duplicate'
       if digit == '' then
         code = 'range'
@@ -142,9 +151,8 @@ for i = 1, groups do
   local spec, epoch, count_packets, packets = spec_of(ARGV, at), ARGV[at + SPEC_ARGS], tonumber(ARGV[at + SPEC_ARGS + 1]), {}
   at = at + SPEC_ARGS + 2
   for j = 1, count_packets do
-    local packet = {key = ARGV[at], bytes = ARGV[at + 1], epoch = epoch, text = ARGV[at + 2], table = ARGV[at + 3]}
-    packet.members = members_of(packet.text)
-    packets[j], at = packet, at + 4
+    packets[j] = {key = ARGV[at], bytes = ARGV[at + 1], epoch = epoch, text = ARGV[at + 2], table = ARGV[at + 3]}
+    at = at + 4
   end
   replies[i] = push(spec, keys.group_hashes[i], packets)
 end

@@ -24,12 +24,13 @@ local admission  -- what the admissions of this call are judged by, read for the
 local function read_admission(limits)
   local trainer = redis.call('HMGET', keys.trainer, 'max_staleness', 'batch_groups', 'held', 'epoch', 'version', 'announced',
     'finished', 'weights')
+  local ledger = redis.call('HMGET', keys.ledger, 'shards', 'live_bytes', 'groups_eval', 'groups_abandoned')
   local sizes = read_sizes(keys.sizes)
   return {max_staleness = tonumber(trainer[1] or limits.max_staleness),
-    batch_groups = tonumber(trainer[2] or limits.batch_groups), ahead = groups_ahead(trainer[3]), epoch = trainer[4] or '0',
-    version = trainer[5] or '0', announced = trainer[6] or '', finished = trainer[7] == '1', weights = trainer[8] or '',
-    sizes = sizes, slot_bytes = slot_bytes(sizes, limits.max_trajectory_bytes),
-    live_bytes = count_of(keys.ledger, 'live_bytes')}
+    batch_groups = tonumber(trainer[2] or limits.batch_groups), ahead = groups_ahead(trainer[3], ledger[3], ledger[4]),
+    epoch = trainer[4] or '0', version = trainer[5] or '0', announced = trainer[6] or '', finished = trainer[7] == '1',
+    weights = trainer[8] or '', sizes = sizes, slot_bytes = slot_bytes(sizes, limits.max_trajectory_bytes),
+    shards = tonumber(ledger[1] or ''), live_bytes = tonumber(ledger[2] or '') or 0}
 end
 
 -- Returns a refusal if the producers are too far ahead of the trainer, else nil. Evaluation is never trained on: it is
@@ -69,8 +70,8 @@ end
 --               may read what is pushed here
 -- What is reserved is a function of the open groups' free slots, so no credit can leak.
 local function open_group(group, spec, limits)
-  if tonumber(redis.call('HMGET', keys.ledger, 'shards')[1] or '') ~= limits.shards then return {'layout'} end
   admission = admission or read_admission(limits)
+  if admission.shards ~= limits.shards then return {'layout'} end
   if admission.finished and limits.is_new and spec.role ~= 'eval' then return {'over'} end
   local refused = too_far_ahead(spec, limits) or no_room(spec, limits)
   if refused then

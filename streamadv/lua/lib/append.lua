@@ -1,7 +1,7 @@
 -- append(group_id, packet, stream, name): append a packet to a stream; name: 'rollouts' or 'scoring'. Returns whether the
 -- stream takes entries: after the last possible id it takes no more.
 -- KEYS  ledger
---   packet  key, bytes, epoch, text (members), table; members: as many
+--   packet  key, bytes, epoch, text (members), table; count: of the members
 local function append(group_id, packet, stream, name)
   local id = redis.pcall('XADD', stream, '*', 'group_id', group_id, 'payload', packet.key, 'bytes', packet.bytes,
     'epoch', packet.epoch, 'members', packet.text, 'table', packet.table)
@@ -10,12 +10,12 @@ local function append(group_id, packet, stream, name)
     if string.find(id.err, 'OOM', 1, true) then error(id) end
     return false
   end
-  count('pushed', #packet.members)
-  count(name, #packet.members)
+  count('pushed', packet.count)
+  count(name, packet.count)
   count(name .. '_packets', 1)
   if packet.bytes ~= '0' then
     count('live_bytes', tonumber(packet.bytes))
-    note_size(tonumber(packet.bytes), #packet.members)
+    note_size(tonumber(packet.bytes), packet.count)
   end
   return true
 end

@@ -36,9 +36,9 @@ class Cost(NamedTuple):
 
 #: Per trajectory, in groups of 8 pushed whole and batches of 16 groups.
 BOUNDS = {
-    "grpo": Cost(6.9, 0.69, 660, 725),
-    "grpo+kl": Cost(7.05, 0.695, 670, 735),
-    "gae+kl": Cost(7.1, 0.70, 665, 720),
+    "grpo": Cost(6.7, 0.69, 660, 725),
+    "grpo+kl": Cost(6.83, 0.695, 670, 735),
+    "gae+kl": Cost(6.87, 0.70, 665, 720),
 }
 #: Of each further trajectory in a packet. A call of a script takes a bounded number of them, so a few calls more.
 FURTHER = {
