@@ -43,7 +43,8 @@ class GroupPolls:
         came = self._missing - missing
         self.are_coming = came > 0
         rest_s = missing * (now - self._looked) / came if self.are_coming else REST_S * missing
-        self._looked, self._missing, self._due = now, missing, now + min(REST_S, rest_s)
+        # Should they come faster from now on, little of a batch is not waited for long.
+        self._looked, self._missing, self._due = now, missing, now + min(REST_S, 4 * REST_S * missing, rest_s)
         return False
 
 

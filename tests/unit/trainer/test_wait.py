@@ -69,7 +69,7 @@ def test_groups_are_left_alone_while_a_whole_batch_is_missing() -> None:
 
 
 def test_the_next_look_is_due_when_the_batch_will_be_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As groups have come since the look before, and not later than after a whole rest."""
+    """As groups have come since the look before, and the sooner the less is missing."""
     now = 0.0
     monkeypatch.setattr(wait.clock, "now", lambda: now)
     session = Session([], found=[0.8, 0.1, 0.05])
@@ -81,7 +81,7 @@ def test_the_next_look_is_due_when_the_batch_will_be_full(monkeypatch: pytest.Mo
         rests.append(polls.rest_ms)
     now += 0.01
     polls.look()
-    assert [*rests, polls.rest_ms] == [25, 100, 10]
+    assert [*rests, polls.rest_ms] == [25, 40, 10]
 
 
 def test_a_group_that_fills_the_batch_ends_the_wait() -> None:
