@@ -189,6 +189,12 @@ class Supply:
         patience.look(session)
         self._marks.news.clear()
         unmarked = session.waits_for_marks(self._next)
+        if unmarked:
+            patience.wait_for_batch(unmarked)
+        elif self._watchdog is None:
+            patience.wait_for_batch(session.waits_for(self._next))
+        elif timeout != 0:  # at least once in a call, however slow this machine is
+            self._watchdog.look()
         if patience.is_over:
             why = str(unmarked) if unmarked else why_no_batch(session.run, self._limits)
             raise NoBatchError(
@@ -196,11 +202,6 @@ class Supply:
             )
         block_ms = BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1)
         if unmarked:
-            patience.wait_for_batch(unmarked)
             self._marks.news.wait(block_ms / 1000)
             return
-        if self._watchdog is not None:
-            self._watchdog.look()
-        else:
-            patience.wait_for_batch(session.waits_for(self._next))
         reader.wait(block_ms, max_groups, self._stop)
