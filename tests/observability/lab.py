@@ -90,6 +90,14 @@ class Lab:
         self.redis_port = free_port()
 
     def __enter__(self) -> Lab:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
         self.server.start()
         for name in self.ports:
             self.start(name)
@@ -106,7 +114,6 @@ class Lab:
         targets = len(self.ports) + (self.redis_exporter is not None)
         until(lambda: len(self.ask("up == 1")) == targets, "all targets are up", 180)
         until(lambda: self.ask("streamadv_batch_version > 3"), "the trainer trains", 90)
-        return self
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
