@@ -83,8 +83,9 @@ def hooked(reached: Hook, gate: Callable[[], object] = lambda: None) -> Iterator
         called = [name for command in self._command_queue for name in _called(names, command.args)]
         return around(called, lambda: transact(self, *args, **options))
 
-    def on_push(self: Any, payloads: Any, call: Sequence[Any]) -> Any:
-        return around(_called(names, call), lambda: push(self, payloads, call))
+    def on_push(self: Any, payloads: Any, call: Sequence[Any], also: Sequence[Any] = (), *rest: Any) -> Any:
+        called = [*_called(names, call), *_called(names, also)]
+        return around(called, lambda: push(self, payloads, call, also, *rest))
 
     def on_script(self: Any, sha: str, *args: Any) -> Any:
         return around([names[sha]], lambda: evalsha(self, sha, *args))
