@@ -7,6 +7,8 @@ the package `opentelemetry-api` is needed. Names of spans and attributes are tho
 All spans of a group are in one trace, that of its beginning. Its context travels in tickets as a `traceparent` (W3C),
 with packets as CONTEXT_BYTES bytes; without these there is no trace, or it is not sampled. A batch has a trace of its
 own, with links to those of its groups; its context travels in the batch's record.
+
+An error of a sampler or span processor is a warning: nothing of the run depends on a span.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
+from . import clock
 from .extras import is_installed, remedy
-from .messages import log_fields
+from .messages import log_fields, one_line
 from .version import __version__
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,8 @@ CONTEXT_BYTES: Final = 16 + 8 + 1
 MAX_LINKS: Final = 128
 #: Seconds in which the end of a process waits for its last spans to be exported.
 FLUSH_S: Final = 5.0
+#: Seconds between two lines about errors of the provider.
+LOG_INTERVAL_S: Final = 30.0
 SYSTEM: Final = "streamadv"
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.37.0"
 
@@ -108,6 +113,14 @@ class Span:
             self._span.set_attribute("error.type", reason)
             self._span.set_status(api.Status(api.StatusCode.ERROR, text or reason))
 
+    def end(self, at: int | None = None) -> None:
+        """It has ended now, or at this time."""
+        if self._span is not None:
+            try:
+                self._span.end(at)
+            except Exception as error:
+                _provider_failed(error)
+
 
 NO_SPAN: Final = Span()
 _NOTHING: Final = nullcontext(NO_SPAN)
@@ -139,8 +152,8 @@ def begun(run: str, group_id: str, rollouts: int, since: int) -> str | None:
     api = _api()
     if api is None:
         return None
-    made = Span(_start(api, BEGIN, None, _attributes(BEGIN, run, group_id, rollouts), (), since))
-    made._span.end()
+    made = _start(api, BEGIN, None, _attributes(BEGIN, run, group_id, rollouts), (), since)
+    made.end()
     return made.traceparent
 
 
@@ -162,14 +175,14 @@ def _pushing(api: Any, run: str, group_id: str, traceparent: str | None, rollout
         context = _in_context(api, of_group)
     elif of_group is not None and of_group.trace_id != current.trace_id:
         links = [api.Link(of_group)]
-    started = Span(_start(api, PUSH, context, _attributes(PUSH, run, group_id, rollouts), links))
+    started = _start(api, PUSH, context, _attributes(PUSH, run, group_id, rollouts), links)
     try:
         yield started
     except Exception as error:
         started.fail(type(error).__name__, str(error))
         raise
     finally:
-        started._span.end()
+        started.end()
 
 
 def travelling(traceparent: str | None, push: Span) -> bytes | None:
@@ -234,10 +247,10 @@ def record(
             attributes["streamadv.batch"] = k
         if outcomes and group_id in outcomes:
             attributes["streamadv.outcome"] = outcomes[group_id]
-        made = Span(_start(api, step, _in_context(api, parent), attributes, links, since))
+        made = _start(api, step, _in_context(api, parent), attributes, links, since)
         if failed and group_id in failed:
             made.fail(failed[group_id])
-        made._span.end(end)
+        made.end(end)
 
 
 def record_batch(
@@ -254,8 +267,8 @@ def record_batch(
     remotes = [_remote(api, context) for context in list((groups or {}).values())[:MAX_LINKS]]
     links = [api.Link(remote) for remote in remotes if remote is not None]
     attributes = _attributes(step, run) | {"streamadv.batch": k}
-    made = Span(_start(api, step, _in_context(api, parent), attributes, links, since))
-    made._span.end(now())
+    made = _start(api, step, _in_context(api, parent), attributes, links, since)
+    made.end(now())
     return made.traceparent if made.context else None
 
 
@@ -275,11 +288,30 @@ def _start(
     attributes: Mapping[str, str | int],
     links: Iterable[Any],
     since: int | None = None,
-) -> Any:
-    tracer = _tracer_of(api.get_tracer_provider())
-    kind = getattr(api.SpanKind, step.kind)
-    name = f"{step.name} {step.stream}"
-    return tracer.start_span(name, context, kind, attributes, links, start_time=since)
+) -> Span:
+    kind, name = getattr(api.SpanKind, step.kind), f"{step.name} {step.stream}"
+    try:
+        tracer = _tracer_of(api.get_tracer_provider())
+        return Span(tracer.start_span(name, context, kind, attributes, links, start_time=since))
+    except Exception as error:
+        _provider_failed(error)
+        return NO_SPAN
+
+
+_failed_at = -LOG_INTERVAL_S  # when that was said last
+
+
+def _provider_failed(error: Exception) -> None:
+    """Say it now and then: this may happen with every span."""
+    global _failed_at
+    if clock.now() - _failed_at >= LOG_INTERVAL_S:
+        _failed_at = clock.now()
+        text = f"{type(error).__name__}: {error}"
+        _warn(
+            one_line(
+                f"spans are lost, the tracer provider fails: look at its samplers and processors: {text}"
+            )
+        )
 
 
 @lru_cache(1)  # the making of a tracer takes longer than that of a span

@@ -8,6 +8,7 @@ from .. import tracing
 from ..metrics.instruments import EVALUATED, KEPT
 from ..run import Run, Shard
 from ..run.consumer import Entry
+from ..store.replies import replies_of
 from ..trajectory.member_table import trace_of
 
 
@@ -17,12 +18,15 @@ def first_trace(tables: Iterable[bytes | memoryview]) -> bytes | None:
 
 
 def traces_of_entries(entries: Sequence[Entry]) -> dict[str, bytes]:
-    """Trace contexts of the groups of packets in a stream, by id; {} where no traces are recorded."""
+    """Trace contexts of the groups of packets in a stream, by id; {} where no traces are recorded.
+
+    entries: packets, see `packet_problem`.
+    """
     traces: dict[str, bytes] = {}
     for entry in entries if tracing.is_on() else ():
-        context = trace_of(entry.fields.get("table", b""))
+        context = trace_of(entry.fields["table"])
         if context is not None:
-            traces.setdefault(entry.fields["group_id"].decode(errors="replace"), context)
+            traces.setdefault(entry.fields["group_id"].decode(), context)
     return traces
 
 
@@ -34,9 +38,11 @@ def traces_of_open(shard: Shard, group_ids: Sequence[str]) -> dict[str, bytes]:
     for group_id in group_ids:
         pipe.hgetall(shard.keys.group(group_id))
     traces: dict[str, bytes] = {}
-    for group_id, fields in zip(group_ids, pipe.execute() if group_ids else (), strict=True):
+    for group_id, fields in zip(group_ids, replies_of(pipe) if group_ids else (), strict=True):
         # A packet's field ends with its member table, after a blank line: lua/lib/complete.lua.
-        tables = [value.partition(b"\n\n")[2] for name, value in fields.items() if b"}:payload:" in name]
+        tables = [
+            value.partition(b"\n\n")[2] for name, value in (fields or {}).items() if b"}:payload:" in name
+        ]
         context = first_trace(tables)
         if context is not None:
             traces[group_id] = context

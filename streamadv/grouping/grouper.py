@@ -87,12 +87,13 @@ def _take(run: Run, entries: Sequence[Entry]) -> list[str]:
     keys = shard.keys
     positions: dict[str, int] = {}  # of each group's hash in the list
     args: list[Any] = [STAGE, *run.manifest.policy_args]
-    payloads = []
+    packets, payloads = list[Entry](), list[str]()
     for entry in entries:
         problem = packet_problem(run, entry.shard, entry.fields)
         if problem is not None:
             reject(shard, keys.rollouts, entry.id, problem, entry.fields, stage=STAGE)
             continue
+        packets.append(entry)
         group_id = entry.fields["group_id"].decode()
         position = positions.setdefault(group_id, len(positions) + 1)
         args += [entry.id, position, group_id, *(entry.fields[name] for name in PACKET_FIELDS[1:])]
@@ -104,6 +105,6 @@ def _take(run: Run, entries: Sequence[Entry]) -> list[str]:
     metrics.entries(STAGE, "acked", taken)
     ids = list(positions)
     outcomes = {ids[number - 1]: outcome for number, outcome in count_ended(ended)}
-    if traces := traces_of_entries(entries):
+    if traces := traces_of_entries(packets):
         record_grouped(run, traces, since, outcomes)
     return list(outcomes.values())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider, sampling
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider, sampling
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -78,10 +78,14 @@ def traces_in(spans: Sequence[ReadableSpan]) -> set[int]:
     return {span.context.trace_id for span in spans}
 
 
-def record(monkeypatch: pytest.MonkeyPatch, sampler: sampling.Sampler = sampling.ALWAYS_ON) -> Recorded:
+def record(
+    monkeypatch: pytest.MonkeyPatch,
+    sampler: sampling.Sampler = sampling.ALWAYS_ON,
+    processor: SpanProcessor | None = None,
+) -> Recorded:
     """Set a provider for this test; a global one could not be taken back."""
     exporter, provider = InMemorySpanExporter(), TracerProvider(sampler=sampler, shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    provider.add_span_processor(processor or SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     return Recorded(provider, exporter)
 
@@ -388,6 +392,63 @@ def test_a_push_that_fails_is_marked(fake: Connection, recorded: Recorded) -> No
             producer.push([trajectory("g", 1, 2)])
         assert group.push([{**ROW, "rollout_index": 0}]).codes == ["duplicate"]
     assert failures(recorded.of("g")) == [("push rollouts", "TrajectoryError")]
+
+
+# What is foreign or broken
+
+
+def test_a_foreign_entry_with_a_trace_ends_no_grouper(fake: Connection, recorded: Recorded) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        traced = bytes(8) + b"\x02" + bytes(60)
+        fake.scripts.xadd(run.home.keys.rollouts, {"table": traced})
+        fake.scripts.xadd(run.home.keys.rollouts, {"table": traced, "group_id": b"\xff"})
+        producer.push([trajectory("g", index) for index in range(2)])
+        group_all(run)
+    assert steps_of(recorded.of("g")) == ["push", "group"]
+
+
+def test_an_overwritten_group_ends_no_grouper(fake: Connection, recorded: Recorded, forward: Forward) -> None:
+    with producing(fake, "r", {"group_deadline_s": 5}) as producer:
+        run = join(fake, "r")
+        for group_id in ("overwritten", "g"):
+            producer.push([trajectory(group_id, 0)])
+        group_all(run)
+        fake.scripts.set(run.home.keys.group("overwritten"), "something else")
+        forward(10)
+        group_all(run)
+    assert failures(recorded.of("g")) == [("group rollouts", "dropped: expired")]
+
+
+class Failing(SpanProcessor):
+    """A user's processor that raises in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        setattr(self, method, self._fail)
+
+    def _fail(self, *_: Any, **__: Any) -> None:
+        raise ValueError("the disk is full")
+
+
+@pytest.mark.parametrize("method", ["on_start", "on_end"])
+def test_a_provider_that_fails_stops_nothing(
+    method: str,
+    fake: Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    through: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(tracing, "_failed_at", -tracing.LOG_INTERVAL_S)
+    record(monkeypatch, processor=Failing(method))
+    with producing(fake, "r") as producer:
+        push_two(producer)
+        batch = through()
+    assert {reference.group_id for reference in batch.references} == {"g", "g2"}
+    said = [message for message in caplog.messages if "tracer provider fails" in message]
+    assert said == [
+        "spans are lost, the tracer provider fails: look at its samplers and processors: ValueError: the disk is full"
+    ]
+    assert problems(join(fake, "r")) == []
 
 
 # Where no traces are recorded
