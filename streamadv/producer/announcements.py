@@ -25,6 +25,8 @@ from .requests import STAGE
 
 #: Of one read. After it a listener that nobody waits for any more ends.
 BLOCK_MS: Final = 1000
+#: Seconds by which a refusal that came before an announcement has reached its wait.
+LATE_S: Final = 1.0
 #: Id of an entry: milliseconds, number.
 Id = tuple[int, int]
 NONE_YET: Final = b"0-0"
@@ -49,9 +51,17 @@ class _Heard:
 
     def __init__(self) -> None:
         self._newest: dict[str, Id] = {}
+        self._since: dict[str, float] = {}  # when it was new
 
     def note(self, key: str, entry: Id) -> None:
-        self._newest[key] = max(entry, self._newest.get(key, entry))
+        if key not in self._newest or entry > self._newest[key]:
+            self._newest[key], self._since[key] = entry, clock.now()
+
+    def note_refusal(self, key: str, entry: Id) -> None:
+        """Note the entry that a refusal names. If it is older than what is long known, the server has lost that."""
+        if entry < self._newest.get(key, entry) and clock.now() > self._since[key] + LATE_S:
+            self._newest[key] = entry
+        self.note(key, entry)
 
     def is_newer(self, key: str, entry: Id) -> bool:
         """Whether there is an entry after this one."""
@@ -93,7 +103,7 @@ class Announcements:
         """Return after so many seconds, or once there is an entry after this one, or at the end."""
         seen = _parsed(after or NONE_YET)
         with self._changed:
-            self._heard.note(key, seen)
+            self._heard.note_refusal(key, seen)
             self._waiting[key] += 1
             if key not in self._listened_to:
                 self._listened_to.add(key)
@@ -152,7 +162,7 @@ class AsyncAnnouncements:
     async def wait(self, key: str, after: bytes, seconds: float, over: Awaitable[None]) -> None:
         """As `Announcements.wait`; `over` ends it too."""
         seen = _parsed(after or NONE_YET)
-        self._heard.note(key, seen)
+        self._heard.note_refusal(key, seen)
         if self._heard.is_newer(key, seen):
             return
         self._waiting[key] += 1

@@ -15,6 +15,7 @@ import redis
 import redis.exceptions
 
 from .resp import INCOMPLETE, Piece, gathered, make_reader
+from .retry import classified
 
 #: What one call of sendmsg may bring.
 MAX_PIECES: Final = 1024
@@ -50,7 +51,10 @@ class Pool(redis.BlockingConnectionPool):
         super().__init__(queue_class=_Stack, **options)  # type: ignore[no-untyped-call]
 
     def get_connection(self, *_: Any, **__: Any) -> Any:
-        """A connection that works as far as one can tell. Blocks until one is free."""
+        """A connection that works as far as one can tell. Blocks until one is free.
+
+        Raises what a server refuses the connection with, as `classified`.
+        """
         self._checkpid()
         connection: Any = self.pool.get() or cast(Any, self).make_connection()
         try:
@@ -59,8 +63,10 @@ class Pool(redis.BlockingConnectionPool):
             if _is_dirty(connection):
                 connection.disconnect()
                 connection.connect()
-        except BaseException:
+        except BaseException as error:
             self.release(connection)
+            if isinstance(error, redis.exceptions.ResponseError):
+                raise classified(error) from None
             raise
         return connection
 

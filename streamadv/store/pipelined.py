@@ -24,7 +24,7 @@ from .resp import (
     replies_to_transaction,
     transaction_result,
 )
-from .retry import classified, closed_under_way
+from .retry import classified, closed_under_way, not_now
 
 CLOSED: Final = "connection closed"
 
@@ -119,7 +119,7 @@ class Pipelined:
     async def _open(self) -> None:
         """Have redis-py connect, which knows about passwords, certificates and Sentinels; then take over."""
         connection: Any = self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-        with closed_under_way():
+        with closed_under_way(), not_now():
             await connection.connect()
             self._wire = _Wire(connection._writer, connection._parser.parse_error, self._timeout)
             connection._writer = connection._reader = None  # not its own any more

@@ -18,11 +18,11 @@ import redis.asyncio.cluster
 import redis.exceptions
 
 from streamadv.errors import ServerUnreachableError, SettingError
-from streamadv.store.calls import run_script_async
+from streamadv.store.calls import run_script, run_script_async, run_transaction, run_transaction_async
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.keys import ShardKeys
-from streamadv.store.retry import RETRYABLE
+from streamadv.store.retry import RETRYABLE, NotNowError
 from streamadv.store.scripts import script_call
 from streamadv.store.waiting import Blocked, Wait
 
@@ -204,6 +204,40 @@ async def test_a_refusal_is_an_error_at_once(redis_url: str) -> None:
         pytest.raises(SettingError, match="DB index"),
     ):
         connection.wait_until_ready()
+
+
+@pytest.mark.parametrize("option", ["/3", "/0?client_name=mine"])
+def test_a_busy_server_that_refuses_a_new_connection_is_waited_for(
+    forgetful: EmbeddedServer, option: str
+) -> None:
+    """redis-py selects the database and names the connection when it connects."""
+    url, call = forgetful.url.removesuffix("/0") + option, script_call("server_id", ShardKeys("r:0:0"))
+
+    async def ask() -> None:
+        async with AsyncConnection(url) as connection:
+            for client in (connection.scripts, connection.pipelined):
+                with pytest.raises(NotNowError, match="BUSY"):
+                    await run_script_async(client, call)
+            with pytest.raises(NotNowError, match="BUSY"):
+                await run_transaction_async(connection, [], call)
+
+    with redis.Redis.from_url(forgetful.url) as client, ThreadPoolExecutor(1) as pool:
+        client.config_set("busy-reply-threshold", 10)
+        script = pool.submit(redis.Redis.from_url(forgetful.url).eval, "while true do end", 0)
+        try:
+            with suppress(redis.exceptions.ResponseError):  # BUSY
+                while True:
+                    client.get("x")
+            with Connection(url) as connection:
+                with pytest.raises(NotNowError, match="BUSY"):
+                    run_script(connection.scripts, call)
+                with pytest.raises(NotNowError, match="BUSY"):
+                    run_transaction(connection, [], call)
+            asyncio.run(ask())
+        finally:
+            client.script_kill()
+        with pytest.raises(redis.exceptions.ResponseError):
+            script.result()
 
 
 def test_a_client_opens_no_more_connections_than_it_needs(redis_url: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +20,7 @@ from streamadv.producer.tickets import Ticket
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
 from streamadv.status import read_status
-from streamadv.store.connection import Connection
+from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.retry import Outage
 from streamadv.store.waiting import Wait
 from streamadv.trainer.queue import TrainerQueue
@@ -307,6 +308,51 @@ async def test_a_task_hears_of_room_after_its_connection_broke(
         await asyncio.to_thread(train, queue, join(redis_url, run))
         assert len(await asyncio.wait_for(beginning, 30)) == 1
     queue.close()
+
+
+def is_listened_to(url: str) -> bool:
+    with redis.Redis.from_url(url) as client:
+        return any(c["cmd"] == "xread" and "b" in c["flags"] for c in client.client_list())
+
+
+@pytest.mark.server
+@pytest.mark.timeout(60)
+def test_an_announcement_that_the_server_has_lost_ends_no_more_waits(
+    redis_url: str, forward: Callable[[float], None]
+) -> None:
+    with Connection(redis_url) as connection, ThreadPoolExecutor(1) as pool:
+        announcements = Announcements(connection)
+        connection.scripts.xadd("admission", {"n": 1})
+        announcements.wait("admission", b"", 30)
+        connection.scripts.flushall()
+        forward(60)
+        waiting = pool.submit(announcements.wait, "admission", b"", 30)
+        while not is_listened_to(redis_url) and not waiting.done():
+            pass
+        assert not futures.wait({waiting}, timeout=0.1).done
+        connection.scripts.xadd("admission", {"n": 1})
+        waiting.result(timeout=30)
+        announcements.close()
+
+
+@pytest.mark.server
+@pytest.mark.timeout(60)
+async def test_an_announcement_that_the_server_has_lost_ends_no_more_waits_of_tasks(
+    redis_url: str, forward: Callable[[float], None]
+) -> None:
+    async with AsyncConnection(redis_url) as connection:
+        announcements = AsyncAnnouncements(connection)
+        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await connection.scripts.xadd("admission", {"n": 1})
+        await announcements.wait("admission", b"", 30, never)
+        await connection.scripts.flushall()
+        forward(60)
+        waiting = asyncio.create_task(announcements.wait("admission", b"", 30, never))
+        done, _ = await asyncio.wait({waiting}, timeout=0.1)
+        assert not done
+        await connection.scripts.xadd("admission", {"n": 1})
+        await asyncio.wait_for(waiting, 30)
+        await announcements.close()
 
 
 @pytest.mark.server
