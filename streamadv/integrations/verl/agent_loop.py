@@ -19,6 +19,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import (
 )
 
 from ...errors import GroupEndedError, TrajectoryError
+from ...messages import log_fields
 from ...producer import Producer
 from ...producer.async_group import AsyncRollout
 from ...producer.async_producer import AsyncProducer
@@ -102,11 +103,15 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         try:
             await self._play(dict(prompt), dict(sampling_params), trajectory, trace)
         except GroupEndedError:
-            logger.info("prompt %s was played before", uid)
+            logger.info("prompt %s was played before", uid, extra=self._log_fields("group_played", uid))
         except Exception:
-            logger.exception("prompt %s was not played to its end", uid)
+            fields = self._log_fields("group_not_played", uid)
+            logger.exception("prompt %s was not played to its end", uid, extra=fields)
         finally:
             await tq.async_kv_clear(keys=[uid], partition_id=TRAIN)
+
+    def _log_fields(self, event: str, uid: str) -> dict[str, object]:
+        return log_fields(event, run=self._options.run, role="verl", group=uid)
 
     async def _play(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool

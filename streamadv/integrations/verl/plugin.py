@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final
 
+from ...messages import log_fields
+
 logger = logging.getLogger(__name__)
 
 VERL_TRAINERS: Final = "verl.trainer.ppo.v1"
@@ -49,7 +51,8 @@ def register() -> None:
     try:
         importlib.import_module(OUR_TRAINERS)
     except ImportError as error:
-        logger.warning("the trainers of streamadv are not registered with verl: %s", error)
+        fields = log_fields("not_registered", role="verl")
+        logger.warning("the trainers of streamadv are not registered with verl: %s", error, extra=fields)
 
 
 if VERL_TRAINERS in sys.modules:

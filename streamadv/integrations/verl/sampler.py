@@ -16,6 +16,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from ...errors import NoBatchError, RunEndedError, SettingError
+from ...messages import log_fields
 from ...run.run import find_run
 from ...status.read import read_status
 from ...store.connection import Connection
@@ -155,7 +156,7 @@ class QueueSampler(ReplayBufferAsync):
             try:
                 batch = self.queue.next_batch(REFILL_S if self.options.generate else None)
             except NoBatchError as error:
-                logger.info("%s", error)
+                logger.info("%s", error, extra=log_fields("no_batch", run=self.options.run, role="verl"))
                 self.fill()
                 continue
             if batch is None:
