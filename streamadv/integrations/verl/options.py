@@ -123,8 +123,8 @@ def check(config: DictConfig, mode: str, options: Options) -> None:
             ),
             (
                 filters.get("enable"),
-                "algorithm.filter_groups is enabled: groups are filtered before a batch is named, by the run's "
-                "`filters` (streamadv runs create); leave it out",
+                "algorithm.filter_groups is enabled: groups are filtered before a batch is named, by "
+                "zero_variance_filter of the run (`streamadv runs create`); leave it out",
             ),
             (
                 reward_model.enable and not reward_model.enable_resource_pool,
