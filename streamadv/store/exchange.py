@@ -64,6 +64,7 @@ class Pool(redis.BlockingConnectionPool):
                 connection.disconnect()
                 connection.connect()
         except BaseException as error:
+            connection.disconnect()  # after an interrupt it may be no more than half ready
             self.release(connection)
             if isinstance(error, redis.exceptions.ResponseError):
                 raise classified(error) from None

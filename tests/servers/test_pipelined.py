@@ -201,6 +201,28 @@ def test_an_interrupt_between_two_replies_leaves_none_to_another_call(
         assert client.transact([], ("EVAL", ECHO, 0, "second")) == b"second"
 
 
+def test_an_interrupt_while_it_connects_leaves_no_connection_to_another_database(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send: Any = redis.connection.Connection.send_command
+    put = ("EVAL", "return redis.call('SET', KEYS[1], 1)", 1, "key")
+
+    def interrupt(connection: Any, *command: Any, **options: Any) -> None:
+        if command[0] == "SELECT":
+            raise KeyboardInterrupt
+        send(connection, *command, **options)
+
+    url = redis_url.removesuffix("/0") + "/3"
+    with Connection(url) as connection, redis.Redis.from_url(redis_url) as other:
+        client: Any = connection.push
+        with monkeypatch.context() as patch:
+            patch.setattr(redis.connection.Connection, "send_command", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                client.transact([], put)
+        client.transact([], put)
+        assert not other.exists("key")
+
+
 def test_a_payload_whose_script_is_not_known_goes_by_itself(redis_url: str) -> None:
     with Connection(redis_url) as connection:
         client: Any = connection.push
