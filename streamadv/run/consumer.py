@@ -336,22 +336,26 @@ class Consumer:
         client = connection.scripts if block_ms is None else connection.blocking(block_ms)
         if start == ">" and block_ms is None:
             client = connection.push  # a repeated read would leave the first reply's entries pending
-        pipe = client.pipeline(transaction=False)
-        pipe.xreadgroup(self.stage, self.name, {cursor.stream: start}, count=count, block=block_ms)
-        # Settings given before an entry was written are in force for it. A cluster has the manifest elsewhere.
-        if not connection.is_cluster:
-            self.run.ask_for_news(pipe)
+        call: Any = (self.stage, self.name, {cursor.stream: start}, count, block_ms)
+        if connection.is_cluster:  # it has the manifest elsewhere, and its pipelines send again
+            reply: Any = client.xreadgroup(*call)
+            if reply:
+                self.run.keep_up()
+        else:
+            reply = self._with_news(client.pipeline(transaction=False).xreadgroup(*call))
+        pairs = reply.items() if isinstance(reply, dict) else reply or []
+        return [entry for _, entries in pairs for entry in entries_of(cursor.shard.index, entries)]
+
+    def _with_news(self, pipe: Any) -> Any:
+        """The reply to the read in a pipeline. Settings given before an entry was written are in force for it."""
+        self.run.ask_for_news(pipe)
         replies = pipe.execute(raise_on_error=False)
         for reply in replies:
             if isinstance(reply, Exception):
                 raise reply
         reply, *news = replies
-        if news:
-            self.run.hear(*news)
-        elif reply:
-            self.run.keep_up()
-        pairs = reply.items() if isinstance(reply, dict) else reply or []
-        return [entry for _, entries in pairs for entry in entries_of(cursor.shard.index, entries)]
+        self.run.hear(*news)
+        return reply
 
     def _take_in_hand(self, entries: Sequence[Entry]) -> list[Entry]:
         """Those of `entries` that are not in hand yet."""

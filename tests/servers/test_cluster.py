@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import redis
 
 from streamadv.cli import main
 from streamadv.producer import Producer
@@ -42,6 +43,30 @@ def test_every_stage_works_across_three_primaries(
     assert run in capsys.readouterr().out
     assert main(["runs", "delete", "--redis", cluster.url, "--run", run]) == 0
     assert not any(list(node.client.scan_iter(match=f"*{run}*")) for node in cluster.primaries())
+
+
+def test_what_a_lost_reply_brought_is_read_again_at_once(
+    cluster: Cluster, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: Any = redis.connection.Connection.read_response
+    lost: list[Any] = []
+
+    def lose(connection: Any, *arguments: Any, **options: Any) -> Any:
+        reply = read(connection, *arguments, **options)
+        if not lost and "b'group_id'" in str(reply):
+            lost.append(reply)
+            connection.disconnect()
+            raise redis.exceptions.ConnectionError("connection lost")
+        return reply
+
+    with Connection(cluster.url) as connection:
+        with Producer(connection, run, settings=RunSettings(shards=1)) as producer:
+            push_groups(producer, 1)
+        consumer = consumer_of(open_run(connection, run), GROUPER)
+        monkeypatch.setattr(redis.connection.Connection, "read_response", lose)
+        assert consumer.read(128) == []
+        assert lost
+        assert consumer.read(128)
 
 
 def test_what_a_dead_consumer_had_is_taken_over_on_every_shard(cluster: Cluster, run: str) -> None:
