@@ -73,7 +73,7 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         self._logic = ProducerLogic(run, name, settings, resend_window)
         self._closing = threading.Event()
         self._announcements = Announcements(self._connection)
-        self._calls = threading.Lock()
+        self._calls = threading.RLock()  # a signal handler may make calls, also between two steps of one
         self._under_way = 0
         self._idle = threading.Event()  # set once it is closed and no call is under way
         self._heart: threading.Thread | None = None

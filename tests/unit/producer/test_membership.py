@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
+
+from streamadv.producer.membership import Membership
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from tests.support import (
@@ -38,3 +43,22 @@ def test_producers_say_whether_more_will_come(fake: Connection) -> None:
         assert states() == ["open"]
         one.finish()
     assert states() == ["finished"]
+
+
+@pytest.mark.timeout(30)
+def test_a_signal_handler_may_use_a_producer_at_any_moment(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished: list[bool] = []
+    check_open = Membership.check_open
+
+    def check_and_be_signalled(membership: Membership) -> None:
+        check_open(membership)
+        if not finished and threading.current_thread() is threading.main_thread():
+            finished.append(True)
+            producer.finish()
+
+    with producing(fake, "r") as producer:
+        monkeypatch.setattr(Membership, "check_open", check_and_be_signalled)
+        assert producer.score("g", 0, 1.0) == "unknown"
+    assert finished
