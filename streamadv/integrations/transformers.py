@@ -10,12 +10,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from .. import weights as weight_files
 from ..errors import SettingError
@@ -23,6 +22,7 @@ from ..extras import require
 from ..trainer import TrainerQueue
 from ..trainer.microbatch import Batch, MicroBatch
 from ..trainer.prompt_response import PromptResponse
+from .checkpoints import STATE_FILE, read_state, write_state
 
 require("streamadv.integrations.transformers", "transformers", "accelerate")
 import torch  # noqa: E402  after the check, which names the extra
@@ -31,9 +31,6 @@ from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 from transformers.trainer import TRAINER_STATE_NAME  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
-
-#: The queue's state, beside the weights in the folder of a checkpoint.
-STATE_FILE: Final = "streamadv.json"
 
 #: `publish(version)` makes the weights of a version readable; returns their URI, or None where producers need none.
 Publish = Callable[[int], str | None]
@@ -59,24 +56,6 @@ def newest_checkpoint(folder: str | Path) -> str | None:
         if number.isdecimal() and all(_is_json(path / name) for name in (STATE_FILE, TRAINER_STATE_NAME)):
             found.append((int(number), str(path)))
     return max(found)[1] if found else None
-
-
-def write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
-    """Write a queue's state into the folder of a checkpoint, which is made if need be."""
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    _write(checkpoint / STATE_FILE, json.dumps(state))
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The queue's state in a checkpoint. Raises SettingError if there is none."""
-    try:
-        state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise SettingError(
-            f"checkpoint {checkpoint}: its {STATE_FILE} cannot be read ({error}): resume from one that this "
-            "trainer has saved, in a folder that all ranks see"
-        ) from None
-    return state
 
 
 class QueueTrainer(Trainer):
@@ -349,16 +328,6 @@ def _tokens(batch: Batch) -> dict[str, Tensor]:
     ids = [micro_batch.input_ids for micro_batch in batch]
     tokens = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with unfinished.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
 
 
 def _is_json(path: Path) -> bool:

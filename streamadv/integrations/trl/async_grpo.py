@@ -23,7 +23,8 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from ...errors import RunEndedError, SettingError
 from ...trainer import TrainerQueue
 from ...trainer.microbatch import Batch
-from ..transformers import read_state, refuse, write_state
+from ..checkpoints import read_state, write_state
+from ..transformers import refuse
 
 #: In the state file: rows of the next batch that are in the weights, and the id of that batch.
 ROWS: Final = "trl_rows"

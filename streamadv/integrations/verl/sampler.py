@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -22,14 +20,15 @@ from ...status.read import read_status
 from ...store.connection import Connection
 from ...trainer import TrainerQueue
 from ...trainer.microbatch import Batch
+from ..checkpoints import read_state
 from .options import WHERE, Options
 from .rows import as_fields, rows_of
 
 logger = logging.getLogger(__name__)
 
 TRAIN: Final = "train"
-#: The queue's state in the folder of a checkpoint, written before the rest of it.
-STATE_FILE: Final = "streamadv.json"
+#: For a checkpoint without the queue's state.
+REMEDY: Final = "or set trainer.resume_mode=disable and another run"
 #: Without a new group for so long, prompts are submitted in the place of those whose groups were dropped.
 REFILL_S: Final = 5.0
 
@@ -107,7 +106,7 @@ class QueueSampler(ReplayBufferAsync):
     def begin(self, global_steps: int, checkpoint: Path | None) -> None:
         """Take the run, going on from a checkpoint if there is one. Raises SettingError where versions do not fit."""
         if checkpoint is not None:
-            self.queue.load_state_dict(read_state(checkpoint))
+            self.queue.load_state_dict(read_state(checkpoint, REMEDY))
         # Rows that verl has saved: the queue gives them again, or they are trained on.
         saved = [key for key, tag in _keys().items() if not tag.get("is_prompt", False)]
         if saved:
@@ -165,27 +164,6 @@ class QueueSampler(ReplayBufferAsync):
                     "more: set trainer.total_training_steps, and begin again from its last checkpoint"
                 )
             return batch
-
-
-def write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
-    """Write the queue's state into the folder of a checkpoint, which is made if need be."""
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    with (checkpoint / STATE_FILE).open("w") as file:
-        json.dump(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The queue's state in a checkpoint. Raises SettingError if there is none."""
-    try:
-        state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise SettingError(
-            f"checkpoint {checkpoint}: its {STATE_FILE} cannot be read ({error}): resume from one that this trainer "
-            "has saved, or set trainer.resume_mode=disable and another run"
-        ) from None
-    return state
 
 
 def _keys() -> dict[str, dict[str, Any]]:

@@ -19,9 +19,10 @@ from verl.trainer.ppo.v1 import (
 from verl.workers.utils.padding import response_to_nested
 
 from ...errors import SettingError
+from ..checkpoints import write_state
 from .options import options_of
 from .rows import as_fields
-from .sampler import QueueSampler, write_state
+from .sampler import QueueSampler
 
 
 class QueuePPOTrainer(PPOTrainer):
