@@ -77,6 +77,15 @@ class Settings(BaseSettings):
         }
         return secret_from("REDIS_PASSWORD", variables)
 
+    @property
+    def url(self) -> str:
+        """The server of a process that needs one. Raises SettingError if none was given."""
+        if self.redis_url is None:
+            raise SettingError(
+                "no server is given: use --redis URL or STREAMADV_REDIS_URL (`streamadv server` starts one)"
+            )
+        return self.redis_url
+
 
 class ShownSetting(NamedTuple):
     """A setting as `streamadv config` prints it."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import fakeredis
@@ -28,10 +28,11 @@ from streamadv.producer import Producer
 from streamadv.producer.tickets import PushResult
 from streamadv.run import Run, open_run
 from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer, Entry
+from streamadv.run.counters import read_counters
 from streamadv.run.manifest import RunSettings
 from streamadv.status import Status, problems_of, read_shard, read_status
 from streamadv.status.audit import audit
-from streamadv.status.model import Ledger, to_json
+from streamadv.status.model import Ledger
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
@@ -190,10 +191,7 @@ def problems(run: Run, deep: bool = True) -> list[str]:
 
 def ledger(run: Run) -> dict[str, Any]:
     """The ledger of all shards: of the whole status it is the cheap part, and tests read it after every step."""
-    counters = Counter[str]()
-    for keys in run.keys.shards:
-        counters.update(read_shard(run, keys).counters)
-    return dict(to_json(Ledger.of(counters)))
+    return asdict(Ledger.of(read_counters(run)))
 
 
 def empty_status() -> Status:

@@ -9,14 +9,14 @@ from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
 from streamadv.status import export_run
 
-from .process import join_run, say_ready, stop_on_signals, url_of
+from .process import join_run, say_ready, stop_on_signals
 
 
 def main(settings: Settings, wanted: RunSettings | None = None) -> int:
     """Run until SIGTERM or SIGINT."""
     stop = stop_on_signals()
     metrics.begin_stage(GROUPER, "grouper")
-    export_run(url_of(settings), settings.run)
+    export_run(settings.url, settings.run)
     run = join_run(settings, wanted, stop, GROUPER)
     say_ready(run)
     run_grouper(run, stop)

@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Final, NoReturn
 
 from streamadv import metrics, tracing
-from streamadv.errors import SettingError
 from streamadv.logs import announcement
 from streamadv.messages import log_fields
 from streamadv.processes.garbage import keep_what_exists
@@ -53,19 +52,12 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def url_of(settings: Settings) -> str:
-    """The server that was given. Raises SettingError if none was."""
-    if settings.redis_url is None:
-        raise SettingError("no server is given: use --redis URL or STREAMADV_REDIS_URL")
-    return settings.redis_url
-
-
 def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Event, stage: str) -> Run:
     """Serve metrics and probes, wait for the server, create or join the run. `say_ready` is for when all else is right.
 
     stage: who waits, in the log. A signal ends the wait with KeyboardInterrupt.
     """
-    connection, probe = Connection(url_of(settings)), Connection(url_of(settings), reply_timeout=PROBE_S)
+    connection, probe = Connection(settings.url), Connection(settings.url, reply_timeout=PROBE_S)
     has_joined = False
 
     def not_ready() -> str | None:

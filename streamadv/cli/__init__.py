@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from .. import __version__, tracing
-from ..errors import SettingError, StreamadvError
+from ..errors import StreamadvError
 from ..extras import require
 from ..logs import announce, set_up_logging
 from ..messages import log_fields
@@ -198,7 +198,7 @@ def connect(settings: Settings) -> Connection:
 
     Raises SettingError if none was given.
     """
-    connection = Connection(_url_of(settings))
+    connection = Connection(settings.url)
     connection.wait_until_ready()
     return connection
 
@@ -209,14 +209,6 @@ def connect_once(arguments: argparse.Namespace, *, reading: bool = False) -> Con
     reading: a server that only refuses writes will do. Raises SettingError if no server was given,
     ServerUnreachableError.
     """
-    connection = Connection(_url_of(settings_from(arguments)), reply_timeout=arguments.wait)
+    connection = Connection(settings_from(arguments).url, reply_timeout=arguments.wait)
     connection.wait_until_ready(arguments.wait, reading=reading)
     return connection
-
-
-def _url_of(settings: Settings) -> str:
-    if settings.redis_url is None:
-        raise SettingError(
-            "no server is given: use --redis URL or STREAMADV_REDIS_URL (`streamadv server` starts one)"
-        )
-    return settings.redis_url

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from typing import Any
 
 from ..messages import printable
@@ -45,7 +46,7 @@ def show_evaluations(arguments: argparse.Namespace) -> int:
         run = find_run(connection, settings_from(arguments).run)
         evaluations = read_evaluations(run)
     if arguments.json:
-        print(json.dumps({"run": run.name, "evaluations": [each.to_json() for each in evaluations]}))
+        print(json.dumps({"run": run.name, "evaluations": list(map(asdict, evaluations))}))
     elif not evaluations:
         print(f"run {run.name}: no group of role eval has ended yet")
     else:

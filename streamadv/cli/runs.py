@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 from redis.exceptions import NoPermissionError, ResponseError
@@ -16,7 +17,6 @@ from ..run import Run, find_run, open_run
 from ..run.manifest import DEFAULTS
 from ..status import Status, read_status
 from ..status.audit import delete_run
-from ..status.model import to_json
 from ..store.keys import RUNS
 from ..store.replies import as_texts, as_whole
 from ..units import counted, seconds_text, size_text
@@ -80,7 +80,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
                 problem = f"not readable: {error}"
             created = _created(value)
             if arguments.json:
-                ledger = None if status is None else to_json(status.ledger)
+                ledger = None if status is None else asdict(status.ledger)
                 quiet_s = None if status is None else status.quiet_s
                 version = None if status is None else status.trainer.version
                 line = {"run": name, "created": created, "ledger": ledger, "problem": problem}

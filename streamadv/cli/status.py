@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
 
@@ -18,7 +18,6 @@ from ..run.manifest import Manifest
 from ..status import Status, read_status
 from ..status.audit import Audit, audit
 from ..status.causes import ordinary_wait, reasons_of
-from ..status.model import to_json
 from ..store.retry import RETRYABLE, Outage
 from ..units import counted, seconds_text, size_text
 from . import FAILED, INTERRUPTED, add_redis_options, add_wait_option, connect_once, settings_from
@@ -135,7 +134,7 @@ def lines_of(status: Status, manifest: Manifest, audited: Audit | None = None) -
 
 
 def _ledger_lines(status: Status) -> Iterator[str]:
-    ledger, places = status.ledger, to_json(status.places)
+    ledger, places = status.ledger, asdict(status.places)
     yield (
         f"pushed {ledger.pushed} = trained {ledger.trained} + dropped {sum(ledger.dropped.values())} "
         f"+ dead {sum(ledger.dead.values())} + queued {ledger.queued} + in_flight {ledger.in_flight}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from ..status.model import Ledger, Status, to_json
+from ..status.model import Ledger, Status
 from .settings import GOAL, DemoSettings
 
 SMOOTHING_S: Final = 3.0  # window of the throughput shown
@@ -143,6 +143,6 @@ class Progress:
             "kills": len(self.kills),
             "killed": [kill.process for kill in self.kills],
             "seconds": round(self.seconds, 2),
-            "ledger": to_json(self.ledger),
+            "ledger": asdict(self.ledger),
             "balanced": self.balanced,
         }

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from dataclasses import astuple, dataclass
+from operator import sub
+from typing import Final
 
 from .. import clock
 from ..messages import log_fields
@@ -32,7 +34,8 @@ JUDGE_AFTER_S: Final = 30.0
 REMEDY: Final = "set partial_min_usable to train on short groups, or redundancy to have rollouts to spare"
 
 
-class Loss(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Loss:
     """Groups that ended short, of all that `ended`, and the usable trajectories dropped with them, of all pushed."""
 
     groups: int
@@ -53,7 +56,7 @@ class Loss(NamedTuple):
         return self.ended >= MIN_GROUPS and max(self.group_ratio, self.trajectory_ratio) >= WARN_RATIO
 
     def since(self, before: Loss) -> Loss:
-        return Loss(*(now - then for now, then in zip(self, before, strict=True)))
+        return Loss(*map(sub, astuple(self), astuple(before)))
 
     def __str__(self) -> str:
         return (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Self
+from dataclasses import dataclass
+from typing import Final, Self
 
 from ..run import Run
 from ..store.replies import replies_of
@@ -49,10 +49,6 @@ class Evaluation:
         with_rewards = [part for part in parts if part[0]]
         low, high = min(part[8] for part in with_rewards), max(part[9] for part in with_rewards)
         return cls(data_source, version, *counts, mean, std_error, best / groups, low, high)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON: the fields."""
-        return asdict(self)
 
 
 def read_evaluations(run: Run) -> list[Evaluation]:

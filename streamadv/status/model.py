@@ -6,7 +6,7 @@ Fields have the names of their JSON keys. Times are in seconds, sizes in bytes, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Self
 
 from ..grouping.short_groups import Loss
@@ -198,10 +198,8 @@ class Server:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
-        figures = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: value for name, value in figures.items() if value is not None or name == "refuses_writes"
-        }
+        figures = asdict(self).items()
+        return {name: value for name, value in figures if value is not None or name == "refuses_writes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +250,9 @@ class Status:
 
     def to_json(self) -> dict[str, Any]:
         """What `streamadv status --json` prints; keys in the order of the fields."""
-        json = to_json(self)
+        json = asdict(self)
         head = {name: json[name] for name in ("run", "shards", "ledger")}
-        return {**head, "balanced": self.balanced, **json}
+        return {**head, "balanced": self.balanced, **json, "server": self.server.to_json()}
 
 
 def by_reason(counters: Mapping[str, int], kind: str) -> dict[str, int]:
@@ -265,18 +263,3 @@ def by_reason(counters: Mapping[str, int], kind: str) -> dict[str, int]:
         for name, count in sorted(counters.items())
         if name.startswith(prefix) and count
     }
-
-
-def to_json(value: Any) -> Any:
-    """A part of the status as JSON."""
-    if isinstance(value, Server):
-        return value.to_json()
-    if isinstance(value, Loss):
-        return value._asdict()
-    if is_dataclass(value):
-        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, dict):
-        return {name: to_json(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [to_json(item) for item in value]
-    return value

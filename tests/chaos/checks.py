@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 from streamadv.run import Run
+from streamadv.run.counters import read_counters
 from streamadv.status import problems_of, read_shard
-from streamadv.status.model import Ledger, to_json
+from streamadv.status.model import Ledger
 from streamadv.store.keys import manifest_key
 from tests.support import deep_problems
 
@@ -43,10 +45,8 @@ def registered(run: Run) -> set[Identity]:
 
 def total(run: Run) -> dict[str, Any]:
     """The ledger of all shards."""
-    counters: Counter[str] = Counter()
-    for keys in run.keys.shards:
-        counters.update(read_shard(run, keys).counters)
-    return {**to_json(Ledger.of(counters)), "counters": dict(counters)}
+    counters = read_counters(run)
+    return {**asdict(Ledger.of(counters)), "counters": dict(counters)}
 
 
 def leftovers(run: Run) -> list[str]:

@@ -21,7 +21,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple
@@ -31,7 +31,6 @@ import redis
 from streamadv.processes.children import Child, Message
 from streamadv.run import Run, open_run
 from streamadv.status import problems_of, read_shard, read_status
-from streamadv.status.model import to_json
 from streamadv.store import scripts
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
@@ -210,7 +209,7 @@ class Soak:
 
     def _judge(self, run: Run) -> None:
         report = self.report
-        report.ledger = to_json(read_status(run).ledger)
+        report.ledger = asdict(read_status(run).ledger)
         for keys in run.keys.shards:
             report.problems += problems_of(read_shard(run, keys))
         allowed = {**ALLOWED, **(ALLOWED_COSTS if self._costs else {})}
