@@ -83,7 +83,7 @@ def _gae_cases() -> list[Case]:
         Case(
             "gae",
             (mask, rewards, value),
-            _gae,
+            _estimator("gae", gamma=GAMMA, lam=LAM),
             padded=_classic("gae"),
             verl=lambda w: verl.gae(*_padded(w, rewards, value, mask), gamma=GAMMA, lam=LAM),
             roll=_roll_gae,
@@ -92,7 +92,7 @@ def _gae_cases() -> list[Case]:
         Case(
             "gae, all tokens",
             (rewards, value),
-            _gae_all_tokens,
+            _estimator("gae", gamma=GAMMA, lam=LAM, mask_aware=False),
             padded=_classic("gae", "roll"),
             roll=_roll_gae,
         ),
@@ -112,7 +112,7 @@ def _reinforce_cases() -> list[Case]:
         Case(
             "reinforce",
             (mask, rewards),
-            _reinforce,
+            _estimator("reinforce", gamma=GAMMA),
             padded=_classic("reinforce"),
             roll=lambda w: (roll.reinforce(w.padded[rewards], gamma=GAMMA),),
             one_turn=frozenset({"roll"}),
@@ -120,14 +120,14 @@ def _reinforce_cases() -> list[Case]:
         Case(
             "reinforce, all tokens",
             (rewards,),
-            _reinforce_all_tokens,
+            _estimator("reinforce", gamma=GAMMA, mask_aware=False),
             padded=_classic("reinforce", "roll"),
             roll=lambda w: (roll.reinforce(w.padded[rewards], gamma=GAMMA),),
         ),
         Case(
             "reinforce++",
             (mask, rewards),
-            _reinforce_plus_plus,
+            _estimator("reinforce_plus_plus", gamma=GAMMA),
             padded=_padded_reinforce_plus_plus,
             verl=lambda w: verl.reinforce_plus_plus(*_padded(w, rewards, mask), gamma=GAMMA),
             one_turn=frozenset({"verl"}),
@@ -139,7 +139,11 @@ def _column_cases() -> list[Case]:
     mask, rewards, value = "response_mask", "token_level_rewards", "values"
     policy = ("old_log_probs", "ref_log_probs")
     return [
-        Case("v-trace", (mask, rewards, value, "old_log_probs", "rollout_log_probs"), _vtrace),
+        Case(
+            "v-trace",
+            (mask, rewards, value, "old_log_probs", "rollout_log_probs"),
+            _estimator("vtrace", gamma=GAMMA, lam=LAM),
+        ),
         Case(
             "whitening",
             (mask, value),
@@ -166,27 +170,29 @@ def _column_cases() -> list[Case]:
 
 
 def _outcome_cases() -> list[Case]:
-    def case(name: str, estimator: str, verl: Way, roll: Way | None = None, **options: float) -> Case:
+    def case(name: str, run: Way, classic: Callable[..., Results], roll: Way | None = None) -> Case:
         return Case(
             name,
             ("response_mask",),
-            _outcome(estimator, **options),
-            padded=_padded_outcome(name),
-            verl=verl,
+            run,
+            padded=lambda w: classic(*_grouped(w)),
+            verl=lambda w: getattr(verl, name.replace(" ", "_"))(*_grouped(w)),
             roll=roll,
         )
 
+    grpo, rloo = padded.compute_grpo_outcome_advantage, padded.compute_rloo_outcome_advantage
+    vectorized = padded.compute_grpo_vectorized_outcome_advantage
     return [
         case(
             "grpo",
-            "grpo",
-            lambda w: verl.grpo(*_grouped(w)),
+            _outcome("grpo"),
+            grpo,
             lambda w: roll.grpo(w.rewards, w.padded["response_mask"], w.groups),
         ),
-        case("grpo vectorized", "grpo", lambda w: verl.grpo_vectorized(*_grouped(w)), least_std=1e-3),
-        case("rloo", "rloo", lambda w: verl.rloo(*_grouped(w))),
-        case("rloo vectorized", "rloo", lambda w: verl.rloo_vectorized(*_grouped(w))),
-        case("opo", "opo", lambda w: verl.opo(*_grouped(w))),
+        case("grpo vectorized", _outcome("grpo", least_std=1e-3), vectorized),
+        case("rloo", _outcome("rloo"), rloo),
+        case("rloo vectorized", _outcome("rloo"), rloo),
+        case("opo", _outcome("opo"), padded.compute_opo_outcome_advantage),
     ]
 
 
@@ -218,22 +224,17 @@ def _grouped(workload: Workload) -> tuple[Tensor, Tensor, Array]:
     return workload.padded["token_level_rewards"], workload.padded["response_mask"], workload.groups
 
 
-def _gae(workload: Workload) -> Results:
-    return _estimate(workload, "gae", gamma=GAMMA, lam=LAM)
-
-
-def _gae_all_tokens(workload: Workload) -> Results:
-    return _estimate(workload, "gae", gamma=GAMMA, lam=LAM, mask_aware=False)
-
-
 def _gae_whitened(workload: Workload) -> Results:
-    advantages, returns = _gae(workload)
+    advantages, returns = _estimator("gae", gamma=GAMMA, lam=LAM)(workload)
     return whiten(advantages, workload.batch.trainable_tokens), returns
 
 
-def _estimate(workload: Workload, name: str, **options: float) -> Results:
-    estimate = get_estimator(name).function(workload.batch, **options)
-    return (estimate.advantages,) if estimate.returns is None else (estimate.advantages, estimate.returns)
+def _estimator(name: str, **options: float) -> Way:
+    def run(workload: Workload) -> Results:
+        estimate = get_estimator(name).function(workload.batch, **options)
+        return (estimate.advantages,) if estimate.returns is None else (estimate.advantages, estimate.returns)
+
+    return run
 
 
 def _verl_gae_whitened(workload: Workload) -> Results:
@@ -265,22 +266,6 @@ def _padded_reinforce_plus_plus(workload: Workload) -> Results:
 def _roll_gae(workload: Workload) -> Results:
     result: Results = roll.gae(*_padded(workload, "token_level_rewards", "values"), gamma=GAMMA, lam=LAM)
     return result
-
-
-def _reinforce(workload: Workload) -> Results:
-    return _estimate(workload, "reinforce", gamma=GAMMA)
-
-
-def _reinforce_all_tokens(workload: Workload) -> Results:
-    return _estimate(workload, "reinforce", gamma=GAMMA, mask_aware=False)
-
-
-def _reinforce_plus_plus(workload: Workload) -> Results:
-    return _estimate(workload, "reinforce_plus_plus", gamma=GAMMA)
-
-
-def _vtrace(workload: Workload) -> Results:
-    return _estimate(workload, "vtrace", gamma=GAMMA, lam=LAM)
 
 
 def _whiten(workload: Workload) -> Results:
@@ -317,17 +302,6 @@ def _outcome(estimator: str, **options: float) -> Way:
         return (expand(workload.batch, "row", function(workload.batch, **options).advantages),)
 
     return run
-
-
-def _padded_outcome(name: str) -> Way:
-    function: Callable[..., Results] = {
-        "grpo": padded.compute_grpo_outcome_advantage,
-        "grpo vectorized": padded.compute_grpo_vectorized_outcome_advantage,
-        "rloo": padded.compute_rloo_outcome_advantage,
-        "rloo vectorized": padded.compute_rloo_outcome_advantage,
-        "opo": padded.compute_opo_outcome_advantage,
-    }[name]
-    return lambda workload: function(*_grouped(workload))
 
 
 def _gigpo(workload: Workload) -> Results:

@@ -45,10 +45,7 @@ def describe_server(url: str) -> dict[str, Any]:
             except ResponseError:  # not permitted
                 aof = "yes"
     return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
+        **describe_processor(),
         "redis_py": redis.__version__,
         "hiredis": importlib.util.find_spec("hiredis") is not None,
         "server": f"{name} {info[f'{name}_version']}",
@@ -58,7 +55,17 @@ def describe_server(url: str) -> dict[str, Any]:
     }
 
 
-def cpu_model() -> str:
+def describe_processor() -> dict[str, Any]:
+    """Processor, cores, how busy they are, and the Python."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

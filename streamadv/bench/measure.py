@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 import statistics
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from ..errors import StreamadvError
 from .cases import Case, Peer, Results, Way, cases, token_cases
-from .machine import cpu_model
+from .machine import describe_processor
 from .workload import GROUP_SIZE, Workload, make_workload
 
 #: What is quicker is run several times in a row, so that a reading lasts this long.
@@ -59,17 +57,10 @@ class Measurement:
     def record(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "name": self.name,
-            "milliseconds": self.milliseconds,
-            "bytes": self.bytes,
-            "copy_milliseconds": self.copy_milliseconds,
+            **asdict(self),
             "ratio_to_copy": self.ratio_to_copy,
             "bandwidth_share": self.bandwidth_share,
-            "synchronisations": self.synchronisations,
-            "padded_milliseconds": self.padded_milliseconds,
-            "verl_milliseconds": self.verl_milliseconds,
             "ratio_to_verl": self._speedup(self.verl_milliseconds),
-            "roll_milliseconds": self.roll_milliseconds,
             "ratio_to_roll": self._speedup(self.roll_milliseconds),
         }
 
@@ -195,14 +186,10 @@ def _synchronisations(way: Way, workload: Workload) -> int:
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Processor, cores, threads in use, versions, and how busy the machine is."""
-    facts: dict[str, Any] = {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
+    """The machine, the device, and what torch computes with."""
+    return {
+        **describe_processor(),
         "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],
         "device": torch.cuda.get_device_name(device) if device != "cpu" else "cpu",
-        "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    return facts

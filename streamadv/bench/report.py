@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-NAME_WIDTH = 22
+NAME_WIDTH = 26
 
 
 def heading(columns: Mapping[str, str]) -> str:

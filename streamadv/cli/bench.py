@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ..errors import SettingError
 from ..extras import TO_COMPUTE
 from ..processes.malloc import keep_freed_memory
 from . import bench_scaling, bench_server
-
-if TYPE_CHECKING:
-    from ..bench.measure import Measurement
 
 #: A device is kept busy by so many tokens only.
 LARGE_TOKENS: Final = 64 * 2**20
@@ -29,6 +26,7 @@ FIGURES: Final = {
     "copy": "copy_milliseconds",
     "/ copy": "ratio_to_copy",
 }
+LARGE_FIGURES: Final = {"ms": "milliseconds", "share": "bandwidth_share", "waits": "synchronisations"}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -69,6 +67,7 @@ def run_algorithms(arguments: argparse.Namespace) -> int:
     from ..bench.cases import ABSENT
     from ..bench.measure import describe_machine, measure_all, measure_large
     from ..bench.others import NO_PEERS
+    from ..bench.report import heading, row
 
     if arguments.repeat < 1:
         raise SettingError(f"--repeat is {arguments.repeat}, needs 1 at least")
@@ -85,22 +84,20 @@ def run_algorithms(arguments: argparse.Namespace) -> int:
         print(f"{arguments.sequences} sequences of up to {arguments.tokens} tokens; medians in ms")
         if ABSENT:
             print(NO_PEERS)
-        print(f"{'':26}" + "".join(f"{name:>9}" for name in FIGURES), flush=True)
+        print(heading(FIGURES), flush=True)
         records = []
         for measurement in measure_all(
             arguments.sequences, arguments.tokens, arguments.repeat, arguments.device
         ):
-            print(_line(measurement), flush=True)
             records.append(measurement.record())
+            print(row(FIGURES, records[-1]), flush=True)
         large = []
         if arguments.device == "cuda":
-            print(f"{LARGE_TOKENS} tokens: ms, share of the copy bandwidth, synchronisations with the host")
+            print(f"{LARGE_TOKENS} tokens: the share is of the copy bandwidth, and the host waits so often")
+            print(heading(LARGE_FIGURES), flush=True)
             for measurement in measure_large(LARGE_TOKENS, 4096, arguments.repeat, arguments.device):
-                share, waits = measurement.bandwidth_share, measurement.synchronisations
-                print(
-                    f"{measurement.name:26}{measurement.milliseconds:9.3g}{share:9.2f}{waits:9}", flush=True
-                )
                 large.append(measurement.record())
+                print(row(LARGE_FIGURES, large[-1]), flush=True)
     finally:
         torch.set_num_threads(before)
     if arguments.json is not None:
@@ -108,15 +105,3 @@ def run_algorithms(arguments: argparse.Namespace) -> int:
         written = {"machine": machine, **sizes, "algorithms": records, "large": large}
         arguments.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     return 0
-
-
-def _line(measurement: Measurement) -> str:
-    record = measurement.record()
-    figures = [record[name] for name in FIGURES.values()]
-    return f"{measurement.name:26}" + "".join(map(_cell, figures))
-
-
-def _cell(value: float | None) -> str:
-    if value is None:
-        return f"{'-':>9}"
-    return f"{value:9.0f}" if value >= 100 else f"{value:9.3g}"
