@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 import redis
 
 from ..errors import ProcessEndedError
-from ..processes.children import Child, Message
+from ..processes.children import Child, Message, stop_all
 from ..store.credentials import environment_with
 from .pace import GO, WAIT
 
@@ -74,7 +74,7 @@ class Crew:
 
     def __enter__(self) -> Self:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="streamadv-bench-"))
-        self._stack.callback(self._stop)
+        self._stack.callback(stop_all, self._children.values())
         for server in self._servers:
             self._stack.callback(server.close)
         self._folder = Path(folder)
@@ -174,12 +174,6 @@ class Crew:
             "in": sum(info["total_net_input_bytes"] for info in infos),
             "out": sum(info["total_net_output_bytes"] for info in infos),
         }
-
-    def _stop(self) -> None:
-        for child in self._children.values():
-            child.terminate()
-        for child in self._children.values():
-            child.stop()
 
 
 def middle(windows: Sequence[Window]) -> Window:

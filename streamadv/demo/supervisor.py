@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
 from ..errors import ProcessEndedError
-from ..processes.children import Child, Message
+from ..processes.children import Child, Message, stop_all
 from ..run import open_run
 from ..run.manifest import run_settings
 from ..status import Status, read_status
@@ -152,10 +152,7 @@ def conduct(
         try:
             conductor.run(interrupted)
         finally:
-            for child in crew.values():
-                child.terminate()
-            for child in crew.values():
-                child.stop()
+            stop_all(crew.values())
         conductor.read_status()
         view.show(conductor.progress, crew)
         return conductor.progress

@@ -5,3 +5,15 @@ same. From the pipeline: `transformers.py`, a Trainer on the batches of a traine
 Both ways: `verl/`, verl's trainers and its agent loops.
 Beside the pipeline: `ray.py`, its workers as actors of a Ray cluster.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import SettingError
+
+
+def refuse(is_wrong: Any, problem: str) -> None:
+    """Raise SettingError with the problem, which names the remedy, if a setting of the other package is wrong."""
+    if is_wrong:
+        raise SettingError(problem)

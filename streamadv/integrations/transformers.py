@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ..extras import require
 from ..trainer import TrainerQueue
 from ..trainer.microbatch import Batch, MicroBatch
 from ..trainer.prompt_response import PromptResponse
+from . import refuse
 from .checkpoints import STATE_FILE, read_state, write_state
 
 require("streamadv.integrations.transformers", "transformers", "accelerate")
@@ -216,47 +217,36 @@ class QueueTrainer(Trainer):
         return context
 
 
-def refuse(problems: Sequence[tuple[Any, str]]) -> None:
-    """Raise SettingError for the first problem that is there: (whether it is, what to do about it)."""
-    for is_there, problem in problems:
-        if is_there:
-            raise SettingError(problem)
-
-
 def check(args: TrainingArguments, queue: TrainerQueue) -> None:
     """Raise SettingError for arguments under which a batch would not be one step, or not one of the queue."""
     this = f"{args.process_index} of {args.world_size}"
     refuse(
-        [
-            (
-                args.gradient_accumulation_steps != 1,
-                f"gradient_accumulation_steps is {args.gradient_accumulation_steps}: a batch is one step, and the "
-                "queue cuts it; set it to 1, and tokens_per_micro_batch of the queue",
-            ),
-            (args.max_steps <= 0, f"max_steps is {args.max_steps}: needs the number of batches to train on"),
-            (args.deepspeed, "deepspeed is set: it decides itself when it steps; use DDP or FSDP"),
-            (
-                args.n_gpu > 1,
-                f"n_gpu is {args.n_gpu}: start a process for each device, by torchrun or accelerate launch",
-            ),
-            (
-                args.save_on_each_node,
-                "save_on_each_node is set: the queue's state is rank 0's; save where all nodes can read",
-            ),
-            (
-                args.auto_find_batch_size,
-                "auto_find_batch_size is set: leave it out, tokens_per_micro_batch of the queue bounds a micro-batch",
-            ),
-            (
-                getattr(args, "parallelism_config", None),
-                "parallelism_config is set: every rank needs rows of its own; use DDP or FSDP",
-            ),
-            (
-                (queue.rank, queue.world_size) != (args.process_index, args.world_size),
-                f"queue is of rank {queue.rank} of {queue.world_size}, this process is {this}: make the queue by "
-                "queue_for(args, ...)",
-            ),
-        ]
+        args.gradient_accumulation_steps != 1,
+        f"gradient_accumulation_steps is {args.gradient_accumulation_steps}: a batch is one step, and the "
+        "queue cuts it; set it to 1, and tokens_per_micro_batch of the queue",
+    )
+    refuse(args.max_steps <= 0, f"max_steps is {args.max_steps}: needs the number of batches to train on")
+    refuse(args.deepspeed, "deepspeed is set: it decides itself when it steps; use DDP or FSDP")
+    refuse(
+        args.n_gpu > 1,
+        f"n_gpu is {args.n_gpu}: start a process for each device, by torchrun or accelerate launch",
+    )
+    refuse(
+        args.save_on_each_node,
+        "save_on_each_node is set: the queue's state is rank 0's; save where all nodes can read",
+    )
+    refuse(
+        args.auto_find_batch_size,
+        "auto_find_batch_size is set: leave it out, tokens_per_micro_batch of the queue bounds a micro-batch",
+    )
+    refuse(
+        getattr(args, "parallelism_config", None),
+        "parallelism_config is set: every rank needs rows of its own; use DDP or FSDP",
+    )
+    refuse(
+        (queue.rank, queue.world_size) != (args.process_index, args.world_size),
+        f"queue is of rank {queue.rank} of {queue.world_size}, this process is {this}: make the queue by "
+        "queue_for(args, ...)",
     )
 
 

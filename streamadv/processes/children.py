@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
@@ -137,3 +137,11 @@ class Child:
                     log.write(line)
                 else:
                     self._inbox.put((self.name, message))
+
+
+def stop_all(children: Collection[Child]) -> None:
+    """Ask all to end, then wait for each: see `Child.stop`."""
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.stop()

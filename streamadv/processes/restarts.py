@@ -19,14 +19,12 @@ class Restarts:
 
     def __init__(self) -> None:
         self._started = 0.0
-        self._starts = 0
         self._ends = 0  # in a row, without WORKED_S in between
         self._due: float | None = None
 
     def started(self) -> None:
         """The worker was started."""
         self._started, self._due = clock.now(), None
-        self._starts += 1
 
     def ended(self) -> float | None:
         """The worker has ended. Returns the seconds until the next start; None after too many ends."""
@@ -37,11 +35,6 @@ class Restarts:
         delay = min(LONGEST_S, FIRST_S * 2.0 ** (self._ends - 1))
         self._due = now + delay
         return delay
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it was started once only."""
-        return self._starts == 1
 
     @property
     def waits(self) -> bool:

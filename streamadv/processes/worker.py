@@ -58,7 +58,7 @@ class Worker:
             return None
         self._process.wait()
         delay = self._restarts.ended()
-        if delay is None or (status in REFUSALS and self._restarts.is_first):
+        if delay is None or (status in REFUSALS and self.starts == 1):
             raise ProcessEndedError(f"{self.name} ended with status {status}: its last lines say why")
         return f"{self.name} ended with status {status}, is started again in {delay:g} s"
 

@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 
 import redis
 
-from streamadv.processes.children import Child, Message
+from streamadv.processes.children import Child, Message, stop_all
 from streamadv.run import Run, open_run
 from streamadv.status import problems_of, read_shard, read_status
 from streamadv.store import scripts
@@ -110,7 +110,7 @@ class Soak:
         """Run it and judge."""
         with ExitStack() as stack:
             server = stack.enter_context(EmbeddedServer())
-            stack.callback(self._stop)
+            stack.callback(stop_all, self._children.values())
             self._client = redis.Redis.from_url(server.url, decode_responses=True)
             stack.callback(self._client.close)
             self._client.config_set("slowlog-max-len", SLOWLOG)
@@ -224,12 +224,6 @@ class Soak:
             growth = allowed.get(kind)
             if growth is not None and last > first * (1 + growth.share) + growth.amount:
                 report.problems.append(f"{name} grows: {first:.6g} at first, {last:.6g} at last")
-
-    def _stop(self) -> None:
-        for child in self._children.values():
-            child.terminate()
-        for child in self._children.values():
-            child.stop()
 
 
 def _low(values: Sequence[float]) -> float:

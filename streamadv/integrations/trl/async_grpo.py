@@ -23,8 +23,8 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from ...errors import RunEndedError, SettingError
 from ...trainer import TrainerQueue
 from ...trainer.microbatch import Batch
+from .. import refuse
 from ..checkpoints import read_state, write_state
-from ..transformers import refuse
 
 #: In the state file: rows of the next batch that are in the weights, and the id of that batch.
 ROWS: Final = "trl_rows"
@@ -159,14 +159,10 @@ class QueueAsyncGRPOTrainer(AsyncGRPOTrainer):
         self, model: str, args: AsyncGRPOConfig, worker: QueueRolloutWorker | None, **keywords: Any
     ) -> None:
         refuse(
-            [
-                (
-                    args.token_budget is None or args.token_budget > 0,
-                    f"token_budget is {args.token_budget}: TRL drops longer rows unseen; set it to 0",
-                ),
-                (args.max_steps <= 0, f"max_steps is {args.max_steps}: needs the number of steps"),
-            ]
+            args.token_budget is None or args.token_budget > 0,
+            f"token_budget is {args.token_budget}: TRL drops longer rows unseen; set it to 0",
         )
+        refuse(args.max_steps <= 0, f"max_steps is {args.max_steps}: needs the number of steps")
         args.max_staleness = 1 << 30  # the queue drops what is stale, whole groups, before it is handed over
         super().__init__(model=model, args=args, rollout_worker=worker, **keywords)
         self.args.ignore_data_skip = True

@@ -18,7 +18,8 @@ from trl.trainer.utils import use_adapter
 from ...errors import SettingError
 from ...trainer import TrainerQueue
 from ...trainer.microbatch import Batch, MicroBatch
-from ..transformers import Publish, QueueTrainer, refuse, rows_of
+from .. import refuse
+from ..transformers import Publish, QueueTrainer, rows_of
 
 #: Loss types that divide by trainable tokens, which TRL is told for the whole batch.
 BY_TOKENS: Final = ("dapo", "cispo", "vespo")
@@ -75,12 +76,8 @@ class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
                 )
         check_config(args)
         refuse(
-            [
-                (
-                    args.reward_weights and reward_funcs is None,
-                    "reward_weights is set: rewards come with what producers push; weight them there, and leave it out",
-                )
-            ]
+            args.reward_weights and reward_funcs is None,
+            "reward_weights is set: rewards come with what producers push; weight them there, and leave it out",
         )
         super().__init__(
             model=model,
@@ -182,51 +179,47 @@ def check_config(args: GRPOConfig) -> None:
     """Raise SettingError for a loss without an exact value, and settings that cannot hold for a queue."""
     exact = (*BY_TOKENS, *BY_ROWS)
     refuse(
-        [
-            (
-                args.loss_type == "bnpo",
-                "loss_type is bnpo: it divides by the trainable tokens of each micro-batch, so it depends on how a "
-                "batch is cut; loss_type='dapo' divides by those of the batch",
-            ),
-            (
-                args.loss_type not in exact,
-                f"loss_type is {args.loss_type}: not known to be exact, use one of {', '.join(exact)}",
-            ),
-            (
-                args.top_entropy_quantile < 1.0,
-                f"top_entropy_quantile is {args.top_entropy_quantile}: TRL takes the quantile of each micro-batch, so "
-                "it depends on how a batch is cut; set it to 1",
-            ),
-            (
-                args.entropy_coef or args.use_adaptive_entropy,
-                "entropy_coef or use_adaptive_entropy is set: TRL takes the mean entropy of each micro-batch, so it "
-                "depends on how a batch is cut; leave both out",
-            ),
-            (
-                args.num_iterations != 1,
-                f"num_iterations is {args.num_iterations}: a batch of the queue is one step, set it to 1",
-            ),
-            (
-                args.steps_per_generation != args.gradient_accumulation_steps,
-                f"steps_per_generation is {args.steps_per_generation}: a batch of the queue is one step, leave it out",
-            ),
-            (args.use_vllm, "use_vllm is set: producers ask their engines themselves, leave it out"),
-            (
-                args.mask_truncated_completions,
-                "mask_truncated_completions is set: the queue's chain does that, chain={..., 'masks': {'truncated': "
-                "True}}",
-            ),
-            (
-                args.scale_rewards != "group",
-                f"scale_rewards is {args.scale_rewards}: advantages come from the queue's chain; leave it out, and "
-                "give queue_for another chain, such as chain='dr_grpo' for advantages without the group's deviation",
-            ),
-            (
-                args.multi_objective_aggregation != "sum_then_normalize",
-                f"multi_objective_aggregation is {args.multi_objective_aggregation}: advantages come from the queue's "
-                "chain; leave it out, and give queue_for chain='gdpo', with named rewards in the push",
-            ),
-        ]
+        args.loss_type == "bnpo",
+        "loss_type is bnpo: it divides by the trainable tokens of each micro-batch, so it depends on how a "
+        "batch is cut; loss_type='dapo' divides by those of the batch",
+    )
+    refuse(
+        args.loss_type not in exact,
+        f"loss_type is {args.loss_type}: not known to be exact, use one of {', '.join(exact)}",
+    )
+    refuse(
+        args.top_entropy_quantile < 1.0,
+        f"top_entropy_quantile is {args.top_entropy_quantile}: TRL takes the quantile of each micro-batch, so "
+        "it depends on how a batch is cut; set it to 1",
+    )
+    refuse(
+        args.entropy_coef or args.use_adaptive_entropy,
+        "entropy_coef or use_adaptive_entropy is set: TRL takes the mean entropy of each micro-batch, so it "
+        "depends on how a batch is cut; leave both out",
+    )
+    refuse(
+        args.num_iterations != 1,
+        f"num_iterations is {args.num_iterations}: a batch of the queue is one step, set it to 1",
+    )
+    refuse(
+        args.steps_per_generation != args.gradient_accumulation_steps,
+        f"steps_per_generation is {args.steps_per_generation}: a batch of the queue is one step, leave it out",
+    )
+    refuse(args.use_vllm, "use_vllm is set: producers ask their engines themselves, leave it out")
+    refuse(
+        args.mask_truncated_completions,
+        "mask_truncated_completions is set: the queue's chain does that, chain={..., 'masks': {'truncated': "
+        "True}}",
+    )
+    refuse(
+        args.scale_rewards != "group",
+        f"scale_rewards is {args.scale_rewards}: advantages come from the queue's chain; leave it out, and "
+        "give queue_for another chain, such as chain='dr_grpo' for advantages without the group's deviation",
+    )
+    refuse(
+        args.multi_objective_aggregation != "sum_then_normalize",
+        f"multi_objective_aggregation is {args.multi_objective_aggregation}: advantages come from the queue's "
+        "chain; leave it out, and give queue_for chain='gdpo', with named rewards in the push",
     )
 
 

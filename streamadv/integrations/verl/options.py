@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.distillation import is_distillation_enabled
 from verl.trainer.ppo.utils import need_critic
 
-from ...errors import SettingError
 from ...messages import brief
 from ...settings import redis_url
+from .. import refuse
 
 #: Arguments of `TrainerQueue` that may be given.
 QUEUE_OPTIONS: Final = (
@@ -69,24 +69,20 @@ def options_of(config: DictConfig, mode: str) -> Options:
         },
     )
     known = sorted((*QUEUE_OPTIONS, "url", "run", "advantages", "generate"))
+    refuse(given, f"{WHERE}: {brief(', '.join(given))} is unknown, use {', '.join(known)}")
+    refuse(not options.url, f"{WHERE}.url is missing: give the server's URL, or set STREAMADV_REDIS_URL")
     refuse(
-        [
-            (given, f"{WHERE}: {brief(', '.join(given))} is unknown, use {', '.join(known)}"),
-            (not options.url, f"{WHERE}.url is missing: give the server's URL, or set STREAMADV_REDIS_URL"),
-            (
-                options.advantages not in ("streamadv", "verl"),
-                f"{WHERE}.advantages is {brief(options.advantages)}, needs streamadv or verl",
-            ),
-            (
-                prompts % updates,
-                f"data.train_batch_size is {prompts}, needs a multiple of parameter_sync_step ({updates})",
-            ),
-            (
-                options.queue["prefetch"] < updates - 1,
-                f"{WHERE}.prefetch is {options.queue['prefetch']}, needs at least parameter_sync_step - 1: so many "
-                "batches are read before the first of them is marked",
-            ),
-        ]
+        options.advantages not in ("streamadv", "verl"),
+        f"{WHERE}.advantages is {brief(options.advantages)}, needs streamadv or verl",
+    )
+    refuse(
+        prompts % updates,
+        f"data.train_batch_size is {prompts}, needs a multiple of parameter_sync_step ({updates})",
+    )
+    refuse(
+        options.queue["prefetch"] < updates - 1,
+        f"{WHERE}.prefetch is {options.queue['prefetch']}, needs at least parameter_sync_step - 1: so many "
+        "batches are read before the first of them is marked",
     )
     check(config, mode, options)
     return options
@@ -101,52 +97,41 @@ def check(config: DictConfig, mode: str, options: Options) -> None:
     hybrid = config.trainer.v1[mode].get("hybrid_rollout") or {}
     skip = (config.get("skip") or {}).get("rollout_tq") or {}
     refuse(
-        [
-            (
-                options.queue["commit"] == "manual" and config.trainer.save_freq <= 0,
-                f"trainer.save_freq is {config.trainer.save_freq}: without checkpoints nothing is committed; set it, "
-                f"or {WHERE}.commit=each_batch",
-            ),
-            (
-                checkpoint.get("async_save"),
-                "actor.checkpoint.async_save is set: when such a checkpoint is whole is not known here; leave it out",
-            ),
-            (
-                ours and need_critic(config),
-                f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, with a critic: its values are known to "
-                f"verl alone; set {WHERE}.advantages=verl, or an estimator without critic",
-            ),
-            (
-                ours and config.algorithm.use_kl_in_reward,
-                f"algorithm.use_kl_in_reward is set: it changes verl's advantages; set {WHERE}.advantages=verl, or kl "
-                "in the chain",
-            ),
-            (
-                filters.get("enable"),
-                "algorithm.filter_groups is enabled: groups are filtered before a batch is named, by "
-                "zero_variance_filter of the run (`streamadv runs create`); leave it out",
-            ),
-            (
-                reward_model.enable and not reward_model.enable_resource_pool,
-                "reward.reward_model shares the trainer's devices: it would score after sampling; set "
-                "enable_resource_pool, or use a scorer of the run",
-            ),
-            (
-                is_distillation_enabled(config.get("distillation")),
-                "distillation is enabled: log-probs of a teacher are not carried; leave it out",
-            ),
-            (
-                hybrid.get("enable_switch"),
-                "hybrid_rollout.enable_switch is set: it counts rows in TransferQueue, which come at sampling only; "
-                "leave it out",
-            ),
-            (skip.get("enable"), "skip.rollout_tq is enabled: rollouts are in the run; leave it out"),
-        ]
+        options.queue["commit"] == "manual" and config.trainer.save_freq <= 0,
+        f"trainer.save_freq is {config.trainer.save_freq}: without checkpoints nothing is committed; set it, "
+        f"or {WHERE}.commit=each_batch",
     )
-
-
-def refuse(problems: Sequence[tuple[Any, str]]) -> None:
-    """Raise SettingError for the first problem that is there: (whether it is, what to do about it)."""
-    for is_there, problem in problems:
-        if is_there:
-            raise SettingError(problem)
+    refuse(
+        checkpoint.get("async_save"),
+        "actor.checkpoint.async_save is set: when such a checkpoint is whole is not known here; leave it out",
+    )
+    refuse(
+        ours and need_critic(config),
+        f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, with a critic: its values are known to "
+        f"verl alone; set {WHERE}.advantages=verl, or an estimator without critic",
+    )
+    refuse(
+        ours and config.algorithm.use_kl_in_reward,
+        f"algorithm.use_kl_in_reward is set: it changes verl's advantages; set {WHERE}.advantages=verl, or kl "
+        "in the chain",
+    )
+    refuse(
+        filters.get("enable"),
+        "algorithm.filter_groups is enabled: groups are filtered before a batch is named, by "
+        "zero_variance_filter of the run (`streamadv runs create`); leave it out",
+    )
+    refuse(
+        reward_model.enable and not reward_model.enable_resource_pool,
+        "reward.reward_model shares the trainer's devices: it would score after sampling; set "
+        "enable_resource_pool, or use a scorer of the run",
+    )
+    refuse(
+        is_distillation_enabled(config.get("distillation")),
+        "distillation is enabled: log-probs of a teacher are not carried; leave it out",
+    )
+    refuse(
+        hybrid.get("enable_switch"),
+        "hybrid_rollout.enable_switch is set: it counts rows in TransferQueue, which come at sampling only; "
+        "leave it out",
+    )
+    refuse(skip.get("enable"), "skip.rollout_tq is enabled: rollouts are in the run; leave it out")
