@@ -196,16 +196,12 @@ def travelling(traceparent: str | None, push: Span) -> bytes | None:
     return context if context is not None and context[-1] & _SAMPLED else None
 
 
-def inside(traceparent: str | None) -> AbstractContextManager[None]:
+@contextmanager
+def inside(traceparent: str | None) -> Iterator[None]:
     """Around a call of the user's: spans that it begins are in the group's trace, if it has no current span itself."""
     api = _api()
-    return nullcontext() if api is None or traceparent is None else _inside(api, traceparent)
-
-
-@contextmanager
-def _inside(api: Any, traceparent: str) -> Iterator[None]:
-    remote = _remote(api, context_of(traceparent))
-    if remote is None or api.get_current_span().get_span_context().is_valid:
+    remote = None if api is None else _remote(api, context_of(traceparent))
+    if api is None or remote is None or api.get_current_span().get_span_context().is_valid:
         yield
         return
     from opentelemetry import context
@@ -276,9 +272,12 @@ def _api() -> Any | None:
     """The module `opentelemetry.trace` if this process has a tracer provider."""
     api = sys.modules.get("opentelemetry.trace")
     get_provider = getattr(api, "get_tracer_provider", None)  # None while another thread imports it
-    if get_provider is None or isinstance(get_provider(), api.ProxyTracerProvider):  # type: ignore[union-attr]
+    try:
+        is_there = get_provider is not None and not isinstance(get_provider(), api.ProxyTracerProvider)  # type: ignore[union-attr]
+    except Exception as error:  # it loads what OTEL_PYTHON_TRACER_PROVIDER names
+        _provider_failed(error)
         return None
-    return api
+    return api if is_there else None
 
 
 def _start(
@@ -306,12 +305,9 @@ def _provider_failed(error: Exception) -> None:
     global _failed_at
     if clock.now() - _failed_at >= LOG_INTERVAL_S:
         _failed_at = clock.now()
+        advice = "look at OTEL_PYTHON_TRACER_PROVIDER, samplers and processors"
         text = f"{type(error).__name__}: {error}"
-        _warn(
-            one_line(
-                f"spans are lost, the tracer provider fails: look at its samplers and processors: {text}"
-            )
-        )
+        _warn(one_line(f"spans are lost, the tracer provider fails: {advice}: {text}"))
 
 
 @lru_cache(1)  # the making of a tracer takes longer than that of a span
@@ -377,13 +373,11 @@ def set_up(service: str) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    is_named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get(
-        "OTEL_RESOURCE_ATTRIBUTES", ""
-    )
+    attributes = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    is_named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in attributes
     resource = Resource.create({} if is_named else {"service.name": service})
-    provider = TracerProvider(
-        resource=resource, shutdown_on_exit=False
-    )  # `flush` does it, and never for long
+    # Not shut down at the exit: `flush` does it, and never for long.
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     found = [exporter for name in exporters.split(",") if (exporter := _exporter(name.strip())) is not None]
     for exporter in found:
         provider.add_span_processor(BatchSpanProcessor(exporter))

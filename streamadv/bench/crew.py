@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Final, Self
 
 import redis
@@ -92,9 +91,7 @@ class Crew:
         """One process less, as if its machine had died."""
         self._children.pop(name).kill()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def wait_until_ready(self) -> None:

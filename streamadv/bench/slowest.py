@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, Self
 
 from redis.exceptions import ResponseError
@@ -44,9 +43,7 @@ class Watch:
                 self._client.config_set(name, value)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for name, value in self._before.items():
             self._client.config_set(name, value)
         self._connection.close()

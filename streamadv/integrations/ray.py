@@ -21,7 +21,6 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from ..errors import ProcessEndedError, SettingError
@@ -143,9 +142,7 @@ class Actors:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
@@ -264,15 +261,14 @@ def start(
         )
         for name, words, options in wanted
     }
-    _first_handles.update(
-        {(namespace, name): handle for name, handle in handles.items() if name not in there}
-    )
+    started = {name: handle for name, handle in handles.items() if name not in there}
+    _first_handles.update({(namespace, name): handle for name, handle in started.items()})
     actors = Actors(run, handles, namespace)
     try:
         actors.wait_until_ready(wait_s)
         _check_commands(actors, {name: _command(words, url, run) for name, words, _ in wanted})
     except BaseException:
-        Actors(run, {name: handles[name] for name in handles if name not in there}, namespace).stop(ANSWER_S)
+        Actors(run, started, namespace).stop(ANSWER_S)
         raise
     fields = log_fields("started", run=run, role="ray")
     logger.info("ready: %s on %s", ", ".join(handles), hide_password(url), extra=fields)

@@ -24,7 +24,7 @@ from prometheus_client import (
 
 from ..version import __version__
 from .histogram import ArrayHistogram
-from .registry import Registry, new_set
+from .registry import Registry
 from .waits import Blocked, Waits
 
 #: What a stage exports: a producer, the three kinds of workers, rank 0 of the trainer, another rank, an exporter.
@@ -65,16 +65,16 @@ VERSIONS: Final = (0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 8.5, 10.5, 12.5, 16.5, 24.
 WEIGHTS: Final = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 
 # The sets.
-PROCESS: Final = new_set()
-STAGES: Final = new_set()
-WORKERS: Final = new_set()
-SCORERS: Final = new_set()
-PRODUCERS: Final = new_set()
-GROUPS_ENDED: Final = new_set()
-ALL_GROUPS: Final = new_set()
-WORK_ITEMS: Final = new_set()
-CORRECTIONS: Final = new_set()
-BATCHES: Final = new_set()
+PROCESS: Final = CollectorRegistry()
+STAGES: Final = CollectorRegistry()
+WORKERS: Final = CollectorRegistry()
+SCORERS: Final = CollectorRegistry()
+PRODUCERS: Final = CollectorRegistry()
+GROUPS_ENDED: Final = CollectorRegistry()
+ALL_GROUPS: Final = CollectorRegistry()
+WORK_ITEMS: Final = CollectorRegistry()
+CORRECTIONS: Final = CollectorRegistry()
+BATCHES: Final = CollectorRegistry()
 
 #: What the process shows: its own figures, and the sets of its stages.
 REGISTRY: Final = Registry()
@@ -84,10 +84,6 @@ REGISTRY.add(PROCESS, STAGES)
 def _counter(of: CollectorRegistry, name: str, documentation: str, *labels: str) -> Counter:
     """The client adds `_total` to the name."""
     return Counter(name, documentation, labels, registry=of)
-
-
-def _gauge(of: CollectorRegistry, name: str, documentation: str, *labels: str) -> Gauge:
-    return Gauge(name, documentation, labels, registry=of)
 
 
 def _histogram(
@@ -102,8 +98,8 @@ def _histogram(
 ProcessCollector(registry=PROCESS)
 PlatformCollector(registry=PROCESS)
 GCCollector(registry=PROCESS)
-BUILD_INFO: Final = _gauge(
-    PROCESS, "streamadv_build_info", "Always 1, for each stage of the process.", "version", "stage"
+BUILD_INFO: Final = Gauge(
+    "streamadv_build_info", "Always 1, for each stage of the process.", ("version", "stage"), registry=PROCESS
 )
 
 # Every stage.
@@ -122,11 +118,11 @@ CONNECTION_ERRORS: Final = _counter(
     "stage",
     "reason",
 )
-LAST_SUCCESS: Final = _gauge(
-    STAGES,
+LAST_SUCCESS: Final = Gauge(
     "streamadv_last_success_timestamp_seconds",
     "When the stage last finished something; absent before.",
-    "stage",
+    ("stage",),
+    registry=STAGES,
 )
 
 # Workers: processes that take entries of a stream.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -37,8 +36,3 @@ class Registry(Collector):
             parts = list(self._parts)
         for part in parts:
             yield from part.collect()
-
-
-def new_set() -> CollectorRegistry:
-    """A set of instruments that are exported together."""
-    return CollectorRegistry(auto_describe=False)

@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 _PR_SET_PDEATHSIG = 1
@@ -35,9 +34,7 @@ class Nursery:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()  # its children die with it
         self._process.communicate()
 

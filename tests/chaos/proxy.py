@@ -11,7 +11,6 @@ import random
 import threading
 from collections import Counter, deque
 from contextlib import suppress
-from types import TracebackType
 from typing import Final, Self
 
 #: The server never sees all of the request; has carried it out, the client never hears of it; is late.
@@ -47,9 +46,7 @@ class Proxy:
         self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -446,9 +446,24 @@ def test_a_provider_that_fails_stops_nothing(
     assert {reference.group_id for reference in batch.references} == {"g", "g2"}
     said = [message for message in caplog.messages if "tracer provider fails" in message]
     assert said == [
-        "spans are lost, the tracer provider fails: look at its samplers and processors: ValueError: the disk is full"
+        "spans are lost, the tracer provider fails: look at OTEL_PYTHON_TRACER_PROVIDER, samplers and processors: "
+        "ValueError: the disk is full"
     ]
     assert problems(join(fake, "r")) == []
+
+
+def test_a_provider_that_cannot_be_loaded_stops_nothing(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch, through: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracing, "_failed_at", -tracing.LOG_INTERVAL_S)
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
+    monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "no such one")
+    with producing(fake, "r") as producer:
+        push_two(producer)
+        through()
+    assert any(
+        "tracer provider fails: look at OTEL_PYTHON_TRACER_PROVIDER" in text for text in caplog.messages
+    )
 
 
 # Where no traces are recorded

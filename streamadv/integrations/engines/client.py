@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from ...errors import SettingError
@@ -119,9 +118,7 @@ class EngineClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _ask(self, path: str, asked: Mapping[str, Any], sampling: Mapping[str, Any]) -> Completion:
