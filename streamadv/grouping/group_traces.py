@@ -17,17 +17,16 @@ def first_trace(tables: Iterable[bytes | memoryview]) -> bytes | None:
     return next((context for table in tables if (context := trace_of(table)) is not None), None)
 
 
-def traces_of_entries(entries: Sequence[Entry]) -> dict[str, bytes]:
+def traces_of_entries(packets: Mapping[str, Sequence[Entry]]) -> dict[str, bytes]:
     """Trace contexts of the groups of packets in a stream, by id; {} where no traces are recorded.
 
-    entries: packets, see `packet_problem`.
+    packets: by group id, without a problem.
     """
-    traces: dict[str, bytes] = {}
-    for entry in entries if tracing.is_on() else ():
-        context = trace_of(entry.fields["table"])
-        if context is not None:
-            traces.setdefault(entry.fields["group_id"].decode(), context)
-    return traces
+    contexts = {
+        group_id: first_trace(entry.fields["table"] for entry in entries)
+        for group_id, entries in (packets.items() if tracing.is_on() else ())
+    }
+    return {group_id: context for group_id, context in contexts.items() if context is not None}
 
 
 def traces_of_open(shard: Shard, group_ids: Sequence[str]) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from .. import clock, metrics, tracing
 from ..run import Run
 from ..run.consumer import GROUPER, Consumer, Entry
 from ..run.malformed import reject
-from ..run.packets import PACKET_FIELDS, packet_problem
+from ..run.packets import PACKET_FIELDS, packet_problem, whole_group
 from ..store.retry import RETRYABLE, Outage
 from .group_traces import record_grouped, traces_of_entries
 from .housekeeping import Housekeeping, apply_scores, count_ended
@@ -84,26 +84,32 @@ def take(run: Run, entries: Sequence[Entry]) -> list[str]:
 
 def _take(run: Run, entries: Sequence[Entry]) -> list[str]:
     shard, since = run.shard(entries[0].shard), tracing.now()
-    keys = shard.keys
-    positions: dict[str, int] = {}  # of each group's hash in the list
-    args: list[Any] = [STAGE, *run.manifest.policy_args]
-    packets, payloads = list[Entry](), list[str]()
+    packets: dict[str, list[Entry]] = {}  # by group id
     for entry in entries:
         problem = packet_problem(run, entry.shard, entry.fields)
-        if problem is not None:
-            reject(shard, keys.rollouts, entry.id, problem, entry.fields, stage=STAGE)
-            continue
-        packets.append(entry)
-        group_id = entry.fields["group_id"].decode()
-        position = positions.setdefault(group_id, len(positions) + 1)
-        args += [entry.id, position, group_id, *(entry.fields[name] for name in PACKET_FIELDS[1:])]
-        if entry.fields["payload"]:
-            payloads.append(entry.fields["payload"].decode())
-    if not positions:
+        if problem is None:
+            packets.setdefault(entry.fields["group_id"].decode(), []).append(entry)
+        else:
+            reject(shard, shard.keys.rollouts, entry.id, problem, entry.fields, stage=STAGE)
+    if not packets:
         return []
-    taken, *ended = shard.call("take", args, group_hashes=map(keys.group, positions), payloads=payloads)
+    args: list[Any] = [STAGE, *run.manifest.policy_args]
+    payloads, rewards = list[str](), list[bytes]()
+    for group_id, of_group in packets.items():
+        members = b"".join([entry.fields["members"] for entry in of_group])
+        rewards.append(whole_group(members))
+        args += [group_id, members.count(b"\n") if rewards[-1] else 0, len(of_group)]
+        for entry in of_group:
+            fields = [entry.fields[name] for name in PACKET_FIELDS]
+            args += [entry.id, fields[4].count(b"\n"), *fields[1:]]
+            payloads += filter(None, [fields[1].decode()])
+    ids = list(packets)
+    taken, *ended = shard.call("take", args, group_hashes=map(shard.keys.group, ids), payloads=payloads)
     metrics.entries(STAGE, "acked", taken)
-    ids = list(positions)
+    ended[3::4] = [
+        rewards[number - 1] if told is None else told
+        for number, told in zip(ended[::4], ended[3::4], strict=True)
+    ]
     outcomes = {ids[number - 1]: outcome for number, outcome in count_ended(ended)}
     if traces := traces_of_entries(packets):
         record_grouped(run, traces, since, outcomes)

@@ -1,6 +1,6 @@
 """The groups log of a shard: complete groups with their packets, until a trainer commits them.
 
-The grouper appends to it (`lua/lib/complete.lua`), rank 0 of the trainer names batches from it, and whoever works on a
+The grouper appends to it (`lua/lib/close.lua`), rank 0 of the trainer names batches from it, and whoever works on a
 batch reads its groups here again by their pointers.
 """
 

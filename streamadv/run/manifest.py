@@ -180,7 +180,7 @@ class Manifest(BaseModel):
 
     @property
     def policy_args(self) -> list[Any]:
-        """The group policy as the scripts take it: see `lua/lib/complete.lua`."""
+        """The group policy as the scripts take it: see `lua/lib/close.lua`."""
         return [
             _text(self.partial_min_usable),
             "1" if self.zero_variance_filter else "0",

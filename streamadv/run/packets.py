@@ -46,21 +46,42 @@ class MemberLine(NamedTuple):
 
 def parse_members(text: bytes) -> list[MemberLine]:
     """The members of a packet. Raises ValueError for what no producer pushes."""
+    words = _checked_words(text)
+    rewards = [None if word == "-" else float(word) for word in words[2::4]]
+    return list(map(MemberLine, map(int, words[::4]), words[1::4], rewards, words[3::4]))
+
+
+def _checked_words(text: bytes) -> list[str]:
+    """The words of the members of a packet, four of each. Raises ValueError for what no producer pushes."""
     decoded = text.decode("ascii")
     if not _MEMBERS.fullmatch(decoded):
         raise ValueError(
             f"members is {brief(text)}, needs 1..{MAX_PACKET_MEMBERS} lines: index kind reward role"
         )
     words = decoded.split()
-    indices = list(map(int, words[::4]))
-    rewards = [None if word == "-" else float(word) for word in words[2::4]]
-    for before, index in pairwise([-1, *indices]):
+    for before, index in pairwise([-1, *map(int, words[::4])]):
         if not before < index < 2 * MAX_GROUP_SIZE:
             raise ValueError(f"members has the index {index}, needs 0..{2 * MAX_GROUP_SIZE - 1}, ascending")
-    for reward in rewards:
-        if reward is not None and not math.isfinite(reward):
-            raise ValueError(f"members has the reward {reward}, needs a finite number")
-    return list(map(MemberLine, indices, words[1::4], rewards, words[3::4]))
+    for word in words[2::4]:
+        if word != "-" and not math.isfinite(float(word)):
+            raise ValueError(f"members has the reward {float(word)}, needs a finite number")
+    return words
+
+
+def whole_group(text: bytes) -> bytes:
+    """If these members are all of a group, each usable and with its reward: the rewards of those that are no baselines.
+
+    They are separated by blanks; b"" otherwise. text: the members of packets without a problem, one behind the other.
+    """
+    words = text.split()
+    size, rewards, roles = len(words) // 4, words[2::4], words[3::4]
+    if words[::4] != [b"%d" % index for index in range(size)] or words[1::4].count(b"usable") < size:
+        return b""
+    if b"-" in rewards or b"eval" in roles:
+        return b""
+    if b"baseline" in roles:
+        rewards = [reward for reward, role in zip(rewards, roles, strict=True) if role != b"baseline"]
+    return b" ".join(rewards)
 
 
 def packet_problem(run: Run, shard: int, fields: Mapping[str, bytes]) -> str | None:
@@ -79,11 +100,11 @@ def packet_problem(run: Run, shard: int, fields: Mapping[str, bytes]) -> str | N
     if not _EPOCH.fullmatch(fields["epoch"]):
         return f"epoch is {brief(fields['epoch'])}, needs a fencing epoch"
     try:
-        members = parse_members(fields["members"])
+        words = _checked_words(fields["members"])
     except ValueError as error:
         return str(error)
     if not payload:
-        has_data = fields["bytes"] != b"0" or any(member.kind == USABLE for member in members)
+        has_data = fields["bytes"] != b"0" or USABLE in words
         return "payload is missing, needs its key" if has_data else None
     if not is_payload_key(keys, payload):
         return f"payload is {brief(payload)}, needs the key of a payload"

@@ -2,13 +2,14 @@
 -- those were the last ones missing. Once the groups of a call have APPLY_SLOTS slots it leaves scores of others in the list.
 -- KEYS  void, scored, open, groups, ended, ended_before, ledger, garbage, sizes, evals,
 --       group_hashes: group ...
--- ARGV  those of a policy (lib/complete), then items as they stand in the list: '<index> <group id>' ...
+-- ARGV  those of a policy (lib/close), then items as they stand in the list: '<index> <group id>' ...
 -- Returns  {group id, outcome, data source, rewards, ...} of the groups that have ended
 -- include count
--- include sizes
+-- include reserve
 -- include members
 -- include group
 -- include ended
+-- include close
 -- include evaluation
 -- include complete
 local APPLY_SLOTS = 1024
@@ -78,5 +79,5 @@ for _, group in ipairs(groups) do
   end
 end
 write_counts()
-write_sizes()
+write_reserved()
 return ended

@@ -12,6 +12,7 @@
 --          {'broken'}                              its hash is not what the scripts wrote
 -- include clock
 -- include count
+-- include reserve
 -- include sizes
 -- include pacing
 -- include group
@@ -33,7 +34,7 @@ elseif group.holders and #group.holders < MAX_HOLDERS and not string.find(group.
 end
 save_group(group)
 write_counts()
-write_sizes()
+write_reserved()
 local weights = admission and admission.weights or ''
 if string.match(weights, '^%d+') == known then weights = '' end
 return {is_opened and 'ok' or 'open', group.epoch, group.version, #group.slots, group.slot_bytes or '', weights}

@@ -8,6 +8,7 @@
 --          {'busy', reason, used, limit ...}, {'mismatch', size, role}, {'layout'} or {'broken'}, as of `push`
 -- include clock
 -- include count
+-- include reserve
 -- include sizes
 -- include pacing
 -- include group
@@ -62,6 +63,6 @@ if #cancelled > before then
 end
 save_group(group)
 write_counts()
-write_sizes()
+write_reserved()
 if has_ended then return redis.error_reply('STREAMEND no more entries fit into its stream') end
 return {'ok', unpack(cancelled)}

@@ -3,15 +3,16 @@
 -- EXPIRE_SLOTS slots.
 -- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, evals,
 --       group_hashes: group ...
--- ARGV  those of a policy (lib/complete), id of each group ...
+-- ARGV  those of a policy (lib/close), id of each group ...
 -- Returns  {groups looked at, id, outcome, data source, rewards of each that has ended ...}
 -- include clock
 -- include count
--- include sizes
+-- include reserve
 -- include members
 -- include group
 -- include ended
 -- include malformed
+-- include close
 -- include evaluation
 -- include complete
 -- include broken
@@ -56,5 +57,5 @@ for i, hash in ipairs(keys.group_hashes) do
   if slots >= EXPIRE_SLOTS then break end
 end
 write_counts()
-write_sizes()
+write_reserved()
 return reply

@@ -19,6 +19,7 @@
 --          or the error STREAMEND: a stream takes no more entries; packets before are registered
 -- include clock
 -- include count
+-- include reserve
 -- include sizes
 -- include pacing
 -- include members
@@ -157,6 +158,7 @@ for i = 1, groups do
   replies[i] = push(spec, keys.group_hashes[i], packets)
 end
 write_counts()
+write_reserved()
 write_sizes()
 if has_ended then return redis.error_reply('STREAMEND no more entries fit into its stream') end
 return replies

@@ -2,38 +2,85 @@
 -- all they need.
 -- KEYS  void, rollouts, open, groups, ended, ended_before, ledger, garbage, malformed, sizes, evals,
 --       group_hashes: group ..., (payloads: payload ...)
--- ARGV  consumer group, those of a policy (lib/complete), then for each entry: entry id, position of its group's hash in
---       the list, group id, payload key or '', bytes, fencing epoch, members, member table
+-- ARGV  consumer group, those of a policy (lib/close), then for each group: its id; if its members here may be all of it,
+--       each usable and with its reward, its size, else 0; number of packets, and for each packet: entry id, number of
+--       members, payload key or '', bytes, fencing epoch, members, member table
 -- Returns  {entries taken, position in the list, outcome, data source and rewards of each group that has ended ...}
+--          rewards: nil of a group that has come whole
 -- An entry that somebody else has finished (XACK 0) is skipped. A member that no slot waits for is malformed and does not
 -- count; so is every member of a packet with usable ones whose payload does not exist.
 -- include count
--- include sizes
--- include members
+-- include reserve
 -- include group
 -- include ended
+-- include close
+local GROUP_ARGS, PACKET_ARGS = 3, 7
+local policy = policy_of(ARGV, 2)
+
+local acked, payloads, groups, at = {}, {}, {}, POLICY_ARGS + 2
+while ARGV[at] do
+  local packets, number = {}, tonumber(ARGV[at + 2])
+  local arrived = {id = ARGV[at], position = #groups + 1, size = tonumber(ARGV[at + 1]), packets = packets}
+  groups[arrived.position] = arrived
+  at = at + GROUP_ARGS
+  for i = at, at + (number - 1) * PACKET_ARGS, PACKET_ARGS do
+    if redis.call('XACK', keys.rollouts, ARGV[1], ARGV[i]) == 1 then
+      acked[#acked + 1] = ARGV[i]
+      packets[#packets + 1] = {entry = ARGV[i], count = tonumber(ARGV[i + 1]), key = ARGV[i + 2], bytes = ARGV[i + 3],
+        epoch = ARGV[i + 4], text = ARGV[i + 5], table = ARGV[i + 6]}
+      if ARGV[i + 2] ~= '' then payloads[#payloads + 1] = ARGV[i + 2] end
+    end
+  end
+  if #packets < number then arrived.size = 0 end
+  at = at + number * PACKET_ARGS
+end
+if #acked == 0 then return {0} end
+count('rollouts_packets', -redis.call('XDEL', keys.rollouts, unpack(acked)))
+local all_exist = #payloads == 0 or redis.call('EXISTS', unpack(payloads)) == #payloads
+
+local reply = {#acked}
+local function note_ended(arrived, outcome, data_source, rewards)
+  local n = #reply
+  reply[n + 1], reply[n + 2], reply[n + 3], reply[n + 4] = arrived.position, outcome, data_source, rewards
+end
+
+-- Groups that have come whole end without a look at each member.
+local others = {}
+for _, arrived in ipairs(groups) do
+  local group, size = load_group(arrived.id, keys.group_hashes[arrived.position]), arrived.size
+  arrived.group = group
+  if group.state == 'open' and size == group.size and group.slots == string.rep('p', size) and group.role == 'train'
+    and all_exist and not has_filter(policy) then
+    for _, packet in ipairs(arrived.packets) do packet.scored, packet.mask = packet.count, string.rep('1', packet.count) end
+    group.slots, group.packets = string.rep('u', size), arrived.packets
+    count('rollouts', -size)
+    log_group(group, 'complete', size)
+    note_ended(arrived, close_group(group, 'complete', 'c', policy, false))
+  else
+    others[#others + 1] = arrived
+  end
+end
+if #others == 0 then
+  write_counts()
+  write_reserved()
+  return reply
+end
+
+-- include members
 -- include malformed
 -- include evaluation
 -- include complete
 -- include broken
-local PACKET_ARGS = 8
-local policy = policy_of(ARGV, 2)
 local has_refused = false
 
-local function packet_at(at)
-  local position = tonumber(ARGV[at + 1])
-  return {entry = ARGV[at], position = position, group_hash = keys.group_hashes[position], group_id = ARGV[at + 2],
-    key = ARGV[at + 3], bytes = ARGV[at + 4], epoch = ARGV[at + 5], text = ARGV[at + 6], table = ARGV[at + 7]}
-end
-
-local function refuse(packet, problem)
+local function refuse(group, packet, problem)
   has_refused = true
-  note_malformed('rollouts', packet.entry, 'group ' .. packet.group_id .. ': ' .. problem, packet.text)
+  note_malformed('rollouts', packet.entry, 'group ' .. group.id .. ': ' .. problem, packet.text)
 end
 
 -- The members that slots wait for, those that the push script has counted: `letters` is a slot map or a tombstone in
 -- which `letter` at `offset` + index says so.
-local function waiting_members(packet, letters, offset, letter)
+local function waiting_members(group, packet, letters, offset, letter)
   local members, others = {}, {}
   packet.members = members_of(packet.text)
   for _, member in ipairs(packet.members) do
@@ -41,18 +88,18 @@ local function waiting_members(packet, letters, offset, letter)
     local list = string.sub(letters, position, position) == letter and members or others
     list[#list + 1] = list == members and member or member.index
   end
-  if #others > 0 then refuse(packet, 'no packet is waited for by slot ' .. table.concat(others, ', ')) end
+  if #others > 0 then refuse(group, packet, 'no packet is waited for by slot ' .. table.concat(others, ', ')) end
   count('rollouts', -#members)
   return members
 end
 
 -- A packet whose group is not open.
-local function take_late(packet)
-  local tombstone, tombstones = find_ended(packet.group_id)
+local function take_late(group, packet)
+  local tombstone, tombstones = find_ended(group.id)
   local members, late
   if tombstone then
-    members, late = waiting_members(packet, tombstone, 2, '2'), after_end(tombstone)
-    redis.call('HSET', tombstones, packet.group_id, with_letters(tombstone, 2, members, '1'))
+    members, late = waiting_members(group, packet, tombstone, 2, '2'), after_end(tombstone)
+    redis.call('HSET', tombstones, group.id, with_letters(tombstone, 2, members, '1'))
   else  -- forgotten: more groups have ended since than are remembered
     members, late = members_of(packet.text), 'late'
     count('rollouts', -#members)
@@ -76,7 +123,7 @@ end
 
 -- Put a packet into an open group.
 local function take_packet(group, packet)
-  local members, counted = waiting_members(packet, group.slots, 1, 'p'), 0
+  local members, counted = waiting_members(group, packet, group.slots, 1, 'p'), 0
   for _, member in ipairs(members) do
     local letter, reason = judge(group, member)
     member.letter, member.counts = letter, letter ~= 'x'
@@ -94,37 +141,8 @@ local function take_packet(group, packet)
   if counted > 0 then table.insert(group.packets, packet) else discard(packet) end
 end
 
--- Whether a packet brings a group whole: each slot waits for it, each member is usable and has its reward.
-local function is_whole(group, packet)
-  local slots = #group.slots
-  if slots ~= group.size or string.find(group.slots, '[^p]') then return false end
-  local _, lines = string.gsub(packet.text, '\n', '')
-  local _, rewarded = string.gsub(packet.text, ' usable %-?%d', '')
-  return lines == slots and rewarded == slots and string.find(packet.text, ' train\n', 1, true)
-    and group.role == 'train' and not string.find(packet.text, ' eval\n', 1, true)
-    and tonumber(string.match(packet.text, '(%d+) [^\n]*\n$')) == slots - 1
-end
-
--- The rewards in the text of a packet that has all of them, separated by blanks, without those of baselines.
-local function rewards_in(text)
-  if string.find(text, ' baseline\n', 1, true) then text = string.gsub(text, '[^\n]* baseline\n', '') end
-  return (string.gsub(text, '%d+ %S+ (%S+) %S+\n', '%1 '))
-end
-
--- End a group that has come whole: what take_packet and end_group do, without a look at each member. Returns what end_group
--- returns.
-local function take_whole(group, packet)
-  local size = group.size
-  packet.scored, packet.mask = size, string.rep('1', size)
-  group.slots, group.packets = string.rep('u', size), {packet}
-  count('rollouts', -size)
-  log_group(group, 'complete', size)
-  return close_group(group, 'complete', 'c', policy, rewards_in(packet.text))
-end
-
 -- Put packets into an open group, in order of arrival. Returns what end_group returns if the group has ended.
 local function take_open(group, packets)
-  if #packets == 1 and not has_filter(policy) and is_whole(group, packets[1]) then return take_whole(group, packets[1]) end
   local before = group.slots
   count_slots(group)
   for _, packet in ipairs(packets) do take_packet(group, packet) end
@@ -135,55 +153,33 @@ local function take_open(group, packets)
   save_group(group)
 end
 
-local acked, packets, payloads = {}, {}, {}
-for at = POLICY_ARGS + 2, #ARGV, PACKET_ARGS do
-  if redis.call('XACK', keys.rollouts, ARGV[1], ARGV[at]) == 1 then
-    local packet = packet_at(at)
-    acked[#acked + 1], packets[#packets + 1] = packet.entry, packet
-    if packet.key ~= '' then payloads[#payloads + 1] = packet.key end
-  end
-end
-if #acked == 0 then return {0} end
-count('rollouts_packets', -redis.call('XDEL', keys.rollouts, unpack(acked)))
-
--- A packet of which a scorer could not read the payload is needed by nobody: it ends as its scorer says.
-local function has_payload(packet)
-  return packet.key == '' or not string.find(packet.text, ' usable ', 1, true) or redis.call('EXISTS', packet.key) == 1
-end
-
-local hashes, packets_of = {}, {}  -- in order of arrival
-local all_exist = #payloads == 0 or redis.call('EXISTS', unpack(payloads)) == #payloads
-for _, packet in ipairs(packets) do
-  if not all_exist and not has_payload(packet) then
-    refuse(packet, 'the payload does not exist')
-  else
-    if not packets_of[packet.group_hash] then
-      packets_of[packet.group_hash] = {}
-      hashes[#hashes + 1] = packet.group_hash
+-- The packets whose payload exists. One of which a scorer could not read it is needed by nobody: it ends as its scorer says.
+local function with_payload(group, packets)
+  local found = {}
+  for _, packet in ipairs(packets) do
+    if all_exist or packet.key == '' or not string.find(packet.text, ' usable ', 1, true)
+      or redis.call('EXISTS', packet.key) == 1 then
+      found[#found + 1] = packet
+    else
+      refuse(group, packet, 'the payload does not exist')
     end
-    table.insert(packets_of[packet.group_hash], packet)
   end
+  return found
 end
 
-local reply = {#acked}
-for _, hash in ipairs(hashes) do
-  local group = load_group(packets_of[hash][1].group_id, hash)
+for _, arrived in ipairs(others) do
+  local group, packets = arrived.group, with_payload(arrived.group, arrived.packets)
   local outcome, data_source, rewards
   if group.state == 'open' then
-    outcome, data_source, rewards = take_open(group, packets_of[hash])
-  else
+    outcome, data_source, rewards = take_open(group, packets)
+  elseif #packets > 0 then
     if group.state == 'broken' then outcome, data_source, rewards = end_broken(group, policy) end
-    for _, packet in ipairs(packets_of[hash]) do take_late(packet) end
+    for _, packet in ipairs(packets) do take_late(group, packet) end
   end
-  if outcome then
-    reply[#reply + 1] = packets_of[hash][1].position
-    reply[#reply + 1] = outcome
-    reply[#reply + 1] = data_source
-    reply[#reply + 1] = rewards
-  end
+  if outcome then note_ended(arrived, outcome, data_source, rewards) end
 end
 write_counts()
-write_sizes()
+write_reserved()
 -- An entry that no push has counted was taken for one that it has: from here on its counter is right again.
 if has_refused then redis.call('HSET', keys.ledger, 'rollouts_packets', redis.call('XLEN', keys.rollouts)) end
 return reply

@@ -1,27 +1,9 @@
--- How a group ends.
+-- How a group ends whose members have to be looked at one by one.
 -- A packet that the grouper has taken is a field of the group's hash: its payload key ->
 --   '<bytes> <fencing epoch> <mask>\n<members>\n<member table>'
 -- members: see lib/members. mask: '1' for each member that counts for the group, else '0'. What `producer.score` brought
 -- is in the fields 'score:<slot>' (JSON) and 'score_value:<slot>' (the reward, or 'x' = unscorable).
 -- KEYS  open, groups, ended, ended_before, ledger, garbage, sizes
---   policy  partial_min_usable ('' = drop), zero_variance ('1' = filter), difficulty_low, difficulty_high
---           ('' = off), dedupe_groups
-local POLICY_ARGS = 5
-local TOMBSTONE = {['.'] = '0', p = '2', u = '1', s = '1', x = '1'}
-
--- The policy, from the argument `first` on: `policy_args` of run/manifest.py has the same order.
-local function policy_of(args, first)
-  return {partial_min_usable = args[first], zero_variance = args[first + 1], difficulty_low = args[first + 2],
-    difficulty_high = args[first + 3], dedupe_groups = tonumber(args[first + 4])}
-end
-
-local function mask_of(packet)
-  if packet.mask then return packet.mask end
-  local mask = {}
-  for i, member in ipairs(packet.members) do mask[i] = member.counts and '1' or '0' end
-  return table.concat(mask)
-end
-
 local function packet_field(packet)
   return packet.bytes .. ' ' .. packet.epoch .. ' ' .. mask_of(packet) .. '\n' .. packet.text .. '\n' .. packet.table
 end
@@ -50,10 +32,6 @@ local function short_outcome(usable, policy, otherwise)
   local minimum = tonumber(policy.partial_min_usable)
   if minimum and usable >= minimum then return 'partial' end
   return otherwise
-end
-
-local function has_filter(policy)
-  return policy.zero_variance == '1' or policy.difficulty_low ~= '' or policy.difficulty_high ~= ''
 end
 
 -- Why a group with these rewards is not trained on, or nil.
@@ -113,64 +91,6 @@ local function judge_members(group)
     scored = scored + packet.scored
   end
   return scored, unscored, rewards
-end
-
-local function discard(packet)
-  if packet.bytes ~= '0' then redis.call('RPUSH', keys.garbage, packet.key .. ' ' .. packet.bytes) end
-end
-
--- Append the group to the groups log with its scored members.
-local function log_group(group, outcome, scored)
-  local payloads, tables = {}, {}
-  for _, packet in ipairs(group.packets) do
-    if packet.scored == 0 then
-      discard(packet)
-    else
-      payloads[#payloads + 1] = packet.key .. ' ' .. packet.bytes .. ' ' .. packet.epoch .. ' ' .. mask_of(packet)
-      tables[#tables + 1] = packet.table
-    end
-  end
-  redis.call('XADD', keys.groups, '*', 'group_id', group.id, 'size', group.size, 'data_source', group.data_source,
-    'opened_ms', string.format('%.17g', group.opened_ms), 'outcome', outcome, 'epoch', group.epoch,
-    'version', group.version, 'count', scored, 'payloads', table.concat(payloads, '\n'), 'tables', table.concat(tables),
-    'scores', '{' .. table.concat(group.scores, ',') .. '}')
-  count('grouped', scored)
-  count('groups_logged', 1)
-end
-
--- The digits of the group's tombstone. Of a slot map that somebody has overwritten only the members tell something: any
--- other slot may be on its way.
-local function tombstone_of(group)
-  if group.slots then return (string.gsub(group.slots, '.', TOMBSTONE)) end
-  local ended, slots = {}, group.size or 0
-  for _, packet in ipairs(group.packets) do
-    for _, member in ipairs(packet.members) do
-      ended[member.index] = true
-      slots = math.max(slots, member.index + 1)
-    end
-  end
-  local digits = {}
-  for slot = 0, math.min(slots, MAX_SLOTS) - 1 do digits[slot + 1] = ended[slot] and '1' or '2' end
-  return table.concat(digits)
-end
-
--- Take the group out of the open ones and give back what it holds beside its members.
-local function remove_group(group)
-  redis.call('ZREM', keys.open, group.id)
-  redis.call('DEL', group.hash)
-  count('groups_open', -1)
-  if group.slots and group.slot_bytes then reserve(group.slot_bytes, -slots_with(group, '.')) end
-  if group.abandoned == '1' then count('groups_abandoned', -1) end
-  if group.role == 'eval' then count('groups_eval', -1) end
-  group.state = 'none'
-end
-
--- Put a tombstone in the place of the group. Returns the outcome, the group's data source and `rewards`, separated by blanks.
-local function close_group(group, outcome, letter, policy, rewards)
-  remove_group(group)
-  remember_ended(group.id, letter, tombstone_of(group), policy.dedupe_groups)
-  count('outcome:' .. outcome, 1)
-  return outcome, group.data_source or '', rewards
 end
 
 -- End the group for `outcome`. 'complete' and 'partial' go to the groups log unless a filter drops them; any other outcome

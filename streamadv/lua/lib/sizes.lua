@@ -50,7 +50,6 @@ local function slot_bytes(counts, max_trajectory_bytes)
   return max_trajectory_bytes
 end
 
-local free = {}  -- what this call changes: bytes a slot -> slots
 local pushed = {}  -- sizes that this call has to note: field -> count
 
 -- Bytes reserved for all free slots: `bytes_now` each, or what a slot needed when its group was opened if that is more.
@@ -61,21 +60,10 @@ local function reserved_bytes(counts, bytes_now)
   return sum
 end
 
--- `count` more slots of groups opened at `bytes` a slot are free; below 0: so many fewer.
-local function reserve(bytes, count) free[bytes] = (free[bytes] or 0) + count end
-
 -- A packet was pushed: its members count as of the same size.
 local function note_size(bytes, members)
   local field = 'h' .. size_bucket(bytes / members)
   pushed[field] = (pushed[field] or 0) + members
-end
-
--- Add to a count; it starts anew if somebody has driven it out of the range of numbers.
-local function add(key, field, count)
-  local sum = redis.pcall('HINCRBY', key, field, count)
-  if type(sum) == 'number' then return sum end
-  redis.call('HDEL', key, field)
-  return redis.call('HINCRBY', key, field, count)
 end
 
 local function forget_half(key)
@@ -88,12 +76,8 @@ local function forget_half(key)
   add(key, 'n', -forgotten)
 end
 
--- Write what this call has reserved and noted.
+-- Write what this call has noted.
 local function write_sizes()
-  for bytes, count in pairs(free) do
-    local field = 'u' .. string.format('%d', bytes)
-    if count ~= 0 and add(keys.sizes, field, count) <= 0 then redis.call('HDEL', keys.sizes, field) end
-  end
   local members = 0
   for field, count in pairs(pushed) do
     add(keys.sizes, field, count)

@@ -40,7 +40,7 @@ def table_of(slots: Sequence[Slot], steps: bool = False, reward: bool = True) ->
 
 
 def entry_of(number: int, packets: Sequence[Sequence[Slot]], **changes: Any) -> dict[bytes, bytes]:
-    """A group as `lua/lib/complete.lua` logs it."""
+    """A group as `lua/lib/close.lua` logs it."""
     steps, reward = changes.pop("steps", False), changes.pop("reward", True)
     lines = [
         f"{KEYS.home.payload(f'{number}-{p}')} {SIZE} {p} {''.join('01'[slot.live] for slot in slots)}"

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from streamadv.status.sizes import Reservation, reservation
 
-LIBRARY: Final = (resources.files("streamadv") / "lua" / "lib" / "sizes.lua").read_text()
+_LIB: Final = resources.files("streamadv") / "lua" / "lib"
+LIBRARY: Final = "\n".join((_LIB / name).read_text() for name in ("reserve.lua", "sizes.lua"))
 SCRIPT: Final = f"""
 {LIBRARY}
 local known = read_sizes(KEYS[1])
