@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 from streamadv import metrics, tracing
 from streamadv.logs import announcement
 from streamadv.messages import log_fields
-from streamadv.processes.garbage import keep_what_exists
+from streamadv.processes.garbage import collect_rarely
 from streamadv.run import Run, open_run
 from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
@@ -88,4 +88,4 @@ def say_ready(run: Run) -> None:
     """The process begins its work: nothing in its settings keeps it from that."""
     fields = log_fields("joined", run=run.name)
     logger.info("ready: run %s on %s", run.name, run.connection.safe_url, extra=fields)
-    keep_what_exists()
+    collect_rarely()

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..processes import messages
-from ..processes.garbage import keep_what_exists
+from ..processes.garbage import collect_rarely
 from ..producer.producer import Producer
 from ..trajectory.schema import Trajectory
 from .lines import GROUP_SIZE, GROUPS_A_CALL, IN_FLIGHT, KINDS, Line, make_groups
@@ -27,7 +27,7 @@ Records = list[dict[str, Any]]
 def produce(line: Line, url: str, way: str, pace: Pace) -> None:
     """Push group after group as the pace says, in one of the ways of `lines.WAYS`, until killed."""
     groups = make_groups(line)
-    keep_what_exists()  # as docs/how-to/sizing.md has it
+    collect_rarely()  # as docs/how-to/sizing.md has it
     if way == "asyncio":
         asyncio.run(_one_by_one(line, url, groups, pace))
         return
@@ -100,7 +100,7 @@ def train(line: Line, url: str) -> None:
         chain=kind.chain,
         pushed=kind.late,
     )
-    keep_what_exists()  # as docs/how-to/sizing.md has it
+    collect_rarely()  # as docs/how-to/sizing.md has it
     messages.send("ready", epoch=queue.epoch)
     for batch in queue:
         now = time.monotonic()

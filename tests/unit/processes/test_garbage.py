@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 
-from streamadv.processes.garbage import keep_what_exists
+from streamadv.processes.garbage import collect_rarely
 
 
 def test_full_collections_walk_only_what_came_later() -> None:
     existed: list[object] = [[]]
+    thresholds = gc.get_threshold()
     try:
-        keep_what_exists()
+        collect_rarely()
+        assert gc.get_threshold()[0] > thresholds[0]
         later: list[object] = [[]]
         walked = {id(item) for item in gc.get_objects()}
         assert id(later) in walked
         assert id(existed) not in walked
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
