@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple, TypeVar
 
 from ..store.calls import Companion
@@ -12,6 +13,7 @@ from ..store.keys import ShardKeys
 from ..store.resp import Payloads
 from ..store.scripts import ScriptCall, script_call
 from ..trajectory.packet import Packet
+from ..trajectory.packet_encoding import merge_packets
 
 Item = TypeVar("Item")
 Reply = Sequence[Any]
@@ -91,33 +93,37 @@ class Push(NamedTuple):
 
 
 def join(pushes: Sequence[Push]) -> Push:
-    """Pushes of one lane as one, which has each group once."""
+    """Pushes of one lane as one, which has each group once, in as few packets as its members allow."""
     if len(pushes) == 1:
         return pushes[0]
     packets: dict[tuple[tuple[Any, ...], int], list[Packet]] = {}
     for push in pushes:
         for group in push.groups:
             packets.setdefault((group.spec, group.epoch), []).extend(group.packets)
-    groups = [GroupPush(spec, epoch, together) for (spec, epoch), together in packets.items()]
+    groups = [GroupPush(spec, epoch, merge_packets(found)) for (spec, epoch), found in packets.items()]
     return pushes[0]._replace(groups=groups, companion=None)
 
 
-def shares(pushes: Sequence[Push], replies: Sequence[Reply]) -> list[list[Reply]]:
-    """What the replies to `join(pushes)` say to each of them: a reply for each of its groups."""
-    numbers: dict[tuple[Any, ...], int] = {}
-    members_before = [0] * len(replies)
-    result = []
-    for push in pushes:
-        mine = []
-        for group in push.groups:
-            number = numbers.setdefault((group.spec, group.epoch), len(numbers))
-            start = 1 + members_before[number]
-            members_before[number] += sum(len(packet.indices) for packet in group.packets)
-            reply = replies[number]
-            stop = 1 + members_before[number]
-            mine.append([reply[0], *reply[start:stop]] if len(reply) > 1 and reply[0] == b"ok" else reply)
-        result.append(mine)
-    return result
+def shares(pushes: Sequence[Push], joined: Push, replies: Sequence[Reply]) -> list[list[Reply]]:
+    """What the replies to `joined`, made by `join(pushes)`, say to each of them: a reply for each of its groups."""
+    if len(pushes) == 1:
+        return [list(replies)]
+    found: dict[tuple[tuple[Any, ...], int], tuple[Reply, dict[int, list[Any]]]] = {}
+    for group, reply in zip(joined.groups, replies, strict=True):
+        codes: dict[int, list[Any]] = {}  # by rollout index
+        if len(reply) > 1 and reply[0] == b"ok":
+            for index, code in zip(_indices(group.packets), reply[1:], strict=True):
+                codes.setdefault(index, []).append(code)
+        found[group.spec, group.epoch] = reply, codes
+    return [[_share(group, *found[group.spec, group.epoch]) for group in push.groups] for push in pushes]
+
+
+def _share(group: GroupPush, reply: Reply, codes: dict[int, list[Any]]) -> Reply:
+    return [reply[0], *(codes[index].pop(0) for index in _indices(group.packets))] if codes else reply
+
+
+def _indices(packets: Sequence[Packet]) -> Iterator[int]:
+    return chain.from_iterable([packet.indices for packet in packets])
 
 
 def slices(items: Iterable[Item], load: Callable[[Item], Load]) -> list[list[Item]]:

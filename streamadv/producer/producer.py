@@ -55,8 +55,8 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
             place of its predecessor.
         settings: what this process wants the run to be created with.
         resend_window: seconds of pushes that are kept, at most 256 MiB, to be sent again to a server that comes back
-            without its recent writes; 0 = none. Columns of 32 KiB and more are kept, not copied: do not write into them
-            meanwhile.
+            without its recent writes; 0 = none. Arrays are copied, but for columns of which one push brings 32 KiB or
+            more: do not write into these meanwhile.
     """
 
     def __init__(

@@ -69,7 +69,8 @@ class Sender:
     async def _send(self, part: Sequence[_Waiting]) -> None:
         pushes = [push for push, _ in part]
         try:
-            replies = shares(pushes, await self._call(join(pushes))) if pushes else []
+            joined = join(pushes) if pushes else None
+            replies = [] if joined is None else shares(pushes, joined, await self._call(joined))
             for (_, future), reply in zip(part, replies, strict=True):
                 if not future.done():
                     future.set_result(reply)

@@ -56,13 +56,17 @@ def _until_push(steps: Steps[Any]) -> Steps[tuple[GroupCall, Push] | _Ended]:
 def _ask(requests: Sequence[GroupCall]) -> Steps[Sequence[Reply]]:
     """The replies to pushes that are sent together."""
     attempt: list[Any] = []
+    joined: list[Push] = []
 
     def make() -> Push:
         attempt[:] = [request.make() for request in requests]
-        return join(attempt)
+        joined[:] = [join(attempt)]
+        return joined[0]
 
     replies = yield GroupCall(make)
-    return [OUT_OF_MEMORY] * len(requests) if replies is OUT_OF_MEMORY else shares(attempt, replies)
+    return (
+        [OUT_OF_MEMORY] * len(requests) if replies is OUT_OF_MEMORY else shares(attempt, joined[0], replies)
+    )
 
 
 def _finish(steps: Steps[Any], reply: Reply) -> Steps[Any]:

@@ -82,10 +82,9 @@ def field_of(arrays: Sequence[Array]) -> Array | list[Array]:
     Small parts are copied into one array. Large columns are sent from where they lie: a copy would cost as much as
     sending, and a producer keeps what it has sent for a while.
     """
-    is_small = sum([array.nbytes for array in arrays]) < LARGE_COLUMN
-    if len(arrays) == 1:
-        return arrays[0].copy() if is_small else arrays[0]
-    return np.concatenate(arrays) if is_small else list(arrays)
+    if sum([array.nbytes for array in arrays]) < LARGE_COLUMN:
+        return np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy()
+    return list(arrays) if len(arrays) > 1 else arrays[0]
 
 
 def end_to_end(column: Array | Sequence[Array]) -> Array:
@@ -181,6 +180,8 @@ def split_packets(kinds: Sequence[object], sizes: Sequence[int]) -> list[tuple[i
 
     Members of one kind that need several packets are spread evenly over these.
     """
+    if len(sizes) == 1:
+        return [(0, 1)]
     ranges: list[tuple[int, int]] = []
     start = 0
     for _, same in groupby(kinds):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from pydantic_core import from_json, to_json
 
 from ..errors import TrajectoryError
 from .columns import HEADER, OUTPUT_COLUMNS, REQUIRED_COLUMNS, Array
-from .member_table import decode_table, encode_table, trace_of, with_trace
+from .member_table import decode_table, encode_table, join_tables, plain_text, trace_of, with_trace
 from .members import STEP, members_of, offsets, spans
 from .packet import (
     REWARD,
@@ -29,6 +30,7 @@ from .schema import Column, Role, Trajectory
 
 #: Of the header of a payload.
 MAX_HEADER_BYTES: Final = 1 << 20
+_MEMBERS: Final = b',"members":['  # before the members' parts; no text in the JSON before holds a bare quote
 
 
 class _Part(NamedTuple):
@@ -106,6 +108,53 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
     fields[HEADER] = _select_header(header, chosen)
     table = with_trace(encode_table(members.select(chosen), names), trace_of(packet.table))
     return Packet(positions, indices, text, table, stored_bytes(fields), fields)
+
+
+def merge_packets(packets: Sequence[Packet]) -> list[Packet]:
+    """The same members of one group in fewer packets: those of one member each that differ in nothing but values."""
+    kinds: dict[Any, list[Packet]] = {}
+    merged, seen = [], set()
+    for packet in packets:
+        kind = _kind_to_merge(packet)
+        if kind is None or packet.indices in seen:
+            merged.append(packet)
+        else:
+            seen.add(packet.indices)
+            kinds.setdefault(kind, []).append(packet)
+    for same in kinds.values():
+        same.sort(key=attrgetter("indices"))
+        ranges = split_packets([None] * len(same), [packet.size for packet in same])
+        merged += [_merged(same[start:stop]) for start, stop in ranges]
+    return merged
+
+
+def _kind_to_merge(packet: Packet) -> object | None:
+    """Equal for packets that may become one; None for one that stays as it is."""
+    text = plain_text(packet.table) if len(packet.indices) == 1 else None
+    if text is None:
+        return None
+    return text, packet.fields[HEADER].partition(_MEMBERS)[0].rstrip(b"}"), " - " in packet.members
+
+
+def _merged(packets: Sequence[Packet]) -> Packet:
+    """One packet of several that may become one, given by ascending indices."""
+    first = packets[0]
+    if len(packets) == 1:
+        return first
+    fields: dict[Any, Any] = {
+        name: field_of([packet.fields[name] for packet in packets]) for name in first.fields if name != HEADER
+    }
+    headers = [packet.fields[HEADER].partition(_MEMBERS) for packet in packets]
+    head = next((header for header, found, _ in headers if not found), headers[0][0] + b"}")
+    fields[HEADER] = join_headers(head, [own[:-2] for _, _, own in headers])
+    return Packet(
+        tuple(range(len(packets))),
+        tuple([packet.indices[0] for packet in packets]),
+        "".join([packet.members for packet in packets]),
+        join_tables([packet.table for packet in packets]),
+        stored_bytes(fields),
+        fields,
+    )
 
 
 def _part(trajectory: Trajectory, group: _Group, limit: int) -> _Part:
@@ -241,7 +290,7 @@ def join_headers(head: bytes, headers: Sequence[bytes]) -> bytes:
     """The header of a packet: `header_head` with each member's part."""
     if not any(headers):
         return head
-    return b'%b,"members":[%b]}' % (head[:-1], b",".join(header or b"{}" for header in headers))
+    return b"%b%b%b]}" % (head[:-1], _MEMBERS, b",".join(header or b"{}" for header in headers))
 
 
 def _select_header(header: bytes, chosen: Sequence[int]) -> bytes:

@@ -21,7 +21,7 @@ from pydantic_core import to_json
 from .columns import HEADER, KNOWN_COLUMNS, REQUIRED_COLUMNS, check_values
 from .member_table import plain_table
 from .members import HAS_REWARD, HAS_VERSION, MEMBER, ROLE_FLAGS, STATUSES
-from .packet import Packet, field_of, member_line, split_packets, stored_bytes
+from .packet import Packet, field_of, member_line, split_packets
 from .packet_encoding import MAX_HEADER_BYTES, header_head, join_headers
 from .schema import MAX_GROUP_SIZE, Role, Trajectory
 
@@ -84,7 +84,7 @@ class _Member(NamedTuple):
 
 def plain_packets(records: Sequence[Any], defaults: Defaults, limit: int) -> list[Packet] | None:
     """The packets of plain records with different slots, at most `limit` bytes each; None if they are not all that."""
-    if not isinstance(records, list | tuple) or not records or type(records[0]) is not dict:
+    if type(records) not in (list, tuple) or not records or type(records[0]) is not dict:
         return None
     columns = _columns_of(tuple(records[0]))
     if columns is None or not _is_plain_ticket(defaults):
@@ -318,7 +318,7 @@ def _packet(members: Sequence[_Member], head: bytes, columns: Columns) -> Packet
     """The packet of these members; None if a column has wrong values, or the header is too large."""
     fields: dict[Any, Any] = {}
     for name, _ in columns:
-        column = field_of([member.record[name] for member in members])
+        fields[name] = column = field_of([member.record[name] for member in members])
         for part in column if isinstance(column, list) else [column]:
             if not part.flags.c_contiguous:
                 return None
@@ -326,15 +326,16 @@ def _packet(members: Sequence[_Member], head: bytes, columns: Columns) -> Packet
                 check_values(name, part)
             except ValueError:
                 return None
-        fields[name] = column
-    fields[HEADER] = header = join_headers(head, [member.header for member in members])
+    headers = [member.header for member in members]
+    fields[HEADER] = header = join_headers(head, headers)
     if len(header) > MAX_HEADER_BYTES:
         return None
+    size = sum([member.size for member in members]) - sum(map(len, headers)) + len(header)
     return Packet(
         tuple([member.position for member in members]),
         tuple([member.rollout_index for member in members]),
         "".join([member.text for member in members]),
         plain_table([member.entry for member in members], tuple([name for name, _ in columns])),
-        stored_bytes(fields),
+        size,
         fields,
     )

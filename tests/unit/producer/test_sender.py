@@ -13,6 +13,8 @@ from streamadv.producer.encode import MAX_SLICE_BYTES, MAX_SLICE_MEMBERS, GroupP
 from streamadv.producer.sender import MAX_UNDER_WAY, Sender
 from streamadv.store.keys import ShardKeys
 from streamadv.trajectory.packet import Packet
+from streamadv.trajectory.packet_encoding import encode_packets
+from tests.support import trajectory
 
 KEYS = ShardKeys("r:0:0")
 
@@ -66,6 +68,25 @@ async def test_what_is_pushed_in_one_turn_goes_together() -> None:
     await server.answer_all(pushing)
     assert server.groups() == [["a", "b"]]
     assert [await future for future in pushing] == [[[b"ok", b"0"]], [[b"ok", b"3", b"1"]], [[b"ok", b"2"]]]
+
+
+async def test_members_of_a_group_go_in_one_packet_and_hear_their_own_codes() -> None:
+    server = Server()
+    pushes = []
+    for index in (3, 0, 0, 1):
+        (packet,) = encode_packets([trajectory("a", index)], 1 << 20)
+        pushes.append(push_of("a", 0)._replace(groups=[GroupPush(("a", 8, 8, "", 1000), 0, [packet])]))
+    pushing = [server.sender.push(push) for push in pushes]
+    await turns()
+    (group,) = server.calls[0][0].groups
+    assert sorted(packet.indices for packet in group.packets) == [(0,), (0, 1, 3)]
+    codes = {(0,): [b"duplicate"], (0, 1, 3): [b"again", b"again", b"range"]}
+    server.calls[0][1].set_result(
+        [[b"ok", *(code for packet in group.packets for code in codes[packet.indices])]]
+    )
+    answers = [reply for ((_, *reply),) in await asyncio.gather(*pushing)]
+    assert sorted(answers[1:3]) == [[b"again"], [b"duplicate"]]
+    assert [answers[0], answers[3]] == [[b"range"], [b"again"]]
 
 
 async def test_what_comes_while_two_calls_are_under_way_goes_together() -> None:

@@ -15,7 +15,7 @@ from streamadv.producer.checks import check_records
 from streamadv.producer.tickets import Ticket
 from streamadv.trajectory.columns import KNOWN_COLUMNS
 from streamadv.trajectory.packet import LARGE_COLUMN, MAX_PACKET_BYTES, Packet
-from streamadv.trajectory.packet_encoding import encode_packets
+from streamadv.trajectory.packet_encoding import encode_packets, merge_packets
 from streamadv.trajectory.plain_records import plain_packets, plain_trajectories
 
 LIMIT = 1 << 20
@@ -153,6 +153,50 @@ def test_plain_records_take_the_short_way(tokens: int) -> None:
     assert packets is not None
     assert sent(packets) == full(found, TICKET)
     assert [index for packet in packets for index in packet.indices] == [0, 1, 3, 5]
+
+
+def one_by_one(found: list[Any], ticket: Ticket) -> list[Packet]:
+    """The packets of records that are pushed one after another, merged."""
+    packets = [
+        packet for record in found for packet in encode_packets(check_records([record], ticket), LIMIT)
+    ]
+    return merge_packets(packets)
+
+
+@pytest.mark.parametrize("data_source", ["math", None, 'a,"members":[b'])
+@pytest.mark.parametrize("tokens", [3, LARGE_COLUMN // 8])
+def test_records_one_by_one_are_one_packet_once_merged(tokens: int, data_source: str | None) -> None:
+    ticket = Ticket("g-1", 0, 6, 8, 3, 7, data_source)
+    found = [columns(tokens, index) | {"rollout_index": index, "reward": 0.5} for index in (3, 0, 5, 1)]
+    for record in found[1:3]:
+        record["metadata"] = {"prompt": "}", "members": [record["rollout_index"]]}
+    merged, whole = one_by_one(found, ticket), encode_packets(check_records(found, ticket), LIMIT)
+    assert [packet[1:] for packet in sent_alone(merged)] == [packet[1:] for packet in sent_alone(whole)]
+    assert [packet.indices for packet in merged] == [(0, 1, 3, 5)]
+
+
+def sent_alone(packets: list[Packet]) -> list[Any]:
+    return [(*fields, columns) for fields, columns in sent(packets)]
+
+
+def test_what_differs_is_not_merged() -> None:
+    record = columns(3) | {"reward": 0.5}
+    found: list[Any] = [
+        *({**record, "rollout_index": 0}, {**record, "rollout_index": 0}),
+        {**record, **columns(3, 1, "values"), "rollout_index": 1},
+        {**columns(3), "reward_later": True, "rollout_index": 2},
+        {**record, "steps": [{"start": 0, "end": 2, "reward": 1.0}], "rollout_index": 3},
+        {**record, "rewards": {"format": 0.5}, "rollout_index": 4},
+        {"status": "failed", "rollout_index": 5},
+    ]
+    merged = one_by_one(found, TICKET)
+    assert sorted(packet.indices for packet in merged) == [(0,), (0,), (1,), (2,), (3,), (4,), (5,)]
+
+
+def test_merged_packets_keep_their_bounds() -> None:
+    ticket = Ticket("g", 0, 150, 150, 0, 3)
+    found = [columns(3, index) | {"rollout_index": index, "reward": 0.5} for index in range(150)]
+    assert [len(packet.indices) for packet in one_by_one(found, ticket)] == [50] * 3
 
 
 def test_more_records_than_a_packet_holds() -> None:
