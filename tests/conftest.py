@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -86,6 +87,18 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def _idle_consumers_stop_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer with nothing to read looks at its stop event ten times a second, not once."""
     monkeypatch.setattr(consumer, "BLOCK_MS", 100)
+
+
+@pytest.fixture
+def keep_logging() -> Iterator[None]:
+    """For commands that run in this process: they set logging up."""
+    root, hook = logging.getLogger(), sys.excepthook
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    sys.excepthook = hook
 
 
 @pytest.fixture(scope="session")

@@ -96,6 +96,23 @@ def producing(
         yield producer
 
 
+def pushed_run(
+    connection: Connection | str,
+    name: str,
+    groups: int,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    finish: bool = False,
+    **options: Any,
+) -> Run:
+    """A run to which so many whole groups were pushed, see `push_groups`. finish: no more will come."""
+    with producing(connection, name, settings) as producer:
+        push_groups(producer, groups, **options)
+        if finish:
+            producer.finish()
+    return join(connection, name)
+
+
 def heartbeat(producer: Producer) -> None:
     """Do now what `producer` does every few seconds."""
     producer._drive(producer._logic.heartbeat())
@@ -181,6 +198,13 @@ def next_batch(queue: TrainerQueue, run: Run, **options: Any) -> Batch | None:
     except NoBatchError:
         compute_all(run)
         return queue.next_batch(timeout=0, **options)
+
+
+def delivered_batch(queue: TrainerQueue, run: Run, **options: Any) -> Batch:
+    """`next_batch`, where there is one."""
+    batch = next_batch(queue, run, **options)
+    assert batch is not None
+    return batch
 
 
 def problems(run: Run, deep: bool = True) -> list[str]:

@@ -23,6 +23,8 @@ from streamadv.run.manifest import RunSettings
 from streamadv.settings import load_settings
 from tests.support import group_all, trajectory
 
+pytestmark = pytest.mark.usefixtures("keep_logging")
+
 
 @pytest.mark.parametrize("words", [["no-such-command"], [], ["schema", "--no-such-flag"]])
 def test_wrong_usage_is_exit_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,15 +217,6 @@ def test_a_log_record_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("streamadv.test").warning("first\nsecond")
     logging.getLogger("streamadv.test").debug("not shown")
     assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.fixture(autouse=True)
-def _keep_logging() -> Any:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def test_access_rules_show_no_password(

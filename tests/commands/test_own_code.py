@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ from tests.support import (
     unscored,
 )
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("keep_logging")]
 
 ESTIMATOR = """
 import time
@@ -52,16 +51,6 @@ def halves(trajectories):
     return [len(trajectory.columns["input_ids"]) / 2 for trajectory in trajectories]
 def cannot(trajectories, other): ...
 """
-
-
-@pytest.fixture(autouse=True)
-def _keep_logging() -> Iterator[None]:
-    """Commands that run in this process set logging up."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @pytest.fixture

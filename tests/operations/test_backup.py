@@ -19,7 +19,7 @@ from streamadv.run import Run
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.queue import TrainerQueue
 from tests.docs.story import blocks_of
-from tests.support import group_all, join, ledger, next_batch, problems, push_groups
+from tests.support import group_all, join, ledger, next_batch, problems, push_groups, pushed_run
 
 pytestmark = [pytest.mark.server, pytest.mark.processes]
 
@@ -77,9 +77,7 @@ class Trainer:
 def test_what_is_lost_and_what_is_trained_on_twice(
     server: EmbeddedServer, tmp_path: Path, going_on: str
 ) -> None:
-    with Producer(server.url, "exp1") as producer:
-        push_groups(producer, 14)
-    run = join(server.url, "exp1")
+    run = pushed_run(server.url, "exp1", 14)
     trainer = Trainer(server.url)
     second = trainer.train(run, 2)
     back_up(server, tmp_path)

@@ -17,7 +17,16 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import Cluster, until
 from tests.flows import Flow
-from tests.support import compute_all, consumer_of, group_all, ledger, next_batch, problems, push_groups
+from tests.support import (
+    compute_all,
+    consumer_of,
+    delivered_batch,
+    group_all,
+    ledger,
+    next_batch,
+    problems,
+    push_groups,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -85,8 +94,7 @@ def test_what_a_dead_consumer_had_is_taken_over_on_every_shard(cluster: Cluster,
             if stage == GROUPER:
                 with pytest.raises(Exception, match="no new group"):
                     queue.next_batch(timeout=0)
-        batch = next_batch(queue, joined)
-        assert batch is not None
+        batch = delivered_batch(queue, joined)
         assert batch.num_trajectories == 24
         assert next_batch(queue, joined) is None
         assert ledger(joined)["trained"] == 24

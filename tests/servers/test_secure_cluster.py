@@ -22,7 +22,7 @@ from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.certificates import Authority
 from tests.clusters import Node, divide_slots, until
-from tests.support import group_all, join, next_batch, problems, producing, push_groups
+from tests.support import delivered_batch, group_all, join, problems, producing, push_groups
 
 pytestmark = [
     pytest.mark.slow,
@@ -132,8 +132,7 @@ async def test_every_role_does_its_job(
     run = join(as_role(told, "pipeline", monkeypatch), RUN)
     assert group_all(run) == ["complete"] * 7
     queue = TrainerQueue(run.connection, RUN, batch_groups=7)
-    batch = next_batch(queue, run)
-    assert batch is not None
+    batch = delivered_batch(queue, run)
     assert len(batch.references) == 13
     queue.trained(batch)
     queue.commit(queue.state_dict())

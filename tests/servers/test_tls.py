@@ -22,7 +22,7 @@ from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.queue import TrainerQueue
 from tests.certificates import Authority, Pair
-from tests.support import group_all, join, next_batch, problems, producing, push_groups
+from tests.support import delivered_batch, group_all, join, problems, producing, push_groups
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ def test_a_run_over_tls_with_client_certificates(place: Place, run: str) -> None
         push_groups(producer, 2)
         producer.finish()
         joined = join(url, run)
-        batch = next_batch(TrainerQueue(url, run, batch_groups=2), joined)
-        assert batch is not None
+        batch = delivered_batch(TrainerQueue(url, run, batch_groups=2), joined)
         assert len(batch.references) == 4
         assert problems(joined) == []
     joined.connection.close()

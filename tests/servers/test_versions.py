@@ -18,7 +18,7 @@ from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.packet import Packet
 from streamadv.trajectory.payload import SCHEMA_VERSION
 from streamadv.trajectory.schema import Trajectory
-from tests.support import join, ledger, next_batch, problems, push_groups
+from tests.support import delivered_batch, join, ledger, next_batch, problems, push_groups
 
 
 def newer_packet(packet: Packet) -> Packet:
@@ -52,8 +52,7 @@ def test_a_field_that_a_newer_release_adds_passes_through_an_older_one(
             newer.finish()
         older.finish()
     queue = TrainerQueue(redis_url, run, batch_groups=4)
-    batch = next_batch(queue, joined)
-    assert batch is not None
+    batch = delivered_batch(queue, joined)
     assert {reference.group_id for reference in batch.references} == {
         "new0000",
         "new0001",

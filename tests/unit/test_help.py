@@ -9,7 +9,7 @@ import pytest
 
 import streamadv as sa
 from streamadv.store.connection import Connection
-from tests.support import join, next_batch, producing, push_groups
+from tests.support import delivered_batch, join, producing, push_groups
 
 
 def missing(instance: object) -> list[str]:
@@ -23,8 +23,7 @@ def test_help_of_batches_and_micro_batches(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         push_groups(producer, 1)
     queue = sa.TrainerQueue(fake, "r", batch_groups=1, prefetch=0)
-    batch = next_batch(queue, join(fake, "r"))
-    assert batch is not None
+    batch = delivered_batch(queue, join(fake, "r"))
     (mb,) = batch
     for instance in (queue, batch, mb, mb.padded(), mb.prompt_response(), *batch.references[:1]):
         assert missing(instance) == [], type(instance).__name__

@@ -20,6 +20,7 @@ from streamadv.store.waiting import Blocked
 from streamadv.trainer.queue import TrainerQueue
 
 from ..support import (
+    delivered_batch,
     group_all,
     join,
     make_overdue,
@@ -85,8 +86,7 @@ def test_groups_dropped_for_one_reason_are_one_record_per_batch(
         queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=20, drop_after=0, prefetch=0)
         for k in range(2):
             push_groups(producer, 1, prefix=f"fresh{k}-", model_version=k)
-            batch = next_batch(queue, run)
-            assert batch is not None
+            batch = delivered_batch(queue, run)
             queue.trained(batch)
         push_groups(producer, 6, prefix="old", model_version=0)
         push_groups(producer, 1, prefix="young", model_version=2)
@@ -120,8 +120,7 @@ def test_drops_without_a_batch_are_told_when_the_trainer_leaves(
         run = join(fake, "r")
         queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=20, drop_after=0, prefetch=0)
         push_groups(producer, 1, prefix="fresh", model_version=0)
-        batch = next_batch(queue, run)
-        assert batch is not None
+        batch = delivered_batch(queue, run)
         queue.trained(batch)
         counts = []
         for prefix in ("a", "b"):

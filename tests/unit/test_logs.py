@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -15,16 +14,7 @@ from streamadv import cli
 from streamadv.logs import JsonFormatter, announce, set_up_logging
 from streamadv.messages import log_fields
 
-
-@pytest.fixture(autouse=True)
-def _keep_logging() -> Iterator[None]:
-    root, hook = logging.getLogger(), sys.excepthook
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.captureWarnings(False)
-    sys.excepthook = hook
+pytestmark = pytest.mark.usefixtures("keep_logging")
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from tests.support import (
     batches_read,
     compute_all,
     consumer_of,
+    delivered_batch,
     ended,
     group_all,
     join,
@@ -102,8 +103,7 @@ def through(fake: Connection) -> Iterator[Any]:
     queue = TrainerQueue(fake, "r", batch_groups=2, commit="manual")
 
     def train() -> Any:
-        batch = next_batch(queue, join(fake, "r"))
-        assert batch is not None
+        batch = delivered_batch(queue, join(fake, "r"))
         queue.trained(batch)
         queue.commit(queue.state_dict())
         return batch
@@ -342,8 +342,7 @@ def test_a_stale_group_is_marked(fake: Connection, recorded: Recorded) -> None:
     ):
         run = join(fake, "r")
         push_groups(producer, 1, prefix="a", model_version=0)
-        batch = next_batch(queue, run)
-        assert batch is not None
+        batch = delivered_batch(queue, run)
         queue.trained(batch)
         push_groups(producer, 1, prefix="old", model_version=0)
         push_groups(producer, 1, prefix="new", model_version=1)

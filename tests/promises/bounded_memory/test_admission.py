@@ -24,6 +24,7 @@ from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.support import (
     compute_all,
+    delivered_batch,
     group_all,
     join,
     ledger,
@@ -136,8 +137,7 @@ def test_pacing_over_shards_allows_no_more_than_one_shard_would(
                     begin_whole(producer, None)
                     begun += 1
             assert begun == batch_groups
-            batch = next_batch(queue, run)
-            assert batch is not None
+            batch = delivered_batch(queue, run)
             queue.trained(batch)
     assert ledger(run)["dropped"] == {}
 
@@ -305,13 +305,11 @@ def test_tickets_given_before_the_first_trainer_carry_version_0_and_age(fake: Co
         queue = started(fake, 2, 1, drop_after=1)
         versions = []
         for _ in range(2):
-            batch = next_batch(queue, run)
-            assert batch is not None
+            batch = delivered_batch(queue, run)
             versions += [reference.versions for reference in batch.references]
             queue.trained(batch)
         producer.finish()
-        batch = next_batch(queue, run)
-        assert batch is not None
+        batch = delivered_batch(queue, run)
         assert [reference.group_id for reference in batch.references] == ["unversioned"]
     assert versions == [(0, 0)] * 4
     assert ledger(run)["dropped"] == {"stale": 4}

@@ -9,15 +9,22 @@ from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import group_all, heartbeat, join, ledger, next_batch, problems, push_groups
+from tests.support import (
+    delivered_batch,
+    group_all,
+    heartbeat,
+    join,
+    ledger,
+    problems,
+    push_groups,
+)
 
 
 def train_batches(run: Run, queue: TrainerQueue, producer: Producer, count: int) -> None:
     """Make and train `count` batches of fresh groups."""
     for _ in range(count):
         push_groups(producer, 1, prefix=f"fresh{queue.state_dict()['version']}-", model_version=10_000)
-        batch = next_batch(queue, run)
-        assert batch is not None
+        batch = delivered_batch(queue, run)
         queue.trained(batch)
 
 
@@ -28,8 +35,7 @@ def test_a_group_that_came_too_late_is_dropped_whole_and_reported(redis_url: str
         train_batches(join(connection, run), queue, producer, 3)
         push_groups(producer, 1, prefix="old", model_version=0, data_source="slow", tokens=12)
         push_groups(producer, 1, prefix="edge", model_version=[1, 3], tokens=7)
-        batch = next_batch(queue, join(connection, run))
-        assert batch is not None
+        batch = delivered_batch(queue, join(connection, run))
         assert {reference.group_id for reference in batch.references} == {"edge0000"}
         assert batch.staleness == [2, 2]
         assert batch.metrics["dropped/stale/slow/groups"] == 1
@@ -45,12 +51,10 @@ def test_without_versions_nothing_goes_stale(redis_url: str, run: str) -> None:
     with Producer(connection, run) as producer:
         queue = TrainerQueue(connection, run, batch_groups=1, max_staleness=0, drop_after=0, prefetch=0)
         push_groups(producer, 1)
-        first = next_batch(queue, join(connection, run))
-        assert first is not None
+        first = delivered_batch(queue, join(connection, run))
         queue.trained(first)
         push_groups(producer, 1, prefix="later")
-        second = next_batch(queue, join(connection, run))
-        assert second is not None
+        second = delivered_batch(queue, join(connection, run))
         assert second.staleness == [0, 0], "without a version: never stale"
 
 
@@ -80,8 +84,7 @@ def test_producers_are_admitted_as_far_ahead_as_max_staleness_allows(redis_url: 
         group_all(join(connection, run))
         with pytest.raises(Busy, match="4 groups begun and not yet trained"):
             producer.begin_group(2, timeout=0)
-        batch = next_batch(queue, join(connection, run))
-        assert batch is not None
+        batch = delivered_batch(queue, join(connection, run))
         queue.trained(batch)  # frees admission, though nothing is committed
         for _ in range(2):
             producer.begin_group(2, timeout=0)

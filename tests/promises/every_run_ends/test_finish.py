@@ -26,6 +26,7 @@ from streamadv.store.waiting import Wait
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import Cluster
 from tests.support import (
+    delivered_batch,
     group_all,
     heartbeat,
     join,
@@ -45,8 +46,7 @@ def queue_of(connection: Connection | str, run: str = "r", **options: Any) -> Tr
 
 
 def train(queue: TrainerQueue, run: Run, weights: str | None = None) -> None:
-    batch = next_batch(queue, run)
-    assert batch is not None
+    batch = delivered_batch(queue, run)
     queue.trained(batch, weights)
 
 
@@ -64,8 +64,7 @@ def test_a_run_that_its_trainer_has_ended(fake: Connection, caplog: pytest.LogCa
     with producing(fake, "r") as producer:
         run, queue = join(fake, "r"), queue_of(fake)
         push_groups(producer, 1)
-        batch = next_batch(queue, run)
-        assert batch is not None
+        batch = delivered_batch(queue, run)
         queue.trained(batch)
         open_group = producer.begin_group(2, timeout=0)
         queue.finish()

@@ -15,13 +15,12 @@ from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     compute_all,
+    delivered_batch,
     identities,
-    join,
     ledger,
     next_batch,
     problems,
-    producing,
-    push_groups,
+    pushed_run,
 )
 from tests.support import (
     logged as logged_groups,
@@ -32,17 +31,13 @@ from tests.support import (
 def joined(redis_url: str, run: str) -> Run:
     """Six groups of two, all pushed."""
     connection = Connection(redis_url)
-    with producing(connection, run) as producer:
-        push_groups(producer, 6)
-        producer.finish()
-    return join(connection, run)
+    return pushed_run(connection, run, 6, finish=True)
 
 
 def first_batch(joined: Run) -> tuple[TrainerQueue, Batch]:
     """A queue that has delivered batch 0, named batch 1, and begun to read it ahead."""
     queue = TrainerQueue(joined.connection, joined.name, batch_groups=2, commit="manual")
-    batch = next_batch(queue, joined)
-    assert batch is not None
+    batch = delivered_batch(queue, joined)
     return queue, batch
 
 

@@ -28,6 +28,7 @@ from tests.support import (
     CPU,
     batches_read,
     consumer_of,
+    delivered_batch,
     group_all,
     join,
     ledger,
@@ -35,6 +36,7 @@ from tests.support import (
     problems,
     producing,
     push_groups,
+    pushed_run,
     trajectory,
 )
 
@@ -56,28 +58,6 @@ def spoil_table(run: Run, group_id: str) -> None:
             run.connection.scripts.xdel(keys.rollouts, entry)
             run.connection.scripts.xadd(keys.rollouts, {**fields, b"table": b"nonsense"})
             return
-
-
-@pytest.mark.parametrize("chain", ["grpo", {"estimator": "reinforce"}])
-def test_neighbours_of_an_unreadable_payload_are_trained_on(redis_url: str, run: str, chain: object) -> None:
-    """GRPO's workers read no columns, so the trainer finds it; REINFORCE's workers do."""
-    connection = Connection(redis_url)
-    with producing(connection, run) as producer:
-        push_groups(producer, 4)
-        producer.finish()
-    joined = join(connection, run)
-    spoil_payload(joined, "g0001", "response_mask", b"\x07\x07\x07\x07\x07")
-    queue = TrainerQueue(connection, run, batch_groups=4, chain=chain)  # type: ignore[arg-type]
-    queue_batch = next_batch(queue, joined)
-    assert queue_batch is not None
-    assert {r.group_id for r in queue_batch.references} == {"g0000", "g0002", "g0003"}
-    assert ledger(joined)["dead"] == {"undecodable": 2}
-    assert queue.next_batch(timeout=0) is None
-    assert ledger(joined)["trained"] == 6
-    assert problems(joined) == []
-    (dead,) = list_dead(joined)
-    assert (dead.group_id, dead.reason, dead.trajectories) == ("g0001", "undecodable", 2)
-    assert "response_mask" in dead.detail
 
 
 @pytest.mark.parametrize("chain", ["grpo", {"estimator": "reinforce"}])
@@ -110,14 +90,10 @@ def test_neighbours_of_a_dead_group_keep_their_own_numbers(redis_url: str, run: 
 
 def test_an_unreadable_reference_is_found_when_the_batch_is_named(redis_url: str, run: str) -> None:
     connection = Connection(redis_url)
-    with producing(connection, run) as producer:
-        push_groups(producer, 2)
-        producer.finish()
-    joined = join(connection, run)
+    joined = pushed_run(connection, run, 2, finish=True)
     spoil_table(joined, "g0000")
     queue = TrainerQueue(connection, run, batch_groups=2)
-    batch = next_batch(queue, joined)
-    assert batch is not None
+    batch = delivered_batch(queue, joined)
     assert {r.group_id for r in batch.references} == {"g0001"}
     assert ledger(joined)["dead"] == {"undecodable": 2}
     assert problems(joined) == []
@@ -126,10 +102,7 @@ def test_an_unreadable_reference_is_found_when_the_batch_is_named(redis_url: str
 def test_requeued_groups_are_trained_on_when_they_can_be(redis_url: str, run: str) -> None:
     """A column the chain needs was not pushed; another trainer does not need it."""
     connection = Connection(redis_url)
-    with producing(connection, run) as producer:
-        push_groups(producer, 2)
-        producer.finish()
-    joined = join(connection, run)
+    joined = pushed_run(connection, run, 2, finish=True)
     wanting = TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"])
     assert next_batch(wanting, joined) is None
     assert ledger(joined)["dead"] == {"missing_column": 4}
@@ -137,8 +110,7 @@ def test_requeued_groups_are_trained_on_when_they_can_be(redis_url: str, run: st
     assert requeue(joined, "g0000") == 2
     assert ledger(joined)["queued"] == 2
     assert problems(joined) == []
-    batch = next_batch(TrainerQueue(connection, run), joined)
-    assert batch is not None
+    batch = delivered_batch(TrainerQueue(connection, run), joined)
     assert {r.group_id for r in batch.references} == {"g0000"}
     purge(joined, "g0001")
     Housekeeping(joined).round()
@@ -151,10 +123,7 @@ def test_requeued_groups_are_trained_on_when_they_can_be(redis_url: str, run: st
 
 def test_dead_bytes_bound_what_is_kept(redis_url: str, run: str) -> None:
     connection = Connection(redis_url)
-    with producing(connection, run, {"dead_bytes": 0}) as producer:
-        push_groups(producer, 1)
-        producer.finish()
-    joined = join(connection, run)
+    joined = pushed_run(connection, run, 1, settings={"dead_bytes": 0}, finish=True)
     next_batch(TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"]), joined)
     Housekeeping(joined).round()
     (dead,) = list_dead(joined)
@@ -336,10 +305,7 @@ def raise_type_error(*_: object) -> None:
 
 def test_the_command(redis_url: str, run: str, capsys: pytest.CaptureFixture[str]) -> None:
     connection = Connection(redis_url)
-    with producing(connection, run) as producer:
-        push_groups(producer, 2)
-        producer.finish()
-    joined = join(connection, run)
+    joined = pushed_run(connection, run, 2, finish=True)
     next_batch(TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"]), joined)
     where = ["--redis", redis_url, "--run", run]
     assert main(["dead", "list", *where]) == 0

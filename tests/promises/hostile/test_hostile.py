@@ -26,6 +26,7 @@ from streamadv.store.keys import RUNS, manifest_key
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     compute_all,
+    delivered_batch,
     group_all,
     identities,
     join,
@@ -36,6 +37,7 @@ from tests.support import (
     problems,
     producing,
     push_groups,
+    pushed_run,
     threads,
     trajectory,
     unscored,
@@ -183,11 +185,7 @@ def test_a_producer_is_told_of_a_group_that_somebody_wrote_into(
 @pytest.fixture
 def logged(redis_url: str, run: str) -> Run:
     """A run with four groups in the log."""
-    connection = Connection(redis_url)
-    with producing(connection, run) as producer:
-        push_groups(producer, 4)
-        producer.finish()
-    joined = join(connection, run)
+    joined = pushed_run(redis_url, run, 4, finish=True)
     group_all(joined)
     return joined
 
@@ -236,14 +234,13 @@ def test_a_spoilt_payload_is_a_dead_letter_with_a_reason(logged: Run, what: str,
     """Workers of GRPO read no columns, so there the trainer finds it."""
     SPOILT[what](logged, payload_of(logged, "g0002"))
     queue = TrainerQueue(logged.connection, logged.name, batch_groups=4, chain=chain)
-    batch = next_batch(queue, logged)
-    assert batch is not None
+    batch = delivered_batch(queue, logged)
     assert {each.group_id for each in batch.references} == {"g0000", "g0001", "g0003"}
     assert queue.next_batch(timeout=0) is None
-    assert ledger(logged)["dead"] == {"undecodable": 2}
+    assert (ledger(logged)["trained"], ledger(logged)["dead"]) == (6, {"undecodable": 2})
     assert problems(logged, deep=False) == []
     (dead,) = list_dead(logged)
-    assert dead.group_id == "g0002"
+    assert (dead.group_id, dead.reason, dead.trajectories) == ("g0002", "undecodable", 2)
     assert dead.detail
 
 
@@ -281,18 +278,14 @@ def test_a_foreign_field_of_a_payload_is_left_alone(logged: Run) -> None:
     logged.connection.scripts.hset(
         payload_of(logged, "g0002"), mapping={b"\xff\xfe": b"x", "junk": b"y" * 1000}
     )
-    batch = next_batch(TrainerQueue(logged.connection, logged.name, batch_groups=4), logged)
-    assert batch is not None
+    batch = delivered_batch(TrainerQueue(logged.connection, logged.name, batch_groups=4), logged)
     assert batch.num_trajectories == 8
 
 
 def test_copies_of_genuine_entries_change_nothing(redis_url: str, run: str) -> None:
     """Each hand-off happens once: copies are removed, and no group is trained on twice."""
     connection = Connection(redis_url)
-    with producing(connection, run) as producer:
-        push_groups(producer, 4)
-        producer.finish()
-    joined = join(connection, run)
+    joined = pushed_run(connection, run, 4, finish=True)
     keys, scripts = joined.keys.home, connection.scripts
 
     def copy(stream: str) -> None:
@@ -341,8 +334,7 @@ def test_a_group_whose_hash_is_broken_ends(redis_url: str, run: str, change: dic
         producer.push([trajectory("whole", index, 2) for index in range(2)])
         group_all(joined)
         producer.finish()
-    batch = next_batch(TrainerQueue(connection, run, batch_groups=4), joined)
-    assert batch is not None
+    batch = delivered_batch(TrainerQueue(connection, run, batch_groups=4), joined)
     assert {each.group_id for each in batch.references} == {"whole"}
     counts = ledger(joined)
     assert counts["dead"] == {"malformed": 1}
@@ -363,8 +355,7 @@ def test_a_packet_that_somebody_wrote_over_costs_no_other(redis_url: str, run: s
         producer.push([trajectory("g", 2, 3)])
         assert group_all(joined) == ["complete"]
         producer.finish()
-    batch = next_batch(TrainerQueue(connection, run, batch_groups=4), joined)
-    assert batch is not None
+    batch = delivered_batch(TrainerQueue(connection, run, batch_groups=4), joined)
     assert identities(batch.references) == [("g", 1), ("g", 2)]
 
 
@@ -393,8 +384,7 @@ def test_garbage_in_hashes_sets_and_lists(logged: Run, capsys: pytest.CaptureFix
     scripts.hset(keys.attempts, "g0001", "many")
     group_all(logged)
     queue = TrainerQueue(logged.connection, logged.name, batch_groups=4)
-    batch = next_batch(queue, logged)
-    assert batch is not None
+    batch = delivered_batch(queue, logged)
     assert batch.num_trajectories == 8
     assert queue.next_batch(timeout=0) is None
     assert ledger(logged)["trained"] == 8
@@ -587,8 +577,7 @@ def test_counters_at_the_end_of_their_range_stop_nobody(
         push_groups(producer, 1)
         joined.connection.scripts.xadd(joined.keys.home.rollouts, {"junk": "1"})
         queue = TrainerQueue(redis_url, run, batch_groups=4)
-        batch = next_batch(queue, joined)
-        assert batch is not None
+        batch = delivered_batch(queue, joined)
         assert {each.group_id for each in batch.references} == {"early0000", "g0000", "g0001", "g0002"}
         queue.trained(batch)
         queue.commit(queue.state_dict())

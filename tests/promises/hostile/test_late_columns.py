@@ -16,7 +16,7 @@ from streamadv.run import Run
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch, MicroBatch
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import compute_all, join, ledger, next_batch, problems, push_groups
+from tests.support import compute_all, delivered_batch, join, ledger, next_batch, problems, push_groups
 
 GAE: Any = {"estimator": "gae"}
 
@@ -85,8 +85,7 @@ def test_what_is_no_column_is_an_error_that_names_it(joined: Run, chain: Any) ->
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int64, torch.bool])
 def test_other_kinds_of_numbers_are_taken(joined: Run, dtype: torch.dtype) -> None:
-    batch = next_batch(queue_of(joined, lambda mb: one(mb).to(dtype)), joined)
-    assert batch is not None
+    batch = delivered_batch(queue_of(joined, lambda mb: one(mb).to(dtype)), joined)
     assert all(mb.values.dtype == torch.float32 and torch.equal(mb.values, one(mb)) for mb in batch)
 
 
@@ -96,8 +95,7 @@ def test_a_gradient_stays_behind_and_what_is_not_trained_on_may_be_anything(join
     def values(mb: MicroBatch) -> torch.Tensor:
         return torch.where(mb.response_mask.bool(), mb.input_ids * weight, torch.nan)
 
-    batch = next_batch(queue_of(joined, values), joined)
-    assert batch is not None
+    batch = delivered_batch(queue_of(joined, values), joined)
     for mb in batch:
         assert not mb.values.requires_grad
         assert torch.equal(mb.values, mb.input_ids * mb.response_mask.float())
@@ -117,8 +115,7 @@ def test_what_a_function_writes_into_its_micro_batch_stays_there(joined: Run) ->
         return mb.rollout_log_probs * mb.response_mask
 
     queue = queue_of(joined, values, late={"values": values, "old_log_probs": log_probs})
-    batch = next_batch(queue, joined)
-    assert batch is not None
+    batch = delivered_batch(queue, joined)
     (mb,) = batch
     assert mb.response_mask.sum() == batch.num_tokens
     assert torch.equal(mb.old_log_probs, mb.rollout_log_probs * mb.response_mask)
@@ -194,8 +191,7 @@ def test_a_batch_whose_groups_are_all_dead_is_empty(
         trainer = queue()
         first = next_batch(trainer, joined)
         assert empty(first), life
-    second = next_batch(trainer, joined)
-    assert second is not None
+    second = delivered_batch(trainer, joined)
     assert (second.version, second.num_trajectories) == (1, 4)
     assert all(mb.advantages.isfinite().all() for mb in second)
     trainer.trained(second)

@@ -21,12 +21,13 @@ from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
+    delivered_batch,
     join,
     ledger,
     next_batch,
     problems,
-    producing,
     push_groups,
+    pushed_run,
     threads,
 )
 
@@ -40,18 +41,14 @@ def deliver(queue: TrainerQueue, run: Run, count: int = 1) -> list[Batch]:
     """The next batches; each is named, computed and read before the one before it is marked."""
     batches = []
     for _ in range(count):
-        batch = next_batch(queue, run)
-        assert batch is not None
+        batch = delivered_batch(queue, run)
         batches.append(batch)
     return batches
 
 
 @pytest.fixture
 def run_of_four(fake: Connection) -> Run:
-    with producing(fake, "r") as producer:
-        push_groups(producer, 4)
-        producer.finish()
-    return join(fake, "r")
+    return pushed_run(fake, "r", 4, finish=True)
 
 
 def test_only_trained_marks(fake: Connection, run_of_four: Run) -> None:

@@ -39,11 +39,11 @@ from tests.support import (
     consumer_of,
     group_all,
     identities,
-    join,
     ledger,
     problems,
     producing,
     push_groups,
+    pushed_run,
     threads,
 )
 
@@ -126,11 +126,7 @@ def given(queue: TrainerQueue, run: Run) -> Batch:
 
 def filled(connection: Connection, name: str, groups: int, *, finish: bool = True, **settings: Any) -> Run:
     """A run with so many groups of two in its log."""
-    with producing(connection, name, settings) as producer:
-        push_groups(producer, groups)
-        if finish:
-            producer.finish()
-    run = join(connection, name)
+    run = pushed_run(connection, name, groups, settings=settings, finish=finish)
     group_all(run)
     return run
 

@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 from streamadv.producer import Producer
 from streamadv.run import Run, Shard
 from streamadv.run.consumer import GROUPER, Consumer
-from tests.support import Forward, consumer_of, ids, join, producing, push_groups, read_all
+from tests.support import Forward, consumer_of, ids, join, push_groups, pushed_run, read_all
 
 
 def heir_of(run: Run, name: str = "heir") -> Consumer:
@@ -26,9 +26,7 @@ def test_leases_end_by_the_readers_clock_whatever_the_servers_says(
     redis_url: str, run: str, forward: Forward, hours: int
 ) -> None:
     """The server's clock went back or ahead after these were delivered, or a failover brought another one."""
-    with producing(redis_url, run) as producer:
-        push_groups(producer, 40, size=1)
-    joined = join(redis_url, run)
+    joined = pushed_run(redis_url, run, 40, size=1)
     dead = ids(read_all(consumer_of(joined, name="dead"), 100))
     assert len(dead) == 40
     scripts = joined.connection.scripts
@@ -45,9 +43,7 @@ def test_leases_end_by_the_readers_clock_whatever_the_servers_says(
 def test_whoever_takes_or_renews_an_entry_begins_its_lease_anew(
     redis_url: str, run: str, forward: Forward
 ) -> None:
-    with producing(redis_url, run) as producer:
-        push_groups(producer, 4, size=1)
-    joined = join(redis_url, run)
+    joined = pushed_run(redis_url, run, 4, size=1)
     first, second = consumer_of(joined, name="first"), consumer_of(joined, name="second", lease_s=0)
     held = ids(first.read(2))
     heir = heir_of(joined)
@@ -66,9 +62,7 @@ def test_whoever_takes_or_renews_an_entry_begins_its_lease_anew(
 
 
 def test_two_heirs_take_an_entry_once(redis_url: str, run: str, forward: Forward) -> None:
-    with producing(redis_url, run) as producer:
-        push_groups(producer, 60, size=1)
-    joined = join(redis_url, run)
+    joined = pushed_run(redis_url, run, 60, size=1)
     assert len(read_all(consumer_of(joined, name="dead"), 100)) == 60
     one, other = heir_of(joined), heir_of(joined, name="other")
     assert one.read(20) == other.read(20) == []
@@ -80,9 +74,7 @@ def test_two_heirs_take_an_entry_once(redis_url: str, run: str, forward: Forward
 
 
 def test_entries_deleted_while_pending_are_no_longer_pending(redis_url: str, run: str) -> None:
-    with producing(redis_url, run) as producer:
-        push_groups(producer, 4, size=1)
-    joined = join(redis_url, run)
+    joined = pushed_run(redis_url, run, 4, size=1)
     held = ids(consumer_of(joined, name="dead").read(10))
     scripts = joined.connection.scripts
     scripts.xdel(joined.keys.home.rollouts, *held[:2])

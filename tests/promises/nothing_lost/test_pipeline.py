@@ -21,6 +21,7 @@ from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.microbatch import MicroBatch
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
+    delivered_batch,
     group_all,
     join,
     ledger,
@@ -227,6 +228,7 @@ def test_a_late_supplier_sees_every_token_once(redis_url: str, run: str) -> None
         push_groups(producer, 2)
         joined = join(redis_url, run)
         options = {"chain": {"estimator": "gae"}, "late": {"values": values}, "batch_groups": 2}
-        batch = next_batch(TrainerQueue(joined.connection, run, tokens_per_micro_batch=5, **options), joined)
-    assert batch is not None
+        batch = delivered_batch(
+            TrainerQueue(joined.connection, run, tokens_per_micro_batch=5, **options), joined
+        )
     assert sorted(asked) == sorted(token for mb in batch for token in mb.input_ids.tolist())

@@ -37,6 +37,7 @@ from tests.clusters import until
 from tests.flows import Flow
 from tests.support import (
     compute_all,
+    delivered_batch,
     group_all,
     heartbeat,
     join,
@@ -45,6 +46,7 @@ from tests.support import (
     problems,
     producing,
     push_groups,
+    pushed_run,
     threads,
     trajectory,
 )
@@ -259,9 +261,7 @@ def test_a_trainer_that_settled_on_a_server_that_is_not_the_one(
 def test_results_that_come_too_late_are_deleted(redis_url: str, run: str) -> None:
     """Published between the look at the results log and the end of a batch that is committed or undone."""
     chain = {"estimator": "reinforce", "gamma": 0.9}  # has columns of its own
-    with producing(redis_url, run) as producer:
-        push_groups(producer, 2)
-    joined = join(redis_url, run)
+    joined = pushed_run(redis_url, run, 2)
     group_all(joined)
     with pytest.raises(NoBatchError):
         TrainerQueue(redis_url, run, batch_groups=2, chain=chain).next_batch(timeout=0)
@@ -272,8 +272,7 @@ def test_results_that_come_too_late_are_deleted(redis_url: str, run: str) -> Non
     joined.home.call("unapply_batch", [99, batch_id])
     scripts.hdel(keys.batches, k)
     queue = TrainerQueue(redis_url, run, batch_groups=2, chain=chain, commit="manual")
-    batch = next_batch(queue, joined)
-    assert batch is not None
+    batch = delivered_batch(queue, joined)
     queue.trained(batch)
     queue.commit(queue.state_dict())
     queue.close()
@@ -288,10 +287,7 @@ def test_batches_behind_one_that_is_lost_are_still_trained(
     """Nothing may be left for the lost one, and there is no batch 1 without a batch 0."""
     server = "first"
     monkeypatch.setattr(Run, "server_ids_with", lambda _, pipe: ([server], pipe.execute()))
-    with producing(redis_url, run) as producer:
-        push_groups(producer, 4)
-        producer.finish()
-    joined = join(redis_url, run)
+    joined = pushed_run(redis_url, run, 4, finish=True)
     group_all(joined)
     queue = TrainerQueue(redis_url, run, batch_groups=2, prefetch=1, commit="manual")
     with pytest.raises(NoBatchError):
@@ -301,8 +297,7 @@ def test_batches_behind_one_that_is_lost_are_still_trained(
     lost: list[bytes] = [entry for entry, _ in scripts.xrange(keys.groups, count=2)]
     scripts.xdel(keys.groups, *lost)
     server = "second"
-    batch = next_batch(queue, joined)
-    assert batch is not None
+    batch = delivered_batch(queue, joined)
     assert (batch.version, batch.num_trajectories) == (0, 4)
     assert next_batch(queue, joined) is None
     queue.close()
@@ -317,9 +312,7 @@ def test_a_server_replaced_in_the_middle_of_a_delivery_is_no_fault_of_the_data(
     """What it misses for a moment is neither a dead letter nor a lost batch; without a new server it is both."""
     server = "first"
     monkeypatch.setattr(Run, "server_ids_with", lambda _, pipe: ([server], pipe.execute()))
-    with producing(redis_url, run) as producer:
-        push_groups(producer, 2)
-    joined = join(redis_url, run)
+    joined = pushed_run(redis_url, run, 2)
     group_all(joined)
     queue = TrainerQueue(redis_url, run, batch_groups=2)
     with pytest.raises(NoBatchError):

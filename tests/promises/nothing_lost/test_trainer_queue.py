@@ -19,6 +19,7 @@ from streamadv.trainer.microbatch import Batch, MicroBatch
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.columns import EXTRA_DTYPES
 from tests.support import (
+    delivered_batch,
     group_all,
     identities,
     join,
@@ -82,8 +83,7 @@ def test_a_run_that_has_ended_is_opened_again_by_a_push(producer: Producer, join
 def test_a_batch_reads_ahead_while_another_is_trained(producer: Producer, joined: Run) -> None:
     push_groups(producer, 6)
     queue = queue_of(joined, prefetch=1)
-    first = next_batch(queue, joined)
-    assert first is not None
+    first = delivered_batch(queue, joined)
     assert ledger(joined)["in_flight"] == 8
     second = queue.next_batch(timeout=0)
     assert second is not None
@@ -96,8 +96,7 @@ def test_stale_groups_are_dropped_when_the_batch_is_named(producer: Producer, jo
     push_groups(producer, 3, prefix="a", model_version=0)
     versions = []
     for _ in range(2):
-        batch = next_batch(queue, joined)
-        assert batch is not None
+        batch = delivered_batch(queue, joined)
         versions.append((batch.version, batch.staleness))
     assert versions == [(0, [0, 0]), (1, [1, 1])]
     push_groups(producer, 1, prefix="b", model_version=[1, 5])
@@ -107,8 +106,7 @@ def test_stale_groups_are_dropped_when_the_batch_is_named(producer: Producer, jo
     assert batch is not None
     assert batch.staleness == [1, 1]
     assert ledger(joined)["dropped"] == {"stale": 2}
-    batch = next_batch(queue, joined)
-    assert batch is not None
+    batch = delivered_batch(queue, joined)
     assert batch.staleness == [0, 0], "above k: never stale"
     assert problems(joined) == []
 
@@ -120,8 +118,7 @@ def test_the_numbers_of_a_batch(producer: Producer, joined: Run) -> None:
     ]
     producer.push([trajectory("g", 0, 3, rows=rows, reward=1.0), trajectory("g", 1, 3, reward=0.0)])
     producer.push([trajectory("g", 2, 3, reward=0.5, role="baseline")])
-    batch = next_batch(queue_of(joined, batch_groups=1), joined)
-    assert batch is not None
+    batch = delivered_batch(queue_of(joined, batch_groups=1), joined)
     assert (batch.num_trajectories, batch.num_rows, batch.num_tokens) == (2, 3, 6)
     (mb,) = batch
     assert mb.row_lengths == [3, 2, 5]
@@ -135,8 +132,7 @@ def test_the_numbers_of_a_batch(producer: Producer, joined: Run) -> None:
     assert identities(lines) == [("g", 0), ("g", 1)]
     assert (lines[0].batch, len(lines[0].rows)) == (0, 2)
     queue = queue_of(joined, batch_groups=1)
-    batch = next_batch(queue, joined)
-    assert batch is not None
+    batch = delivered_batch(queue, joined)
     queue.trained(batch)
     queue.commit(queue.state_dict())
     assert ledger(joined) == {
@@ -155,14 +151,12 @@ def test_a_trajectory_with_a_row_above_the_budget_is_counted_and_not_delivered(
             [trajectory(group_id, i, 3, tokens[i], reward=reward) for i, reward in enumerate(rewards)]
         )
     queue = queue_of(joined, batch_groups=1, tokens_per_micro_batch=16)
-    batch = next_batch(queue, joined)
-    assert batch is not None
+    batch = delivered_batch(queue, joined)
     assert members(batch) == [("g", 0), ("g", 2)]
     (mb,) = batch
     want = (np.array(rewards) - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6)
     assert mb.advantages[[4, -1]].tolist() == pytest.approx([want[0], want[2]], rel=1e-5)
-    batch = next_batch(queue, joined)
-    assert batch is not None
+    batch = delivered_batch(queue, joined)
     assert (len(batch), batch.num_trajectories) == (0, 0)
     with pytest.raises(NoBatchError):
         next_batch(queue, joined)
@@ -176,8 +170,7 @@ def test_extra_columns_reach_the_trainer(producer: Producer, joined: Run) -> Non
     extras = {f"x_{dtype[1:]}": rng.integers(0, 99, (5, 2)).astype(dtype) for dtype in EXTRA_DTYPES}
     pixels = rng.normal(size=(3, 2, 2)).astype(np.float16)
     producer.push([trajectory("g", 0, 1, pixels={"data": pixels, "per_token": False}, **extras)])
-    batch = next_batch(queue_of(joined, batch_groups=1), joined)
-    assert batch is not None
+    batch = delivered_batch(queue_of(joined, batch_groups=1), joined)
     (mb,) = batch
     for name, array in extras.items():
         np.testing.assert_array_equal(getattr(mb, name).numpy(), array, strict=True)
@@ -190,8 +183,7 @@ def test_extra_columns_reach_the_trainer(producer: Producer, joined: Run) -> Non
 
 def test_what_an_earlier_run_computed_is_not_mistaken_for_the_result(producer: Producer, joined: Run) -> None:
     producer.push([trajectory("g", index, advantages=[9.0] * 5, returns=[9.0] * 5) for index in range(2)])
-    batch = next_batch(queue_of(joined, batch_groups=1), joined)
-    assert batch is not None
+    batch = delivered_batch(queue_of(joined, batch_groups=1), joined)
     (mb,) = batch
     assert mb.advantages.abs().max() < 2
 
@@ -215,8 +207,7 @@ def test_late_columns_give_what_the_chain_gives(producer: Producer, joined: Run,
     producer.push(items[:2])
     producer.push(items[2:])
     late = {"values": values_of, "old_log_probs": log_probs_of}
-    batch = next_batch(queue_of(joined, chain=config, late=late, tokens_per_micro_batch=budget), joined)
-    assert batch is not None
+    batch = delivered_batch(queue_of(joined, chain=config, late=late, tokens_per_micro_batch=budget), joined)
     ids = torch.tensor(np.concatenate([item.rows[0].input_ids for item in items]))
     columns = [
         {
@@ -244,8 +235,7 @@ def test_late_columns_give_what_the_chain_gives(producer: Producer, joined: Run,
 
 def test_a_late_column_is_there_although_the_chain_does_not_need_it(producer: Producer, joined: Run) -> None:
     push_groups(producer, 2)
-    batch = next_batch(queue_of(joined, late={"old_log_probs": log_probs_of}), joined)
-    assert batch is not None
+    batch = delivered_batch(queue_of(joined, late={"old_log_probs": log_probs_of}), joined)
     (mb,) = batch
     assert torch.equal(mb.old_log_probs, log_probs_of(mb))
 
@@ -281,8 +271,7 @@ def test_what_was_not_committed_comes_again_as_it_was(producer: Producer, joined
     again = queue_of(joined, commit="manual", prefetch=1, batch_groups=1)
     again.load_state_dict({**state, "version": 1, "groups": state["groups"][:2]})
     for want in batches[1:]:
-        got = next_batch(again, joined)
-        assert got is not None
+        got = delivered_batch(again, joined)
         assert want is not None
         assert (got.version, got.id, members(got)) == (want.version, want.id, members(want))
         for mine, theirs in zip(got, want, strict=True):
@@ -308,8 +297,7 @@ def test_a_commit_that_was_lost_is_repeated_from_the_checkpoint(producer: Produc
     push_groups(producer, 4)
     first = queue_of(joined, commit="manual")
     for _ in range(2):
-        batch = next_batch(first, joined)
-        assert batch is not None
+        batch = delivered_batch(first, joined)
         first.trained(batch)
     state = first.state_dict()  # saved with the weights; the job dies before the commit
     again = queue_of(joined, commit="manual", max_staleness=0)
@@ -326,8 +314,7 @@ def test_an_older_checkpoint_does_not_commit_what_comes_after_it(producer: Produ
     first = queue_of(joined, commit="manual", prefetch=1)
     states = []
     for _ in range(2):
-        batch = next_batch(first, joined)
-        assert batch is not None
+        batch = delivered_batch(first, joined)
         first.trained(batch)
         states.append(first.state_dict())
         first.commit(states[-1])
@@ -335,16 +322,14 @@ def test_an_older_checkpoint_does_not_commit_what_comes_after_it(producer: Produ
     again = queue_of(joined, commit="manual", prefetch=1)
     again.load_state_dict(states[0])
     assert ledger(joined)["trained"] == 8
-    batch = next_batch(again, joined)
-    assert batch is not None
+    batch = delivered_batch(again, joined)
     assert batch.version == 1
     again.trained(batch)
     again.commit(again.state_dict())
     assert ledger(joined)["trained"] == 12
     third = queue_of(joined)
     assert ledger(joined)["trained"] == 12
-    batch = next_batch(third, joined)
-    assert batch is not None
+    batch = delivered_batch(third, joined)
     assert batch.version == 2
     assert problems(joined) == []
 
@@ -354,8 +339,7 @@ def test_groups_of_a_future_that_was_rolled_back_are_dropped(
 ) -> None:
     push_groups(producer, 1)
     first = queue_of(joined, batch_groups=1, commit="manual", max_staleness=10)
-    batch = next_batch(first, joined)
-    assert batch is not None
+    batch = delivered_batch(first, joined)
     state = {**first.state_dict(), "version": 0, "groups": []}
     first.trained(batch)
     for name in ("future", "far-future"):
@@ -377,11 +361,9 @@ def test_groups_of_a_future_that_was_rolled_back_are_dropped(
 def test_an_older_trainer_is_fenced(producer: Producer, joined: Run) -> None:
     push_groups(producer, 4)
     old = queue_of(joined, commit="manual")
-    batch = next_batch(old, joined)
-    assert batch is not None
+    batch = delivered_batch(old, joined)
     new = queue_of(joined, commit="manual")
-    again = next_batch(new, joined)
-    assert again is not None
+    again = delivered_batch(new, joined)
     assert members(again) == members(batch)
     for attempt in (lambda: old.trained(batch), old.next_batch):
         with pytest.raises(EpochFencedError):
@@ -396,8 +378,7 @@ def test_an_older_trainer_is_fenced(producer: Producer, joined: Run) -> None:
 def test_commit_is_idempotent_and_never_ahead(producer: Producer, joined: Run) -> None:
     push_groups(producer, 4)
     queue = queue_of(joined, commit="manual")
-    batch = next_batch(queue, joined)
-    assert batch is not None
+    batch = delivered_batch(queue, joined)
     with pytest.raises(SettingError, match="state has version 1, this queue is at 0"):
         queue.commit({**queue.state_dict(), "version": 1})
     queue.trained(batch)
@@ -413,8 +394,7 @@ def test_pacing_counts_what_is_trained_but_not_committed_as_done(producer: Produ
     assert queue.epoch == 1
     for number in range(3):
         push_groups(producer, 1, prefix=f"step{number}-")
-        batch = next_batch(queue, joined)
-        assert batch is not None
+        batch = delivered_batch(queue, joined)
         queue.trained(batch)
     assert ledger(joined)["in_flight"] == 6
 
@@ -426,8 +406,7 @@ def test_two_ranks_see_disjoint_parts_that_make_the_whole(producer: Producer, jo
     follower = queue_of(joined, rank=1, world_size=2, tokens_per_micro_batch=10, epoch=leader.epoch)
     seen: list[tuple[str, int]] = []
     while (mine := next_batch(leader, joined)) is not None:
-        theirs = next_batch(follower, joined)
-        assert theirs is not None
+        theirs = delivered_batch(follower, joined)
         assert (mine.id, mine.num_tokens, len(mine)) == (theirs.id, theirs.num_tokens, len(theirs))
         parts = [identities(list(batch.trajectories())) for batch in (mine, theirs)]
         assert not set(parts[0]) & set(parts[1])
@@ -479,8 +458,7 @@ def test_other_ranks_look_at_the_run_after_rank_0_has_taken_it_over(producer: Pr
     job = queue_of(joined, commit="manual")
     states = []
     for _ in range(2):
-        batch = next_batch(job, joined)
-        assert batch is not None
+        batch = delivered_batch(job, joined)
         job.trained(batch)
         states.append(job.state_dict())
         job.commit(states[-1])
@@ -509,7 +487,6 @@ def test_fake_servers_do_too(fake: Connection) -> None:
     with Producer(fake, "r") as producer:
         push_groups(producer, 2)
         run = join(fake, "r")
-        batch = next_batch(queue_of(run), run)
-        assert batch is not None
+        batch = delivered_batch(queue_of(run), run)
         assert batch.num_trajectories == 4
         assert group_all(run) == []

@@ -20,6 +20,7 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
+    delivered_batch,
     group_all,
     identities,
     join,
@@ -27,7 +28,7 @@ from tests.support import (
     next_batch,
     problems,
     producing,
-    push_groups,
+    pushed_run,
     trajectory,
 )
 from tests.support import (
@@ -60,10 +61,7 @@ def start_job(
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2)])
 def test_another_world_size_after_a_restart(redis_url: str, run: str, before: int, after: int) -> None:
     connection = Connection(redis_url)
-    with producing(connection, run) as producer:
-        push_groups(producer, 6, size=3)
-        producer.finish()
-    joined = join(connection, run)
+    joined = pushed_run(connection, run, 6, size=3, finish=True)
 
     def step(ranks: list[TrainerQueue]) -> list[tuple[str, int]]:
         """One batch on every rank; what the ranks got together."""
@@ -212,8 +210,7 @@ def test_one_rank_alone_buries_the_group_that_two_have_trained_a_part_of(logged:
     all_next(first, logged)
     lose(logged, [("g2", 3)])
     (alone,) = start_job(logged.connection, logged.name, 1, batch_groups=4)
-    batch = next_batch(alone, logged)
-    assert batch is not None
+    batch = delivered_batch(alone, logged)
     assert "g2" not in {group_id for group_id, _ in delivered(batch)}
     alone.trained(batch)
     alone.commit(alone.state_dict())

@@ -15,7 +15,7 @@ from streamadv.batch.leader import Leader
 from streamadv.batch.record import BatchRecord
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import join, next_batch, producing, push_groups
+from tests.support import delivered_batch, join, next_batch, producing, push_groups, pushed_run
 
 RUNNING = {"estimator": "grpo", "reward": {"mean": "running", "std": "running"}}
 ADAPTIVE = {"estimator": "reinforce", "kl": {"coefficient": 0.5, "target": 0.1, "horizon": 100.0}}
@@ -41,10 +41,7 @@ def test_moments_grow_batch_by_batch_and_once(
 ) -> None:
     named = records_of(monkeypatch)
     connection = Connection(redis_url)
-    with producing(connection, run) as producer:
-        push_groups(producer, 6, size=3)
-        producer.finish()
-    joined = join(connection, run)
+    joined = pushed_run(connection, run, 6, size=3, finish=True)
     queue = TrainerQueue(connection, run, batch_groups=2, chain=RUNNING, commit="manual", prefetch=0)
     assert next_batch(queue, joined) is not None
     state = queue.state_dict()
@@ -74,8 +71,7 @@ def test_moments_of_a_source_are_its_own(redis_url: str, run: str, monkeypatch: 
     queue = TrainerQueue(connection, run, batch_groups=2, chain={**RUNNING, "by_source": True}, prefetch=0)
     seen: dict[str, list[float]] = {"math": [], "code": []}
     for own, rewards in (("math", [0.0, 1.0, 2.0]), ("code", [0.0, 1.0]), ("math", [0.0, 1.0, 2.0])):
-        batch = next_batch(queue, joined)
-        assert batch is not None
+        batch = delivered_batch(queue, joined)
         seen[own] += 2 * rewards
         running = named[-1].running
         assert running is not None
@@ -101,10 +97,7 @@ def test_batch_k_sees_the_coefficient_after_k_minus_1_minus_prefetch(
 ) -> None:
     named = records_of(monkeypatch)
     connection = Connection(redis_url)
-    with producing(connection, run) as producer:
-        push_groups(producer, 10, ref_log_probs=np.linspace(-1.5, -0.9, 5))
-        producer.finish()
-    joined = join(connection, run)
+    joined = pushed_run(connection, run, 10, ref_log_probs=np.linspace(-1.5, -0.9, 5), finish=True)
 
     def open_queue() -> TrainerQueue:
         return TrainerQueue(

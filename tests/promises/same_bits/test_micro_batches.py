@@ -16,7 +16,7 @@ import streamadv as sa
 from streamadv.losses import AGGREGATIONS, Aggregation, aggregate, cispo, gspo, ppo_clip, reinforce
 from streamadv.store.connection import Connection
 from streamadv.trainer.columns import Columns
-from tests.support import join, next_batch, producing, trajectory
+from tests.support import delivered_batch, join, producing, trajectory
 
 #: Tokens of the rows of two groups of three: 45 in all, so 20 to a micro-batch make three.
 LENGTHS: Final = ((4, 9, 6), (12, 3, 11))
@@ -57,8 +57,7 @@ def batch_of(budget: int | None, keep_groups: bool = False) -> sa.Batch:
         chain=CHAIN,
         late={"old_log_probs": lambda mb: mb.rollout_log_probs + 0.1 * torch.sin(mb.input_ids.float())},
     )
-    batch = next_batch(queue, join(fake, "r"))
-    assert batch is not None
+    batch = delivered_batch(queue, join(fake, "r"))
     return batch
 
 

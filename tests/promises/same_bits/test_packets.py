@@ -13,7 +13,7 @@ from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.schema import Trajectory
-from tests.support import identities, join, next_batch, problems, producing, trajectory
+from tests.support import delivered_batch, identities, join, problems, producing, trajectory
 
 CHAIN: dict[str, Any] = {"estimator": "gae", "gamma": 0.9, "lam": 0.95, "kl": {"coefficient": 0.1}}
 
@@ -66,8 +66,7 @@ def rows_of(world_size: int, at_once: int, shards: int, budget: int | None) -> l
         ranks.append(TrainerQueue(connection, "r", batch_groups=len(GROUPS), **options))
     rows: list[Row] = []
     for queue in ranks:
-        batch = next_batch(queue, run)
-        assert batch is not None
+        batch = delivered_batch(queue, run)
         own = []
         for mb in batch:
             bounds = mb.cu_seqlens.tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -21,6 +20,8 @@ from streamadv import cli
 from streamadv.store.embedded import EmbeddedServer
 from tests.support import producing, push_groups
 
+pytestmark = pytest.mark.usefixtures("keep_logging")
+
 ONCE = (
     ["status"],
     ["dead", "list"],
@@ -31,15 +32,6 @@ ONCE = (
     ["runs", "delete"],
 )
 UNKNOWN = "redis://no-such-host.invalid:6379/0"
-
-
-@pytest.fixture(autouse=True)
-def _keep_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @contextmanager

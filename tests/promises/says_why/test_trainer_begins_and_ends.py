@@ -14,7 +14,7 @@ from streamadv.run import Run
 from streamadv.run.dead_letters import list_dead
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import join, next_batch, producing, push_groups
+from tests.support import delivered_batch, join, next_batch, producing, push_groups, pushed_run
 
 
 def queue_of(fake: Connection, **options: Any) -> TrainerQueue:
@@ -28,13 +28,9 @@ def events(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.fixture
 def trained(fake: Connection) -> Run:
     """A run whose version is 1, with one more group."""
-    with producing(fake, "r") as producer:
-        push_groups(producer, 2)
-        producer.finish()
-    run = join(fake, "r")
+    run = pushed_run(fake, "r", 2, finish=True)
     queue = queue_of(fake)
-    batch = next_batch(queue, run)
-    assert batch is not None
+    batch = delivered_batch(queue, run)
     queue.trained(batch)
     queue.commit(queue.state_dict())
     return run

@@ -27,11 +27,9 @@ from tests.support import (
     compute_all,
     consumer_of,
     group_all,
-    join,
     ledger,
     problems,
-    producing,
-    push_groups,
+    pushed_run,
 )
 
 TOKENS: Any = {"estimator": "reinforce", "gamma": 0.9, "whiten_advantages": True}
@@ -40,9 +38,7 @@ TOKENS: Any = {"estimator": "reinforce", "gamma": 0.9, "whiten_advantages": True
 @pytest.fixture(params=["grpo", TOKENS], ids=["rows", "tokens"])
 def named(request: pytest.FixtureRequest, fake: Connection) -> Run:
     """A run whose first batch waits for a worker."""
-    with producing(fake, "r") as producer:
-        push_groups(producer, 4)
-    run = join(fake, "r")
+    run = pushed_run(fake, "r", 4)
     group_all(run)
     with pytest.raises(NoBatchError):
         TrainerQueue(fake, "r", batch_groups=4, prefetch=0, chain=request.param).next_batch(timeout=0)
@@ -161,9 +157,7 @@ def test_devices() -> None:
 
 
 def test_a_broken_payload_costs_its_group_only(fake: Connection) -> None:
-    with producing(fake, "r") as producer:
-        push_groups(producer, 3)
-    run = join(fake, "r")
+    run = pushed_run(fake, "r", 3)
     group_all(run)
     queue = TrainerQueue(fake, "r", batch_groups=3, prefetch=0, chain=TOKENS)
     with pytest.raises(NoBatchError):

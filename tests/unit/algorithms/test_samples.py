@@ -16,7 +16,7 @@ from streamadv.errors import SettingError
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.schema import Status
-from tests.support import group_all, join, next_batch, producing, trajectory
+from tests.support import delivered_batch, group_all, join, producing, trajectory
 
 from .reference import Member, batch_of, member, random_pairs
 
@@ -127,8 +127,7 @@ def test_sample_weights_reach_the_trainer(fake: Connection) -> None:
     run = join(fake, "r")
     group_all(run)
     chain = {"sample_weights": {"length": True}}
-    batch = next_batch(TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain=chain), run)
-    assert batch is not None
+    batch = delivered_batch(TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain=chain), run)
     (mb,) = batch
     torch.testing.assert_close(mb.sample_weights, torch.tensor([0, 0, 1.5, 1.5, 0, 0, *[0.5] * 4]))
     written = [row.sample_weights for item in batch.trajectories() for row in item.rows]

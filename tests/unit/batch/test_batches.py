@@ -34,7 +34,7 @@ from streamadv.trajectory.members import (
     Members,
 )
 from streamadv.trajectory.packet import StoredPacket
-from tests.support import compute_all, group_all, join, ledger, problems, producing, push_groups
+from tests.support import compute_all, group_all, ledger, problems, pushed_run
 
 CHAIN = build_chain("grpo").config.model_dump(mode="json")
 WITH_KL = build_chain({"estimator": "grpo", "kl": {"coefficient": 0.1}}).config.model_dump(mode="json")
@@ -243,9 +243,7 @@ def test_a_record_whose_groups_have_no_tokens_is_read() -> None:
 @pytest.fixture
 def named(fake: Connection) -> tuple[Run, BatchRecord]:
     """A run of two shards with batch 0 named and epoch 1 taken."""
-    with producing(fake, "r", {"shards": 2}) as producer:
-        push_groups(producer, 8)
-    run = join(fake, "r")
+    run = pushed_run(fake, "r", 8, settings={"shards": 2})
     group_all(run)
     run.home.call("take_epoch", ["", 0, "job", "", "", "0123456789ab", "", "", "0"])
     logged = [each for shard in range(2) for each in read_log(run, shard, "0-0", 100)]

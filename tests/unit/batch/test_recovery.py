@@ -14,7 +14,7 @@ from streamadv.batch.settings import NamingSettings
 from streamadv.errors import EpochFencedError
 from streamadv.run import Run
 from streamadv.store.connection import Connection
-from tests.support import group_all, join, ledger, problems, producing, push_groups
+from tests.support import group_all, ledger, problems, pushed_run
 
 SETTINGS = NamingSettings(
     batch_groups=4,
@@ -33,9 +33,7 @@ SETTINGS = NamingSettings(
 @pytest.fixture
 def run(fake: Connection) -> Run:
     """Eight groups of two in two shards, in no batch yet."""
-    with producing(fake, "r", {"shards": 2}) as producer:
-        push_groups(producer, 8)
-    run = join(fake, "r")
+    run = pushed_run(fake, "r", 8, settings={"shards": 2})
     group_all(run)
     return run
 

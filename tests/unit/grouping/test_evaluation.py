@@ -18,12 +18,12 @@ from streamadv.status.evaluations import Evaluation, newest, read_evaluations
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
+    delivered_batch,
     group_all,
     join,
     ledger,
     logged,
     make_overdue,
-    next_batch,
     payload_keys,
     problems,
     producing,
@@ -271,8 +271,7 @@ def test_results_of_weights_that_were_taken_back_go(fake: Connection) -> None:
         state = queue.state_dict()
         for number in range(3):
             producer.push([trajectory(f"t{number}", 0, 1)])
-            batch = next_batch(queue, run)
-            assert batch is not None
+            batch = delivered_batch(queue, run)
             queue.trained(batch)
             evaluate(producer, [0.0])
         under_way = producer.begin_group(1, role="eval", timeout=0)

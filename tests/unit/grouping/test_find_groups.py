@@ -7,13 +7,11 @@ import pytest
 from streamadv.errors import BatchLostError
 from streamadv.grouping.groups_log import find_groups, read_groups
 from streamadv.store.connection import Connection
-from tests.support import group_all, join, logged, producing, push_groups
+from tests.support import group_all, logged, pushed_run
 
 
 def test_groups_that_do_not_follow_each_other_in_the_log_are_found(fake: Connection) -> None:
-    with producing(fake, "r") as producer:
-        push_groups(producer, 9)
-    run = join(fake, "r")
+    run = pushed_run(fake, "r", 9)
     group_all(run)
     pointers = [group.pointer for group in logged(run).values()]
     gone = pointers.pop(4)

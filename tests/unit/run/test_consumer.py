@@ -12,15 +12,13 @@ from streamadv.run import Run, Shard
 from streamadv.run import consumer as streams
 from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer
 from streamadv.store.connection import Connection
-from tests.support import consumer_of, ids, join, producing, push_groups, read_all
+from tests.support import consumer_of, ids, join, pushed_run, read_all
 
 
 @pytest.fixture
 def pushed(fake: Connection) -> Run:
     """A run with 40 packets in its rollouts stream."""
-    with producing(fake, "r") as producer:
-        push_groups(producer, 40)
-    return join(fake, "r")
+    return pushed_run(fake, "r", 40)
 
 
 def test_every_entry_is_given_once(pushed: Run) -> None:
@@ -104,9 +102,7 @@ def test_another_error_of_the_server_is_not_swallowed(pushed: Run, monkeypatch: 
 
 
 def test_every_shard_is_read(fake: Connection) -> None:
-    with producing(fake, "r", {"shards": 4}) as producer:
-        push_groups(producer, 20, 1)
-    run = join(fake, "r")
+    run = pushed_run(fake, "r", 20, size=1, settings={"shards": 4})
     consumer = Consumer(run, GROUPER, lambda keys: keys.rollouts, lease_s=5, stop=threading.Event())
     for shard in run.shards:
         shard.call("ensure_group", [GROUPER], stream=shard.keys.rollouts)
@@ -119,9 +115,7 @@ def test_every_shard_is_read(fake: Connection) -> None:
 def test_consumers_that_are_gone_are_forgotten_but_never_with_work_pending(
     fake: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with producing(fake, "r") as producer:
-        push_groups(producer, 1)
-    run = join(fake, "r")
+    run = pushed_run(fake, "r", 1)
     keys = run.keys.home
     holder, idle, me = (consumer_of(run, name=name) for name in ("holder", "idle", "me"))
     assert len(holder.read(10)) == 1

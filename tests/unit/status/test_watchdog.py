@@ -19,6 +19,7 @@ from tests.support import (
     Forward,
     compute_all,
     consumer_of,
+    delivered_batch,
     ended,
     group_all,
     join,
@@ -309,8 +310,7 @@ def trained_to(queue: TrainerQueue, fake: Connection, producer: Producer, versio
     """Train so many batches of fresh groups."""
     for k in range(version):
         push_groups(producer, 2, prefix=f"fresh{k}", model_version=k)
-        batch = next_batch(queue, join(fake, "r"))
-        assert batch is not None
+        batch = delivered_batch(queue, join(fake, "r"))
         queue.trained(batch)
         queue.commit(queue.state_dict())
 
@@ -350,8 +350,7 @@ def test_what_was_dropped_is_told_with_the_next_batch_in_figures(
         with pytest.raises(NoBatchError):
             queue.next_batch(timeout=0)
     push_groups(producer, 2, prefix="new", model_version=3)
-    batch = next_batch(queue, join(fake, "r"))
-    assert batch is not None
+    batch = delivered_batch(queue, join(fake, "r"))
     assert batch.metrics["dropped/stale/unknown/groups"] == 6
     assert batch.metrics["dropped/stale/unknown/response_length/mean"] == 5
 
@@ -524,8 +523,7 @@ def test_uncommitted_batches_that_fill_the_budget_are_an_error(
         run = join(fake, "r")
         queue = TrainerQueue(fake, "r", batch_groups=2, commit="manual", max_staleness=None)
         push_groups(producer, 2 + waiting, tokens=tokens)
-        batch = next_batch(queue, run)
-        assert batch is not None
+        batch = delivered_batch(queue, run)
         queue.trained(batch)
         forward(11)
         assert blocked() == ["uncommitted"]

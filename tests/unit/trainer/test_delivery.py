@@ -13,20 +13,19 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     compute_all,
+    delivered_batch,
     group_all,
     join,
     ledger,
-    next_batch,
     producing,
     push_groups,
+    pushed_run,
     trajectory,
 )
 
 
 def test_a_group_whose_output_has_the_wrong_size_is_dead(fake: Connection) -> None:
-    with producing(fake, "r") as producer:
-        push_groups(producer, 1)
-    run = join(fake, "r")
+    run = pushed_run(fake, "r", 1)
     queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain={"estimator": "reinforce"})
     group_all(run)
     with pytest.raises(NoBatchError):
@@ -63,8 +62,7 @@ def test_numbers_per_step_land_on_the_tokens_of_the_step(fake: Connection) -> No
             producer.push([trajectory("g", index, 3, rows=rows, steps=steps)])
     run = join(fake, "r")
     chain = {"estimator": "gigpo"}
-    batch = next_batch(TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain=chain), run)
-    assert batch is not None
+    batch = delivered_batch(TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain=chain), run)
     (mb,) = batch
     for row in range(0, mb.num_rows, 2):
         start = int(mb.cu_seqlens[row])
@@ -86,8 +84,7 @@ def test_an_extra_column_supplies_a_step_after_a_late_one(fake: Connection) -> N
         producer.push([trajectory("g", index, 2, weight=weight) for index in range(2)])
     late = {"old_log_probs": lambda mb: mb.weight * 10}
     queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain={"estimator": "weighted"}, late=late)
-    batch = next_batch(queue, join(fake, "r"))
-    assert batch is not None
+    batch = delivered_batch(queue, join(fake, "r"))
     (mb,) = batch
     assert mb.advantages.tolist() == [0, 0, 22, 33, 44] * 2
 
@@ -97,8 +94,7 @@ def test_a_late_column_replaces_an_extra_one_of_its_name(fake: Connection) -> No
         weight = {"data": np.arange(5, dtype=np.float32), "per_token": True}
         producer.push([trajectory("g", index, 2, weight=weight) for index in range(2)])
     late = {"weight": lambda mb: mb.weight + 1}
-    batch = next_batch(TrainerQueue(fake, "r", batch_groups=1, prefetch=0, late=late), join(fake, "r"))
-    assert batch is not None
+    batch = delivered_batch(TrainerQueue(fake, "r", batch_groups=1, prefetch=0, late=late), join(fake, "r"))
     (mb,) = batch
     assert mb.weight.tolist() == [1, 2, 3, 4, 5] * 2
 
@@ -115,7 +111,6 @@ def test_a_reward_beyond_running_moments_stops_no_trainer(fake: Connection, by_s
         push_groups(producer, 2)
     run = join(fake, "r")
     queue = TrainerQueue(fake, "r", batch_groups=3, prefetch=0, chain=chain)
-    batch = next_batch(queue, run)
-    assert batch is not None
+    batch = delivered_batch(queue, run)
     assert {each.group_id for each in batch.references} == {"g0000", "g0001"}
     assert ledger(run)["dead"] == {"compute_error": 2}

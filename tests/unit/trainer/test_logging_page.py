@@ -15,7 +15,7 @@ import pytest
 import streamadv as sa
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import join, next_batch, producing, push_groups
+from tests.support import delivered_batch, join, next_batch, producing, push_groups
 
 PAGE = Path(sa.__file__).parents[1] / "docs" / "how-to" / "logging.md"
 
@@ -67,8 +67,7 @@ def test_an_example_logs_every_figure_of_every_batch(fake: Connection, logged: L
 
     def deliver() -> Iterator[sa.Batch]:
         for _ in range(2):
-            batch = next_batch(real, join(fake, "r"))
-            assert batch is not None
+            batch = delivered_batch(real, join(fake, "r"))
             batches.append(batch)
             yield batch
 

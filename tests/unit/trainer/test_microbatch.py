@@ -12,7 +12,7 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import MicroBatch
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.columns import EXTRA_DTYPES
-from tests.support import join, next_batch, producing, push_groups
+from tests.support import delivered_batch, join, producing, push_groups
 
 
 def micro_batch(lengths: list[int], dtype: str = "<f4", shape: tuple[int, ...] = ()) -> MicroBatch:
@@ -83,8 +83,7 @@ def test_ids_and_masks_index_tensors_as_they_are(fake: Connection) -> None:
         push_groups(producer, 1)
     late = {"old_log_probs": _by_index}
     queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, late=late)
-    batch = next_batch(queue, join(fake, "r"))
-    assert batch is not None
+    batch = delivered_batch(queue, join(fake, "r"))
     (mb,) = batch
     for columns in (mb, mb.padded()):
         assert (columns.input_ids.dtype, columns.response_mask.dtype) == (torch.int64, torch.bool)

@@ -11,16 +11,14 @@ from streamadv.store.connection import Connection
 from streamadv.trainer import reader
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trainer.sessions import Sessions
-from tests.support import Forward, compute_all, group_all, join, producing, push_groups
+from tests.support import Forward, compute_all, group_all, pushed_run
 
 
 def test_a_batch_that_is_found_named_is_progress(
     fake: Connection, forward: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An outage longer than the timeout comes before the run can be taken: its batch is waited for all the same."""
-    with producing(fake, "r") as producer:
-        push_groups(producer, 2)
-    run = join(fake, "r")
+    run = pushed_run(fake, "r", 2)
     group_all(run)
     with pytest.raises(NoBatchError):
         TrainerQueue(fake, "r", batch_groups=2, prefetch=0).next_batch(timeout=0)

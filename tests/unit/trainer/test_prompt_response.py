@@ -14,7 +14,7 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import MicroBatch
 from streamadv.trainer.prompt_response import PromptResponse
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import join, next_batch, producing, push_groups, trajectory
+from tests.support import delivered_batch, join, next_batch, producing, push_groups, trajectory
 
 PAD = 77
 
@@ -107,8 +107,7 @@ def test_groups_stay_in_one_micro_batch_if_that_is_asked_for(fake: Connection, k
     with producing(fake, "r") as producer:
         push_groups(producer, 4, size=3)
     budget = {"tokens_per_micro_batch": 20, "keep_groups": keep}
-    batch = next_batch(TrainerQueue(fake, "r", batch_groups=4, prefetch=0, **budget), join(fake, "r"))
-    assert batch is not None
+    batch = delivered_batch(TrainerQueue(fake, "r", batch_groups=4, prefetch=0, **budget), join(fake, "r"))
     places: dict[str, set[int]] = {}
     for number, mb in enumerate(batch):
         for reference in mb.references:

@@ -11,29 +11,22 @@ import pytest
 from streamadv import metrics
 from streamadv.algorithms.packed import PackedBatch
 from streamadv.algorithms.registry import Estimate, estimator
-from streamadv.run import Run
 from streamadv.store.connection import Connection
-from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
+    delivered_batch,
     ended,
     group_all,
     join,
-    next_batch,
     producing,
     push_groups,
+    pushed_run,
     trajectory,
 )
 
 #: What differs from rank to rank: rank 0 alone reads the ledger, and each rank measures its own time.
 OF_RANK_0 = ("ledger/", "groups/", "trajectories/", "dropped/")
 OF_EACH_RANK = ("timing_s/", "trainer/")
-
-
-def delivered(queue: TrainerQueue, run: Run) -> Batch:
-    batch = next_batch(queue, run)
-    assert batch is not None
-    return batch
 
 
 def queue_of(fake: Connection, groups: int = 1, **options: Any) -> TrainerQueue:
@@ -46,7 +39,7 @@ def test_lengths_are_in_trainable_tokens_and_the_others(fake: Connection) -> Non
             producer.push(
                 [trajectory("g", index, 3, tokens=tokens, status=["completed", "truncated"][index % 2])]
             )
-    metrics = delivered(queue_of(fake), join(fake, "r")).metrics
+    metrics = delivered_batch(queue_of(fake), join(fake, "r")).metrics
     assert [metrics[f"response_length/{name}"] for name in ("mean", "max", "min")] == [13 / 3, 7, 2]
     assert [metrics[f"prompt_length/{name}"] for name in ("mean", "max", "min")] == [2, 2, 2]
     assert metrics["response_length/clip_ratio"] == pytest.approx(1 / 3)
@@ -59,11 +52,11 @@ def test_staleness_has_the_three_forms_of_verl(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         push_groups(producer, 3, prefix="a")
         for _ in range(3):
-            queue.trained(delivered(queue, join(fake, "r")))
+            queue.trained(delivered_batch(queue, join(fake, "r")))
         versions = [(1, 3), (0, 1), None, (9, 9)]
         items = [trajectory("b", i, 4, model_version=version) for i, version in enumerate(versions)]
         producer.push(items)
-    batch = delivered(queue, join(fake, "r"))
+    batch = delivered_batch(queue, join(fake, "r"))
     figures = {
         name: [batch.metrics[f"training/off_policy/{name}/{kind}"] for kind in ("mean", "max", "min")]
         for name in ("trajectory_staleness_worst", "trajectory_staleness", "trajectory_spans")
@@ -79,7 +72,7 @@ def test_staleness_has_the_three_forms_of_verl(fake: Connection) -> None:
 def test_without_versions_there_is_no_staleness(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         push_groups(producer, 1, model_version=None)
-    metrics = delivered(queue_of(fake), join(fake, "r")).metrics
+    metrics = delivered_batch(queue_of(fake), join(fake, "r")).metrics
     assert not [name for name in metrics if name.startswith("training/off_policy")]
     assert "num_turns/mean" not in metrics, "no trajectory has steps"
 
@@ -89,7 +82,7 @@ def test_turns_and_named_rewards(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         producer.push([trajectory("g", 0, 2, steps=[step], rewards={"format": 1.0, "answer": 0.5})])
         producer.push([trajectory("g", 1, 2, steps=[step] * 3, rewards={"format": 0.0})])
-    metrics = delivered(queue_of(fake), join(fake, "r")).metrics
+    metrics = delivered_batch(queue_of(fake), join(fake, "r")).metrics
     assert [metrics[f"num_turns/{name}"] for name in ("mean", "max", "min")] == [2, 3, 1]
     assert metrics["rewards/format/mean"] == 0.5
     assert metrics["rewards/answer/mean"] == 0.5, "over those that have it"
@@ -108,7 +101,7 @@ def test_rewards_by_source_and_by_group(fake: Connection) -> None:
                     for i, reward in enumerate(rewards)
                 ]
             )
-    metrics = delivered(queue_of(fake, 3), join(fake, "r")).metrics
+    metrics = delivered_batch(queue_of(fake, 3), join(fake, "r")).metrics
     assert metrics["math/critic/score/mean"] == 0.75
     assert metrics["code v2_/critic/score/mean"] == 4, "MLflow takes no `!` in a name"
     assert metrics["math/response_length/mean"] == 3.5
@@ -122,7 +115,7 @@ def test_many_sources_are_bounded(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         for number in range(40):
             push_groups(producer, 1, prefix=f"g{number:02d}", data_source=f"s{number:02d}")
-    metrics = delivered(queue_of(fake, 40), join(fake, "r")).metrics
+    metrics = delivered_batch(queue_of(fake, 40), join(fake, "r")).metrics
     sources = [name for name in metrics if name.endswith("/trajectories")]
     assert len(sources) == 33
     assert metrics["other/trajectories"] == 16
@@ -132,11 +125,11 @@ def test_what_happened_to_groups_since_the_batch_before(fake: Connection) -> Non
     queue = queue_of(fake)
     with producing(fake, "r", {"zero_variance_filter": True}) as producer:
         push_groups(producer, 1)
-        delivered(queue, join(fake, "r"))
+        delivered_batch(queue, join(fake, "r"))
         push_groups(producer, 2, prefix="flat", reward=1.0)
         producer.push([trajectory("short", 0), ended("short", 1, 2, "failed")])
         push_groups(producer, 1, prefix="next")
-        metrics = delivered(queue, join(fake, "r")).metrics
+        metrics = delivered_batch(queue, join(fake, "r")).metrics
     groups = {name: value for name, value in metrics.items() if name.startswith("groups/") and value}
     assert groups == {
         "groups/kept": 1,
@@ -159,7 +152,7 @@ def test_a_queue_counts_from_where_it_began(fake: Connection) -> None:
         push_groups(producer, 3)
         run = join(fake, "r")
         group_all(run)
-        metrics = delivered(queue_of(fake), run).metrics
+        metrics = delivered_batch(queue_of(fake), run).metrics
     assert metrics["groups/kept"] == 0, "they ended before it took the run"
     assert "groups/kept_ratio" not in metrics
     assert metrics["ledger/pushed"] == 6
@@ -177,7 +170,7 @@ def test_evaluation_goes_with_the_next_batch_once(fake: Connection) -> None:
 
         def next_metrics() -> dict[str, float]:
             push_groups(producer, 1, prefix=f"t{queue._progress.delivered}")
-            metrics = delivered(queue, run).metrics
+            metrics = delivered_batch(queue, run).metrics
             return {name: value for name, value in metrics.items() if name.startswith("val-")}
 
         assert next_metrics() == {}
@@ -207,12 +200,12 @@ def test_times_begin_with_the_second_batch(fake: Connection, forward: Any) -> No
     queue = queue_of(fake)
     with producing(fake, "r") as producer:
         push_groups(producer, 2)
-    first = delivered(queue, join(fake, "r"))
+    first = delivered_batch(queue, join(fake, "r"))
     assert "timing_s/wait" in first.metrics
     assert "timing_s/step" not in first.metrics
     assert first.metrics["timing_s/in_queue/max"] < 3
     forward(3)
-    metrics = delivered(queue, join(fake, "r")).metrics
+    metrics = delivered_batch(queue, join(fake, "r")).metrics
     assert metrics["timing_s/step"] >= 3
     assert metrics["timing_s/in_queue/mean"] >= 3
     assert metrics["trainer/idle_ratio"] == metrics["timing_s/wait"] / metrics["timing_s/step"]
@@ -224,12 +217,10 @@ def plus_old(batch: PackedBatch) -> Estimate:
 
 
 def test_ranks_have_the_same_figures_but_for_what_is_documented(fake: Connection) -> None:
-    with producing(fake, "r") as producer:
-        push_groups(producer, 4, data_source="math")
-    run = join(fake, "r")
+    run = pushed_run(fake, "r", 4, data_source="math")
     group_all(run)
     queues = [queue_of(fake, 4, rank=rank, world_size=2, job="j") for rank in range(2)]
-    first, second = (delivered(queue, run).metrics for queue in queues)
+    first, second = (delivered_batch(queue, run).metrics for queue in queues)
     assert {name for name in first if name.startswith(OF_RANK_0)}
     assert not [name for name in second if name.startswith(OF_RANK_0)]
     apart = (*OF_RANK_0, *OF_EACH_RANK)
@@ -247,7 +238,7 @@ def test_importance_weights_after_a_late_column_are_in_the_histogram(fake: Conne
         late={"old_log_probs": lambda mb: mb.rollout_log_probs},
     )
     before = weights_seen()
-    delivered(queue, join(fake, "r"))
+    delivered_batch(queue, join(fake, "r"))
     assert weights_seen() - before == 6
 
 
@@ -263,7 +254,7 @@ def without(metrics: dict[str, float], *prefixes: str) -> dict[str, float]:
 def test_every_figure_is_a_finite_float_under_a_name_that_loggers_take(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         push_groups(producer, 2, data_source="a/b#c", model_version=0)
-    metrics = delivered(queue_of(fake, 2), join(fake, "r")).metrics
+    metrics = delivered_batch(queue_of(fake, 2), join(fake, "r")).metrics
     assert len(metrics) > 40
     for name, value in metrics.items():
         assert type(value) is float, name
@@ -275,7 +266,7 @@ def test_rewards_near_the_limit_of_numbers_leave_figures_out(fake: Connection) -
     with producing(fake, "r") as producer:
         producer.push([trajectory("large", index, 2, reward=(-1) ** index * 1e300) for index in range(2)])
     chain = {"estimator": "reinforce", "reward": {"clip": 1.0}}
-    metrics = delivered(queue_of(fake, chain=chain), join(fake, "r")).metrics
+    metrics = delivered_batch(queue_of(fake, chain=chain), join(fake, "r")).metrics
     assert "critic/score/std_mean" not in metrics
     assert metrics["critic/score/zero_std_ratio"] == 0
 
@@ -283,7 +274,7 @@ def test_rewards_near_the_limit_of_numbers_leave_figures_out(fake: Connection) -
 def test_a_batch_whose_groups_are_all_dead_has_figures_of_the_run_only(fake: Connection) -> None:
     with producing(fake, "r") as producer:  # advantages of such rewards are no float32
         producer.push([trajectory("large", index, 2, reward=(-1) ** index * 1e300) for index in range(2)])
-    batch = delivered(queue_of(fake, chain={"estimator": "reinforce"}), join(fake, "r"))
+    batch = delivered_batch(queue_of(fake, chain={"estimator": "reinforce"}), join(fake, "r"))
     assert batch.num_trajectories == 0
     assert "response_length/mean" not in batch.metrics
     assert batch.metrics["ledger/dead"] == 2

@@ -16,15 +16,13 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trainer.results_log import ResultsLog
 
-from ...support import compute_all, group_all, join, producing, push_groups
+from ...support import compute_all, group_all, pushed_run
 
 
 @pytest.fixture
 def computed(fake: Connection) -> Run:
     """A run with one named batch whose results are published."""
-    with producing(fake, "r") as producer:
-        push_groups(producer, 4)
-    run = join(fake, "r")
+    run = pushed_run(fake, "r", 4)
     group_all(run)
     with pytest.raises(NoBatchError):
         TrainerQueue(fake, "r", batch_groups=4, prefetch=0).next_batch(timeout=0)
