@@ -75,6 +75,10 @@ class ServerUnreachableError(StreamadvError):
     """The server at the given URL did not answer in time: start it, or correct the URL."""
 
 
+class WeightsMissingError(StreamadvError, FileNotFoundError):
+    """Weights to be loaded are not there (any more): wait for the trainer, or give the folder that it writes to."""
+
+
 class ProcessEndedError(StreamadvError):
     """A child process of the demo or of a benchmark keeps ending, or does not move any more: see its log."""
 

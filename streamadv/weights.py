@@ -23,7 +23,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from . import extras
-from .errors import SettingError
+from .errors import SettingError, WeightsMissingError
 from .messages import brief
 
 #: Versions that `publish` keeps: readers may still be about to open them.
@@ -81,8 +81,9 @@ def withdraw(folder: str | Path, above: int) -> None:
 
 
 def versions(folder: str | Path) -> list[int]:
-    """The versions that are there, from the oldest to the newest."""
-    return sorted(int(match[1]) for path in Path(folder).iterdir() if (match := _NAME.fullmatch(path.name)))
+    """The versions that are there, from the oldest to the newest; none without the folder."""
+    names = (path.name for path in Path(folder).glob("weights-*"))
+    return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
 
 def newest(folder: str | Path) -> int | None:
@@ -97,7 +98,7 @@ def load(source: str | Path, target: Any) -> int:
         source: the file, or its URI as `publish` returned it.
         target: a torch module, or whatever has its `load_state_dict`; else a function, which gets numpy arrays by name.
 
-    Raises FileNotFoundError when it is not there (any more), SettingError for what is no such file.
+    Raises WeightsMissingError when it is not there (any more), SettingError for what is no such file.
     """
     path = _path_from(source)
     open_file: Any = _safetensors("safetensors").safe_open
@@ -106,6 +107,8 @@ def load(source: str | Path, target: Any) -> int:
         with open_file(path, framework) as file:
             version = int((file.metadata() or {})["version"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+    except FileNotFoundError:
+        raise WeightsMissingError(f"{path} is not there: load the newest version of its folder") from None
     except (KeyError, ValueError, _safetensors("safetensors").SafetensorError) as error:
         raise SettingError(f"{path} is no file of `weights.publish`: {error}") from None
     except TypeError as error:
@@ -133,7 +136,7 @@ class Loader:
     def refresh(self, target: Any) -> int:
         """Load the newest version into `target`, see `load`, unless it is loaded. Returns the version.
 
-        Raises FileNotFoundError if the folder has none.
+        Raises WeightsMissingError if the folder has none.
         """
         for _ in range(_LOOKS):
             version = newest(self._folder)
@@ -143,10 +146,12 @@ class Loader:
                 return version
             try:
                 self.version = load(path_of(self._folder, version), target)
-            except FileNotFoundError:  # removed meanwhile: a newer one is there, or the trainer has gone back
+            except (
+                WeightsMissingError
+            ):  # removed meanwhile: a newer one is there, or the trainer has gone back
                 continue
             return self.version
-        raise FileNotFoundError(f"no weights in {self._folder}: the trainer has to publish some first")
+        raise WeightsMissingError(f"no weights in {self._folder}: the trainer has to publish some first")
 
 
 def path_of(folder: str | Path, version: int) -> Path:

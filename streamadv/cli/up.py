@@ -67,9 +67,16 @@ def run(arguments: argparse.Namespace) -> int:
             "STREAMADV_RUN": settings.run,
             "STREAMADV_LOG_LEVEL": settings.log_level,
             "STREAMADV_LOG_FORMAT": settings.log_format,
-            "STREAMADV_METRICS_PORT": "0",  # a free one for each process
+            "STREAMADV_METRICS_PORT": "0",  # of the commands: a free one for each
         }
-        plan = Plan(environment, arguments.groupers, arguments.workers, arguments.worker_modules, commands)
+        plan = Plan(
+            environment,
+            arguments.groupers,
+            arguments.workers,
+            arguments.worker_modules,
+            commands,
+            settings.metrics_port,
+        )
         if not commands:
             print(shown, flush=True)
         say(f"server {shown}, run {settings.run}, {plan}")

@@ -24,6 +24,7 @@ class Plan:
     """What is to run beside a server.
 
     environment: of every process. modules: imported by advantage workers. commands: run at once, each a list of words.
+    metrics_port: of the first worker, the others have those after it; 0: each takes a free one.
     """
 
     environment: Mapping[str, str]
@@ -31,6 +32,7 @@ class Plan:
     workers: int = 1
     modules: Sequence[str] = ()
     commands: Sequence[Sequence[str]] = ()
+    metrics_port: int = 0
 
     def __str__(self) -> str:
         parts = [counted(self.groupers, "grouper"), counted(self.workers, "advantage worker")]
@@ -93,9 +95,11 @@ class _Crew:
 
     def __init__(self, plan: Plan) -> None:
         self._commands = _kept_commands(plan)
-        self._workers = [
-            Worker(name, words, plan.environment, _prefixed(name, 2)) for name, words in _workers_of(plan)
-        ]
+        self._workers = []
+        for place, (name, words) in enumerate(_workers_of(plan)):
+            port = plan.metrics_port and plan.metrics_port + place
+            environment = {**plan.environment, "STREAMADV_METRICS_PORT": str(port)}
+            self._workers.append(Worker(name, words, environment, _prefixed(name, 2)))
 
     def start(self) -> None:
         for worker in self._workers:

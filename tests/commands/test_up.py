@@ -15,7 +15,7 @@ import pytest
 
 from streamadv.cli import main
 from streamadv.cli.parser import split_commands
-from streamadv.processes.machine import names_of
+from streamadv.processes import machine
 from streamadv.processes.restarts import MOST_ENDS, WORKED_S, Restarts
 from streamadv.store.connection import Connection
 from streamadv.trajectory.interchange import write_trajectory
@@ -210,7 +210,26 @@ def test_commands_are_split_and_named() -> None:
         ["python", "-m", "pkg.play"],
         ["sh"],
     ]
-    assert names_of(commands) == ["train", "sh-1", "pkg.play", "sh-2"]
+    assert machine.names_of(commands) == ["train", "sh-1", "pkg.play", "sh-2"]
+
+
+@pytest.mark.parametrize(("given", "ports"), [(0, {"0"}), (9100, {"9100", "9101", "9102"})])
+def test_workers_serve_their_metrics_at_ports_that_follow_one_another(
+    given: int, ports: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def refuse(name: str, words: list[str], environment: dict[str, str], show: object) -> None:
+        started.append(environment["STREAMADV_METRICS_PORT"])
+        if len(started) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine, "Worker", refuse)
+    monkeypatch.setattr(machine.signal, "signal", lambda *_: None)
+    plan = machine.Plan({}, workers=2, metrics_port=given)
+    with pytest.raises(KeyboardInterrupt):
+        machine.run_machine(plan, machine.Signals(), lambda: None)
+    assert set(started) == ports
 
 
 def test_restarts_become_rarer_and_end(forward: Callable[[float], None]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streamadv import weights
-from streamadv.errors import MissingDependencyError, SettingError
+from streamadv.errors import MissingDependencyError, SettingError, WeightsMissingError
 
 
 def model(value: float) -> torch.nn.Linear:
@@ -21,9 +21,13 @@ def model(value: float) -> torch.nn.Linear:
 
 
 def test_the_newest_version_is_loaded_once(tmp_path: Path) -> None:
-    loader, target = weights.Loader(tmp_path), model(9)
-    with pytest.raises(FileNotFoundError, match=r"no weights in .*publish"):
-        loader.refresh(target)
+    target = model(9)
+    for folder in (tmp_path, tmp_path / "deleted"):
+        loader = weights.Loader(folder)
+        assert not loader.is_current
+        with pytest.raises(WeightsMissingError, match=r"no weights in .*publish"):
+            loader.refresh(target)
+    loader = weights.Loader(tmp_path)
     for version in (0, 1):
         weights.publish(tmp_path, version, model(version).state_dict())
     assert loader.refresh(target) == loader.version == 1
@@ -53,6 +57,8 @@ def test_a_uri_leads_to_its_file(tmp_path: Path) -> None:
     assert " " not in uri
     target = model(0)
     assert weights.load(uri, target) == weights.load(weights.path_of(folder, 12), target) == 12
+    with pytest.raises(WeightsMissingError, match=r"weights-000013.* is not there"):
+        weights.load(weights.path_of(folder, 13), target)
     with pytest.raises(SettingError, match="only file: URIs"):
         weights.load("s3://bucket/weights", target)
 

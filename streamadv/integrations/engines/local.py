@@ -98,7 +98,7 @@ class LocalEngine:
     async def refresh(self, loader: Loader) -> int:
         """Take over the newest weights of a folder between two batches, unless they are loaded; returns their version.
 
-        Raises FileNotFoundError if the folder has none.
+        Raises WeightsMissingError if the folder has none.
         """
 
         def take() -> int:
