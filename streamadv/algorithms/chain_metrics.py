@@ -72,8 +72,8 @@ def extreme(values: Tensor, where: Tensor, *, largest: bool) -> Metric:
 
 def _summary(values: Tensor, counted: Tensor) -> tuple[Metric, Metric, Metric]:
     """Mean, greatest and least on a CPU, in one pass."""
-    count, total, greatest, least = kernels.summary(kernels.as_array(values), kernels.as_array(counted))
-    numbers = torch.tensor([total / max(count, 1), greatest, least], dtype=torch.float64)
+    count, average, _, *extremes = kernels.statistics(*map(kernels.as_array, (values, counted)))
+    numbers = torch.tensor([average, *extremes], dtype=torch.float64)
     weight = torch.tensor(float(count), dtype=torch.float64)
     return Metric(numbers[0], weight), Metric(numbers[1], weight), Metric(numbers[2], weight)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .arguments import Elements, Logits, Measured, NotNegative, Positive
+    from .trainable import Trainable
 
 KLPenalty = Literal[
     "k1", "k2", "k3", "kl", "abs", "mse", "low_var_kl",
@@ -68,13 +69,19 @@ def _with_gradient(value: Tensor, other: Tensor) -> Tensor:
     return value + (other - other.detach()) if other.requires_grad else value
 
 
-def column_kl(log_probs: Tensor, ref_log_probs: Tensor, penalty: KLPenalty) -> Tensor:
-    """[N] float32: `approx_kl` of columns [N], without gradient; on a CPU k3 is computed in float64."""
+def column_kl(
+    log_probs: Tensor, ref_log_probs: Tensor, penalty: KLPenalty, tokens: Trainable
+) -> tuple[Tensor, Tensor]:
+    """`approx_kl` of columns [N] at the tokens that count, without gradient; on a CPU k3 is computed in float64.
+
+    Returns ([N] float32, 0 at other tokens; its sum over each row, [R] float64).
+    """
     if not kernels.on_cpu(log_probs) or penalty.removesuffix("+") not in K3:
-        return approx_kl(log_probs.detach(), ref_log_probs.detach(), penalty).to(torch.float32)
-    kl = np.empty(len(log_probs), np.float32)
-    kernels.k3(kernels.as_array(log_probs), kernels.as_array(ref_log_probs), kl)
-    return torch.from_numpy(kl)
+        kl = tokens.only(approx_kl(log_probs.detach(), ref_log_probs.detach(), penalty).to(torch.float32))
+        return kl, tokens.row_sum(kl)
+    result, sums = np.empty(len(log_probs), np.float32), np.empty(len(tokens.offsets) - 1)
+    kernels.k3(*map(kernels.as_array, (log_probs, ref_log_probs, *tokens)), result, sums)
+    return torch.from_numpy(result), torch.from_numpy(sums)
 
 
 def full_kl(logits: Logits, ref_logits: Logits) -> Tensor:

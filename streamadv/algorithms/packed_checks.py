@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 
 #: The layout of a batch that its builder vouches for.
 BUILT: tuple[Any, ...] = ()
+
+#: What a tensor may have to hold: for people, and the test of it.
+DTYPES: Final[Mapping[str, tuple[str, Callable[[Tensor], bool]]]] = {
+    "": ("real numbers", lambda tensor: not tensor.is_complex()),
+    "whole": ("int64", lambda tensor: tensor.dtype == torch.int64),
+    "floating": ("float64", lambda tensor: tensor.is_floating_point()),
+    "bool": ("bool", lambda tensor: tensor.dtype == torch.bool),
+}
 
 
 def layout_of(batch: PackedBatch) -> tuple[Any, ...]:
@@ -159,25 +167,17 @@ def _arrays(tensors: Iterable[Tensor]) -> Iterator[Array]:
 
 def _length(name: str, tensor: Any, entries: bool = False) -> int:
     """Length of a tensor of one dimension; entries: of one whose entries may have dimensions of their own."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1 or (tensor.dim() > 1 and not entries):
-        what = (
-            f"a tensor of shape {list(tensor.shape)}"
-            if isinstance(tensor, torch.Tensor)
-            else f"a {type(tensor).__name__}"
-        )
+    is_tensor = isinstance(tensor, torch.Tensor)
+    if not is_tensor or tensor.dim() < 1 or (tensor.dim() > 1 and not entries):
+        what = f"a tensor of shape {list(tensor.shape)}" if is_tensor else f"a {type(tensor).__name__}"
         raise ArgumentError(f"{name} is {what}, needs a tensor of one dimension")
-    return len(tensor)
+    length: int = tensor.shape[0]
+    return length
 
 
 def _check(name: str, tensor: Any, length: int, letter: str, dtype: str) -> None:
     if _length(name, tensor, letter.endswith("...")) != length:
         raise ArgumentError(f"{name} has shape {list(tensor.shape)}, needs [{letter} = {length}]")
-    right = {
-        "": not tensor.is_complex(),
-        "whole": tensor.dtype == torch.int64,
-        "floating": tensor.is_floating_point(),
-        "bool": tensor.dtype == torch.bool,
-    }
-    if not right[dtype]:
-        needed = {"whole": "int64", "floating": "float64", "bool": "bool", "": "real numbers"}[dtype]
+    needed, fits = DTYPES[dtype]
+    if not fits(tensor):
         raise ArgumentError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, needs {needed}")

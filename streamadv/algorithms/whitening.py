@@ -33,8 +33,8 @@ def whiten(values: Tensor, tokens: Trainable, shift_mean: bool = True, everywher
     """
     if not kernels.on_cpu(values):
         return _whiten_on_device(values, tokens, shift_mean, everywhere)
-    array, mask, offsets = map(kernels.as_array, (values, tokens.mask, tokens.offsets))
-    count, mean, squares = kernels.whitening(array, mask, offsets)
+    array, mask = map(kernels.as_array, (values, tokens.mask))
+    count, mean, squares, _, _ = kernels.statistics(array, mask)
     centre, factor = (mean, 1 / math.sqrt(squares / (count - 1) + EPSILON)) if count > 1 else (0.0, 1.0)
     offset = 0.0 if shift_mean or count < 2 else mean
     whitened = np.empty_like(array)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import padded
-from ..algorithms import build_chain, expand, run_chain
+from ..algorithms import expand, run_chain
+from ..algorithms.chain import cut_chain
 from ..algorithms.kl import column_kl
 from ..algorithms.quirks import PeerQuirks
 from ..algorithms.registry import get_estimator
@@ -153,8 +154,8 @@ def _column_cases() -> list[Case]:
         ),
         Case(
             "kl k3",
-            policy,
-            lambda w: (column_kl(w.batch.columns[policy[0]], w.batch.columns[policy[1]], "k3"),),
+            (*policy, mask),
+            _k3,
             verl=lambda w: (verl.k3(*_padded(w, *policy, mask)),),
             roll=lambda w: (roll.k3(*_padded(w, *policy, mask)),),
         ),
@@ -282,9 +283,16 @@ TOKEN_CHAIN: Final = {
 }
 
 
+def _k3(workload: Workload) -> Results:
+    batch = workload.batch
+    log_probs, ref_log_probs = batch.column("old_log_probs"), batch.column("ref_log_probs")
+    return column_kl(log_probs, ref_log_probs, "k3", batch.trainable_tokens)[:1]
+
+
 def _token_chain(workload: Workload) -> Results:
     """The pipeline's own chain, placement of rewards and metrics included."""
-    result = run_chain(build_chain(TOKEN_CHAIN), workload.batch)
+    chain, _ = cut_chain(TOKEN_CHAIN, ())  # built once, as by the workers
+    result = run_chain(chain, workload.batch)
     assert result.advantages is not None
     assert result.returns is not None
     return result.advantages, result.returns

@@ -75,9 +75,8 @@ def _distill_step(config: DistillConfig, keep_raw: bool) -> ChainStep:
         if before is None:
             raise SettingError("chain: distillation comes before the estimator")
         tokens = state.tokens
-        kl = tokens.only(
-            column_kl(batch.column(config.log_probs), batch.column("teacher_log_probs"), config.penalty)
-        )
+        log_probs, teacher = batch.column(config.log_probs), batch.column("teacher_log_probs")
+        kl, _ = column_kl(log_probs, teacher, config.penalty, tokens)
         advantages = -config.coefficient * kl
         returns = state.returns
         if config.only:

@@ -6,11 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ...errors import TrajectoryError
 from ...extras import torch
-from .. import kernels
 from ..chain_metrics import MEAN_KL, Metric, fraction, mean, summary
 from ..kl import column_kl
 from ..length_penalties import overlong_penalty, truncation_penalty
@@ -19,7 +16,6 @@ from ..registry import Scope, get_estimator
 from ..rewards import clip, normalise
 from ..segments import segment_sum, whole
 from ..token_rewards import credited, outcome_rewards, step_rewards
-from ..trainable import Trainable
 from ..whitening import whiten
 from .config import ChainConfig, KLConfig, RewardConfig
 from .step import ChainStep, State
@@ -123,12 +119,11 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
     def run(state: State) -> State:
         batch, coefficient = state.batch, state.kl_coefficient
         tokens = state.tokens
-        kl = column_kl(batch.column(config.log_probs), batch.column("ref_log_probs"), config.penalty)
+        log_probs, ref_log_probs = batch.column(config.log_probs), batch.column("ref_log_probs")
+        kl, row_kl = column_kl(log_probs, ref_log_probs, config.penalty, tokens)
         if by_token:
-            shaped, row_kl = minus_kl(batch.column("token_level_rewards"), kl, coefficient, tokens)
+            shaped = kl.mul(-coefficient).add_(batch.column("token_level_rewards"))
             state = state.with_columns(token_level_rewards=shaped)
-        else:
-            row_kl = tokens.row_sum(kl)
         rewards = batch.rewards - coefficient * segment_sum(row_kl, batch.row_offsets)
         counted = batch.row_trainable > 0
         per_row = torch.where(counted, row_kl / batch.row_trainable.clamp(min=1), 0.0)
@@ -141,8 +136,7 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
         )
         state = replace(state, batch=replace(state.batch, rewards=rewards))
         if by_step:
-            step_kl = span_sum(batch, tokens.only(kl))
-            steps = batch.steps.rewards - coefficient * step_kl
+            steps = batch.steps.rewards - coefficient * span_sum(batch, kl)
             state = replace(state, batch=state.batch.with_step_rewards(steps))
         return state
 
@@ -173,13 +167,3 @@ def _whiten_rewards_step() -> ChainStep:
     needs = ("response_mask", "token_level_rewards")
     text = "token rewards to mean 0, std 1"
     return ChainStep("whiten_rewards", needs, "batch", text, run, ("token_level_rewards",))
-
-
-def minus_kl(rewards: Tensor, kl: Tensor, coefficient: float, tokens: Trainable) -> tuple[Tensor, Tensor]:
-    """(`rewards` minus coefficient * `kl` at the tokens that count, [N] float32; row sums of the KL, [R] float64)."""
-    if not kernels.on_cpu(kl):
-        return (rewards - coefficient * tokens.only(kl)).to(torch.float32), tokens.row_sum(kl)
-    shaped, sums = np.empty(len(kl), np.float32), np.empty(len(tokens.offsets) - 1)
-    reward, penalty, mask, offsets = map(kernels.as_array, (rewards, kl, tokens.mask, tokens.offsets))
-    kernels.subtract_kl(reward, penalty, float(coefficient), mask, offsets, shaped, sums)
-    return torch.from_numpy(shaped), torch.from_numpy(sums)

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from .compiler import kernel
+from .tokens import LANES
 
 
 @kernel
@@ -40,35 +41,32 @@ def credit(rewards, mask, offsets, result):
 
 
 @kernel
-def k3(log_probs, ref_log_probs, result):
-    """exp(x) - 1 - x, x = ref_log_probs - log_probs; bounded as in `kl.approx_kl`."""
-    for t in range(len(result)):
-        difference = np.float64(ref_log_probs[t] - log_probs[t])
-        x = 20.0 if difference > 20 else -20.0 if difference < -20 else difference  # NaN stays NaN
-        # exp(x) - 1 from its series at x / 16, doubled four times: without branches and calls the loop vectorises.
-        y = x / 16
-        e = y + y * y * (1 / 2 + y * (1 / 6 + y * (1 / 24 + y * (1 / 120 + y / 720))))
-        for _ in range(4):
-            e *= e + 2
-        kl = e - x
-        result[t] = 10.0 if kl > 10 else kl
+def k3(log_probs, ref_log_probs, mask, offsets, result, sums):
+    """exp(x) - 1 - x, x = ref_log_probs - log_probs, bounded as in `kl.approx_kl`; 0 at tokens that do not count.
 
-
-@kernel
-def subtract_kl(rewards, kl, coefficient, mask, offsets, result, sums):
-    """result = rewards - coefficient * kl at tokens that count, rewards elsewhere; sums [R]: the KL of a row there."""
+    sums [R]: of a row. In lanes, as `tokens.statistics`.
+    """
+    lanes = np.empty(LANES)
     for row in range(len(offsets) - 1):
-        start, end = offsets[row], offsets[row + 1]
-        reward, amount = rewards[start:end], kl[start:end]
-        counted, reduced = mask[start:end], result[start:end]
-        total = 0.0
-        for t in range(len(counted)):
-            if counted[t]:
-                total += amount[t]
-                reduced[t] = reward[t] - coefficient * amount[t]
-            else:
-                reduced[t] = reward[t]
-        sums[row] = total
+        lanes[:] = 0
+        for first in range(offsets[row], offsets[row + 1], LANES):
+            last = min(first + LANES, offsets[row + 1])
+            log_prob, ref = log_probs[first:last], ref_log_probs[first:last]
+            counted, kept = mask[first:last], result[first:last]
+            for lane in range(last - first):
+                difference = np.float64(ref[lane] - log_prob[lane])
+                x = 20.0 if difference > 20 else -20.0 if difference < -20 else difference  # NaN stays NaN
+                # exp(x) - 1 from its series at x / 16, doubled four times: without branches and calls the loop
+                # vectorises.
+                y = x / 16
+                e = y + y * y * (1 / 2 + y * (1 / 6 + y * (1 / 24 + y * (1 / 120 + y / 720))))
+                for _ in range(4):
+                    e *= e + 2
+                kl = 10.0 if e - x > 10 else e - x
+                kl = kl if counted[lane] else 0.0
+                kept[lane] = kl
+                lanes[lane] += kl
+        sums[row] = lanes.sum()
 
 
 @kernel

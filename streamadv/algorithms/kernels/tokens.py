@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 
 from .compiler import kernel
+
+LANES: Final = 128
 
 
 @kernel
@@ -229,28 +232,6 @@ def turn_mean(values, mask, offsets, result):
 
 
 @kernel
-def whitening(values, mask, offsets):
-    """(count, mean, sum of squared deviations) of the tokens that count, row after row."""
-    count, pivot = 0, 0.0
-    above = squares = 0.0  # distances from the first value, so that equal values give exactly 0
-    for row in range(len(offsets) - 1):
-        value, counted = values[offsets[row] : offsets[row + 1]], mask[offsets[row] : offsets[row + 1]]
-        row_above = row_squares = 0.0
-        for t in range(len(counted)):
-            if counted[t]:
-                if count == 0:
-                    pivot = np.float64(value[t])
-                count += 1
-                distance = value[t] - pivot
-                row_above += distance
-                row_squares += distance * distance
-        above += row_above
-        squares += row_squares
-    mean_above = above / max(count, 1)
-    return count, pivot + mean_above, max(squares - above * mean_above, 0.0)
-
-
-@kernel
 def rescale(values, centre, factor, offset, result):
     """result = (values - centre) * factor + offset."""
     for t in range(len(values)):
@@ -266,31 +247,34 @@ def rescale_masked(values, mask, centre, factor, offset, result):
 
 
 @kernel
-def summary(values, mask):
-    """(count, sum, greatest, least) of the elements that count; -inf and inf if none does.
+def statistics(values, mask):
+    """(count, mean, sum of squared deviations, greatest, least) of the elements that count; -inf and inf if none does.
 
-    In 16 lanes, which the processor works on side by side: in one lane each addition waits for the one before.
+    In LANES lanes, which the processor works on side by side: in one lane each addition waits for the one before.
     """
-    lanes = np.zeros(16, np.int64), np.zeros(16), np.full(16, -math.inf), np.full(16, math.inf)
-    whole = len(values) - len(values) % 16
-    for first in range(0, whole, 16):
-        for lane in range(16):
-            summarise(values[first + lane], mask[first + lane], lane, lanes)
-    for t in range(whole, len(values)):
-        summarise(values[t], mask[t], t - whole, lanes)
-    count, total, greatest, least = lanes
-    return count.sum(), total.sum(), greatest.max(), least.min()
-
-
-@kernel
-def summarise(value, counted, lane, lanes):
-    """Adds an element to one lane of a `summary`."""
-    count, total, greatest, least = lanes
-    count[lane] += counted
-    total[lane] += np.float64(value) if counted else 0.0
-    high, low = np.float64(value) if counted else -math.inf, np.float64(value) if counted else math.inf
-    greatest[lane] = high if high > greatest[lane] else greatest[lane]
-    least[lane] = low if low < least[lane] else least[lane]
+    first, end = 0, len(values)
+    while first < end and not mask[first]:
+        first += 1
+    if first == end:
+        return 0, 0.0, 0.0, -math.inf, math.inf
+    pivot = values[first]  # distances from it, so that equal values give exactly 0
+    above, squares = np.zeros(LANES), np.zeros(LANES)
+    greatest, least = np.full(LANES, pivot), np.full(LANES, pivot)
+    count = 0
+    for first in range(0, end, LANES):
+        value, counted = values[first : first + LANES], mask[first : first + LANES]
+        for lane in range(len(counted)):
+            x = value[lane] if counted[lane] else pivot
+            greatest[lane] = x if x > greatest[lane] else greatest[lane]
+            least[lane] = x if x < least[lane] else least[lane]
+            distance = np.float64(x) - np.float64(pivot)
+            above[lane] += distance
+            squares[lane] += distance * distance
+        for lane in range(len(counted)):
+            count += counted[lane]
+    total = above.sum()
+    spread = max(squares.sum() - total * total / count, 0.0)
+    return count, pivot + total / count, spread, np.float64(greatest.max()), np.float64(least.min())
 
 
 @kernel

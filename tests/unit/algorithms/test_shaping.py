@@ -15,6 +15,7 @@ from streamadv.algorithms import build_chain, pack, run_chain
 from streamadv.algorithms.kl import adapted_coefficient, approx_kl, column_kl
 from streamadv.algorithms.length_penalties import overlong_penalty
 from streamadv.algorithms.running_moments import RunningMoments
+from streamadv.algorithms.trainable import Trainable
 from streamadv.errors import SettingError, TrajectoryError
 from streamadv.padded.sample_masks import difficulty_mask, sample_weights
 
@@ -42,14 +43,19 @@ def test_named_rewards_are_summed_by_weight() -> None:
         run_chain(build_chain({"reward": {"components": {"wrong": 1.0}}}), batch)
 
 
+def all_of(size: int) -> Trainable:
+    return Trainable(torch.ones(size, dtype=torch.bool), torch.tensor([0, size]))
+
+
 def test_k3_of_a_column_is_right_to_the_last_bit_or_two() -> None:
     x = torch.cat([torch.linspace(-30, 30, 4001), torch.logspace(-5, 0, 200), -torch.logspace(-5, 0, 200)])
     held = x.double().clamp(-20, 20)
     want = (torch.expm1(held) - held).clamp(-10, 10)
-    got = column_kl(torch.zeros_like(x), x, "k3")
+    got, sums = column_kl(torch.zeros_like(x), x, "k3", all_of(len(x)))
     torch.testing.assert_close(got.double(), want, rtol=2e-7, atol=1e-12)
     torch.testing.assert_close(got, approx_kl(torch.zeros_like(x), x, "k3"), rtol=1e-5, atol=1e-6)
-    unheld = column_kl(torch.zeros(3), torch.tensor([torch.nan, torch.inf, -torch.inf]), "k3")
+    torch.testing.assert_close(sums, got.double().sum(0, keepdim=True), rtol=1e-7, atol=0)
+    unheld, _ = column_kl(torch.zeros(3), torch.tensor([torch.nan, torch.inf, -torch.inf]), "k3", all_of(3))
     assert unheld.isnan().tolist() == [True, False, False]
 
 
