@@ -20,9 +20,11 @@ import numpy as np
 from streamadv.advantage.poison import compute_safely
 from streamadv.advantage.prepare import prepare_or_discard
 from streamadv.advantage.publish import publish
+from streamadv.advantage.worker import run_worker
 from streamadv.algorithms.device import choose_device
 from streamadv.errors import NoBatchError
 from streamadv.grouping import grouper, housekeeping
+from streamadv.grouping.grouper import run_grouper
 from streamadv.grouping.groups_log import LoggedGroup, read_log
 from streamadv.producer import Producer
 from streamadv.producer.tickets import PushResult
@@ -282,3 +284,14 @@ def threads(*targets: Callable[[threading.Event], object]) -> Iterator[threading
     assert not alive, "\n".join(alive)
     if errors:
         raise errors[0]
+
+
+@contextmanager
+def working(run: Run, *others: Callable[[threading.Event], object], **options: Any) -> Iterator[None]:
+    """A grouper, an advantage worker and others at work in `threads`. options: of the first two."""
+    with threads(
+        lambda stop: run_grouper(run, stop, **options),
+        lambda stop: run_worker(run, stop, device="cpu", **options),
+        *others,
+    ):
+        yield

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from streamadv.advantage.worker import run_worker
 from streamadv.cli import main
-from streamadv.grouping.grouper import run_grouper
 from streamadv.run import Run
 from streamadv.trajectory.interchange import write_trajectory
 from tests.support import (
@@ -22,8 +20,8 @@ from tests.support import (
     problems,
     producing,
     push_groups,
-    threads,
     trajectory,
+    working,
 )
 
 
@@ -31,10 +29,7 @@ from tests.support import (
 def stages(redis_url: str, run: str) -> Iterator[Run]:
     """A run with a grouper and a worker."""
     joined = join(redis_url, run)
-    with threads(
-        lambda stop: run_grouper(join(redis_url, run), stop, lease_s=1),
-        lambda stop: run_worker(join(redis_url, run), stop, device="cpu", lease_s=1),
-    ):
+    with working(joined, lease_s=1):
         yield joined
 
 
@@ -162,10 +157,7 @@ def test_the_output_of_consume_can_be_replayed(stages: Run, redis_url: str, tmp_
     words = ["--redis", stages.connection.url, "--run", other]
     assert main(["replay", str(out), *words]) == 0
     joined = join(redis_url, other)
-    with threads(
-        lambda stop: run_grouper(join(redis_url, other), stop),
-        lambda stop: run_worker(join(redis_url, other), stop, device="cpu"),
-    ):
+    with working(joined):
         assert main(["consume", "-o", str(again), *words]) == 0
     assert without_batch(out) == without_batch(again)
     assert problems(joined) == []

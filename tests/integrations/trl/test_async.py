@@ -14,11 +14,11 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 import streamadv as sa
 from streamadv.integrations.transformers import newest_checkpoint
 from streamadv.integrations.trl.async_grpo import QueueRolloutWorker
-from tests.support import join, ledger, problems
+from tests.support import join, ledger, problems, working
 
 from .async_jobs import ROWS_A_STEP, train_async
 from .jobs import TIMEOUT_S, run_job
-from .test_queue import SIZE, push, stages
+from .test_queue import SIZE, push
 
 
 def test_the_worker_has_the_protocol_of_this_trl() -> None:
@@ -48,7 +48,7 @@ def test_a_trainer_killed_in_the_middle_of_a_batch_trains_on_every_row_once(
     """Steps of 6 rows, batches of 8, checkpoints after 3 and 6 steps."""
     with sa.Producer(redis_url, run=run) as producer:
         push(producer, 32)
-        with stages(redis_url, run):
+        with working(join(redis_url, run)):
             assert run_job(train_async, redis_url, run, 8, tmp_path, 5, logs=tmp_path) == [-9]
             state = json.loads((tmp_path / "out" / "checkpoint-3" / "streamadv.json").read_text())
             assert (state["version"], state["trl_rows"][0]) == (2, 2)

@@ -11,12 +11,12 @@ import torch
 
 import streamadv as sa
 from streamadv.integrations.trl import newest_checkpoint
-from tests.support import join, ledger, problems
+from tests.support import join, ledger, problems, working
 
 from .jobs import PARTS, ROWS, TIMEOUT_S, gradients, run_job, train
 from .models import batch_of
 from .test_exact import LOSSES, TOLERANCE, trainer
-from .test_queue import SIZE, push, stages
+from .test_queue import SIZE, push
 
 KILLED = -9
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -44,7 +44,7 @@ def test_two_ranks_train_on_a_run_and_go_on_from_their_checkpoint(
 ) -> None:
     with sa.Producer(redis_url, run=run) as producer:
         push(producer, 10)
-        with stages(redis_url, run):
+        with working(join(redis_url, run)):
             assert run_job(train, redis_url, run, 2, tmp_path, ranks=2, logs=tmp_path) == [0, 0]
             assert ledger(join(redis_url, run))["trained"] == 2 * 2 * SIZE
             assert run_job(train, redis_url, run, 4, tmp_path, ranks=2, logs=tmp_path) == [0, 0]
@@ -64,7 +64,7 @@ def test_a_killed_trainer_goes_on_without_a_group_lost_or_trained_twice(
     with sa.Producer(redis_url, run=run) as producer:
         push(producer, 16)
         producer.finish()
-        with stages(redis_url, run):
+        with working(join(redis_url, run)):
             for die in (("before the commit", 4), ("in the step", 5), ("after the commit", 6)):
                 assert run_job(train, redis_url, run, 8, tmp_path, die, logs=tmp_path) == [KILLED]
                 assert problems(join(redis_url, run), deep=False) == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,13 @@ import torch
 
 import streamadv as sa
 from streamadv import weights
-from streamadv.advantage.worker import run_worker
 from streamadv.errors import SettingError
-from streamadv.grouping.grouper import run_grouper
 from streamadv.integrations.trl import QueueGRPOTrainer, newest_checkpoint, queue_for
-from tests.support import join, ledger, problems, threads
+from tests.support import join, ledger, problems, working
 
 from .models import config, policy, tokenizer
 
 SIZE = 4
-
-
-@contextmanager
-def stages(url: str, run: str) -> Iterator[None]:
-    """A grouper and an advantage worker."""
-    joined = join(url, run)
-    with threads(lambda stop: run_grouper(joined, stop), lambda stop: run_worker(joined, stop, device="cpu")):
-        yield
 
 
 def push(producer: sa.Producer, groups: int) -> None:
@@ -66,7 +54,7 @@ def test_batches_are_trained_on_and_committed_with_checkpoints(
 ) -> None:
     with sa.Producer(redis_url, run=run) as producer:
         push(producer, 20)
-        with stages(redis_url, run):
+        with working(join(redis_url, run)):
             made = trainer(redis_url, run, tmp_path, max_steps=10)
             before = made.model.lm_head.weight.detach().clone()
             made.train()
@@ -94,7 +82,7 @@ def test_training_ends_with_the_run_and_saves_what_it_has_trained(
     with sa.Producer(redis_url, run=run) as producer:
         push(producer, 6)
         producer.finish()
-        with stages(redis_url, run):
+        with working(join(redis_url, run)):
             made = trainer(redis_url, run, tmp_path, max_steps=100)
             made.train()
     assert made.state.global_step == 3

@@ -12,11 +12,11 @@ from verl.experimental.agent_loop import AgentLoopOutput
 
 from streamadv.errors import TrajectoryError
 from streamadv.integrations.verl.agent_loop import record
-from tests.support import join, ledger, problems
+from tests.support import join, ledger, problems, working
 
 from .jobs import TIMEOUT_S, play, run_job
 from .settings import SIZE
-from .test_jobs import KILLED, stages
+from .test_jobs import KILLED
 
 
 def output(**changed: Any) -> AgentLoopOutput:
@@ -77,7 +77,7 @@ def test_what_an_engine_does_not_say() -> None:
 def test_verl_plays_its_prompts_and_a_killed_job_goes_on(redis_url: str, run: str, tmp_path: Path) -> None:
     """A rollout that the engine fails drops its group; other prompts are submitted in its place."""
     log = tmp_path / "log"
-    with stages(redis_url, run):
+    with working(join(redis_url, run)):
         assert run_job(play, tmp_path, redis_url, run, 4, ("in the step", 3), log=log) == KILLED
         assert problems(join(redis_url, run), deep=False) == []
         assert run_job(play, tmp_path, redis_url, run, 4, log=log) == 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +11,13 @@ import numpy as np
 import pytest
 
 import streamadv as sa
-from streamadv.advantage.worker import run_worker
-from streamadv.grouping.grouper import run_grouper
-from tests.support import join, ledger, problems, threads
+from tests.support import join, ledger, problems, working
 
 from .jobs import TIMEOUT_S, run_job, train
 from .settings import SIZE, WORDS
 
 KILLED = -9
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.server]
-
-
-@contextmanager
-def stages(url: str, run: str) -> Iterator[None]:
-    """A grouper and an advantage worker."""
-    joined = join(url, run)
-    with threads(lambda stop: run_grouper(joined, stop), lambda stop: run_worker(joined, stop, device="cpu")):
-        yield
 
 
 def push(producer: sa.Producer, groups: int, prefix: str = "group") -> list[dict[str, Any]]:
@@ -65,7 +53,7 @@ def test_a_killed_trainer_goes_on_without_a_group_lost_or_trained_twice(
     with sa.Producer(redis_url, run=run) as producer:
         push(producer, 32)
         producer.finish()
-        with stages(redis_url, run):
+        with working(join(redis_url, run)):
             for die in (("before the commit", 2), ("in the step", 5), ("after the commit", 6)):
                 assert run_job(train, tmp_path, redis_url, run, 8, die, log=log) == KILLED
                 assert problems(join(redis_url, run), deep=False) == []

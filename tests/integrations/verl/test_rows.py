@@ -15,11 +15,11 @@ from streamadv.errors import SettingError
 from streamadv.integrations.checkpoints import read_state
 from streamadv.integrations.verl.rows import uid_of
 from streamadv.integrations.verl.sampler import QueueSampler
-from tests.support import join, ledger, problems
+from tests.support import join, ledger, problems, working
 
 from .jobs import KWARGS, OnCpu, trainer
 from .settings import SIZE
-from .test_jobs import push, stages
+from .test_jobs import push
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -52,7 +52,7 @@ def by_key(pushed: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def test_rows_are_bit_for_bit_what_was_pushed(plane: None, redis_url: str, run: str, tmp_path: Path) -> None:
     with sa.Producer(redis_url, run=run) as producer:
         pushed = by_key(push(producer, 4, prefix="group_%"))
-        with stages(redis_url, run):
+        with working(join(redis_url, run)):
             made = step(tmp_path, redis_url, run)
     seen = made.actor_rollout_wg.seen
     assert seen.keys() == pushed.keys()
@@ -80,7 +80,7 @@ def test_advantages_are_those_of_the_queues_chain(
     """verl would divide them by the standard deviation."""
     with sa.Producer(redis_url, run=run) as producer:
         pushed = by_key(push(producer, 4))
-        with stages(redis_url, run):
+        with working(join(redis_url, run)):
             made = step(tmp_path, redis_url, run, **{f"+{KWARGS}__chain": "dr_grpo"})
     rewards: dict[str, list[float]] = {}
     for one in pushed.values():
@@ -96,7 +96,7 @@ def test_advantages_are_those_of_the_queues_chain(
 def test_advantages_may_be_verls(plane: None, redis_url: str, run: str, tmp_path: Path) -> None:
     with sa.Producer(redis_url, run=run) as producer:
         pushed = by_key(push(producer, 4))
-        with stages(redis_url, run):
+        with working(join(redis_url, run)):
             made = step(
                 tmp_path, redis_url, run, **{f"+{KWARGS}__advantages": "verl", f"+{KWARGS}__chain": "rloo"}
             )
@@ -125,7 +125,7 @@ def test_verls_correction_makes_weights_and_padding_has_no_advantage(
             for number, rollout in enumerate(group):
                 rows = {1: {"rows": [row, row, row]}, 2: first_token}.get(number, row)
                 rollout.push(reward=number, **rows)
-        with stages(redis_url, run):
+        with working(join(redis_url, run)):
             made = step(tmp_path, redis_url, run, algorithm__rollout_correction__rollout_is="token")
     seen = made.actor_rollout_wg.seen
     own = {key: row for key, row in seen.items() if not key.startswith("pad")}
@@ -147,7 +147,7 @@ def test_a_run_that_is_further_than_verl_is_refused(
 ) -> None:
     with sa.Producer(redis_url, run=run) as producer:
         push(producer, 1)
-        with stages(redis_url, run), closing(sa.TrainerQueue(redis_url, run, batch_groups=1)) as queue:
+        with working(join(redis_url, run)), closing(sa.TrainerQueue(redis_url, run, batch_groups=1)) as queue:
             queue.trained(queue.next_batch())
             queue.commit(queue.state_dict())
     with pytest.raises(

@@ -15,9 +15,7 @@ import torch
 from streamadv.advantage.poison import compute_safely
 from streamadv.advantage.prepare import prepare
 from streamadv.advantage.publish import publish
-from streamadv.advantage.worker import run_worker
 from streamadv.errors import Busy, NoBatchError
-from streamadv.grouping.grouper import run_grouper
 from streamadv.producer import Producer
 from streamadv.run import open_run
 from streamadv.run.manifest import RunSettings
@@ -28,7 +26,16 @@ from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.retry import NotNowError
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import refusals, until
-from tests.support import ADVANTAGE, batches_read, consumer_of, deep_problems, group_all, push_groups, threads
+from tests.support import (
+    ADVANTAGE,
+    batches_read,
+    consumer_of,
+    deep_problems,
+    group_all,
+    push_groups,
+    threads,
+    working,
+)
 
 pytestmark = pytest.mark.server
 
@@ -54,9 +61,7 @@ def test_every_role_restarts_and_the_pipeline_drains(small: EmbeddedServer, run:
             producer.finish()
         joined = open_run(Connection(small.url), run)
         queue = TrainerQueue(small.url, run, batch_groups=3, chain={"estimator": "gae"}, pushed=["values"])
-        with threads(
-            lambda stop: run_grouper(joined, stop), lambda stop: run_worker(joined, stop, device="cpu")
-        ):
+        with working(joined):
             trained = sum(batch.num_trajectories for batch in queue)
         assert trained == 16
         status = read_status(joined)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from streamadv.advantage import worker
 from streamadv.cli import main
 from streamadv.errors import GroupEndedError, StreamadvError
-from streamadv.grouping import grouper
 from streamadv.grouping.housekeeping import Housekeeping
 from streamadv.grouping.scorer import Scorer
+from streamadv.grouping.unscored import UnscoredTrajectory
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
@@ -38,9 +37,9 @@ from tests.support import (
     producing,
     push_groups,
     pushed_run,
-    threads,
     trajectory,
     unscored,
+    working,
 )
 
 JUNK: list[dict[Any, Any]] = [
@@ -101,6 +100,10 @@ def inject(run: Run, stream: Callable[[Any], str], entries: list[dict[Any, Any]]
     return len(entries) * len(run.keys.shards)
 
 
+def halves(trajectories: Sequence[UnscoredTrajectory]) -> list[float]:
+    return [0.5 * trajectory.rollout_index for trajectory in trajectories]
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: int) -> None:
     """The stages run as they do in processes of their own; every healthy group is trained on."""
@@ -126,11 +129,7 @@ def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: i
         judge = Scorer(redis_url, "r", "judge")
         queue = TrainerQueue(redis_url, "r", batch_groups=4, chain={"estimator": "reinforce"})
         trained: set[str] = set()
-        with threads(
-            lambda stop: grouper.run_grouper(join(redis_url, "r"), stop),
-            lambda stop: worker.run_worker(join(redis_url, "r"), stop, device="cpu"),
-            lambda stop: judge.run(lambda trajectories: [0.5 * t.rollout_index for t in trajectories], stop),
-        ):
+        with working(run, lambda stop: judge.run(halves, stop)):
             for number, group_id in enumerate(sorted(healthy)):
                 make = unscored if number % 2 else trajectory
                 producer.push([make(group_id, index, 2) for index in range(2)])
@@ -535,11 +534,7 @@ def test_a_stream_that_has_had_its_last_id_goes_on(
         judge = Scorer(redis_url, run, "judge")
         trained: set[str] = set()
         queue = TrainerQueue(redis_url, run, batch_groups=4)
-        with threads(
-            lambda stop: judge.run(lambda trajectories: [0.5 * t.rollout_index for t in trajectories], stop),
-            lambda stop: worker.run_worker(join(redis_url, run), stop, device="cpu"),
-            lambda stop: grouper.run_grouper(join(redis_url, run), stop),
-        ):
+        with working(joined, lambda stop: judge.run(halves, stop)):
             for number in range(6):
                 make = unscored if number % 2 else trajectory
                 records = [make(f"late{number}", index, 2) for index in range(2)]

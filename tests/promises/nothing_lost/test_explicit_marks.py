@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import redis
 
-from streamadv.advantage.worker import run_worker
 from streamadv.batch import leader, recovery
 from streamadv.errors import NoBatchError, SettingError
-from streamadv.grouping.grouper import run_grouper
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.store.connection import Connection
@@ -28,7 +26,7 @@ from tests.support import (
     problems,
     push_groups,
     pushed_run,
-    threads,
+    working,
 )
 
 
@@ -163,19 +161,14 @@ def test_a_thread_reads_while_another_trains(redis_url: str, run: str) -> None:
     with Producer(redis_url, run) as producer:
         push_groups(producer, 20)
         producer.finish()
-        stages = [
-            lambda stop: run_grouper(join(redis_url, run), stop, lease_s=1),
-            lambda stop: run_worker(join(redis_url, run), stop, device="cpu", lease_s=1),
-            read,
-        ]
-        with threads(*stages):
+        joined = join(redis_url, run)
+        with working(joined, read, lease_s=1):
             while (batch := ready.get(timeout=60)) is not None:
                 trained += {reference.group_id for reference in batch.references}
                 queue.trained(batch)
                 queue.commit(queue.state_dict())
     queue.close()
     assert sorted(trained) == [f"g{number:04d}" for number in range(20)]
-    joined = join(redis_url, run)
     assert ledger(joined)["trained"] == 40
     assert problems(joined) == []
 

@@ -33,6 +33,7 @@ from tests.support import (
 )
 
 Blocked = Callable[[], list[str]]
+Says = Callable[..., str]
 
 
 @pytest.fixture
@@ -73,26 +74,33 @@ def producer(fake: Connection) -> Iterator[Producer]:
         yield one
 
 
-def trainer_says(
-    queue: TrainerQueue, forward: Forward, caplog: pytest.LogCaptureFixture, timeout: float = 0.05
-) -> str:
-    """The line in which a trainer that waits for long says why."""
+@pytest.fixture
+def says(fake: Connection, forward: Forward, caplog: pytest.LogCaptureFixture) -> Says:
+    """The line in which a trainer that waits for long says why; by default one that wants two groups."""
+
+    def line_of(queue: TrainerQueue | None = None) -> str:
+        queue = queue or TrainerQueue(fake, "r", batch_groups=2)
+        caplog.clear()
+        look(queue, forward)
+        forward(REPORT_S)
+        with caplog.at_level(logging.WARNING), pytest.raises(NoBatchError) as caught:
+            queue.next_batch(timeout=0.05)
+        line = next(message for message in caplog.messages if message.startswith("trainer: no batch for "))
+        assert line.partition(": no batch for ")[2].partition(": ")[2][:20] in str(caught.value)
+        return line
+
+    return line_of
+
+
+def look(queue: TrainerQueue, forward: Forward) -> None:
+    """Let the trainer wait for a moment."""
     forward(2)
-    with pytest.raises(NoBatchError) as caught:
-        queue.next_batch(timeout=timeout)
-    forward(REPORT_S)
-    with caplog.at_level(logging.WARNING), pytest.raises(NoBatchError) as caught:
-        queue.next_batch(timeout=timeout)
-    line = next(message for message in caplog.messages if message.startswith("trainer: no batch for "))
-    assert line.partition(": no batch for ")[2].partition(": ")[2][:20] in str(caught.value)
-    return line
+    with pytest.raises(NoBatchError):
+        queue.next_batch(timeout=0.05)
 
 
-def test_a_run_without_anything_lacks_producers(
-    fake: Connection, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
-) -> None:
-    queue = TrainerQueue(fake, "r", batch_groups=2)
-    line = trainer_says(queue, forward, caplog)
+def test_a_run_without_anything_lacks_producers(blocked: Blocked, says: Says) -> None:
+    line = says()
     assert "no producer is alive (0 finished, 0 lost)" in line
     assert "[no_producer]" in line
     assert blocked() == ["no_producer"]
@@ -119,89 +127,78 @@ def test_a_live_producer_is_no_reason(producer: Producer, blocked: Blocked) -> N
 
 
 def test_producers_that_do_nothing_are_named(
-    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+    fake: Connection, producer: Producer, blocked: Blocked, says: Says
 ) -> None:
     push_groups(producer, 1)
     group_all(join(fake, "r"))
-    queue = TrainerQueue(fake, "r", batch_groups=2)
-    line = trainer_says(queue, forward, caplog)
+    line = says()
     assert "1 producer is alive, no group is open, nothing moved for " in line
     assert blocked() == ["producers_idle"]
 
 
 def test_groups_that_lack_a_rollout_are_named(
-    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+    fake: Connection, producer: Producer, blocked: Blocked, says: Says
 ) -> None:
     for number in range(3):
         producer.push([trajectory(f"g{number}", index, 4) for index in range(3)])
     producer.begin_group(4)
     group_all(join(fake, "r"))
-    line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+    line = says()
     assert "4 of 4 open groups lack 7 of 16 rollouts, nothing moved for " in line
     assert "the oldest is open for " in line
     assert blocked() == ["incomplete_groups"]
 
 
 def test_groups_that_lack_a_reward_are_named(
-    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+    fake: Connection, producer: Producer, blocked: Blocked, says: Says
 ) -> None:
     producer.push([unscored("g", 0), unscored("g", 1)])
     group_all(join(fake, "r"))
-    line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+    line = says()
     assert "1 of 1 open groups lack the rewards of 2 rollouts" in line
     assert blocked() == ["missing_scores"]
 
 
-def test_entries_nobody_takes_are_named_at_once(
-    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_entries_nobody_takes_are_named_at_once(producer: Producer, blocked: Blocked, says: Says) -> None:
     push_one(producer, trajectory())
     assert blocked() == ["no_grouper"]
-    line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+    line = says()
     assert "1 entry waits for a grouper (none is there), the oldest for " in line
 
 
-def test_a_scorer_that_is_not_there_is_named(
-    fake: Connection, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_scorer_that_is_not_there_is_named(fake: Connection, blocked: Blocked, says: Says) -> None:
     with producing(fake, "r", {"scorers": ("judge",)}) as producer:
         producer.push([unscored("g", 0), trajectory("g", 1)])
         group_all(join(fake, "r"))
         assert blocked() == ["no_scorer"]
-        line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+        line = says()
         assert "1 entry waits for a scorer judge (none is there)" in line
 
 
 @pytest.mark.parametrize(("scorers", "reason"), [(("judge",), "no_scorer"), ((), "no_grouper")])
 def test_groups_whose_rollouts_nobody_takes_lack_none(
-    fake: Connection,
-    blocked: Blocked,
-    forward: Forward,
-    caplog: pytest.LogCaptureFixture,
-    scorers: tuple[str, ...],
-    reason: str,
+    fake: Connection, blocked: Blocked, scorers: tuple[str, ...], reason: str, says: Says
 ) -> None:
     with producing(fake, "r", {"scorers": scorers}) as producer:
         for number in range(3):
             fields = {} if not scorers else {"reward": ..., "reward_later": True}
             producer.push([trajectory(f"g{number}", index, **fields) for index in range(2)])
-        line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+        line = says()
         assert f"[{reason}]" in line
         assert "lack" not in line
         assert blocked() == [reason]
         producer.begin_group(4)
-        caplog.clear()
-        line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+        line = says()
         assert "4 open groups lack 4 of 10 rollouts, 6 others wait for a process" in line
         assert blocked()[:2] == [reason, "incomplete_groups"]
 
 
 def test_work_that_nobody_computes_is_named(
-    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+    fake: Connection, producer: Producer, blocked: Blocked, says: Says
 ) -> None:
     push_groups(producer, 2)
     group_all(join(fake, "r"))
-    line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+    line = says()
     assert "1 entry waits for an advantage worker (none is there)" in line
     assert blocked()[0] == "no_advantage_worker"
 
@@ -281,19 +278,17 @@ def filtering(fake: Connection) -> Any:
     return producing(fake, "r", {"zero_variance_filter": True})
 
 
-def test_filters_that_leave_nothing_are_named(
-    fake: Connection, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_filters_that_leave_nothing_are_named(fake: Connection, blocked: Blocked, says: Says) -> None:
     with filtering(fake) as producer:
         push_groups(producer, 3, reward=1.0)
         group_all(join(fake, "r"))
         assert blocked() == ["filtered"]
-        line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+        line = says()
         assert "3 of 3 groups that ended since the last batch are lost (zero_variance 3)" in line
 
 
 def test_groups_that_end_short_are_named(
-    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+    fake: Connection, producer: Producer, blocked: Blocked, says: Says
 ) -> None:
     run = join(fake, "r")
     producer.push([trajectory("a", 0), ended("a", 1, 2, "failed")])
@@ -301,7 +296,7 @@ def test_groups_that_end_short_are_named(
     group_all(run)
     make_overdue(run, "b")
     group_all(run)
-    line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+    line = says()
     assert "2 of 2 groups that ended since the last batch are lost (expired 1, incomplete 1)" in line
     assert "ended_short" in blocked()
 
@@ -316,7 +311,7 @@ def trained_to(queue: TrainerQueue, fake: Connection, producer: Producer, versio
 
 
 def test_stale_groups_only_are_an_error_after_max_filtered_batches(
-    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward, says: Says
 ) -> None:
     queue = TrainerQueue(
         fake, "r", batch_groups=2, max_staleness=1, drop_after=1, max_filtered_batches=3, commit="manual"
@@ -324,7 +319,7 @@ def test_stale_groups_only_are_an_error_after_max_filtered_batches(
     trained_to(queue, fake, producer, 3)
     push_groups(producer, 2, prefix="old", model_version=0)
     group_all(join(fake, "r"))
-    line = trainer_says(queue, forward, caplog)
+    line = says(queue)
     assert "2 of 2 groups that ended since the last batch are lost (stale 2): raise drop_after" in line
     assert "stale" in blocked()
     for number in range(2):
@@ -390,13 +385,6 @@ def test_what_a_checkpoint_leaves_behind_is_no_starvation(
         with pytest.raises(NoBatchError):
             again.next_batch(timeout=0.001)
     assert "rolled_back" in json.dumps(blocked()) or "producers_idle" in blocked()
-
-
-def look(queue: TrainerQueue, forward: Forward) -> None:
-    """Let the trainer wait for a moment."""
-    forward(2)
-    with pytest.raises(NoBatchError):
-        queue.next_batch(timeout=0.05)
 
 
 def test_filtered_groups_only_are_an_error_after_max_filtered_batches(
@@ -486,13 +474,11 @@ def test_a_trainer_that_waits_for_a_named_batch_does_not_wait_for_producers(
         queue.next_batch(timeout=0)
 
 
-def test_bytes_that_open_groups_hold_are_named(
-    fake: Connection, blocked: Blocked, forward: Forward, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bytes_that_open_groups_hold_are_named(fake: Connection, blocked: Blocked, says: Says) -> None:
     with producing(fake, "r", {"max_trajectory_bytes": 300_000, "max_bytes": 1_200_000}) as producer:
         producer.begin_group(2)
         producer.begin_group(2)
-        line = trainer_says(TrainerQueue(fake, "r", batch_groups=2), forward, caplog)
+        line = says()
         assert "[max_bytes]" in line
         assert "[incomplete_groups]" in line
         assert blocked() == ["max_bytes", "incomplete_groups"]
