@@ -27,22 +27,9 @@ from ..store.retry import SERVER_ERRORS
 from .parser import CommandParser, seconds, split_commands
 
 COMMANDS: Final = (
-    "demo",
-    "server",
-    "up",
-    "worker",
-    "exporter",
-    "replay",
-    "consume",
-    "compute",
-    "evals",
-    "status",
-    "dead",
-    "runs",
-    "schema",
-    "config",
-    "bench",
-)
+    "demo", "server", "up", "worker", "exporter", "replay", "consume", "compute", "evals", "status", "dead",
+    "runs", "schema", "config", "bench",
+)  # fmt: skip
 #: Commands that move trajectories, and record traces if the environment asks for it.
 TRACED: Final = ("worker", "replay", "consume")
 #: How long commands that do one thing wait for a server that does not answer.

@@ -13,17 +13,8 @@ from ..status.evaluations import Evaluation, read_evaluations
 from . import add_redis_options, add_wait_option, connect_once, settings_from
 
 COLUMNS = (
-    "data source",
-    "version",
-    "mean",
-    "std error",
-    "best",
-    "min",
-    "max",
-    "rollouts",
-    "groups",
-    "failed",
-)
+    "data source", "version", "mean", "std error", "best", "min", "max", "rollouts", "groups", "failed",
+)  # fmt: skip
 
 
 def add_parser(subparsers: Any) -> None:

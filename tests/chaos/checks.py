@@ -18,16 +18,8 @@ Identity = tuple[str, int]
 
 #: Keys that outlast a drained run; streams among them must be empty.
 LASTING: Final = (
-    "ledger",
-    "sizes",
-    "evals",
-    "admission",
-    "ended",
-    "ended_before",
-    "trainer",
-    "session",
-    "producers",
-)
+    "ledger", "sizes", "evals", "admission", "ended", "ended_before", "trainer", "session", "producers",
+)  # fmt: skip
 STREAMS: Final = ("rollouts", "groups", "work", "results", "scoring:")
 
 

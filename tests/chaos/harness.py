@@ -50,44 +50,18 @@ MAX_PROBLEMS: Final = 5
 #: Scripts a role runs; others (new ones) are tried with every role.
 SCRIPTS: Final = {
     "producer": {
-        "manifest",
-        "register",
-        "server_id",
-        "heartbeat",
-        "begin",
-        "push",
-        "cancel",
-        "score",
-        "touch",
+        "manifest", "register", "server_id", "heartbeat", "begin", "push", "cancel", "score", "touch",
         "withdraw",
     },
     "scorer": {"manifest", "register", "ensure_group", "scored"},
     "grouper": {"manifest", "register", "ensure_group", "take", "expire", "sweep", "retire"},
     "advantage": {"manifest", "register", "ensure_group", "publish", "discard", "attempt"},
     "trainer": {
-        *(
-            "manifest",
-            "register",
-            "server_id",
-            "take_epoch",
-            "set_trainer",
-            "name_batch",
-            "apply_batch",
-            "trained",
-        ),
-        *(
-            "commit_session",
-            "commit",
-            "close_batch",
-            "forget_batch",
-            "drop_groups",
-            "dead_letter_group",
-            "leave_out",
-            "end_run",
-        ),
-        *("settled", "unapply_batch", "unname_batch"),
+        "manifest", "register", "server_id", "take_epoch", "set_trainer", "name_batch", "apply_batch",
+        "trained", "commit_session", "commit", "close_batch", "forget_batch", "drop_groups",
+        "dead_letter_group", "leave_out", "end_run", "settled", "unapply_batch", "unname_batch",
     },
-}
+}  # fmt: skip
 OPERATORS: Final = {"status", "requeue", "empty_dead"}
 
 logger = logging.getLogger(__name__)

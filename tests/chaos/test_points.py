@@ -19,19 +19,9 @@ from .victim import FETCH_PUBLISH, SAVE_COMMIT, script_names
 #: Scripts that a thread calls, or that need a death, garbage, a second rank, several shards, a run without scorers, or
 #: a server that lost recent writes.
 ELSEWHERE = {
-    *(
-        "abandon",
-        "ahead",
-        "apply_scores",
-        "attempt",
-        "attend",
-        "discard",
-        "forget_producers",
-        "leave_out",
-        "reclaim",
-    ),
-    *("reject", "unapply_batch", "unname_batch", "withdraw"),
-}
+    "abandon", "ahead", "apply_scores", "attempt", "attend", "discard", "forget_producers", "leave_out",
+    "reclaim", "reject", "unapply_batch", "unname_batch", "withdraw",
+}  # fmt: skip
 
 
 def play(url: str, run: str, dies: Callable[[str, int], bool]) -> World:

@@ -13,23 +13,11 @@ import pytest
 
 #: Earlier rooms first. ARCHITECTURE.md says what is in each.
 ROOMS = (
-    *(
-        "version",
-        "errors",
-        "messages",
-        "logs",
-        "units",
-        "clock",
-        "extras",
-        "tracing",
-        "plugins",
-        "program",
-        "weights",
-    ),
-    *("trajectory", "metrics", "store", "settings", "run", "producer", "grouping"),
-    *("algorithms", "losses", "padded", "batch", "advantage", "status", "trainer"),
-    *("processes", "integrations", "demo", "bench", "cli"),
-)
+    "version", "errors", "messages", "logs", "units", "clock", "extras", "tracing", "plugins", "program",
+    "weights", "trajectory", "metrics", "store", "settings", "run", "producer", "grouping", "algorithms",
+    "losses", "padded", "batch", "advantage", "status", "trainer", "processes", "integrations", "demo",
+    "bench", "cli",
+)  # fmt: skip
 #: Rooms and modules that only run where torch, or what they integrate, is installed; all others are imported without.
 WITH_TORCH = (
     "integrations",

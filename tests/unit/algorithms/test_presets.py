@@ -154,6 +154,15 @@ def test_order_of_rows_and_padding_do_not_matter(seed: int, name: str) -> None:
         torch.testing.assert_close(one[shuffle], other[:, :width], rtol=2e-7, atol=1e-7)
 
 
+def of_roll(rows: Rows) -> dict[str, Tensor]:
+    """As ROLL has them. Rows end with their last trainable token: behind it ROLL would bootstrap from padding."""
+    data = {name: torch.from_numpy(rows[name]) for name in ("values", "old_log_probs", "ref_log_probs")}
+    data["response_mask"] = torch.from_numpy(rows["mask"])
+    data["response_level_rewards"] = torch.from_numpy(np.where(rows["mask"].any(1), rows["rewards"], 0.0))
+    inside = torch.arange(rows["mask"].shape[1]) < torch.from_numpy(rows["lengths"])[:, None]
+    return {**data, "values": data["values"] * inside}
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -168,14 +177,7 @@ def test_rolls_order_of_use_is_its_preset(seed: int, name: str, with_kl: bool) -
     if with_kl:
         config["kl"] = {"penalty": "k3", "coefficient": 0.1, "log_probs": "old_log_probs"}
     got = by_token(batch, run_chain(build_chain(config), batch))
-    # Rows end with their last trainable token: behind it ROLL would bootstrap from padding.
-    data: dict[str, Tensor] = {
-        "response_level_rewards": torch.from_numpy(np.where(rows["mask"].any(1), rows["rewards"], 0.0)),
-        "response_mask": torch.from_numpy(rows["mask"]),
-        **{name: torch.from_numpy(rows[name]) for name in ("values", "old_log_probs", "ref_log_probs")},
-    }
-    inside = torch.arange(rows["mask"].shape[1]) < torch.from_numpy(rows["lengths"])[:, None]
-    data["values"] = data["values"] * inside
+    data = of_roll(rows)
     data, _ = padded.reward_postprocess(data, adv_estimator=estimator, index=rows["labels"])
     data, _ = padded.compute_token_reward(data, add_token_level_kl=with_kl, kl_penalty="k3", kl_coef=0.1)
     data, _ = padded.compute_advantage(data, adv_estimator=estimator, peer_quirks="roll")
@@ -306,13 +308,7 @@ def test_rolls_reward_clip_holds_rewards_twice(seed: int, name: str, limit: floa
     config["kl"] = {"penalty": "k1", "coefficient": 1.5, "log_probs": "old_log_probs"}
     config["whiten_rewards"] = whitened
     result = run_chain(build_chain(config), batch)
-    data: dict[str, Tensor] = {
-        "response_level_rewards": torch.from_numpy(np.where(rows["mask"].any(1), rows["rewards"], 0.0)),
-        "response_mask": torch.from_numpy(rows["mask"]),
-        **{name: torch.from_numpy(rows[name]) for name in ("values", "old_log_probs", "ref_log_probs")},
-    }
-    inside = torch.arange(rows["mask"].shape[1]) < torch.from_numpy(rows["lengths"])[:, None]
-    data["values"] = data["values"] * inside
+    data = of_roll(rows)
     data, _ = padded.reward_postprocess(
         data, adv_estimator=estimator, index=rows["labels"], reward_clip=limit
     )

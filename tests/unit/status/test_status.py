@@ -26,6 +26,11 @@ from tests.support import (
     unscored,
 )
 
+COUNTED = (
+    "pushed", "trained", "rollouts", "rollouts_packets", "scoring", "scoring_packets", "open", "grouped",
+    "in_flight", "groups_open", "groups_logged",
+)  # fmt: skip
+
 
 @pytest.fixture
 def busy(fake: Connection) -> Run:
@@ -54,22 +59,7 @@ def test_the_status_says_where_everything_is(busy: Run) -> None:
     assert deep_problems(busy) == []
 
 
-@pytest.mark.parametrize(
-    "counter",
-    [
-        "pushed",
-        "trained",
-        "rollouts",
-        "rollouts_packets",
-        "scoring",
-        "scoring_packets",
-        "open",
-        "grouped",
-        "in_flight",
-        "groups_open",
-        "groups_logged",
-    ],
-)
+@pytest.mark.parametrize("counter", COUNTED)
 @pytest.mark.parametrize("by", [1, -1])
 def test_a_wrong_counter_is_found_at_once(busy: Run, counter: str, by: int) -> None:
     busy.connection.scripts.hincrby(busy.keys.home.ledger, counter, by)
