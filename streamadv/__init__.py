@@ -60,35 +60,11 @@ _HOMES = {
 }
 
 __all__ = [
-    "AsyncGroup",
-    "AsyncProducer",
-    "AsyncRollout",
-    "Batch",
-    "Column",
-    "Connection",
-    "Group",
-    "MicroBatch",
-    "Producer",
-    "Role",
-    "Rollout",
-    "Row",
-    "RunSettings",
-    "Scorer",
-    "Status",
-    "Step",
-    "Ticket",
-    "TrainerQueue",
-    "Trajectory",
-    "UnscoredTrajectory",
-    "VersionCounter",
-    "__version__",
-    "errors",
-    "estimator",
-    "losses",
-    "redis_url",
-    "run_program",
-    "weights",
-]
+    "AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Column", "Connection", "Group", "MicroBatch",
+    "Producer", "Role", "Rollout", "Row", "RunSettings", "Scorer", "Status", "Step", "Ticket",
+    "TrainerQueue", "Trajectory", "UnscoredTrajectory", "VersionCounter", "__version__", "errors",
+    "estimator", "losses", "redis_url", "run_program", "weights",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

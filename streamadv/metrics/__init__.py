@@ -24,28 +24,10 @@ from .instruments import KEPT, REGISTRY, Kind, begin_stage, child
 from .waits import Blockers
 
 __all__ = [
-    "KEPT",
-    "REGISTRY",
-    "EndedGroup",
-    "Kind",
-    "Sample",
-    "batch_delivered",
-    "begin_stage",
-    "blocked_as",
-    "entries",
-    "group_ended",
-    "group_recreated",
-    "groups_ended",
-    "importance_weights",
-    "producer_pushed",
-    "retried",
-    "serve",
-    "timed",
-    "training_metrics",
-    "unscorable",
-    "wait",
-    "work_item_computed",
-]
+    "KEPT", "REGISTRY", "EndedGroup", "Kind", "Sample", "batch_delivered", "begin_stage", "blocked_as",
+    "entries", "group_ended", "group_recreated", "groups_ended", "importance_weights", "producer_pushed",
+    "retried", "serve", "timed", "training_metrics", "unscorable", "wait", "work_item_computed",
+]  # fmt: skip
 
 #: Numbers of a work item or batch: an array, a list or one number. None stands for unknown and is left out.
 Values = NDArray[Any] | Sequence[float | None] | Sequence[int | None] | float | None

@@ -21,15 +21,9 @@ if TYPE_CHECKING:
 _HOMES = {"EngineClient": "client", "EngineError": "client", "LocalEngine": "local"}
 
 __all__ = [
-    "Completion",
-    "EngineClient",
-    "EngineError",
-    "Episode",
-    "LocalEngine",
-    "from_openai",
-    "from_sglang",
+    "Completion", "EngineClient", "EngineError", "Episode", "LocalEngine", "from_openai", "from_sglang",
     "from_vllm",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
