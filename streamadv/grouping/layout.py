@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..trajectory.columns import Array
-from ..trajectory.members import Members, Positions, offsets
+from ..trajectory.members import MEMBER, Members, Positions, join_records, offsets
 from ..trajectory.packet import StoredPacket
 from .groups_log import LoggedGroup
 
@@ -72,26 +72,29 @@ class Layout:
         """(group_id, rollout_index) of the member at this position."""
         return self.groups[self.group[member]].group_id, int(self.members.table["index"][member])
 
-    def pieces(self, name: str = "response_mask") -> dict[int, list[Piece]]:
-        """How the column `name` is put together from its packets: pieces by position of the packet.
+    def pieces(self) -> dict[int, list[Piece]]:
+        """How a column is put together from those of its packets: pieces by position of the packet.
 
         All columns per token have the same pieces. A packet none of whose members is in the layout is not there.
         """
-        none = [np.zeros(0, np.int64)]
-        lengths = np.concatenate(none + [column_lengths(packet.members, name) for packet in self.packets])
-        first_member = offsets(np.array([len(packet.members) for packet in self.packets], np.int64))
+        lengths, first_member = self._of_packets()
         entry, first = offsets(lengths), first_member[self.packet]
         source = entry[first + self.position] - entry[first]
-        return pieces(self.packet, source, column_lengths(self.members, name))
+        return pieces(self.packet, source, self.members.table["tokens"])
 
+    @property
+    def packet_tokens(self) -> list[int]:
+        """Tokens of each of `packets`, those of its other members among them."""
+        lengths, first_member = self._of_packets()
+        tokens: list[int] = np.diff(offsets(lengths)[first_member]).tolist()
+        return tokens
 
-def column_lengths(members: Members, name: str) -> Positions:
-    """[M]: entries of the column `name` of each member: its tokens, or the entries of an extra column without them."""
-    counts = members.entries.get(name)
-    if counts is None:
-        return members.table["tokens"].astype(np.int64)
-    sums = offsets(counts)[members.first_row]
-    return np.diff(sums)
+    def _of_packets(self) -> tuple[Array, Positions]:
+        """Tokens of each member of all packets, and which of them is each packet's first."""
+        tables = [packet.members.table for packet in self.packets]
+        return join_records(tables, MEMBER)["tokens"], offsets(
+            np.array([len(table) for table in tables], np.int64)
+        )
 
 
 def pieces(origin: Positions, source: Positions, lengths: Positions) -> dict[int, list[Piece]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..errors import WireError
-from ..store.replies import replies_of
+from ..store.replies import read_hashes
 from ..trajectory.columns import HEADER, KNOWN_COLUMNS, Array
 from ..trajectory.packet import StoredPacket, check_column, decode_column
 from ..trajectory.payload import parse_header
@@ -48,16 +48,14 @@ def fetch_columns(
 
 def fetch_replies(
     run: Run, keys: Sequence[str], sizes: Sequence[int], fields: Sequence[Sequence[bytes]]
-) -> Iterator[Sequence[bytes | None] | None]:
+) -> Generator[Sequence[bytes | None] | None]:
     """The values of `fields` of each of the hashes `keys`; None where the key holds something else.
 
     sizes: bytes of each. Asks for at most REPLY_BYTES before it reads the replies.
     """
     for part in slices(sizes):
-        pipe = run.connection.scripts.pipeline(transaction=False)
-        for key, names in zip(keys[part], fields[part], strict=True):
-            pipe.hmget(key, names)
-        yield from replies_of(pipe)
+        commands = [("HMGET", key, *names) for key, names in zip(keys[part], fields[part], strict=True)]
+        yield from read_hashes(run.connection.scripts, commands)
 
 
 def slices(sizes: Sequence[int]) -> Iterator[slice]:

@@ -2,8 +2,7 @@
 
 Reaching it: `urls` (a URL becomes a target), `credentials`, `tls`, `clients` (how redis-py's clients are made), `resp`
 (commands with large values), `exchange` (a call and its replies over one connection), `pipelined` (many calls of an
-asyncio process over one connection), `direct` (large values come to where they belong), `connection` (one client per
-way of failing).
+asyncio process over one connection), `connection` (one client per way of failing).
 
 When it does not answer: `reasons` (why somebody waits), `waiting`, `retry` (transient errors are tried again).
 

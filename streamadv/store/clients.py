@@ -6,8 +6,8 @@ cuts reads off after 5 s).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
 from operator import itemgetter
 from typing import Any, Final, cast
 
@@ -19,10 +19,11 @@ import redis.asyncio.sentinel
 import redis.cluster
 import redis.exceptions
 import redis.sentinel
+from hiredis import pack_command
 from redis.backoff import FullJitterBackoff, NoBackoff
 from redis.retry import Retry
 
-from .exchange import Pool, exchange
+from .exchange import Pool, exchange, fill, replies
 from .resp import (
     Packer,
     Payloads,
@@ -125,6 +126,30 @@ class Client(_Classified, redis.Redis):
     def evalsha(self, sha: str, numkeys: int, *keys_and_args: Any) -> Any:
         """As redis-py's client."""
         return self._exchange(Packer().pack("EVALSHA", sha, numkeys, *keys_and_args), 1, itemgetter(0))
+
+    def read(self, commands: Sequence[Sequence[Any]]) -> Generator[Any]:
+        """Replies to commands that write nothing, each as soon as it has come; a refusal as an error among them.
+
+        Who does not take all of them closes the iterator. Asks once: raises ConnectionError or TimeoutError.
+        """
+        pool: Any = self.connection_pool
+        connection = pool.get_connection()
+        try:
+            packed = b"".join([pack_command(tuple(command)) for command in commands])
+            with closing(replies(connection, [packed], len(commands))) as incoming:
+                for reply in incoming:
+                    yield classified(reply) if isinstance(reply, redis.exceptions.ResponseError) else reply
+        finally:
+            pool.release(connection)
+
+    def fill(self, key: str, values: Mapping[str, memoryview]) -> bool:
+        """Receive fields of a hash in these places. False if one has another size or is missing, or nothing comes."""
+        pool: Any = self.connection_pool
+        connection = pool.get_connection()
+        try:
+            return fill(connection, Packer().pack("HMGET", key, *values), list(values.values()))
+        finally:
+            pool.release(connection)
 
     def _exchange(self, pieces: Sequence[Piece], count: int, result_of: Callable[[list[Any]], Any]) -> Any:
         """Send commands, and return or raise what `result_of` makes of so many replies.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import queue
 import ssl
-from collections.abc import Sequence
-from typing import Any, Final, cast
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Final, TypeVar, cast
 
 import hiredis
 import redis
@@ -20,7 +20,9 @@ from .retry import classified
 #: What one call of sendmsg may bring.
 MAX_PIECES: Final = 1024
 #: Bytes of one read.
-RECEIVED: Final = 16 << 10
+RECEIVED: Final = 64 << 10
+
+Place = TypeVar("Place", bytearray, memoryview)
 
 
 class _Stack:
@@ -91,11 +93,16 @@ def _is_dirty(connection: Any) -> bool:
 
 def exchange(connection: Any, pieces: Sequence[Piece], count: int) -> list[Any]:
     """Send commands and read so many replies, refusals among them. Raises redis' ConnectionError or TimeoutError."""
+    return list(replies(connection, pieces, count))
+
+
+def replies(connection: Any, pieces: Sequence[Piece], count: int) -> Generator[Any]:
+    """`exchange`, giving each reply as soon as it has come. Who does not take all of them closes the iterator."""
     try:
         if connection._sock is None:
             connection.connect()
         _send(connection._sock, pieces)
-        return _receive(connection._sock, count, _reader_of(connection))
+        yield from _receive(connection._sock, count, _reader_of(connection))
     except BaseException as error:  # after an interrupt too: what is not read yet would answer another call
         connection.disconnect()
         connection.streamadv_reader = None
@@ -104,6 +111,42 @@ def exchange(connection: Any, pieces: Sequence[Piece], count: int) -> list[Any]:
         if isinstance(error, OSError):
             raise redis.exceptions.ConnectionError(f"connection lost: {error}") from error
         raise
+
+
+def fill(connection: Any, pieces: Sequence[Piece], values: Sequence[memoryview]) -> bool:
+    """Send a command whose reply is a list of values of known sizes, and receive each one in its place.
+
+    A parser copies a value on its way from the socket. False if another reply comes, or none: the values may hold
+    anything then.
+    """
+    is_filled = False
+    try:
+        _send(connection._sock, pieces)
+        expected = b"*%d" % len(values)
+        for value in values:
+            expected += b"\r\n$%d\r\n" % len(value)
+            if _received(connection._sock, bytearray(len(expected))) != expected:
+                return False
+            _received(connection._sock, value)
+            expected = b""
+        is_filled = _received(connection._sock, bytearray(2)) == b"\r\n"
+    except OSError:
+        pass
+    finally:
+        if not is_filled:  # there may be a reply that nobody has read
+            connection.disconnect()
+    return is_filled
+
+
+def _received(sock: Any, place: Place) -> Place:
+    """`place`, full. Raises OSError when the connection is closed before."""
+    view = memoryview(place)
+    while view:
+        count = sock.recv_into(view)
+        if not count:
+            raise ConnectionResetError
+        view = view[count:]
+    return place
 
 
 def _send(sock: Any, pieces: Sequence[Piece]) -> None:
@@ -128,9 +171,8 @@ def _reader_of(connection: Any) -> hiredis.Reader:
     return reader
 
 
-def _receive(sock: Any, count: int, reader: hiredis.Reader) -> list[Any]:
-    replies: list[Any] = []
-    while len(replies) < count:
+def _receive(sock: Any, count: int, reader: hiredis.Reader) -> Iterator[Any]:
+    while count:
         reply = reader.gets()
         if reply is INCOMPLETE:
             data = sock.recv(RECEIVED)
@@ -140,5 +182,5 @@ def _receive(sock: Any, count: int, reader: hiredis.Reader) -> list[Any]:
         elif isinstance(reply, redis.exceptions.ConnectionError):  # the server is loading its data
             raise reply
         else:
-            replies.append(reply)
-    return replies
+            count -= 1
+            yield reply

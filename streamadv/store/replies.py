@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing, suppress
 from typing import Any
 
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError, ResponseError, TimeoutError
+
+from .clients import Client
 
 
 def replies_of(pipe: Any) -> list[Any]:
     """Replies to reads of hashes, None where the key is no hash. Raises any other error."""
-    replies = pipe.execute(raise_on_error=False)
-    for reply in replies:
-        if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
+    return list(map(_of_hash, pipe.execute(raise_on_error=False)))
+
+
+def read_hashes(client: Any, commands: Sequence[Sequence[Any]]) -> Generator[Any]:
+    """`replies_of` these commands, each as soon as it has come where one server has all hashes.
+
+    Who does not take all of them closes the iterator.
+    """
+    count = 0
+    if isinstance(client, Client):
+        # What is left when a connection breaks is asked for again, as often as redis-py was told.
+        with suppress(ConnectionError, TimeoutError), closing(client.read(commands)) as replies:
+            for reply in replies:
+                count += 1
+                yield _of_hash(reply)
+    if count < len(commands):
+        pipe = client.pipeline(transaction=False)
+        for command in commands[count:]:
+            pipe.execute_command(*command)
+        yield from replies_of(pipe)
+
+
+def fill(client: Any, key: str, values: Mapping[str, memoryview]) -> bool:
+    """Receive fields of a hash in these places. False if that cannot be done: they may hold anything then."""
+    return isinstance(client, Client) and client.fill(key, values)
+
+
+def _of_hash(reply: Any) -> Any:
+    if isinstance(reply, Exception):
+        if not str(reply).startswith("WRONGTYPE"):
             raise reply
-    return [None if isinstance(reply, Exception) else reply for reply in replies]
+        return None
+    return reply
 
 
 def or_nothing(reply: Any) -> Any:

@@ -25,6 +25,9 @@ UNREGISTERED_MS: Final = 60_000
 #: Of a reader: the rest of a reply has not come yet.
 INCOMPLETE: Final = object()
 
+#: Bytes that a reader keeps for the next replies: memory that is given back comes page by page again.
+KEPT: Final = 1 << 20
+
 Piece = bytes | memoryview
 
 _PEXPIRE: Final = b"\r\n*3\r\n$7\r\nPEXPIRE\r\n$%%d\r\n%%b\r\n$%d\r\n%d" % (
@@ -110,12 +113,14 @@ def transaction_result(replies: Sequence[Any]) -> Any:
 
 def make_reader(as_error: Callable[[str], Exception]) -> hiredis.Reader:
     """A reader of replies: `feed` it bytes; `gets` is a reply, a refusal as `as_error` makes it, or INCOMPLETE."""
-    return hiredis.Reader(
+    reader = hiredis.Reader(
         protocolError=InvalidResponse,
         replyError=as_error,
         errors="backslashreplace",
         notEnoughData=INCOMPLETE,
     )
+    reader.setmaxbuf(KEPT)
+    return reader
 
 
 def as_buffer(value: Any) -> bytes | memoryview:

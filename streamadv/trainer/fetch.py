@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -21,11 +21,11 @@ from torch import Tensor
 from ..advantage.results import BatchResults
 from ..batch.record import BatchRecord
 from ..errors import StreamadvError, UndecodableGroupError, WireError
-from ..grouping.layout import Layout, Piece, place
+from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
-from ..run.payloads import fetch_replies, know_columns, slices, split_reply
-from ..store.direct import HashRead, receive
+from ..run.payloads import fetch_replies, know_columns, split_reply
+from ..store.replies import fill
 from ..store.retry import SERVER_ERRORS
 from ..trajectory.columns import (
     HEADER,
@@ -36,7 +36,15 @@ from ..trajectory.columns import (
     count_ones,
 )
 from ..trajectory.members import offsets
-from ..trajectory.packet import ColumnKind, StoredPacket, check_column, column_kind, decode_column, sized
+from ..trajectory.packet import (
+    MAX_PACKET_BYTES,
+    ColumnKind,
+    StoredPacket,
+    check_column,
+    column_kind,
+    decode_column,
+    sized,
+)
 from ..trajectory.payload import parse_header
 from .memory import ColumnMemory
 from .plan import Rank, Share, share_of
@@ -45,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 #: A batch's payloads are read ahead up to this size.
 MAX_BYTES: Final = 512 << 20
-#: Headers that are expected to be larger are asked for without expecting a size.
-MAX_HEADER_BYTES: Final = 1 << 20
 
 Problems = dict[tuple[str, int], str]  # by (group_id, rollout_index)
 
@@ -54,8 +60,8 @@ Problems = dict[tuple[str, int], str]  # by (group_id, rollout_index)
 class FetchedShare:
     """What the server has of a rank's trajectories.
 
-    Columns per token that all packets of the batch have lie end to end, in the order of the share: they are copied
-    once, from the reply to their place. What else a packet has stays as it came.
+    Columns per token that all packets of the batch have lie end to end, in the order of the share: each packet's are
+    copied there as soon as they have come. What else a packet has stays as it came.
     """
 
     def __init__(self, run: Run, share: Share, memory: ColumnMemory) -> None:
@@ -64,18 +70,17 @@ class FetchedShare:
         self.columns: dict[str, Tensor] = {}  # name -> [N, ...] on the host
         self.others: dict[int, dict[str, Array]] = {}  # further columns, by the packet's number in the layout
         self.headers: dict[int, bytes] = {}  # likewise
-        self._pieces = share.own.pieces()
+        self._pieces, self._tokens = share.own.pieces(), share.own.packet_tokens
         self.missing = list(self._pieces)  # packets that are yet to be read
-        packets = {number: share.own.packets[number] for number in self.missing}
-        self._tokens = {n: int(packet.members.table["tokens"].sum()) for n, packet in packets.items()}
         common = _kinds(run, share)
         kinds = {name: kind for name, kind in common.items() if kind.per_token}
         self._row_extras = common.keys() - kinds.keys()
-        self._widths = {name: math.prod(kind.shape) * kind.dtype.itemsize for name, kind in kinds.items()}
-        self._check_sizes()
+        widths = {name: math.prod(kind.shape) * kind.dtype.itemsize for name, kind in kinds.items()}
+        self._check_sizes(sum(widths.values()))
         for name, kind in kinds.items():
             self.columns[name] = memory.column(share.own.num_tokens, kind.dtype, kind.shape)
-        self._bytes = {name: _bytes_of(column) for name, column in self.columns.items()}
+        #: Where the columns' bytes go, and bytes of a token.
+        self._places = {name: (_bytes_of(column), widths[name]) for name, column in self.columns.items()}
         self._is_right = False  # all values were checked
 
     def is_of(self, share: Share) -> bool:
@@ -89,22 +94,31 @@ class FetchedShare:
 
         max_bytes: of all of them together. stop: reads no more when it is set.
         """
-        due = list(self.missing)
-        packets = [self.share.own.packets[number] for number in due]
-        if max_bytes is not None:
-            sizes = accumulate(packet.size for packet in packets)
-            packets = packets[: sum(size <= max_bytes for size in sizes)]
-        read: set[int] = set()
+        stop = stop or threading.Event()
+        due = self.missing
+        sizes = accumulate(self.share.own.packets[number].size for number in due)
+        due = due[: len(due) if max_bytes is None else sum(size <= max_bytes for size in sizes)]
+        read = {number for number in due if not stop.is_set() and self._fill(run, number)}
+        numbers = [number for number in due if number not in read]
+        packets = [self.share.own.packets[number] for number in numbers]
         problems: Problems = {}
-        for number, names, reply in self._replies(run, due[: len(packets)]):
-            try:
-                self._take(run, number, names, reply)
-                read.add(number)
-            except WireError as error:
-                problems |= self._problems(np.flatnonzero(self.share.own.packet == number), str(error))
-            if stop is not None and stop.is_set():
-                break
-        self.missing = [number for number in due if number not in read]
+        fields = {packet.columns: _fields(packet.columns) for packet in packets}
+        replies = fetch_replies(
+            run,
+            [packet.key for packet in packets],
+            [packet.size for packet in packets],
+            [fields[packet.columns] for packet in packets],
+        )
+        with closing(replies):
+            for reply, number in zip(replies, numbers, strict=True):
+                try:
+                    self._take(run, number, reply)
+                    read.add(number)
+                except WireError as error:
+                    problems |= self._problems(np.flatnonzero(self.share.own.packet == number), str(error))
+                if stop.is_set():
+                    break
+        self.missing = [number for number in self.missing if number not in read]
         return problems
 
     def check(self) -> Problems:
@@ -136,95 +150,60 @@ class FetchedShare:
                 arrays += rows_of(own.packets[number], name, self.others[number][name], position)
         return extras
 
-    def _check_sizes(self) -> None:
+    def _check_sizes(self, width: int) -> None:
+        """width: bytes of a token."""
         own, problems = self.share.own, dict[tuple[str, int], str]()
-        width = sum(self._widths.values())
         for number in self.missing:
-            packet = own.packets[number]
-            if self._tokens[number] * width > packet.size:
+            if self._tokens[number] * width > own.packets[number].size:
                 text = "columns are larger than the payload"
                 problems |= self._problems(np.flatnonzero(own.packet == number), text)
         if problems:
             raise UndecodableGroupError(problems)
 
-    def _replies(
-        self, run: Run, numbers: Sequence[int]
-    ) -> Iterator[tuple[int, Sequence[str], Sequence[bytes | None] | None]]:
-        """Number, names of columns, and header and these columns of each packet; None where the key is no hash.
+    def _fill(self, run: Run, number: int) -> bool:
+        """Receive a large packet's columns where they belong, if nothing about it is out of the ordinary."""
+        packet, tokens = self.share.own.packets[number], self._tokens[number]
+        start, stop, _ = self._pieces[number][0]
+        is_plain = self._places.keys() == set(packet.columns) and stop - start == tokens
+        header = bytearray(packet.size - tokens * sum(width for _, width in self._places.values()))
+        if packet.size <= MAX_PACKET_BYTES or not is_plain or len(header) > MAX_PACKET_BYTES:
+            return False
+        columns = {
+            name: column[start * width : stop * width] for name, (column, width) in self._places.items()
+        }
+        if not fill(run.connection.scripts, packet.key, {**columns, "header": memoryview(header)}):
+            return False
+        with suppress(WireError):  # which the ordinary way reports
+            parse_header(bytes(header), packet.members)
+            self.others[number], self.headers[number] = {}, bytes(header)
+            return True
+        return False
 
-        Columns per token are not among them where they could be received in their places.
-        """
-        packets = {number: self.share.own.packets[number] for number in numbers}
-        for part in slices([packet.size for packet in packets.values()]):
-            some = numbers[part]
-            received = self._receive(run, some)
-            if received is not None:
-                yield from received
-                continue
-            names = {number: packets[number].columns for number in some}
-            replies = fetch_replies(
-                run,
-                [packets[number].key for number in some],
-                [packets[number].size for number in some],
-                [_fields(names[number]) for number in some],
-            )
-            for number, reply in zip(some, replies, strict=True):
-                yield number, names[number], reply
-
-    def _receive(
-        self, run: Run, numbers: Sequence[int]
-    ) -> list[tuple[int, Sequence[str], Sequence[bytes | None]]] | None:
-        """`_replies` with the columns per token received in their places. None where that cannot be done.
-
-        The header of a packet without other columns is the rest of its bytes.
-        """
-        fields, width = [name.encode() for name in self._widths], sum(self._widths.values())
-        reads, headers, others = list[HashRead](), dict[int, bytearray](), dict[int, list[str]]()
-        for number in numbers:
-            packet = self.share.own.packets[number]
-            places = [self._places(number, name) for name in self._widths]
-            others[number] = [name for name in packet.columns if name not in self._widths]
-            header_bytes = packet.size - self._tokens[number] * width
-            if others[number] or header_bytes > MAX_HEADER_BYTES:
-                reads.append(HashRead(packet.key, fields, places, _fields(others[number])))
-                continue
-            headers[number] = bytearray(header_bytes)
-            reads.append(HashRead(packet.key, [*fields, HEADER], [*places, [memoryview(headers[number])]]))
-        replies = receive(run.connection.scripts, reads)
-        if replies is None:
-            return None
-        rest = iter(replies)
-        return [
-            (number, others[number], [bytes(headers[number])] if number in headers else next(rest))
-            for number in numbers
-        ]
-
-    def _places(self, number: int, name: str) -> list[memoryview]:
-        """Where a column of a packet goes; members that are not in the share go nowhere."""
-        return _places(self._bytes[name], self._widths[name], self._pieces[number], self._tokens[number])
-
-    def _take(
-        self, run: Run, number: int, names: Sequence[str], reply: Sequence[bytes | None] | None
-    ) -> None:
-        """reply: header and these columns of a packet; None where the key is no hash. Raises WireError."""
+    def _take(self, run: Run, number: int, reply: Sequence[bytes | None] | None) -> None:
+        """reply: header and columns of a packet; None where the key is no hash. Raises WireError."""
         packet = self.share.own.packets[number]
-        for name in packet.members.entries.keys() & self._widths.keys():
+        for name in packet.members.entries.keys() & self._places.keys():
             raise WireError(f"column {name} is per token in the manifest, not in the packet")
         header, columns = split_reply(reply)
         others: dict[str, bytes | None] = {}
-        for name, raw in zip(names, columns, strict=True):
-            if name in self._widths:
+        for name, raw in zip(packet.columns, columns, strict=True):
+            if name in self._places:
                 self._place(number, name, raw)
             else:
                 others[name] = raw
         parse_header(header, packet.members)
-        self.others[number] = _decode_others(run, packet, others)
+        self.others[number] = _decode_others(run, packet, others) if others else {}
         self.headers[number] = header
 
     def _place(self, number: int, name: str, raw: bytes | None) -> None:
-        rest = memoryview(sized(name, raw, self._tokens[number] * self._widths[name]))
-        for part in self._places(number, name):
-            part[:], rest = rest[: len(part)], rest[len(part) :]
+        """Copy a packet's column; members that are not in the share go nowhere. Raises WireError."""
+        (column, width), tokens = self._places[name], self._tokens[number]
+        whole = sized(name, raw, tokens * width)
+        for start, stop, first in self._pieces[number]:
+            part: bytes | memoryview = whole
+            if stop - start < tokens:
+                part = memoryview(whole)[first * width : (first + stop - start) * width]
+            column[start * width : stop * width] = part
 
     def _mask_problems(self) -> Problems:
         own, members = self.share.own, self.share.own.members
@@ -258,29 +237,18 @@ def fetch_outputs(run: Run, results: BatchResults, share: Share, memory: ColumnM
     dtypes = {name: KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name] for name in results.columns}
     columns = {name: memory.column(own.num_tokens, dtype) for name, dtype in dtypes.items()}
     places = {name: column.numpy() for name, column in columns.items()}
-    pieces = results.pieces(share.positions) if columns else {}
-    keys = [results.results[number].output for number in pieces]
-    sizes = [results.num_tokens[number] * sum(d.itemsize for d in dtypes.values()) for number in pieces]
-    fields = [name.encode() for name in dtypes]
-    reads = [
-        HashRead(
-            key,
-            fields,
-            [
-                _places(_bytes_of(columns[name]), d.itemsize, pieces[number], results.num_tokens[number])
-                for name, d in dtypes.items()
-            ],
-        )
-        for number, key in zip(pieces, keys, strict=True)
-    ]
-    if all(receive(run.connection.scripts, reads[part]) is not None for part in slices(sizes)):
-        return columns
-    replies = fetch_replies(run, keys, sizes, [fields] * len(keys))
     problems: Problems = {}
-    for number, reply in zip(pieces, replies, strict=True):
+    for number, pieces in (results.pieces(share.positions) if columns else {}).items():
+        key, tokens = results.results[number].output, results.num_tokens[number]
+        start, stop, _ = pieces[0]
+        values = {name: _bytes_of(column[start:stop]) for name, column in columns.items()}
+        if stop - start == tokens and fill(run.connection.scripts, key, values):
+            continue
+        size = tokens * sum(dtype.itemsize for dtype in dtypes.values())
+        [reply] = fetch_replies(run, [key], [size], [[name.encode() for name in dtypes]])
         for (name, dtype), raw in zip(dtypes.items(), reply or [None] * len(dtypes), strict=True):
-            if raw is not None and len(raw) == results.num_tokens[number] * dtype.itemsize:
-                place(np.frombuffer(raw, dtype), pieces[number], places[name])
+            if raw is not None and len(raw) == tokens * dtype.itemsize:
+                place(np.frombuffer(raw, dtype), pieces, places[name])
                 continue
             for member in np.flatnonzero(results.result[share.positions] == number).tolist():
                 group_id, index = own.identity(member)
@@ -347,18 +315,6 @@ def _kinds(run: Run, share: Share) -> dict[str, ColumnKind]:
 
 def _bytes_of(column: Tensor) -> memoryview:
     return column.numpy().reshape(-1).view(np.uint8).data
-
-
-def _places(column: memoryview, width: int, pieces: Sequence[Piece], entries: int) -> list[memoryview]:
-    """The memory that `entries` of `width` bytes each fill: those of `pieces` theirs in `column`, others none of it."""
-    places, at = list[memoryview](), 0
-    for start, stop, first in [*pieces, Piece(0, 0, entries)]:
-        if first > at:
-            places.append(memoryview(bytearray((first - at) * width)))
-        if stop > start:
-            places.append(column[start * width : stop * width])
-        at = first + stop - start
-    return places
 
 
 def _fields(names: Sequence[str]) -> list[bytes]:

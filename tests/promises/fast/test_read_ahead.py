@@ -113,7 +113,7 @@ def test_a_fault_while_reading_ahead_is_raised_by_the_queue(
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(fetch, "receive", fail)
+    monkeypatch.setattr(fetch, "fetch_replies", fail)
     queue = TrainerQueue(joined.connection, joined.name, batch_groups=2)
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from streamadv.grouping.layout import Layout, column_lengths, place
+from streamadv.grouping.layout import Layout, place
 from streamadv.trajectory.columns import Array
 
-from .layouts import SHAPE, StoredGroups, columns_of
+from .layouts import StoredGroups, columns_of
 
 
 def batch_column(stored: StoredGroups, layout: Layout, name: str) -> Array:
     """The column put together from its packets."""
-    lengths = column_lengths(layout.members, name)
-    shape, dtype = (SHAPE, np.int64) if name == "pictures" else ((), np.float64)
-    column = np.full((int(lengths.sum()), *shape), -1, dtype)
-    for packet, pieces in layout.pieces(name).items():
+    column = np.full(layout.num_tokens, -1.0)
+    for packet, pieces in layout.pieces().items():
         place(stored.columns[layout.packets[packet].key][name], pieces, column)
     return column
 
@@ -39,12 +37,11 @@ def test_columns_come_to_the_places_of_their_members(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_columns_that_are_not_per_token_have_their_own_lengths(seed: int) -> None:
+def test_packets_have_the_tokens_of_all_their_members(seed: int) -> None:
     stored = StoredGroups(seed, 6)
     layout = Layout.of(stored.groups)
-    rows = [row for group in stored.trajectories for trajectory in group for row in trajectory.rows]
-    expected = np.concatenate([row.extras["pictures"].data for row in rows])
-    assert np.array_equal(batch_column(stored, layout, "pictures"), expected)
+    tokens = [len(stored.columns[packet.key]["input_ids"]) for packet in layout.packets]
+    assert layout.select([]).packet_tokens == layout.packet_tokens == tokens
 
 
 def test_members_that_lie_side_by_side_are_one_piece() -> None:
