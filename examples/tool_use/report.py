@@ -23,11 +23,7 @@ KINDS: Final = {
     **{f"async{staleness}": f"staleness {staleness}" for staleness in (1, 2, 4, 8)},
 }
 COLOURS: Final = dict(
-    zip(
-        KINDS,
-        ("black", "tab:gray", "silver", "tab:blue", "tab:green", "tab:orange", "tab:red"),
-        strict=True,
-    )
+    zip(KINDS, ("black", "tab:gray", "silver", "tab:blue", "tab:green", "tab:orange", "tab:red"), strict=True)
 )
 
 Line = dict[str, Any]

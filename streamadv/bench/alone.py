@@ -178,8 +178,4 @@ class Alone:
 
     def _clocks(self) -> tuple[float, float, float]:
         info: Any = self.connection.scripts.info("cpu")
-        return (
-            time.perf_counter(),
-            time.process_time(),
-            info["used_cpu_sys"] + info["used_cpu_user"],
-        )
+        return (time.perf_counter(), time.process_time(), info["used_cpu_sys"] + info["used_cpu_user"])

@@ -29,10 +29,7 @@ def poll() -> bool:
 
 
 def read_trajectories(
-    path: Path,
-    follow: bool = False,
-    wait: Callable[[], bool] = poll,
-    max_line_bytes: int = MAX_LINE_BYTES,
+    path: Path, follow: bool = False, wait: Callable[[], bool] = poll, max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[Trajectory]:
     """The trajectories of the interchange file `path`, in file order. Blank lines are skipped.
 

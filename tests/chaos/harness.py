@@ -462,12 +462,7 @@ class Chaos:
         report.drain_s = round(time.monotonic() - self.calm_at, 1)
         if drained:
             report.problems += problems(
-                run,
-                required,
-                weights,
-                optional=optional,
-                usable=usable,
-                server_lost=report.server_losses > 0,
+                run, required, weights, optional=optional, usable=usable, server_lost=report.server_losses > 0
             )
         first: dict[int, list[Identity]] = {}
         for _, version, members in read_deliveries(self.folder):

@@ -26,13 +26,7 @@ from hypothesis.stateful import (
 
 from streamadv.advantage import poison, prepare, publish
 from streamadv.batch.recovery import set_trainer
-from streamadv.errors import (
-    EpochFencedError,
-    GroupEndedError,
-    NoBatchError,
-    RunEndedError,
-    TrajectoryError,
-)
+from streamadv.errors import EpochFencedError, GroupEndedError, NoBatchError, RunEndedError, TrajectoryError
 from streamadv.grouping import grouper, housekeeping
 from streamadv.producer import Producer
 from streamadv.run.consumer import ADVANTAGE, GROUPER

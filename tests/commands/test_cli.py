@@ -232,10 +232,7 @@ def test_access_rules_show_no_password(
     assert cli.main(["config", "acl", "--run", "r", "--user-prefix", "exp"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for line, role, password in zip(
-        lines,
-        ("producer", "pipeline", "observer"),
-        ("of a variable", "another", "from a file"),
-        strict=True,
+        lines, ("producer", "pipeline", "observer"), ("of a variable", "another", "from a file"), strict=True
     ):
         digest = hashlib.sha256(password.encode()).hexdigest()
         assert line.startswith(f"user exp-{role} reset on #{digest} +")

@@ -83,13 +83,7 @@ TOKENS: Final = (
     ),
     *(b"[" * 300, b"{" * 50, b'{"a":' * 300, b"]", b"}", b",", b":", b"null", b"true", b"NaN", b"-Infinity"),
     *(b"1e999", b"-0", b"9" * 400, b"9" * 5000, b"1" * 20, b"0x10", b"-", b"1_0", b" ", b"\t"),
-    *(
-        b'"group_id":"other"',
-        b'"rollout_index":-1',
-        b'"agents":[1]',
-        b'"dtype":"|O8"',
-        b'"group_size":0',
-    ),
+    *(b'"group_id":"other"', b'"rollout_index":-1', b'"agents":[1]', b'"dtype":"|O8"', b'"group_size":0'),
 )
 
 

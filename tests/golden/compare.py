@@ -147,11 +147,7 @@ def assert_close(
 
 
 def _compare_metrics(
-    got: Mapping[str, float],
-    names: Array,
-    values: Array,
-    where: str,
-    tolerance: Mapping[str, float] | None,
+    got: Mapping[str, float], names: Array, values: Array, where: str, tolerance: Mapping[str, float] | None
 ) -> None:
     missing = [name for name in names.tolist() if name not in got]
     assert not missing, f"{where}: metrics {missing} missing"

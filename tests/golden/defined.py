@@ -184,7 +184,7 @@ DEFINED_HERE: dict[str, Stated] = {
 
 #: Calls that the peer answers, and why they raise here.
 REFUSED_HERE: dict[str, str] = {
-    "verl091_compute_rollout_correction_weights.underscore_literal": "reads 1_2 as the number 12",
+    "verl091_compute_rollout_correction_weights.underscore_literal": "reads 1_2 as the number 12"
 }
 
 #: Functions that raise in the peer with fewer than two trainable tokens.

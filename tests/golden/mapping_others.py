@@ -149,11 +149,7 @@ def _trl_ratio(z: Inputs, kwargs: dict[str, Any]) -> Result:
     return {"ratio": torch.where(z["completion_mask"] != 0, weights, 1.0)}
 
 
-SLIME_KINDS: dict[str, Any] = {
-    "token": "token_k1",
-    "sequence": "seq_sum_k1",
-    "geometric": "seq_mean_k1",
-}
+SLIME_KINDS: dict[str, Any] = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
 def _inside(level: str, lower: float | None, upper: float) -> Rejection:

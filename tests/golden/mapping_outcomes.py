@@ -125,11 +125,7 @@ def _trl_rloo(z: Inputs, kwargs: dict[str, Any]) -> Result:
     if kwargs["normalize_advantages"]:
         together = torch.tensor([index.count(label) > 1 for label in index], dtype=torch.bool)
         scaled = padded.reward_norm(
-            values[together],
-            norm_mean_type="batch",
-            norm_std_type="batch",
-            n_sample=1,
-            epsilon=1e-4,
+            values[together], norm_mean_type="batch", norm_std_type="batch", n_sample=1, epsilon=1e-4
         )
         values = torch.zeros_like(values).masked_scatter(together, scaled)
     return {"advantages": torch.zeros(len(rewards)).masked_scatter(known, values)}

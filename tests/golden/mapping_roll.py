@@ -23,11 +23,7 @@ def _advantage(z: Inputs, kwargs: dict[str, Any]) -> Result:
     pure, mixed = options.pop("is_pure_opd", False), options.pop("use_opd", False)
     recomputed = options.pop("enable_old_logprobs_recompute", False)
     coefficient, penalty = options.pop("opd_kl_coef", 1.0), options.pop("kl_penalty", "kl")
-    batch = {
-        **z,
-        "rollout_log_probs": z["infer_logprobs"],
-        "teacher_log_probs": z["ref_log_probs_default"],
-    }
+    batch = {**z, "rollout_log_probs": z["infer_logprobs"], "teacher_log_probs": z["ref_log_probs_default"]}
     result, metrics = padded.compute_advantage(
         batch,
         **options,

@@ -94,12 +94,7 @@ def token_baseline(function: Any, quirks: PeerQuirks = JANUARY) -> Function:
 
 
 def coefficients(
-    z: Inputs,
-    first: float,
-    kind: str | None,
-    target: float,
-    horizon: float,
-    quirks: PeerQuirks = JANUARY,
+    z: Inputs, first: float, kind: str | None, target: float, horizon: float, quirks: PeerQuirks = JANUARY
 ) -> list[float]:
     """The KL coefficient after each of the recorded batches."""
     values = []

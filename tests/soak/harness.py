@@ -66,10 +66,7 @@ ALLOWED: Final[Mapping[str, Growth]] = {
     "state_bytes": Growth(0.5, 4096),
 }
 #: Costs: judged in long runs only.
-ALLOWED_COSTS: Final[Mapping[str, Growth]] = {
-    "script_us": Growth(0.5, 20),
-    "scrape_s": Growth(0.5, 0.02),
-}
+ALLOWED_COSTS: Final[Mapping[str, Growth]] = {"script_us": Growth(0.5, 20), "scrape_s": Growth(0.5, 0.02)}
 
 
 @dataclass

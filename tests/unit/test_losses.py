@@ -55,11 +55,7 @@ def test_micro_batches_of_ranks_add_up_to_the_whole_batch(
     """Two ranks with two micro-batches each, the last one empty; gradients are averaged over ranks, as DDP does."""
     batch = packed()
     trainable = batch.response_mask != 0
-    counts = {
-        "num_tokens": int(trainable.sum()),
-        "num_rows": batch.num_rows,
-        "loss_scale_factor": 7,
-    }
+    counts = {"num_tokens": int(trainable.sum()), "num_rows": batch.num_rows, "loss_scale_factor": 7}
     whole = batch.log_probs.clone().requires_grad_()
     tokens = loss_of(function, batch, whole)
     expected = losses.aggregate(tokens, batch.response_mask, mode, cu_seqlens=batch.cu_seqlens, **counts)  # type: ignore[arg-type]

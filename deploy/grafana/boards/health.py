@@ -80,10 +80,7 @@ def health() -> list[Panel]:
             "Whether a process that exports the run's facts (grouper, exporter) reads them from the server.",
             "no: none of them runs, or the server does not answer. Everything below that is of the run is then blank. "
             "Look at the server, then start `streamadv exporter` or a grouper.",
-            Target(
-                or_zero(f"min (max by (run) ({selector('run_readable')}) or {RUNS})"),
-                "readable",
-            ),
+            Target(or_zero(f"min (max by (run) ({selector('run_readable')}) or {RUNS})"), "readable"),
             width=4,
             steps=RED_GREEN,
             words=YES_NO,

@@ -10,12 +10,7 @@ from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
-from verl.trainer.ppo.v1 import (
-    PPOTrainer,
-    PPOTrainerColocateAsync,
-    PPOTrainerSeparateAsync,
-    register_trainer,
-)
+from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerColocateAsync, PPOTrainerSeparateAsync, register_trainer
 from verl.workers.utils.padding import response_to_nested
 
 from ...errors import SettingError

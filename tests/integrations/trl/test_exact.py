@@ -16,10 +16,7 @@ from streamadv.integrations.trl import QueueGRPOTrainer, queue_for
 from .models import Row, batch_of, config, policy, rows, tokenizer
 
 ROWS = rows((6, 9, 4, 7, 12, 5))
-CUTS: tuple[list[list[Row]], ...] = (
-    [ROWS[:2], ROWS[2:5], ROWS[5:]],
-    [ROWS[:1], [], ROWS[1:]],
-)
+CUTS: tuple[list[list[Row]], ...] = ([ROWS[:2], ROWS[2:5], ROWS[5:]], [ROWS[:1], [], ROWS[1:]])
 TOLERANCE = 2e-6
 LOSSES = ("dapo", "cispo", "vespo", "grpo", "dr_grpo", "sapo", "luspo")
 

@@ -9,15 +9,7 @@ from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import (
-    delivered_batch,
-    group_all,
-    heartbeat,
-    join,
-    ledger,
-    problems,
-    push_groups,
-)
+from tests.support import delivered_batch, group_all, heartbeat, join, ledger, problems, push_groups
 
 
 def train_batches(run: Run, queue: TrainerQueue, producer: Producer, count: int) -> None:

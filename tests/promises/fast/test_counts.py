@@ -41,10 +41,7 @@ BOUNDS = {
     "gae+kl": Cost(6.87, 0.70, 665, 720),
 }
 #: Of each further trajectory in a packet. A call of a script takes a bounded number of them, so a few calls more.
-FURTHER = {
-    "grpo": Cost(0.03, 0.01, 210, 335),
-    "gae+kl": Cost(0.03, 0.01, 210, 335),
-}
+FURTHER = {"grpo": Cost(0.03, 0.01, 210, 335), "gae+kl": Cost(0.03, 0.01, 210, 335)}
 LARGE_GROUP = 48  # one packet still
 
 

@@ -13,18 +13,8 @@ from streamadv.store.connection import Connection
 from streamadv.trainer import fetch
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import (
-    compute_all,
-    delivered_batch,
-    identities,
-    ledger,
-    next_batch,
-    problems,
-    pushed_run,
-)
-from tests.support import (
-    logged as logged_groups,
-)
+from tests.support import compute_all, delivered_batch, identities, ledger, next_batch, problems, pushed_run
+from tests.support import logged as logged_groups
 
 
 @pytest.fixture

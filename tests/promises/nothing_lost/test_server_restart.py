@@ -352,10 +352,7 @@ def test_writes_that_are_refused_for_a_while_are_waited_for(forgetful: EmbeddedS
 async def test_a_push_that_is_refused_for_a_while_is_an_outage(forgetful: EmbeddedServer) -> None:
     """Whichever client of redis-py sends it: each tells of an error inside MULTI in words of its own."""
     payloads, call = [("payload", {"column": b"x"})], script_call("server_id", ShardKeys("r:0:0"))
-    with (
-        Connection(forgetful.url) as packed,
-        redis.Redis.from_url(forgetful.url) as client,
-    ):
+    with Connection(forgetful.url) as packed, redis.Redis.from_url(forgetful.url) as client:
         packed.scripts.config_set("min-replicas-to-write", 1)
         for connection in (packed, Connection.from_client(client)):
             with pytest.raises(NotNowError, match="NOREPLICAS"):

@@ -31,9 +31,7 @@ from tests.support import (
     pushed_run,
     trajectory,
 )
-from tests.support import (
-    logged as logged_groups,
-)
+from tests.support import logged as logged_groups
 
 Identity = tuple[str, int]
 

@@ -22,15 +22,7 @@ from streamadv.run import Run
 from streamadv.run.consumer import ADVANTAGE
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import (
-    CPU,
-    compute_all,
-    consumer_of,
-    group_all,
-    ledger,
-    problems,
-    pushed_run,
-)
+from tests.support import CPU, compute_all, consumer_of, group_all, ledger, problems, pushed_run
 
 TOKENS: Any = {"estimator": "reinforce", "gamma": 0.9, "whiten_advantages": True}
 

@@ -12,15 +12,7 @@ import torch
 
 from streamadv.advantage.compute import ComputedItem, compute
 from streamadv.advantage.prepare import PreparedItem
-from streamadv.algorithms import (
-    Estimate,
-    PackedBatch,
-    build_chain,
-    estimator,
-    pack,
-    registry,
-    run_chain,
-)
+from streamadv.algorithms import Estimate, PackedBatch, build_chain, estimator, pack, registry, run_chain
 from streamadv.batch.record import Death
 from streamadv.batch.work import WorkItem
 from streamadv.errors import EstimatorError, TrajectoryError

@@ -159,9 +159,7 @@ def test_row_sums_take_every_reward_and_no_nan_of_padding(
     torch.testing.assert_close(row_rewards(rewards, mask), want)
 
 
-def test_without_a_directory_to_write_the_loops_compile_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_directory_to_write_the_loops_compile_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def njit(function: Any, **options: Any) -> Any:
         if options.get("cache"):
             raise RuntimeError("cannot cache function: no locator available")

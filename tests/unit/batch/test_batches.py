@@ -24,15 +24,7 @@ from streamadv.errors import BatchLostError, EpochFencedError
 from streamadv.grouping.groups_log import LoggedGroup, Pointer, read_groups, read_log
 from streamadv.run import Run
 from streamadv.store.connection import Connection
-from streamadv.trajectory.members import (
-    BASELINE,
-    HAS_REWARD,
-    HAS_VERSION,
-    MEMBER,
-    NO_MEMBERS,
-    ROW,
-    Members,
-)
+from streamadv.trajectory.members import BASELINE, HAS_REWARD, HAS_VERSION, MEMBER, NO_MEMBERS, ROW, Members
 from streamadv.trajectory.packet import StoredPacket
 from tests.support import compute_all, group_all, ledger, problems, pushed_run
 

@@ -62,11 +62,7 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Child
 
     def stand_in(**changes: str) -> list[dict[str, Child]]:
         def new_crew(
-            _: DemoSettings,
-            url: str,
-            directory: Path,
-            inbox: SimpleQueue[Message],
-            metrics_port: int | None,
+            _: DemoSettings, url: str, directory: Path, inbox: SimpleQueue[Message], metrics_port: int | None
         ) -> dict[str, Child]:
             codes = STAND_INS | {name.replace("_", "-"): code for name, code in changes.items()}
             made.append({name: child(name, code, directory, inbox) for name, code in codes.items()})

@@ -39,13 +39,7 @@ def random_trajectory(rng: np.random.Generator, group_id: str, index: int) -> Tr
         for start, end in ((0, half), (half, length)):
             state = None if rng.random() < 0.2 else f"s{rng.integers(0, 3)}"
             steps.append(
-                {
-                    "row": row,
-                    "start": start,
-                    "end": end,
-                    "reward": float(rng.normal()),
-                    "state_key": state,
-                }
+                {"row": row, "start": start, "end": end, "reward": float(rng.normal()), "state_key": state}
             )
     return Trajectory.model_validate(
         {

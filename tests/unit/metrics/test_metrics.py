@@ -318,10 +318,7 @@ def test_a_unit_reports_lengths_turns_and_truncation(delta: Delta) -> None:
     for name in expected:
         delta(name)
     compute_item(
-        response_tokens=np.array([100, 28]),
-        turns=[3, 4],
-        truncated=[True, False],
-        group_completion_s=[12.0],
+        response_tokens=np.array([100, 28]), turns=[3, 4], truncated=[True, False], group_completion_s=[12.0]
     )
     assert {name: delta(name) for name in expected} == pytest.approx(expected)
 

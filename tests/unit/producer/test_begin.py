@@ -12,16 +12,7 @@ from streamadv.producer.async_producer import BeginGroup
 from streamadv.producer.tickets import Ticket
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
-from tests.support import (
-    group_all,
-    join,
-    ledger,
-    make_overdue,
-    payload_keys,
-    problems,
-    producing,
-    trajectory,
-)
+from tests.support import group_all, join, ledger, make_overdue, payload_keys, problems, producing, trajectory
 
 MB = 1 << 20
 

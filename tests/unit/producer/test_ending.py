@@ -14,13 +14,7 @@ from streamadv.producer.requests import GroupCall
 from streamadv.producer.tickets import Ticket
 from streamadv.store.connection import Connection
 from streamadv.store.scripts import ScriptCall
-from tests.support import (
-    group_all,
-    join,
-    ledger,
-    problems,
-    producing,
-)
+from tests.support import group_all, join, ledger, problems, producing
 
 
 def test_failed_cancelled_and_unscorable_slots_end_without_a_trajectory(fake: Connection) -> None:

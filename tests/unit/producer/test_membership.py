@@ -9,14 +9,7 @@ import pytest
 from streamadv.producer.membership import Membership
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
-from tests.support import (
-    heartbeat,
-    join,
-    problems,
-    producing,
-    trajectory,
-    unscored,
-)
+from tests.support import heartbeat, join, problems, producing, trajectory, unscored
 
 
 def test_a_setting_given_by_a_later_process_is_heard_of(fake: Connection) -> None:

@@ -9,13 +9,7 @@ import pytest
 
 from streamadv.errors import TrajectoryError
 from streamadv.store.connection import Connection
-from tests.support import (
-    group_all,
-    join,
-    problems,
-    producing,
-    unscored,
-)
+from tests.support import group_all, join, problems, producing, unscored
 
 
 def test_scores_must_be_finite(fake: Connection) -> None:

@@ -11,12 +11,7 @@ from streamadv.errors import TrajectoryError
 from streamadv.producer.checks import check_records
 from streamadv.producer.tickets import Ticket, new_group_id
 from streamadv.store.connection import Connection
-from tests.support import (
-    join,
-    payload_keys,
-    producing,
-    trajectory,
-)
+from tests.support import join, payload_keys, producing, trajectory
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"group_id": "g"}', '{"group_id": 1}'])

@@ -47,11 +47,7 @@ def test_columns_of_all_members_lie_end_to_end(joined: Run) -> None:
 
 def test_columns_that_a_packet_does_not_have_are_left_out(joined: Run) -> None:
     packet = stored(joined)
-    for names, expected in (
-        (["response_mask", "values"], ["response_mask"]),
-        (["values"], []),
-        ([], []),
-    ):
+    for names, expected in ((["response_mask", "values"], ["response_mask"]), (["values"], []), ([], [])):
         (fetched,) = fetch_columns(joined, [packet], names)
         assert (list(fetched.columns), fetched.problem) == (expected, None)
 

@@ -30,8 +30,7 @@ HISTOGRAMS: Final = st.dictionaries(
 )
 UNFILLED: Final = st.dictionaries(st.integers(1, 1 << 30).map("u{}".format), st.integers(1, 500), max_size=6)
 TOTALS: Final = st.fixed_dictionaries(
-    {"n": st.integers(0, 600)},
-    optional={"in": st.integers(0, 1 << 40), "out": st.integers(0, 1 << 40)},
+    {"n": st.integers(0, 600)}, optional={"in": st.integers(0, 1 << 40), "out": st.integers(0, 1 << 40)}
 )
 #: Sums stay below 2^53: Lua counts in doubles.
 LIMITS: Final = st.one_of(st.just(1 << 40), st.integers(1, 1 << 32))

@@ -91,9 +91,7 @@ def trajectories(draw: st.DrawFn, index: int = 0) -> Trajectory:
     extras = draw(
         st.lists(
             st.tuples(
-                st.sampled_from(sorted(EXTRA_DTYPES)),
-                st.lists(st.integers(0, 3), max_size=3),
-                st.booleans(),
+                st.sampled_from(sorted(EXTRA_DTYPES)), st.lists(st.integers(0, 3), max_size=3), st.booleans()
             ),
             max_size=3,
         )

@@ -216,10 +216,7 @@ def test_large_columns_are_sent_from_where_they_lie() -> None:
     (packet,) = packets
     assert [
         part is record["input_ids"] for part, record in zip(packet.fields["input_ids"], found, strict=True)
-    ] == [
-        True,
-        True,
-    ]
+    ] == [True, True]
     assert isinstance(packet.fields["response_mask"], np.ndarray), "a quarter of it: copied"
 
 
