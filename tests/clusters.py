@@ -29,7 +29,7 @@ from streamadv.store.retry import RETRYABLE
 from streamadv.store.waiting import Blocked, Wait
 
 PRIMARIES: Final = 3
-PATIENCE_S: Final = 30.0
+PATIENCE_S: Final = 60.0
 #: A node silent for longer is taken for dead by the others. Tests that promote by hand set it high.
 NODE_TIMEOUT_MS: Final = 4_000
 FORMING_TIMEOUT_MS: Final = 500  # sets how often they talk
@@ -40,9 +40,9 @@ CALM_MS: Final = 60_000
 MASTER: Final = "mymaster"
 
 
-def until(true: Callable[[], object], what: str) -> None:
-    """Wait for something on a server. What cannot be asked now is asked again."""
-    wait = Wait(Blocked("test", "waiting for a server"), timeout=PATIENCE_S, base=0.005, cap=0.05)
+def until(true: Callable[[], object], what: str, within_s: float = PATIENCE_S) -> None:
+    """Wait for something on a server or of processes. What cannot be asked now is asked again."""
+    wait = Wait(Blocked("test", "waiting for a server"), timeout=within_s, base=0.005, cap=0.05)
     while True:
         try:
             if true():
@@ -51,7 +51,7 @@ def until(true: Callable[[], object], what: str) -> None:
             if wait.expired:
                 raise
         if wait.expired:
-            raise AssertionError(f"{what}: not after {PATIENCE_S:g} s")
+            raise AssertionError(f"{what}: not after {within_s:g} s")
         wait.pause()
 
 

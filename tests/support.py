@@ -192,6 +192,14 @@ def compute_all(run: Run, consumer: Consumer | None = None) -> int:
     return published
 
 
+def ends(queue: TrainerQueue) -> bool:
+    """Whether the run is over, as its trainer is told at once."""
+    try:
+        return queue.next_batch(timeout=0) is None
+    except NoBatchError:
+        return False
+
+
 def next_batch(queue: TrainerQueue, run: Run, **options: Any) -> Batch | None:
     """The next batch, None at the end of the run, NoBatchError when there are not enough groups."""
     group_all(run)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from streamadv.processes import machine
 from streamadv.processes.restarts import MOST_ENDS, WORKED_S, Restarts
 from streamadv.store.connection import Connection
 from streamadv.trajectory.interchange import write_trajectory
+from tests.children import descendants, runs, worker_of
+from tests.clusters import until
 from tests.support import trajectory
 
 DEADLINE_S = 60.0
@@ -54,41 +55,6 @@ def up(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         for pipe in (process.stdout, process.stderr):  # what was left behind may still have them
             assert pipe is not None
             pipe.close()
-
-
-def descendants(pid: int) -> dict[int, str]:
-    """Process id -> command line, of all that a process has started, directly or not."""
-    found: dict[int, str] = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        found |= {int(child): command, **descendants(int(child))}
-    return found
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
-
-
-def have_ended(pids: dict[int, str]) -> bool:
-    return not any(_runs(pid) for pid in pids)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def worker_of(process: subprocess.Popen[str]) -> int | None:
-    """The grouper itself, not its keeper."""
-    for pid, command in descendants(process.pid).items():
-        if command.rstrip().endswith("worker grouper") and "keeper.py" not in command:
-            return pid
-    return None
 
 
 @pytest.mark.slow
@@ -135,7 +101,7 @@ def test_nothing_outlives_it(up: Callable[..., subprocess.Popen[str]], number: s
     process = up("--", "sh", "-c", "sleep 1000 & echo ready; wait")
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    until(lambda: worker_of(process), "no grouper")
+    until(lambda: worker_of(process.pid, " worker grouper"), "no grouper")
     until(
         lambda: any(each.startswith("sleep 1000") for each in descendants(process.pid).values()), "no sleep"
     )
@@ -143,7 +109,7 @@ def test_nothing_outlives_it(up: Callable[..., subprocess.Popen[str]], number: s
     process.send_signal(number)
     status = process.wait(DEADLINE_S)
     assert status == (-number if number == signal.SIGKILL else 128 + number)
-    until(lambda: have_ended(started), "something runs on")
+    until(lambda: not any(map(runs, started)), "something runs on")
 
 
 @linux
@@ -156,13 +122,13 @@ def test_a_killed_worker_is_started_again(up: Callable[..., subprocess.Popen[str
     url = process.stdout.readline().strip()
     with Connection(url) as connection:
         connection.wait_until_ready(DEADLINE_S)
-    until(lambda: worker_of(process), "no grouper")
-    first = worker_of(process)
+    until(lambda: worker_of(process.pid, " worker grouper"), "no grouper")
+    first = worker_of(process.pid, " worker grouper")
     assert first is not None
     os.kill(first, signal.SIGKILL)
     while "up: grouper ended with status 137, is started again in" not in (line := process.stderr.readline()):
         assert line
-    until(lambda: worker_of(process) not in (None, first), "no other grouper")
+    until(lambda: worker_of(process.pid, " worker grouper") not in (None, first), "no other grouper")
     process.send_signal(signal.SIGINT)
     assert process.wait(DEADLINE_S) == 0  # it has run until Ctrl-C, as asked
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.payload import SCHEMA_VERSION
 from streamadv.version import __version__
+from tests.clusters import until
 from tests.support import compute_all, join, ledger, problems, push_groups
 
 pytestmark = [pytest.mark.server, pytest.mark.processes]
@@ -92,10 +92,8 @@ def versions(*ports: int) -> set[str]:
 
 def until_grouped(url: str, run: str, groups: int) -> None:
     """Until groupers have read so many groups of two."""
-    joined, deadline = join(url, run), time.monotonic() + WAIT_S
-    while joined.connection.scripts.xlen(joined.home.keys.groups) < groups:
-        assert time.monotonic() < deadline, ledger(joined)
-        time.sleep(0.05)
+    joined = join(url, run)
+    until(lambda: joined.connection.scripts.xlen(joined.home.keys.groups) >= groups, f"{groups} groups")
 
 
 @pytest.mark.slow

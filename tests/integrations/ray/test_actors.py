@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ import ray
 import streamadv as sa
 from streamadv.errors import ProcessEndedError, SettingError
 from streamadv.integrations.ray import ActorHealth, Actors, ScorerActors, connect, start
+from tests.children import descendants, runs, worker_of
+from tests.clusters import until
 from tests.support import join, ledger, problems
 
 SIZE = 2
@@ -44,36 +45,6 @@ def cluster() -> Iterator[None]:
                 raise
     yield
     ray.shutdown()
-
-
-def until(true: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
-
-
-def descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    threads = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    found = {int(child) for each in [children, *threads] for child in each}
-    return sorted(found | {deeper for child in found for deeper in descendants(child)})
-
-
-def worker_of(health: ActorHealth) -> int | None:
-    """The process id of an actor's worker."""
-    for pid in descendants(health.pid):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"worker" in words and not any(word.endswith(b"keeper.py") for word in words):
-            return pid
-    return None
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def of(actors: Actors, name: str) -> ActorHealth:
@@ -109,7 +80,7 @@ class Flow:
     def progress(self) -> None:
         """Wait until more has been trained on."""
         before = len(self.trained)
-        until(lambda: len(self.trained) > before, "more is trained on")
+        until(lambda: len(self.trained) > before, "more is trained on", DEADLINE_S)
 
     def end(self) -> None:
         self._over.set()
@@ -126,26 +97,26 @@ def test_killed_actors_and_workers_come_back_and_nothing_is_lost(redis_url: str,
             (f"{run}:advantage-0", "ready", 1),
             (f"{run}:advantage-1", "ready", 1),
         ]
-        given = Path(f"/proc/{worker_of(of(actors, 'advantage-0'))}/environ").read_bytes().split(b"\0")
+        given = Path(f"/proc/{worker_of(of(actors, 'advantage-0').pid)}/environ").read_bytes().split(b"\0")
         assert b"CUDA_VISIBLE_DEVICES=0" in given
         flow = Flow(redis_url, run)
         for name in ("grouper-0", "advantage-0", "advantage-1"):
             flow.progress()
             before = of(actors, name)
             os.kill(before.pid, signal.SIGKILL)
-            until(lambda: of(actors, name).state == "ready", f"{name} is back")  # noqa: B023
+            until(lambda: of(actors, name).state == "ready", f"{name} is back", DEADLINE_S)  # noqa: B023
             assert of(actors, name).pid != before.pid
         flow.progress()
-        worker = worker_of(of(actors, "grouper-0"))
+        worker = worker_of(of(actors, "grouper-0").pid)
         assert worker is not None
         os.kill(worker, signal.SIGKILL)
-        until(lambda: of(actors, "grouper-0").starts == 2, "the actor starts another worker")
+        until(lambda: of(actors, "grouper-0").starts == 2, "the actor starts another worker", DEADLINE_S)
         actors.wait_until_ready(DEADLINE_S)
         flow.progress()
         flow.end()
         processes = [pid for each in actors.health() for pid in (each.pid, *descendants(each.pid))]
         assert len(processes) >= 6
-    until(lambda: not any(map(runs, processes)), "all processes have ended")
+    until(lambda: not any(map(runs, processes)), "all processes have ended", DEADLINE_S)
     assert set(flow.trained) == set(flow.pushed)
     assert set(flow.trained.values()) == {1}
     joined = join(redis_url, run)

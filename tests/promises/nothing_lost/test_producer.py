@@ -15,7 +15,7 @@ import pytest
 import redis
 
 import streamadv
-from streamadv.errors import Busy, NoBatchError, ProducerClosedError
+from streamadv.errors import Busy, ProducerClosedError
 from streamadv.producer import Producer, logic
 from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
@@ -23,6 +23,7 @@ from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import refusals, until
 from tests.support import (
+    ends,
     group_all,
     join,
     ledger,
@@ -168,13 +169,6 @@ def test_a_push_above_maxmemory_waits_and_leaves_nothing_behind(tmp_path: Path, 
         joined = join(Connection(server.url), run)
         assert ledger(joined)["pushed"] == 2
         assert problems(joined) == []
-
-
-def ends(queue: TrainerQueue) -> bool:
-    try:
-        return queue.next_batch(timeout=0) is None
-    except NoBatchError:
-        return False
 
 
 @pytest.mark.parametrize("last_words", ["close", "finish"])

@@ -6,24 +6,16 @@ from typing import Any
 
 import pytest
 
-from streamadv.errors import NoBatchError
 from streamadv.grouping.grouper import Housekeeping
 from streamadv.run import heartbeats
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import join, producing
+from tests.support import ends, join, producing
 
 
 def producers_of(fake: Connection) -> str:
     return join(fake, "r").keys.home.producers
-
-
-def ends(queue: TrainerQueue) -> bool:
-    try:
-        return queue.next_batch(timeout=0) is None
-    except NoBatchError:
-        return False
 
 
 @pytest.mark.parametrize("seen_ms", [0, 1_000, 10**14], ids=["long ago", "1970", "in the year 5138"])
