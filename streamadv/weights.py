@@ -146,10 +146,8 @@ class Loader:
                 return version
             try:
                 self.version = load(path_of(self._folder, version), target)
-            except (
-                WeightsMissingError
-            ):  # removed meanwhile: a newer one is there, or the trainer has gone back
-                continue
+            except WeightsMissingError:
+                continue  # removed meanwhile: a newer one is there, or the trainer has gone back
             return self.version
         raise WeightsMissingError(f"no weights in {self._folder}: the trainer has to publish some first")
 

@@ -33,9 +33,8 @@ PATIENCE_S: Final = 60.0
 #: A node silent for longer is taken for dead by the others. Tests that promote by hand set it high.
 NODE_TIMEOUT_MS: Final = 4_000
 FORMING_TIMEOUT_MS: Final = 500  # sets how often they talk
-DOWN_AFTER_MS: Final = (
-    300  # while a test wants a failover, CALM_MS while not: a busy machine is silent as well
-)
+#: While a test wants a failover, CALM_MS while not: a busy machine is silent as well.
+DOWN_AFTER_MS: Final = 300
 CALM_MS: Final = 60_000
 MASTER: Final = "mymaster"
 

@@ -43,9 +43,8 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     messages.send("ready")
     metrics.serve(load_settings().metrics_port, settings.run)
-    chance = random.Random(
-        f"{settings.seed}/{index}/{start}"
-    )  # a restarted process plays on, it repeats nothing
+    # a restarted process plays on, it repeats nothing
+    chance = random.Random(f"{settings.seed}/{index}/{start}")
     generator = torch.Generator().manual_seed(chance.randrange(2**63))
     policy, lakes, loader = Policy(), Lakes(), sa.weights.Loader(directory)
     with sa.Producer(

@@ -50,9 +50,8 @@ def main(parent: int, grace: float, command: list[str]) -> int:
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    _to_group(
-        child, signal.SIGKILL
-    )  # what it has left behind; its own id is not given away before the next line
+    # what it has left behind; its own id is not given away before the next line
+    _to_group(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return status if status >= 0 else 128 - status
 

@@ -92,9 +92,8 @@ class World:
     def play(self) -> None:
         """Step everybody in turn, starting again whoever died, until the trainer has seen the end of the run."""
         with hooked(self.hook, self.gate), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                heartbeats, "PRODUCER_TIMEOUT_S", -1.0
-            )  # a dead producer is known to be dead at once
+            # a dead producer is known to be dead at once
+            patch.setattr(heartbeats, "PRODUCER_TIMEOUT_S", -1.0)
             patch.setattr(Heartbeat, "start", lambda heartbeat, session: None)  # a thread dies with nobody
             # Nobody reads why there is no batch yet, and reading the status for it is a quarter of the time.
             patch.setattr(supply, "why_no_batch", lambda run, limits: "")

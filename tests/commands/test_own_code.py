@@ -200,9 +200,8 @@ def test_a_worker_leaves_a_chain_that_it_does_not_know(
         while "estimator 'mine' is unknown" not in (line := early.stderr.readline()):
             assert line, "the worker has ended"
         assert "--import" in line
-        knowing = streamadv(
-            folder, *words, "--import", "my_estimators"
-        )  # batch 0 stays until it is committed
+        # batch 0 stays until it is committed
+        knowing = streamadv(folder, *words, "--import", "my_estimators")
         try:
             ((status, _, err),) = outcomes(folder, words)
             assert status == 1

@@ -187,9 +187,8 @@ def test_an_exporter_tells_of_a_run_that_no_grouper_serves(redis_url: str, run: 
         assert exporter.stderr is not None
         while "metrics on port" not in (line := exporter.stderr.readline()):
             assert line
-        assert (
-            f'streamadv_run_readable{{run="{run}"}} 0.0' in asked(probes, "/metrics")[1]
-        )  # there is no such run
+        # there is no such run
+        assert f'streamadv_run_readable{{run="{run}"}} 0.0' in asked(probes, "/metrics")[1]
         with producing(redis_url, run) as producer:
             push_groups(producer, 1)
             text = asked(probes, "/metrics")[1]

@@ -207,9 +207,8 @@ def test_the_pipeline_can_do_its_job_and_needs_all_it_is_allowed(
     """The whole scenario of the chaos tests: all scripts, deadlines, dead letters, two shards."""
     write = scenario._write_values
     owner = SimpleNamespace(connection=Connection(empty.server.url), run_name=RUN)
-    monkeypatch.setattr(
-        scenario, "_write_values", lambda world, *what: write(owner, *what)
-    )  # spoils payloads
+    # spoils payloads
+    monkeypatch.setattr(scenario, "_write_values", lambda world, *what: write(owner, *what))
     used: set[tuple[str, str]] = set()
     with empty.watch(used):
         world = scenario.World(empty.url("pipeline"), RUN, lambda point, number: False)

@@ -76,9 +76,8 @@ class Report:
     seconds: float
     batches: int = 0
     ledger: dict[str, Any] = field(default_factory=dict)
-    drift: dict[str, tuple[float, float]] = field(
-        default_factory=dict
-    )  # series -> its level at first, at last
+    # series -> its level at first, at last
+    drift: dict[str, tuple[float, float]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:

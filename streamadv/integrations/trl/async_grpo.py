@@ -53,9 +53,8 @@ class QueueRolloutWorker:
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(ahead)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._skip = (0, "")  # rows of the first batch that are in the weights, and its id
-        self._untrained: deque[tuple[Batch, int]] = (
-            deque()
-        )  # batches handed over, and their rows left to train on
+        # batches handed over, and their rows left to train on
+        self._untrained: deque[tuple[Batch, int]] = deque()
         self._lock = threading.Lock()
         self._version = 0  # as TRL counts
         self._stop = threading.Event()

@@ -191,9 +191,8 @@ def test_a_reservation_covers_the_results_too(redis_url: str, run: str) -> None:
         ratio = live(joined) / pushed
         assert ratio > 1.2
         producer.begin_group(1, group_id="after")
-        assert (
-            reserved(joined) >= 2 * before * ratio * 0.99
-        )  # the group begun before counts at the present size
+        # the group begun before counts at the present size
+        assert reserved(joined) >= 2 * before * ratio * 0.99
         queue.close()
 
 

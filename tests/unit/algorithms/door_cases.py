@@ -491,9 +491,8 @@ def cases(function: str, rows: int = 4, tokens: int = 6, seed: int = 0) -> Itera
     for name in entry.columns:
         if len(base.columns) > 1:
             others = {other: column for other, column in base.columns.items() if other != name}
-            without = (
-                name == "ref_log_probs" and base.arguments.get("peer_quirks") == "roll"
-            )  # as ROLL: no KL
+            # as ROLL: no KL
+            without = name == "ref_log_probs" and base.arguments.get("peer_quirks") == "roll"
             yield Case(f"without {name}", base.arguments, others, refused=not without, sizes=base.sizes)
     for some_rows, some_tokens, filled in (
         (0, 6, 0.6),

@@ -268,9 +268,8 @@ def baselines(
 
 def test_token_baselines() -> None:
     both = baselines([[1, 1, 1], [1, 1, 0]], [3.0, 6.0])
-    close(
-        advantages("optimal_token_baseline", both), [-1.5, -1.5, 3, 1.5, 1.5, 0]
-    )  # nothing left at the tail
+    # nothing left at the tail
+    close(advantages("optimal_token_baseline", both), [-1.5, -1.5, 3, 1.5, 1.5, 0])
     kept = {"estimator": "optimal_token_baseline", "handle_zero_tail": False}
     close(advantages(kept, both), [-1.5, -1.5, 0, 1.5, 1.5, 0])
     tie = baselines([[1, 1], [1, 1]], [3.0, 6.0])

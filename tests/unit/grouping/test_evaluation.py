@@ -244,9 +244,8 @@ def test_so_many_results_are_kept(fake: Connection) -> None:
         producer.push([trajectory("h", 0, 1, role="eval", model_version=20)])
         group_all(run)
         assert {version for _, version in shown(run)} == {*range(11, 21)}
-        producer.push(
-            [trajectory("i", 0, 1, role="eval", model_version=10)]
-        )  # part of a version tells nothing
+        # part of a version tells nothing
+        producer.push([trajectory("i", 0, 1, role="eval", model_version=10)])
         group_all(run)
         assert {version for _, version in shown(run)} == {*range(11, 21)}
     assert ledger(run)["dropped"] == {"eval": 3}
@@ -285,9 +284,8 @@ def test_results_of_weights_that_were_taken_back_go(fake: Connection) -> None:
         group_all(run)
         assert set(shown(run)) == {("", 1)}
         assert shown(run)["", 1].mean == 0.5
-        producer.push(
-            [trajectory("a", 0, 1, role="eval", model_version=3)]
-        )  # played by then, under the new epoch
+        # played by then, under the new epoch
+        producer.push([trajectory("a", 0, 1, role="eval", model_version=3)])
         group_all(run)
         assert set(shown(run)) == {("", 1), ("", 3)}
     assert ledger(run)["dropped"]["eval"] == 6

@@ -121,9 +121,8 @@ def test_filters_look_at_what_the_run_names(fake: Connection, fields: dict[str, 
         run = join(fake, "r")
         producer.push([trajectory("g", index, reward=float(index), **fields) for index in range(2)])
         assert group_all(run) == [outcome]
-        producer.push(
-            [trajectory("h", n, reward=0.5, rewards={"correct": float(n)}) for n in range(2)]
-        )  # equal rewards
+        # equal rewards
+        producer.push([trajectory("h", n, reward=0.5, rewards={"correct": float(n)}) for n in range(2)])
         assert group_all(run) == ["complete"]
         with pytest.raises(TrajectoryError, match="correct"):
             producer.push([trajectory("i", 0)])

@@ -81,9 +81,8 @@ def test_groups_of_one_call_are_answered_one_by_one(run: Run) -> None:
         ["broken"],
         ["ok", "pushed", "pushed"],
     ]
-    assert (
-        len(payload_keys(run)) == packets_in(run) + 2 - 1
-    )  # those of the other two groups, and a record without
+    # those of the other two groups, and a record without
+    assert len(payload_keys(run)) == packets_in(run) + 2 - 1
     run.connection.scripts.delete(run.keys.home.group("broken"))
     assert (ledger(run)["pushed"], ledger(run)["queued"]) == (8, 8)
     assert problems(run) == []
@@ -170,9 +169,8 @@ def test_a_packet_none_of_whose_members_counts_goes_at_once(run: Run) -> None:
     push_together(run, [unscored("h", index, 3) for index in range(2)])
     with producing(run.connection, "r") as producer:
         group_all(run)
-        push_together(
-            run, [trajectory("g", index) for index in (2, 3)], slots=5
-        )  # after the end: never registered
+        # after the end: never registered
+        push_together(run, [trajectory("g", index) for index in (2, 3)], slots=5)
         for index in range(2):
             assert producer.score("h", index, None) == "scored"
         group_all(run)

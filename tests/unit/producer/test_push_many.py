@@ -80,9 +80,8 @@ def test_calls_are_bounded(fake: Connection, calls: list[Push]) -> None:
 
 def test_groups_of_several_shards(fake: Connection, calls: list[Push]) -> None:
     with producing(fake, "r", {"shards": 3}) as producer:
-        producer.push_many(
-            [group_of(f"g{number}") for number in range(12)]
-        )  # the shards learn the run's layout
+        # the shards learn the run's layout
+        producer.push_many([group_of(f"g{number}") for number in range(12)])
         calls.clear()
         producer.push_many([group_of(f"h{number}") for number in range(12)])
         assert sum(len(call.groups) for call in calls) == 12

@@ -42,9 +42,8 @@ def status(
 ) -> Callable[..., Any]:
     """What `streamadv status` prints of run r on the fake server."""
     monkeypatch.setattr("streamadv.cli.status.connect_once", lambda *_, **__: fake)
-    monkeypatch.setattr(
-        "streamadv.cli.set_up_logging", lambda *_, **__: None
-    )  # it would replace caplog's handler
+    # it would replace caplog's handler
+    monkeypatch.setattr("streamadv.cli.set_up_logging", lambda *_, **__: None)
 
     def printed(*words: str) -> Any:
         capsys.readouterr()
