@@ -48,8 +48,6 @@ class Pushes:
         check_one_group(trajectories)
         role = check_roles(trajectories, None if ticket is None else ticket.role)
         redundancy = self._membership.manifest.redundancy if role == Role.TRAIN else 0
-        yield from self._check_rewards(trajectories)
-        yield from self._register_extras(trajectories)
         first = trajectories[0]
         slots = ticket.slots if ticket is not None else first.group_size + redundancy
         spec = GroupSpec(first.group_id, first.group_size, slots, first.data_source, role=role)
@@ -57,11 +55,14 @@ class Pushes:
         limit, packets = manifest.max_trajectory_bytes, None
         if manifest.filter_by == REWARD:
             packets = plain_trajectories(trajectories, limit)
-        packets = packets or encode_packets(trajectories, limit, manifest.filter_by)
+        if packets is None:
+            yield from self._check_rewards(trajectories)
+            yield from self._register_extras(trajectories)
+            packets = encode_packets(trajectories, limit, self._membership.manifest.filter_by)
         if ticket is not None:
-            return (yield from self._send_slices(spec, packets, ticket.epoch, None, ticket.trace))
+            return (yield from self._send_all(spec, packets, ticket.epoch, None, ticket.trace))
         budget = self._admission.budget_for_new(spec.group_id)
-        return (yield from self._send_slices(spec, packets, 0, budget))
+        return (yield from self._send_all(spec, packets, 0, budget))
 
     def plain_packets(self, records: Sequence[Any], ticket: Ticket) -> list[Packet] | None:
         """For `push_plain`; None if the records of the ticket's group are not all plain."""
@@ -71,7 +72,7 @@ class Pushes:
 
     def push_plain(self, packets: Sequence[Packet], ticket: Ticket) -> Steps[PushResult]:
         """`push` of plain records: nobody has to bring their rewards, and they have no extra columns."""
-        return self._send_slices(GroupSpec.of(ticket), packets, ticket.epoch, None, ticket.trace)
+        return self._send_all(GroupSpec.of(ticket), packets, ticket.epoch, None, ticket.trace)
 
     def push_many(
         self, groups: Sequence[Sequence[Trajectory]], timeout: float | None
@@ -106,7 +107,7 @@ class Pushes:
     def end_slots(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that these rollouts ended without a trajectory: `kind` failed, aborted or cancelled."""
         packets = ended_packets(indices, kind, ticket.role)
-        return self._send_slices(GroupSpec.of(ticket), packets, 0, None, ticket.trace)
+        return self._send_all(GroupSpec.of(ticket), packets, 0, None, ticket.trace)
 
     def cancel(self, ticket: Ticket, count: int, free: Collection[int]) -> Steps[PushResult]:
         """Cancel `count` of the slots `free`: the highest ones that nobody has ended elsewhere.
@@ -165,7 +166,7 @@ class Pushes:
                 wait = wait or self._admission.push_wait()
                 yield from self._admission.wait_for_room(wait, Reason(*busy.reason))
 
-    def _send_slices(
+    def _send_all(
         self,
         spec: GroupSpec,
         packets: Sequence[Packet],
@@ -182,25 +183,20 @@ class Pushes:
         with tracing.pushing(self._membership.run, spec.group_id, trace, rollouts) as push:
             if (context := tracing.travelling(trace, push)) is not None:
                 packets = [_with_trace(packet, context) for packet in packets]
-            return (yield from self._send_all(spec, packets, epoch, budget))
-
-    def _send_all(
-        self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None
-    ) -> Steps[PushResult]:
-        if self._membership.finished:
-            yield from self._membership.reopen()
-        shard = self._membership.shard_of(spec.group_id)
-        codes: dict[int, str] = {}  # by position in the push
-        for part in slices(packets, load_of):
-            server_id = self._resend.server_of(shard)
-            result = yield from self._send(spec, part, epoch, budget, waits=budget is None)
-            size = sum([load_of(packet).size for packet in part])
-            kept = tuple([packet.frozen() for packet in part])
-            self._resend.remember(shard, server_id, size, self._again, spec[:6], kept, epoch)
-            if len(part) == len(packets):
-                return result
-            codes |= zip(sorted(_positions(part)), result.codes, strict=True)
-        return _result(packets, codes)
+            if self._membership.finished:
+                yield from self._membership.reopen()
+            shard = self._membership.shard_of(spec.group_id)
+            codes: dict[int, str] = {}  # by position in the push
+            for part in slices(packets, load_of):
+                server_id = self._resend.server_of(shard)
+                result = yield from self._send(spec, part, epoch, budget, waits=budget is None)
+                size = sum([load_of(packet).size for packet in part])
+                kept = tuple([packet.frozen() for packet in part])
+                self._resend.remember(shard, server_id, size, self._again, spec[:6], kept, epoch)
+                if len(part) == len(packets):
+                    return result
+                codes |= zip(sorted(_positions(part)), result.codes, strict=True)
+            return _result(packets, codes)
 
     def _send_again(
         self, spec: tuple[Any, ...], packets: Sequence[tuple[Any, ...]], epoch: int
@@ -234,7 +230,7 @@ class Pushes:
                     raise
                 wait = wait or self._admission.push_wait()
                 yield from self._admission.wait_for_room(wait, Reason(*busy.reason))
-        metrics.producer_pushed(codes.values())
+        metrics.producer_pushed(list(codes.values()))
         if refused := [position for position, code in codes.items() if code == "range"]:
             raise TrajectoryError(f"record {min(refused)}: group {spec.group_id} has no such slot left")
         return _result(packets, codes)
@@ -242,8 +238,9 @@ class Pushes:
     def _attempt(self, packets: Sequence[Packet], epoch: int, arguments: list[Any]) -> Push:
         """arguments: as `Admission.call_group_script` gives them."""
         group = GroupPush(tuple(arguments[:SPEC_ARGS]), epoch, packets)
-        scorer = next(iter(self._membership.manifest.scorers or ()), "")
-        return Push(self._membership.keys_of(arguments[0]), scorer, tuple(arguments[SPEC_ARGS:]), [group])
+        scorers = self._membership.manifest.scorers
+        keys = self._membership.keys_of(arguments[0])
+        return Push(keys, scorers[0] if scorers else "", tuple(arguments[SPEC_ARGS:]), [group])
 
     def _send_cancels(
         self, spec: GroupSpec, calls: Sequence[tuple[str, int]], allowed: str

@@ -6,6 +6,8 @@ cuts reads off after 5 s).
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from operator import itemgetter
@@ -43,6 +45,8 @@ SENT_AGAIN_ON: Final = (
     redis.exceptions.TimeoutError,
     redis.exceptions.ReadOnlyError,
 )
+#: Seconds before what was sent is sent again, at most.
+AGAIN_S: Final = 0.1
 #: Of one client; more callers wait their turn. `?max_connections=` in the URL changes it.
 MAX_CONNECTIONS: Final = 32
 
@@ -67,10 +71,13 @@ def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Re
     options["command_packer"] = Packer()  # a cluster's client takes none: it copies
     if not target.sentinels:
         pool = Pool.from_url(target.url, max_connections=MAX_CONNECTIONS, timeout=None, **options)
-        return Client.from_pool(pool)
-    kind = _MasterSSLConnection if target.tls else _MasterConnection
-    options |= _through_sentinels(target, redis.sentinel.Sentinel, kind, Retry(NoBackoff(), 0))
-    return Client.from_pool(cast(Any, Pool)(**options))
+    else:
+        kind = _MasterSSLConnection if target.tls else _MasterConnection
+        options |= _through_sentinels(target, redis.sentinel.Sentinel, kind, Retry(NoBackoff(), 0))
+        pool = cast(Any, Pool)(**options)
+    client: Any = Client.from_pool(pool)
+    client.attempts = 1 + retries
+    return cast(redis.Redis, client)
 
 
 class _Classified:
@@ -100,6 +107,8 @@ class _ClusterClient(_Classified, redis.cluster.RedisCluster):
 
 class Client(_Classified, redis.Redis):
     """A client of one server, with transactions that cost less than a pipeline's: packed and sent in one piece."""
+
+    attempts = 1  # at sending what goes past redis-py
 
     def transact(
         self,
@@ -158,15 +167,20 @@ class Client(_Classified, redis.Redis):
         """
         pool: Any = self.connection_pool
         connection = pool.get_connection()
-
-        def attempt() -> Any:
-            result = result_of(exchange(connection, pieces, count))
-            if isinstance(result, Exception):
-                raise result
-            return result
-
+        attempts = self.attempts
         try:
-            return connection.retry.call_with_retry(attempt, lambda _: connection.disconnect())
+            while True:
+                attempts -= 1
+                try:
+                    result = result_of(exchange(connection, pieces, count))
+                    if isinstance(result, Exception):
+                        raise result
+                    return result
+                except SENT_AGAIN_ON:
+                    connection.disconnect()
+                    if not attempts:
+                        raise
+                    time.sleep(AGAIN_S * random.random())
         except redis.exceptions.ResponseError as error:
             raise classified(error) from None
         finally:

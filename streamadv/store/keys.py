@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final
 
 from redis.crc import key_slot
@@ -159,16 +160,16 @@ def key_patterns(run: str) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunKeys:
     """All keys of a run, given the salts of its shards."""
 
     run: str
     salts: tuple[int, ...]
 
-    @property
-    def shards(self) -> list[ShardKeys]:
-        return [self.shard(index) for index in range(len(self.salts))]
+    @cached_property
+    def shards(self) -> Sequence[ShardKeys]:
+        return [_shard_keys(f"{self.run}:{index}:{salt}") for index, salt in enumerate(self.salts)]
 
     @property
     def home(self) -> ShardKeys:
@@ -176,7 +177,7 @@ class RunKeys:
         return self.shard(0)
 
     def shard(self, index: int) -> ShardKeys:
-        return _shard_keys(f"{self.run}:{index}:{self.salts[index]}")
+        return self.shards[index]
 
     def shard_of(self, group_id: str) -> int:
         """The shard a group lives in: a stable hash, the same in every process and release."""

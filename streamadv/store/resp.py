@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Final
 
 import hiredis
@@ -70,14 +71,20 @@ def pack_transaction(payloads: Payloads, call: Sequence[Any]) -> list[Piece]:
         key, size = key_text.encode(), 0
         payload: list[Piece] = [b"\r\n*%d\r\n$4\r\nHSET\r\n$%d\r\n%b" % (2 + 2 * len(fields), len(key), key)]
         for field, value in fields.items():
-            name = field if isinstance(field, bytes) else field.encode()
             parts = [as_buffer(part) for part in value] if isinstance(value, list) else [as_buffer(value)]
             length = sum(map(len, parts))
-            payload += [b"\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, length), *parts]
+            payload += [b"%b%d\r\n" % (_named(field), length), *parts]
             size += length
         payload.append(_PEXPIRE % (len(key), key))
         pieces += payload if size >= LARGE else [b"".join(payload)]
     return [*pieces, b"\r\n", *Packer().pack(*call), b"*1\r\n$4\r\nEXEC\r\n"]
+
+
+@lru_cache(256)
+def _named(field: str | bytes) -> bytes:
+    """What comes before the length of a field's value."""
+    name = field if isinstance(field, bytes) else field.encode()
+    return b"\r\n$%d\r\n%b\r\n$" % (len(name), name)
 
 
 def gathered(pieces: Iterable[Piece]) -> Iterator[Piece]:

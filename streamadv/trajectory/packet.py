@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -82,9 +83,13 @@ def field_of(arrays: Sequence[Array]) -> Array | list[Array]:
     Small parts are copied into one array. Large columns are sent from where they lie: a copy would cost as much as
     sending, and a producer keeps what it has sent for a while.
     """
-    if sum([array.nbytes for array in arrays]) < LARGE_COLUMN:
-        return np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy()
-    return list(arrays) if len(arrays) > 1 else arrays[0]
+    if len(arrays) == 1:
+        return arrays[0].copy() if arrays[0].nbytes < LARGE_COLUMN else arrays[0]
+    is_small = sum(map(_nbytes, arrays)) < LARGE_COLUMN
+    return np.concatenate(arrays) if is_small else list(arrays)
+
+
+_nbytes: Final = attrgetter("nbytes")
 
 
 def end_to_end(column: Array | Sequence[Array]) -> Array:

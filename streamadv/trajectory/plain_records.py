@@ -199,23 +199,17 @@ def _member(
         or not (version is None or (type(version) is int and 0 <= version < _MAX_VERSION))
     ):
         return None
-    tokens = _tokens(record, columns)
-    if not tokens:
-        return None
-    return _made(position, index, tokens, width, reward, status, role, version, header, record)
-
-
-def _tokens(record: Mapping[str, Any], columns: Columns) -> int:
-    """The tokens of a record's one row; 0 unless its columns are arrays of one length and their dtypes."""
     ids = record["input_ids"]
-    tokens = len(ids) if type(ids) is np.ndarray and ids.ndim == 1 else 0
+    if type(ids) is not np.ndarray or ids.ndim != 1 or not len(ids):
+        return None
+    shape = ids.shape
     for name, dtype in columns:
         array = record[name]
-        if type(array) is not np.ndarray or array.ndim != 1 or len(array) != tokens:
-            return 0
+        if type(array) is not np.ndarray or array.shape != shape:
+            return None
         if array.dtype is not dtype and array.dtype != dtype:
-            return 0
-    return tokens
+            return None
+    return _made(position, index, len(ids), width, reward, status, role, version, header, record)
 
 
 def _made(
@@ -233,10 +227,9 @@ def _made(
     size, version_flag = tokens * width + len(header), 0 if version is None else HAS_VERSION
     if size > _MAX_BYTES:
         return None
-    entry = _RECORD.pack(
-        *(index, _STATUS[status], HAS_REWARD | _FLAGS[role] | version_flag, 1, 0, size, reward),
-        *(version or 0, version or 0, tokens, np.count_nonzero(record["response_mask"])),
-    )
+    flags, number = HAS_REWARD | _FLAGS[role] | version_flag, version or 0
+    ones = np.count_nonzero(record["response_mask"])
+    entry = _RECORD.pack(index, _STATUS[status], flags, 1, 0, size, reward, number, number, tokens, ones)
     text = member_line(index, "usable", reward, role)
     return _Member(index, position, size, entry, text, header, record)
 
@@ -259,19 +252,12 @@ def _member_of(
     values = row.__dict__  # attribute access goes through pydantic
     if row.__pydantic_extra__ or values["agent"] is not None or values["reward"] is not None:
         return None
-    if any((values[name] is not None) != is_there for name, is_there in _presence(columns)):
+    if [name for name in KNOWN_COLUMNS if values[name] is not None] != [name for name, _ in columns]:
         return None
     header = to_json({"metadata": trajectory.metadata}) if trajectory.metadata else b""
     tokens, index = len(values["input_ids"]), trajectory.rollout_index
     status, role = trajectory.status, trajectory.role
     return _made(position, index, tokens, width, reward, status, role, version, header, values)
-
-
-@lru_cache(64)
-def _presence(columns: Columns) -> tuple[tuple[str, bool], ...]:
-    """Of every stored column, whether it is one of `columns`."""
-    present = {name for name, _ in columns}
-    return tuple((name, name in present) for name in KNOWN_COLUMNS)
 
 
 def _header(metadata: Any, shared: Mapping[str, Any]) -> bytes | None:
