@@ -21,6 +21,7 @@ from ..errors import ArgumentError, OptionError
 from ..messages import brief
 from ..trajectory.columns import Array
 from . import kernels
+from .labels import numbered
 
 Dims = tuple[str | int, ...]
 GREATEST: Final = float(torch.finfo(torch.float32).max)  # results are float32: above it they are infinite
@@ -124,27 +125,33 @@ class Each:
 
 @dataclass(frozen=True, slots=True)
 class LabelsOf:
-    """One hashable label per row: a list, a tuple, a 1-D tensor or NumPy array."""
+    """One hashable label per row: a list, a tuple, a 1-D tensor or NumPy array; behind the door their numbers.
+
+    Numbers are int64 on the host (`labels.numbered`); with `kept` it is a list of the labels themselves.
+    """
 
     size: str = "B"
+    kept: bool = False
 
-    def take(self, name: str, value: Any, call: Call) -> list[Any]:
+    def take(self, name: str, value: Any, call: Call) -> Tensor | list[Any]:
         if isinstance(value, str | bytes | Mapping | set | frozenset) or not isinstance(value, Sized):
             raise ArgumentError(f"{name} is {_what(value)}, needs one label per row")
         if isinstance(value, Tensor | np.ndarray) and value.ndim != 1:
             raise ArgumentError(f"{name} has shape {_listed(value.shape)}, needs one label per row")
         _fit(name, (len(value),), (self.size,), None, call)
         items = value.tolist() if isinstance(value, Tensor | np.ndarray) else list(value)  # type: ignore[call-overload]
-        if set(map(type, items)) <= {str, int}:  # nearly always
-            return items
-        for index, label in enumerate(items):
-            if getattr(label, "__hash__", None) is None:
-                raise ArgumentError(
-                    f"{name}[{index}] is {_what(label)}, which cannot be compared: use text or a number"
-                )
+        try:
+            numbers, labels = numbered(items)
+        except TypeError:
+            index = next(k for k, label in enumerate(items) if not _is_hashable(label))
+            raise ArgumentError(
+                f"{name}[{index}] is {_what(items[index])}, which cannot be compared: use text or a number"
+            ) from None
+        for label in labels:
             if label != label:
+                index = next(k for k, item in enumerate(items) if item is label)
                 raise ArgumentError(f"{name}[{index}] is NaN, which equals nothing: use text or a number")
-        return items
+        return items if self.kept else torch.from_numpy(numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +256,7 @@ Logits = Annotated[Tensor, Values(("*", "V"), finite=False)]
 Versions = Annotated[Tensor, Whole(("*",))]
 #: One per row; equal labels are one group.
 Labels = Annotated[Sequence[object] | Array | Tensor, LabelsOf()]
+Names = Annotated[Sequence[object] | Array | Tensor, LabelsOf(kept=True)]
 Share = Annotated[float, Number(low=0, high=1)]
 NotNegative = Annotated[float, Number(low=0)]
 Positive = Annotated[float, Number(above=0)]
@@ -331,6 +339,14 @@ def _needed(dims: Dims, sizes: Mapping[str, tuple[Any, str]]) -> str:
         return _listed(sizes["*"][0]) if "*" in sizes else "any shape"
     parts = [f"{d} = {sizes[d][0]}" if d in sizes else str(d) for d in dims]  # type: ignore[index]
     return f"[{', '.join(parts)}]"
+
+
+def _is_hashable(label: object) -> bool:
+    try:
+        hash(label)
+    except TypeError:
+        return False
+    return True
 
 
 def _as_bool(name: str, mask: Tensor, call: Call) -> Tensor:

@@ -20,6 +20,7 @@ from ..extras import torch
 from ..trajectory.columns import Array, count_ones
 from ..trajectory.members import NO_STATE, Members, Positions, offsets
 from ..trajectory.schema import Trajectory
+from .labels import numbered, numbered_array
 from .packable import Packable
 from .packed import PackedBatch, Steps
 from .packed_checks import BUILT
@@ -65,7 +66,7 @@ def pack(
     device = torch.device(device)
     return _batch(
         rows,
-        _codes([member.group_id for member in members]),
+        numbered([member.group_id for member in members])[0],
         [member.reward for member in members],
         [getattr(member, "status", None) == "truncated" for member in members],
         _steps(members, cu_seqlens, first_row),
@@ -258,12 +259,6 @@ def _components_of(members: Members) -> dict[str, Array]:
     }
 
 
-def _codes(keys: Sequence[str]) -> list[int]:
-    """The number of each text: equal texts share one, counted from 0 in order of appearance."""
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
-
-
 def _steps(members: Sequence[Packable], cu_seqlens: Positions, first_row: Positions) -> Steps:
     numbers: dict[str, int] = {}
     rows, starts, ends, rewards, states, trajectories = [], [], [], [], [], []
@@ -294,16 +289,8 @@ def _steps_of(members: Members, cu_seqlens: Positions, first_row: Positions) -> 
     start, end = cu_seqlens[row] + steps["start"], cu_seqlens[row] + steps["end"]
     state = np.full(len(steps), -1, np.int64)
     has_state = steps["state"] != NO_STATE
-    state[has_state] = numbered(steps["state"][has_state])
+    state[has_state] = numbered_array(steps["state"][has_state])
     return _packed_steps(trajectory, row, start, end, steps["reward"], state)
-
-
-def numbered(labels: Array) -> Positions:
-    """The number of each label: equal ones share one, counted from 0 in order of appearance."""
-    _, first, label = np.unique(labels, return_index=True, return_inverse=True)
-    number = np.empty(len(first), np.int64)
-    number[np.argsort(first)] = np.arange(len(first))
-    return number[label]
 
 
 def _packed_steps(trajectory: Any, row: Any, start: Any, end: Any, rewards: Any, state: Any) -> Steps:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Mapping
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..algorithms.arguments import Labels
+from ..algorithms.labels import by_number, numbered, numbered_array
 from ..algorithms.packed import PackedBatch, Steps
 from ..algorithms.packed_checks import BUILT
-from ..algorithms.packing import numbered
 from ..algorithms.trainable import Trainable, as_bool, tokens_where
 from ..errors import ArgumentError
 
@@ -30,37 +27,22 @@ def padded_tokens(mask: Tensor) -> Trainable:
     return tokens_where(mask.reshape(-1), padded_offsets(mask))
 
 
-def label_codes(labels: Labels) -> Tensor:
-    """[B] int64: the number of each label; equal labels share one, counted from 0 in order of appearance.
-
-    A tensor is taken as such numbers: the door hands on labels as lists.
-    """
-    if isinstance(labels, Tensor):
-        return labels
-    numbers = defaultdict[object, int](itertools.count().__next__)
-    return torch.from_numpy(np.fromiter(map(numbers.__getitem__, labels), np.int64, len(labels)))
+def label_numbers(labels: Labels) -> Tensor:
+    """[B] int64 on the host: the number of each label, from 0; the door has numbered those of arguments."""
+    return labels if isinstance(labels, Tensor) else torch.from_numpy(numbered(list(labels))[0])
 
 
-def pair_codes(first: Tensor, second: Tensor) -> Tensor:
-    """[B] int64: `label_codes` of the pairs of two label codes [B]."""
-    if not len(first):
-        return first
-    return torch.from_numpy(numbered((first * (second.max() + 1) + second).numpy()))
+def pair_numbers(first: Labels, second: Labels) -> Tensor:
+    """[B] int64 on the host: the number of each pair of labels."""
+    numbers, others = label_numbers(first), label_numbers(second)
+    size = int(others.max()) + 1 if len(others) else 1
+    return torch.from_numpy(numbered_array((numbers * size + others).numpy()))
 
 
 def group_order(labels: Labels, device: torch.device) -> tuple[Tensor, Tensor]:
     """(order [B], offsets [G + 1]) int64: the rows group by group, inside a group in their order."""
-    order, codes = sorted_labels(labels)
-    count = int(codes[-1]) + 1 if len(codes) else 0
-    offsets = torch.searchsorted(codes, torch.arange(count + 1))
-    return order.to(device), offsets.to(device)
-
-
-def sorted_labels(labels: Labels) -> tuple[Tensor, Tensor]:
-    """(order [B], numbers [B]) int64 on the host: the rows label by label, and the number of each row's label there."""
-    codes = label_codes(labels).numpy()
-    order = np.argsort(codes, kind="stable")
-    return torch.from_numpy(order), torch.from_numpy(codes[order])
+    order, offsets = by_number(label_numbers(labels).numpy())
+    return torch.from_numpy(order).to(device), torch.from_numpy(offsets).to(device)
 
 
 def as_batch(
@@ -91,31 +73,29 @@ def as_batch(
             raise ArgumentError(
                 f"{name} has shape {tuple(column.shape)}, response_mask {tuple(mask.shape)}: give both alike"
             )
-    row_numbers = torch.arange(rows, device=device)
+    offsets, row_numbers, not_known, is_baseline = _rows(rows, width, device)
     order, group, groups = row_numbers, row_numbers, rows
     if index is not None:
         if len(index) != rows:
             raise ArgumentError(f"index has {len(index)} labels, response_mask {rows} rows: one each")
-        order, group = (numbers.to(device) for numbers in sorted_labels(index))
-        groups = int(group[-1]) + 1 if rows else 0
+        numbers = label_numbers(index).numpy()
+        in_order, starts = by_number(numbers)
+        order, group = (torch.from_numpy(array).to(device) for array in (in_order, numbers[in_order]))
+        groups = len(starts) - 1
 
     def laid_out(tensor: Tensor) -> Tensor:
         return (tensor if index is None else tensor.index_select(0, order)).reshape(-1)
 
     token_columns = {} if columns is None else {"response_mask": as_bool(mask).view(torch.uint8), **columns}
-    row_trainable = (
-        Trainable(mask.reshape(-1), padded_offsets(mask)).counts[order]
-        if counted
-        else torch.full((rows,), -1, device=device)
-    )
+    row_trainable = Trainable(mask.reshape(-1), offsets).counts[order] if counted else not_known
     row_rewards = torch.zeros(rows, device=device) if rewards is None else rewards
     batch = PackedBatch(
-        cu_seqlens=padded_offsets(mask),
+        cu_seqlens=offsets,
         row_trajectory=row_numbers,
         row_trainable=row_trainable,
         trajectory_group=group,
         rewards=row_rewards[order].to(torch.float64),
-        baseline=torch.zeros(rows, dtype=torch.bool, device=device),
+        baseline=is_baseline,
         steps=_no_steps(device),
         num_tokens=rows * width,
         num_groups=groups,
@@ -123,6 +103,13 @@ def as_batch(
         layout=BUILT,
     )
     return batch, order
+
+
+@lru_cache(maxsize=16)
+def _rows(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What follows from the shape: offsets, numbers of the rows, -1 and False for each row. Nobody writes to them."""
+    numbers = torch.arange(rows + 1, device=device)
+    return numbers * width, numbers[:-1], torch.full((rows,), -1, device=device), numbers[:-1] < 0
 
 
 @lru_cache(maxsize=16)

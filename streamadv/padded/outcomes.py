@@ -15,6 +15,7 @@ from ..algorithms.arguments import (
     Each,
     Instance,
     Labels,
+    Names,
     NotNegative,
     Number,
     NumberByName,
@@ -28,7 +29,7 @@ from ..algorithms.rewards import normalise
 from ..algorithms.segments import moments, segment_max, spread
 from ..errors import ArgumentError
 from .entrance import checked
-from .layout import group_order
+from .layout import group_order, pair_numbers
 
 
 @checked
@@ -44,7 +45,7 @@ def compute_step_grpo_advantage(
 
     baseline "others" takes the mean over the other rows (PipelineRL, with epsilon 1e-4). A row alone gives 0.
     """
-    order, offsets = _groups(rewards, _pairs(index, step_index))
+    order, offsets = _groups(rewards, pair_numbers(index, step_index))
     stats = moments(rewards.double()[order], offsets)
     size, std = (spread(value, offsets, len(order)) for value in (stats.size, stats.std))
     centred = stats.centred * (size / (size - 1).clamp(min=1) if baseline == "others" else 1)
@@ -57,7 +58,7 @@ def compute_step_grpo_advantage(
 def compute_hierarchical_grpo_advantage(
     rewards: Rows,
     index: Labels,
-    agents: Labels,
+    agents: Names,
     episodes: Labels,
     episode_agents: Annotated[Collection[Hashable], Instance((list, tuple, set, frozenset))],
 ) -> Tensor:
@@ -73,7 +74,7 @@ def compute_hierarchical_grpo_advantage(
 @checked
 def compute_rae_advantage(
     rewards: Rows,
-    agents: Labels,
+    agents: Names,
     baselines: Annotated[Mapping[Any, float], NumberByName()] | None = None,
     decay: Share = 0.95,
 ) -> tuple[Tensor, dict[Any, float]]:
@@ -144,10 +145,6 @@ def cost_penalty(
 
 def _listed(labels: Labels) -> list[Any]:
     return labels.tolist() if hasattr(labels, "tolist") else list(labels)
-
-
-def _pairs(first: Labels, second: Labels) -> list[tuple[Any, Any]]:
-    return list(zip(_listed(first), _listed(second), strict=True))
 
 
 def _groups(rewards: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:

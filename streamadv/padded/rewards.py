@@ -28,7 +28,7 @@ from ..algorithms.scan import scan_segments
 from ..algorithms.segments import moments, spread
 from ..errors import ArgumentError, OptionError
 from .entrance import check_numbers, checked, take_columns, unchecked, with_results
-from .layout import group_order, label_codes, pair_codes
+from .layout import group_order, label_numbers, pair_numbers
 
 AdvEstimator = Literal["gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce"]
 Batch = Mapping[str, Tensor]
@@ -104,8 +104,8 @@ def agentic_reward_norm(
         std_floor=1e-6,
     )
     if peer_quirks and norm_std_type is not None and index is not None:
-        codes = label_codes(index)
-        result = torch.where(torch.bincount(codes)[codes].to(result.device) > 1, result, 0.0)
+        numbers = label_numbers(index)
+        result = torch.where(torch.bincount(numbers)[numbers].to(result.device) > 1, result, 0.0)
     return result
 
 
@@ -119,7 +119,7 @@ def group_mean_std(
     of squares in float32, and those cancel if the scores have a common offset.
     """
     if peer_quirks == "verl-2026-01":
-        return _group_sums(scores.to(torch.float32), label_codes(index).to(scores.device), eps)
+        return _group_sums(scores.to(torch.float32), label_numbers(index).to(scores.device), eps)
     values, order, offsets = _grouped(scores, None, index)
     stats = moments(values, offsets)
     alone = stats.size < 2
@@ -199,7 +199,7 @@ def compute_discounted_returns(step_scores: Rows, traj_id: Labels, step: Rows, g
     not discount.
     """
     in_time = torch.argsort(step.cpu(), stable=True)
-    order, offsets = group_order(label_codes(traj_id)[in_time], step.device)
+    order, offsets = group_order(label_numbers(traj_id)[in_time], step.device)
     order = in_time.to(step.device)[order]
     return _ungrouped(scan_segments(step_scores[order].to(torch.float64), gamma, offsets), order)
 
@@ -236,12 +236,11 @@ def compute_response_level_rewards(
     columns = take_columns(batch, _REWARD_COLUMNS.get(adv_estimator, {"scores": TOKENS}), call)
     check_numbers(call)
     normalised: dict[str, Tensor] = {}
-    groups = None if traj_group_id is None else label_codes(traj_group_id)
 
     def episode_norm(values: Tensor) -> Tensor:
         return unchecked(agentic_reward_norm)(
             values,
-            groups,
+            traj_group_id,
             norm_mean_type=norm_mean_type,
             norm_std_type=norm_std_type,
             peer_quirks=peer_quirks,
@@ -251,9 +250,13 @@ def compute_response_level_rewards(
         if state_hash is None:
             raise OptionError("state_hash is missing: adv_estimator 'gigpo' needs one label per row")
         episode = episode_norm(columns["episode_scores"])
+        _one_each("state_hash", state_hash, len(episode))
+        states = state_hash
+        if traj_group_id is not None and not peer_quirks:
+            states = pair_numbers(traj_group_id, state_hash)
         step = unchecked(agentic_reward_norm)(
             columns["step_rewards"],
-            _state_codes(state_hash, None if peer_quirks else groups, len(episode)),
+            states,
             norm_mean_type=step_norm_mean_type,
             norm_std_type=step_norm_std_type,
             peer_quirks=peer_quirks,
@@ -274,13 +277,6 @@ _REWARD_COLUMNS: Final = {
     "gigpo": {"episode_scores": ROWS, "step_rewards": ROWS},
     "step_reinforce": {"step_rewards": ROWS},
 }
-
-
-def _state_codes(state_hash: Labels, groups: Labels | None, rows: int) -> Labels:
-    """Numbers of state groups: the states within a group, or with None the states of all groups together."""
-    _one_each("state_hash", state_hash, rows)
-    states = label_codes(state_hash)
-    return states if groups is None else pair_codes(label_codes(groups), states)
 
 
 def _clip(rewards: Tensor, limit: float | None) -> tuple[Tensor, float]:

@@ -12,7 +12,7 @@ from ..algorithms.quirks import PeerQuirks
 from ..algorithms.token_rewards import row_rewards
 from .entrance import checked, unchecked
 from .grouped import compute_grpo_outcome_advantage
-from .layout import label_codes
+from .layout import label_numbers, pair_numbers
 
 
 @checked
@@ -39,9 +39,10 @@ def compute_multi_trajectory_grpo_advantage(
 
     A session whose last row has no trainable token has advantage 0, and its reward counts in the group.
     """
-    keys = list(zip(index, sessions, strict=True))
+    session_numbers = pair_numbers(index, sessions)
+    keys = session_numbers.tolist()
     positions = numbers.tolist()
-    last: dict[tuple[object, object], int] = {}
+    last: dict[int, int] = {}
     for row, key in enumerate(keys):
         if positions[row] > positions[last.setdefault(key, row)]:
             last[key] = row
@@ -50,11 +51,11 @@ def compute_multi_trajectory_grpo_advantage(
     values, _ = unchecked(compute_grpo_outcome_advantage)(
         scores[:, None],
         torch.ones_like(scores, dtype=torch.bool)[:, None],
-        [prompt for prompt, _ in last],
+        label_numbers(index)[list(last.values())],
         epsilon,
         norm_adv_by_std_in_grpo,
         peer_quirks=peer_quirks,
     )
     by_session = torch.where((response_mask != 0).any(1)[rows], values[:, 0], 0.0)
-    advantages = by_session[label_codes(keys).to(rows.device)][:, None] * (response_mask != 0)
+    advantages = by_session[session_numbers.to(rows.device)][:, None] * (response_mask != 0)
     return advantages, advantages

@@ -24,6 +24,21 @@ def count(mask, offsets, counts):
 
 
 @kernel
+def by_number(numbers, order, offsets):
+    """Counting sort; see `labels.by_number`. offsets: zeros."""
+    for k in range(len(numbers)):
+        offsets[numbers[k] + 1] += 1
+    for number in range(1, len(offsets)):
+        offsets[number] += offsets[number - 1]
+    for k in range(len(numbers)):
+        order[offsets[numbers[k]]] = k
+        offsets[numbers[k]] += 1
+    for number in range(len(offsets) - 1, 0, -1):
+        offsets[number] = offsets[number - 1]
+    offsets[0] = 0
+
+
+@kernel
 def segment_sum(values, offsets, sums):
     """sums [G] float64: the sum of a segment, element by element."""
     for segment in range(len(offsets) - 1):
