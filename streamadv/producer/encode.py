@@ -79,7 +79,10 @@ class Push(NamedTuple):
                     # A new key for each attempt: the server may have registered one whose reply was lost.
                     key = self.keys.payload(os.urandom(12).hex())
                     payloads.append((key, packet.fields))
-                args += [key, packet.size, packet.members, packet.table]
+                indices = packet.indices
+                is_gapless = indices[-1] - indices[0] == len(indices) - 1
+                args += [len(indices), indices[0] if is_gapless else "", key]
+                args += [packet.size, packet.members, packet.table]
         hashes = [self.keys.group(group.spec[0]) for group in self.groups]
         call = script_call(
             "push",

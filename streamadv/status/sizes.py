@@ -1,4 +1,4 @@
-"""What admission reserves for slots of open groups, for those who only look: `lua/lib/sizes.lua` in Python.
+"""What admission reserves for slots of open groups, for those who only look: `lua/lib/slot_bytes.lua` in Python.
 
 Admission itself is decided in the scripts. A test compares both on random histograms.
 """
@@ -32,13 +32,12 @@ def reservation(fields: Mapping[str, str], max_trajectory_bytes: int) -> Reserva
 
 
 def _slot_bytes(counts: Mapping[str, int], max_trajectory_bytes: int) -> int:
-    payloads = counts.get("n", 0)
-    if payloads < KNOWN:
+    payloads, larger = _numbered(counts, "h"), 0
+    if sum(payloads.values()) < KNOWN:
         return max_trajectory_bytes
-    larger = 0
-    for bucket, count in sorted(_numbered(counts, "h").items(), reverse=True):
+    for bucket, count in sorted(payloads.items(), reverse=True):
         larger += count
-        if larger > RARE * payloads:
+        if larger > RARE * sum(payloads.values()):
             size, computed_for, results = _bound(bucket), counts.get("in", 0), counts.get("out", 0)
             if computed_for > 0 and results > 0:
                 size = _bound(_bucket(size * (1 + results / computed_for)))

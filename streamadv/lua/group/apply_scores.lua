@@ -5,7 +5,7 @@
 -- ARGV  those of a policy (lib/close), then items as they stand in the list: '<index> <group id>' ...
 -- Returns  {group id, outcome, data source, rewards, ...} of the groups that have ended
 -- include count
--- include reserve
+-- include sizes
 -- include members
 -- include group
 -- include ended
@@ -79,5 +79,5 @@ for _, group in ipairs(groups) do
   end
 end
 write_counts()
-write_reserved()
+write_sizes()
 return ended

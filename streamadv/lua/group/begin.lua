@@ -12,8 +12,8 @@
 --          {'broken'}                              its hash is not what the scripts wrote
 -- include clock
 -- include count
--- include reserve
 -- include sizes
+-- include slot_bytes
 -- include pacing
 -- include group
 -- include admit
@@ -34,7 +34,7 @@ elseif group.holders and #group.holders < MAX_HOLDERS and not string.find(group.
 end
 save_group(group)
 write_counts()
-write_reserved()
+write_sizes()
 local weights = admission and admission.weights or ''
 if string.match(weights, '^%d+') == known then weights = '' end
 return {is_opened and 'ok' or 'open', group.epoch, group.version, #group.slots, group.slot_bytes or '', weights}

@@ -8,8 +8,8 @@
 --          {'busy', reason, used, limit ...}, {'mismatch', size, role}, {'layout'} or {'broken'}, as of `push`
 -- include clock
 -- include count
--- include reserve
 -- include sizes
+-- include slot_bytes
 -- include pacing
 -- include group
 -- include admit
@@ -63,6 +63,6 @@ if #cancelled > before then
 end
 save_group(group)
 write_counts()
-write_reserved()
+write_sizes()
 if has_ended then return redis.error_reply('STREAMEND no more entries fit into its stream') end
 return {'ok', unpack(cancelled)}

@@ -7,7 +7,7 @@
 -- Returns  {groups looked at, id, outcome, data source, rewards of each that has ended ...}
 -- include clock
 -- include count
--- include reserve
+-- include sizes
 -- include members
 -- include group
 -- include ended
@@ -57,5 +57,5 @@ for i, hash in ipairs(keys.group_hashes) do
   if slots >= EXPIRE_SLOTS then break end
 end
 write_counts()
-write_reserved()
+write_sizes()
 return reply

@@ -3,8 +3,9 @@
 -- KEYS  open, groups, ended, ended_before, ledger, trainer, sizes, rollouts, scorer: scoring | void,
 --       group_hashes: group ..., (payloads: payload ...)
 -- ARGV  limits (see lib/admit), '1' if the run has scorers, number of groups, then for each group: the group (see
---       lib/admit), fencing epoch of its ticket, number of packets, for each packet: payload key or '', bytes of the
---       payload, members (see lib/members), member table
+--       lib/admit), fencing epoch of its ticket, number of packets, for each packet: number of members, the index of the
+--       first if they follow one another without a gap, else '', payload key or '', bytes of the payload, members (see
+--       lib/members), member table
 -- Returns  for each group one of
 --   {'ok'}                           all are pushed
 --   {'ok', code of each member of all its packets ...}
@@ -19,8 +20,8 @@
 --          or the error STREAMEND: a stream takes no more entries; packets before are registered
 -- include clock
 -- include count
--- include reserve
 -- include sizes
+-- include slot_bytes
 -- include pacing
 -- include members
 -- include group
@@ -56,18 +57,20 @@ local function refuse_in_part(packet, slots, codes)
   end
 end
 
--- The slot map with a 'p' for each member of a packet, and their number; nil unless all their slots are free.
-local function fill(slots, text)
-  local filled, at, members = {}, 1, 0
-  for index in string.gmatch(text, '(%d+) %S+ %S+ %S+\n') do
+-- The slot map with a 'p' for each member of a packet; nil unless all their slots are free.
+local function fill(slots, packet)
+  local first, filled, at = packet.first, {}, 1
+  if first then
+    if string.sub(slots, first + 1, first + packet.count) ~= string.rep('.', packet.count) then return nil end
+    return string.sub(slots, 1, first) .. string.rep('p', packet.count) .. string.sub(slots, first + packet.count + 1)
+  end
+  for index in string.gmatch(packet.text, '(%d+) %S+ %S+ %S+\n') do
     local position = index + 1
     if position < at or string.byte(slots, position) ~= 46 then return nil end
-    members = members + 1
-    filled[members] = string.sub(slots, at, position - 1) .. 'p'
+    filled[#filled + 1] = string.sub(slots, at, position - 1) .. 'p'
     at = position + 1
   end
-  if members == 0 then return nil end
-  return table.concat(filled) .. string.sub(slots, at), members
+  return #filled == packet.count and table.concat(filled) .. string.sub(slots, at) or nil
 end
 
 -- Append a packet to the first scorer's stream if it waits for rewards and the run has scorers.
@@ -80,8 +83,7 @@ end
 
 -- Register a packet of an open group. Returns whether it was.
 local function register(group, packet, codes)
-  local slots, members = fill(group.slots, packet.text)
-  packet.count = members
+  local slots = fill(group.slots, packet)
   if not slots then
     refuse_in_part(packet, group.slots, codes)
   elseif packet.key ~= '' and redis.call('PERSIST', packet.key) == 0 then
@@ -91,8 +93,8 @@ local function register(group, packet, codes)
     unlink(packet)
   else
     group.slots = slots
-    reserve(group.slot_bytes, -members)
-    for i = 1, members do codes[#codes + 1] = 'pushed' end
+    reserve(group.slot_bytes, -packet.count)
+    for i = 1, packet.count do codes[#codes + 1] = 'pushed' end
     return true
   end
   return false
@@ -152,13 +154,13 @@ for i = 1, groups do
   local spec, epoch, count_packets, packets = spec_of(ARGV, at), ARGV[at + SPEC_ARGS], tonumber(ARGV[at + SPEC_ARGS + 1]), {}
   at = at + SPEC_ARGS + 2
   for j = 1, count_packets do
-    packets[j] = {key = ARGV[at], bytes = ARGV[at + 1], epoch = epoch, text = ARGV[at + 2], table = ARGV[at + 3]}
-    at = at + 4
+    packets[j] = {count = tonumber(ARGV[at]), first = tonumber(ARGV[at + 1]), key = ARGV[at + 2], bytes = ARGV[at + 3],
+      epoch = epoch, text = ARGV[at + 4], table = ARGV[at + 5]}
+    at = at + 6
   end
   replies[i] = push(spec, keys.group_hashes[i], packets)
 end
 write_counts()
-write_reserved()
 write_sizes()
 if has_ended then return redis.error_reply('STREAMEND no more entries fit into its stream') end
 return replies

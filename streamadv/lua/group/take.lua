@@ -10,7 +10,7 @@
 -- An entry that somebody else has finished (XACK 0) is skipped. A member that no slot waits for is malformed and does not
 -- count; so is every member of a packet with usable ones whose payload does not exist.
 -- include count
--- include reserve
+-- include sizes
 -- include group
 -- include ended
 -- include close
@@ -62,7 +62,7 @@ for _, arrived in ipairs(groups) do
 end
 if #others == 0 then
   write_counts()
-  write_reserved()
+  write_sizes()
   return reply
 end
 
@@ -179,7 +179,7 @@ for _, arrived in ipairs(others) do
   if outcome then note_ended(arrived, outcome, data_source, rewards) end
 end
 write_counts()
-write_reserved()
+write_sizes()
 -- An entry that no push has counted was taken for one that it has: from here on its counter is right again.
 if has_refused then redis.call('HSET', keys.ledger, 'rollouts_packets', redis.call('XLEN', keys.rollouts)) end
 return reply

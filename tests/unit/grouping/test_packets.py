@@ -147,7 +147,7 @@ def test_a_packet_with_an_index_twice_is_refused(run: Run) -> None:
     scripts.hset(payload, "a", "b")
     scripts.pexpire(payload, 60_000)
     members = "0 usable 1.0 train\n0 usable 2.0 train\n"
-    args = [*LIMITS, "0", 1, "g", 2, 2, "", 1000, "train", 0, 1, payload, 9, members, "table"]
+    args = [*LIMITS, "0", 1, "g", 2, 2, "", 1000, "train", 0, 1, 2, "", payload, 9, members, "table"]
     run.home.call("push", args, scorer=keys.void, group_hashes=[keys.group("g")], payloads=[payload])
     assert (packets_in(run), payload_keys(run), ledger(run)["pushed"]) == (0, [], 0)
     assert problems(run) == []

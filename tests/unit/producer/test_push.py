@@ -236,7 +236,7 @@ def test_scripts_refuse_what_they_do_not_know(fake: Connection) -> None:
     max_trajectory_bytes, max_bytes, shards = 50, 10, 1
     limits = [max_trajectory_bytes, max_bytes, shards, "", "", "", "p", "1"]
     group = ["g", 1, 1, "", 1000, "train"]
-    packet = [keys.payload("n"), 10, "0 usable 1.0 train\n", ""]
+    packet = [1, 0, keys.payload("n"), 10, "0 usable 1.0 train\n", ""]
     (reply,) = run.home.call(
         "push",
         [*limits, "0", 1, *group, 0, 1, *packet],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streamadv.status.sizes import Reservation, reservation
 
 _LIB: Final = resources.files("streamadv") / "lua" / "lib"
-LIBRARY: Final = "\n".join((_LIB / name).read_text() for name in ("reserve.lua", "sizes.lua"))
+LIBRARY: Final = "\n".join((_LIB / name).read_text() for name in ("sizes.lua", "slot_bytes.lua"))
 SCRIPT: Final = f"""
 {LIBRARY}
 local known = read_sizes(KEYS[1])
@@ -30,12 +30,14 @@ HISTOGRAMS: Final = st.dictionaries(
 )
 UNFILLED: Final = st.dictionaries(st.integers(1, 1 << 30).map("u{}".format), st.integers(1, 500), max_size=6)
 TOTALS: Final = st.fixed_dictionaries(
-    {"n": st.integers(0, 600)}, optional={"in": st.integers(0, 1 << 40), "out": st.integers(0, 1 << 40)}
+    {}, optional={"in": st.integers(0, 1 << 40), "out": st.integers(0, 1 << 40)}
 )
 #: Sums stay below 2^53: Lua counts in doubles.
 LIMITS: Final = st.one_of(st.just(1 << 40), st.integers(1, 1 << 32))
 FOREIGN: Final = st.dictionaries(
-    st.sampled_from(["h", "u", "h-1", "hx", "u1.5", "n2", "h" + "9" * 16, "u" + "9" * 16]), COUNTS, max_size=3
+    st.sampled_from(["n", "h", "u", "h-1", "hx", "u1.5", "n2", "h" + "9" * 16, "u" + "9" * 16]),
+    COUNTS,
+    max_size=3,
 )
 
 
