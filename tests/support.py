@@ -32,7 +32,7 @@ from streamadv.run import Run, open_run
 from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer, Entry
 from streamadv.run.counters import read_counters
 from streamadv.run.manifest import RunSettings
-from streamadv.status import Status, problems_of, read_shard, read_status
+from streamadv.status import Status, problems_of, read_shards, read_status
 from streamadv.status.audit import audit
 from streamadv.status.model import Ledger
 from streamadv.store.connection import Connection
@@ -219,7 +219,7 @@ def delivered_batch(queue: TrainerQueue, run: Run, **options: Any) -> Batch:
 
 def problems(run: Run, deep: bool = True) -> list[str]:
     """Contradictions between the ledger and everything stored; [] is what a test wants."""
-    shallow = [problem for keys in run.keys.shards for problem in problems_of(read_shard(run, keys))]
+    shallow = [problem for shard in read_shards(run) for problem in problems_of(shard)]
     return shallow + (deep_problems(run) if deep else [])
 
 

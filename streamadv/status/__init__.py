@@ -10,6 +10,6 @@ from .check import problems_of
 from .exported import export_run
 from .model import Status
 from .read import read_status
-from .shard import read_shard
+from .shard import read_shards
 
-__all__ = ["Status", "export_run", "problems_of", "read_shard", "read_status"]
+__all__ = ["Status", "export_run", "problems_of", "read_shards", "read_status"]

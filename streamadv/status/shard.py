@@ -88,21 +88,16 @@ class ShardState:
 
 
 def read_shards(run: Run) -> list[ShardState]:
-    """Every shard of a run, as `read_shard` reads one. A transaction has a page of them, in a cluster a single one."""
+    """Every shard of a run, each read atomically. A transaction has a page of them, in a cluster a single one.
+
+    A server above its maxmemory refuses transactions, and the figures belong to several moments: then a shard is read
+    again while they contradict each other.
+    """
     keys = run.keys.shards
     page = 1 if run.connection.is_cluster else SHARDS_AT_ONCE
     return [
         state for first in range(0, len(keys), page) for state in _read_page(run, keys[first : first + page])
     ]
-
-
-def read_shard(run: Run, keys: ShardKeys) -> ShardState:
-    """Read a shard atomically.
-
-    A server above its maxmemory refuses transactions, and the figures belong to several moments: then the shard is
-    read again while they contradict each other.
-    """
-    return _read_page(run, [keys])[0]
 
 
 def _read_page(run: Run, page: Sequence[ShardKeys]) -> list[ShardState]:

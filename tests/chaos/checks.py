@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from streamadv.run import Run
 from streamadv.run.counters import read_counters
-from streamadv.status import problems_of, read_shard
+from streamadv.status import problems_of, read_shards
 from streamadv.status.model import Ledger
 from streamadv.store.keys import manifest_key
 from tests.support import deep_problems
@@ -76,8 +76,8 @@ def problems(
     """
     planned, weights = set(planned), list(weights)
     found = []
-    for number, keys in enumerate(run.keys.shards):
-        found += [f"shard {number}: {text}" for text in problems_of(read_shard(run, keys))]
+    for number, shard in enumerate(read_shards(run)):
+        found += [f"shard {number}: {text}" for text in problems_of(shard)]
     found += deep_problems(run)
     found += leftovers(run)
     ledger = total(run)

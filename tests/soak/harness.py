@@ -30,7 +30,7 @@ import redis
 
 from streamadv.processes.children import Child, Message, stop_all
 from streamadv.run import Run, open_run
-from streamadv.status import problems_of, read_shard, read_status
+from streamadv.status import problems_of, read_shards, read_status
 from streamadv.store import scripts
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
@@ -206,8 +206,8 @@ class Soak:
     def _judge(self, run: Run) -> None:
         report = self.report
         report.ledger = asdict(read_status(run).ledger)
-        for keys in run.keys.shards:
-            report.problems += problems_of(read_shard(run, keys))
+        for shard in read_shards(run):
+            report.problems += problems_of(shard)
         allowed = {**ALLOWED, **(ALLOWED_COSTS if self._costs else {})}
         for name, values in self.series.items():
             kept = values[int(len(values) * WARM_UP) :]

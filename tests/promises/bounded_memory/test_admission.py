@@ -18,7 +18,7 @@ from streamadv.grouping.groups_log import read_log
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
-from streamadv.status import read_shard
+from streamadv.status import read_shards
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
@@ -41,11 +41,11 @@ CHAIN = {"estimator": "reinforce"}
 
 
 def reserved(run: Run) -> int:
-    return sum(read_shard(run, keys).reservation.total_bytes for keys in run.keys.shards)
+    return sum(shard.reservation.total_bytes for shard in read_shards(run))
 
 
 def live(run: Run) -> int:
-    return sum(read_shard(run, keys).count("live_bytes") for keys in run.keys.shards)
+    return sum(shard.count("live_bytes") for shard in read_shards(run))
 
 
 def started(

@@ -16,7 +16,6 @@ from streamadv.errors import SettingError, TrajectoryError
 from tests.support import group_all, join, ledger, problems, producing
 
 COLUMNS: dict[str, Any] = {"input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0}
-Play = Callable[[int], bool]  # whether to push
 
 
 class Blocking:
