@@ -18,7 +18,8 @@ from ..trajectory.packet_encoding import merge_packets
 Item = TypeVar("Item")
 Reply = Sequence[Any]
 
-#: Largest part of a push sent in one MULTI. A packet may exceed the bytes.
+#: Largest part of a push sent in one MULTI, which holds the server up for some 3 ms. A packet may exceed the bytes.
+MAX_SLICE_PACKETS: Final = 64
 MAX_SLICE_MEMBERS: Final = 128
 MAX_SLICE_BYTES: Final = 4 << 20
 
@@ -26,13 +27,14 @@ MAX_SLICE_BYTES: Final = 4 << 20
 class Load(NamedTuple):
     """What one call brings."""
 
+    packets: int
     members: int
     size: int  # bytes of payloads and member tables
 
 
 def load_of(packet: Packet) -> Load:
     """Of one packet."""
-    return Load(len(packet.indices), packet.size + len(packet.table))
+    return Load(1, len(packet.indices), packet.size + len(packet.table))
 
 
 class GroupPush(NamedTuple):
@@ -65,7 +67,7 @@ class Push(NamedTuple):
     def load(self) -> Load:
         """Of all its packets."""
         loads = [load_of(packet) for group in self.groups for packet in group.packets]
-        return Load(sum(load.members for load in loads), sum(load.size for load in loads))
+        return Load(len(loads), sum(load.members for load in loads), sum(load.size for load in loads))
 
     def transaction(self) -> tuple[Payloads, ScriptCall]:
         """The payloads and the call that registers them. Never to be sent twice."""
@@ -141,13 +143,13 @@ def slices(items: Iterable[Item], load: Callable[[Item], Load]) -> list[list[Ite
 
 
 def take_slice(queue: deque[Item], load: Callable[[Item], Load]) -> list[Item]:
-    """Remove the first items: at most MAX_SLICE_MEMBERS members and MAX_SLICE_BYTES bytes; one item may exceed it."""
+    """Remove the first items, as much as the MAX_SLICE constants allow; one item may exceed them."""
     taken: list[Item] = []
-    members = size = 0
+    packets = members = size = 0
     while queue:
         more = load(queue[0])
-        members, size = members + more.members, size + more.size
-        if taken and (members > MAX_SLICE_MEMBERS or size > MAX_SLICE_BYTES):
+        packets, members, size = packets + more.packets, members + more.members, size + more.size
+        if taken and (packets > MAX_SLICE_PACKETS or members > MAX_SLICE_MEMBERS or size > MAX_SLICE_BYTES):
             break
         taken.append(queue.popleft())
     return taken

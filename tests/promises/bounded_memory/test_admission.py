@@ -370,6 +370,17 @@ def test_pacing_before_the_first_trainer_by_the_settings_of_the_run(fake: Connec
         assert begin_until_busy(producer, 1, 100) == 14
 
 
+def test_sizes_of_older_trajectories_count_less(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        sizes = join(fake, "r").keys.home.sizes
+        fake.scripts.hset(sizes, mapping={"h20": 4000, "h24": 95})
+        producer.begin_group(1)
+        assert fake.scripts.hmget(sizes, "h20", "h24") == [b"4000", b"95"]
+        fake.scripts.hset(sizes, "h28", 1)
+        producer.begin_group(1)
+        assert fake.scripts.hmget(sizes, "h20", "h24", "h28") == [b"2000", b"47", None]
+
+
 def test_a_group_of_a_server_that_has_forgotten_all_sizes_is_admitted_again(fake: Connection) -> None:
     """It was admitted at what trajectories needed; at the limit no budget would have room for it."""
     with producing(fake, "r", {"max_bytes": 8 * MB, "max_trajectory_bytes": 2 * MB}) as producer:

@@ -8,7 +8,7 @@ import pytest
 
 from streamadv.errors import Busy, TrajectoryError
 from streamadv.producer import Producer
-from streamadv.producer.encode import MAX_SLICE_BYTES, MAX_SLICE_MEMBERS, Push
+from streamadv.producer.encode import MAX_SLICE_BYTES, MAX_SLICE_MEMBERS, MAX_SLICE_PACKETS, Push
 from streamadv.producer.requests import Pause
 from streamadv.store.connection import Connection
 from tests.support import group_all, join, ledger, payload_keys, problems, producing, push_one, trajectory
@@ -70,11 +70,13 @@ def test_calls_are_bounded(fake: Connection, calls: list[Push]) -> None:
     with producing(fake, "r", {"max_trajectory_bytes": 2 * MB}) as producer:
         producer.push_many([group_of(f"big{number}", 2, tokens=150_000) for number in range(4)])
         producer.push_many([group_of(f"small{number}", 50) for number in range(6)])
-    assert len(calls) >= 5
+        producer.push_many([group_of(f"smallest{number}", 1) for number in range(100)])
+    assert len(calls) >= 7
+    assert max(call.load.packets for call in calls) <= MAX_SLICE_PACKETS
     assert max(call.load.members for call in calls) <= MAX_SLICE_MEMBERS
     assert max(call.load.size for call in calls) <= MAX_SLICE_BYTES
     run = join(fake, "r")
-    assert ledger(run)["pushed"] == 308
+    assert ledger(run)["pushed"] == 408
     assert problems(run) == []
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis.exceptions
 
-from streamadv.producer.encode import MAX_SLICE_BYTES, MAX_SLICE_MEMBERS, GroupPush, Push
+from streamadv.producer.encode import MAX_SLICE_BYTES, MAX_SLICE_PACKETS, GroupPush, Push
 from streamadv.producer.sender import MAX_UNDER_WAY, Sender
 from streamadv.store.keys import ShardKeys
 from streamadv.trajectory.packet import Packet
@@ -101,7 +101,7 @@ async def test_what_comes_while_two_calls_are_under_way_goes_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "most"), [(1, MAX_SLICE_MEMBERS), (MAX_SLICE_BYTES // 4, 4), (MAX_SLICE_BYTES + 1, 1)]
+    ("size", "most"), [(1, MAX_SLICE_PACKETS), (MAX_SLICE_BYTES // 4, 4), (MAX_SLICE_BYTES + 1, 1)]
 )
 async def test_a_call_is_bounded(size: int, most: int) -> None:
     server = Server()
