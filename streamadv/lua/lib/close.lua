@@ -38,7 +38,7 @@ local function log_group(group, outcome, scored)
     end
   end
   redis.call('XADD', keys.groups, '*', 'group_id', group.id, 'size', group.size, 'data_source', group.data_source,
-    'opened_ms', string.format('%.17g', group.opened_ms), 'outcome', outcome, 'epoch', group.epoch,
+    'opened_ms', string.format('%d', group.opened_ms), 'outcome', outcome, 'epoch', group.epoch,
     'version', group.version, 'count', scored, 'payloads', table.concat(payloads, '\n'), 'tables', table.concat(tables),
     'scores', '{' .. table.concat(group.scores, ',') .. '}')
   count('grouped', scored)

@@ -36,12 +36,12 @@ class Cost(NamedTuple):
 
 #: Per trajectory, in groups of 8 pushed whole and batches of 16 groups.
 BOUNDS = {
-    "grpo": Cost(6.7, 0.69, 660, 725),
-    "grpo+kl": Cost(6.83, 0.695, 670, 735),
-    "gae+kl": Cost(6.87, 0.70, 665, 720),
+    "grpo": Cost(6.55, 0.69, 660, 705),
+    "grpo+kl": Cost(6.67, 0.69, 668, 714),
+    "gae+kl": Cost(6.72, 0.70, 665, 700),
 }
 #: Of each further trajectory in a packet. A call of a script takes a bounded number of them, so a few calls more.
-FURTHER = {"grpo": Cost(0.03, 0.01, 210, 335), "gae+kl": Cost(0.03, 0.01, 210, 335)}
+FURTHER = {"grpo": Cost(0.03, 0.01, 205, 315), "gae+kl": Cost(0.03, 0.01, 205, 315)}
 LARGE_GROUP = 48  # one packet still
 
 
