@@ -26,21 +26,12 @@ STALENESS: Final = (1, 2, 4, 8)
 CORRECTIONS: Final = ("none", "tis", "clip")
 
 #: Arm -> arguments of train.py. The larger batches fill the time in which synchronous rollouts wait for the slowest.
-ARMS: Final[dict[str, list[str]]] = {
-    "sync": ["--max-staleness", "0", "--correction", "none"],
-    "sync-32-groups": ["--max-staleness", "0", "--correction", "none", "--batch-groups", "32"],
-    "sync-32-groups-lr2": [
-        "--max-staleness",
-        "0",
-        "--correction",
-        "none",
-        "--batch-groups",
-        "32",
-        "--lr",
-        "1.4e-3",
-    ],
+ARMS: Final[dict[str, str]] = {
+    "sync": "--max-staleness 0 --correction none",
+    "sync-32-groups": "--max-staleness 0 --correction none --batch-groups 32",
+    "sync-32-groups-lr2": "--max-staleness 0 --correction none --batch-groups 32 --lr 1.4e-3",
     **{
-        f"async{staleness}-{correction}": ["--max-staleness", str(staleness), "--correction", correction]
+        f"async{staleness}-{correction}": f"--max-staleness {staleness} --correction {correction}"
         for staleness in STALENESS
         for correction in CORRECTIONS
     },
@@ -64,28 +55,11 @@ def run_pair(arm: str, seed: int, options: argparse.Namespace) -> dict[str, obje
     if not start.exists():
         make = [sys.executable, str(HERE.absolute() / "policy.py"), str(start), "--seed", str(seed)]
         subprocess.run(make, check=True, env=environment)
-    ends = [
-        "--seconds",
-        str(options.seconds),
-        "--target",
-        str(options.target),
-        "--updates",
-        str(options.updates),
-    ]
+    ends = f"--seconds {options.seconds} --target {options.target} --updates {options.updates}".split()
     rollouts = [str(HERE.absolute() / "rollouts.py"), "--seed", str(seed), "--latency", str(options.latency)]
-    trainer = [str(HERE.absolute() / "train.py"), "--start", str(start), *ends, *ARMS[arm]]
-    up = [
-        sys.executable,
-        "-m",
-        "streamadv",
-        "up",
-        "--",
-        sys.executable,
-        *rollouts,
-        "--",
-        sys.executable,
-        *trainer,
-    ]
+    trainer = [str(HERE.absolute() / "train.py"), "--start", str(start), *ends, *ARMS[arm].split()]
+    python = sys.executable
+    up = [python, "-m", "streamadv", "up", "--", python, *rollouts, "--", python, *trainer]
     with (folder / "output.txt").open("w") as output:
         subprocess.run(up, cwd=folder, env=environment, stdout=output, stderr=output, check=True)
     updates = [json.loads(line) for line in (folder / "log.jsonl").open()]

@@ -44,19 +44,8 @@ def started(output: str) -> list[int]:
 def test_a_small_run_with_kills_accounts_for_every_trajectory(tmp_path: Path) -> None:
     """The demo kills three of its processes, and here somebody kills its trainer as well."""
     files = ["--json", str(tmp_path / "demo.json"), "--picture", str(tmp_path / "curve.png")]
-    command = [
-        sys.executable,
-        "-c",
-        IMPATIENT,
-        "demo",
-        "--maps",
-        "random",
-        "--updates",
-        "10",
-        "--seed",
-        "3",
-        *files,
-    ]
+    words = ["demo", "--maps", "random", "--updates", "10", "--seed", "3"]
+    command = [sys.executable, "-c", IMPATIENT, *words, *files]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
         output = ""

@@ -344,19 +344,8 @@ def test_a_producer_without_a_trainer_says_what_limits_it(
 def test_a_run_is_created_with_pacing_for_the_time_before_its_trainer(
     redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "runs",
-        "create",
-        "--redis",
-        redis_url,
-        "--run",
-        run,
-        "--batch-groups",
-        "3",
-        "--max-staleness",
-        "1",
-    ]
-    assert cli.main(words) == 0
+    words = f"runs create --redis {redis_url} --run {run} --batch-groups 3 --max-staleness 1"
+    assert cli.main(words.split()) == 0
     assert "max_staleness" in capsys.readouterr().out
     with producing(redis_url, run) as producer:
         assert begin_until_busy(producer, 1, 100) == 6

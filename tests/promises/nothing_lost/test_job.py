@@ -900,18 +900,10 @@ def test_ranks_of_a_process_group(server_of_job: Server, run: str, tmp_path: Pat
     program = textwrap.dedent(RANK)
     root = Path(__file__).parents[3]
     paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    words = [joined.connection.url, run, str(tmp_path / "store"), backend]
     processes = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                program,
-                joined.connection.url,
-                run,
-                str(tmp_path / "store"),
-                backend,
-                str(rank),
-            ],
+            [sys.executable, "-c", program, *words, str(rank)],
             env={**os.environ, "PYTHONPATH": paths},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
