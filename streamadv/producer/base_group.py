@@ -7,6 +7,8 @@ from functools import cached_property
 from types import EllipsisType
 from typing import Any, Final, Generic, TypeVar
 
+from ..errors import TrajectoryError
+from ..messages import brief
 from ..trajectory.schema import Row, Step
 from .failures import Outcome
 from .requests import Steps
@@ -78,7 +80,9 @@ class BaseRollout:
 
     def _fail(self, reason: str, detail: str) -> Steps[str]:
         if reason not in FAIL_REASONS:
-            raise ValueError(f"reason is {reason!r}, needs 'failed' or 'aborted'")
+            raise TrajectoryError(
+                f"fail: reason is {brief(reason)}, needs 'failed' or 'aborted': put your own words into detail"
+            )
         return self._end(reason, detail)
 
     def _end(self, reason: str, detail: str) -> Steps[str]:

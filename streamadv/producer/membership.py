@@ -12,7 +12,7 @@ from .. import metrics
 from ..errors import ManifestMismatchError, ProducerClosedError, SettingError, TrajectoryError
 from ..messages import brief, log_fields
 from ..run.budget import byte_budget
-from ..run.manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
+from ..run.manifest import Manifest, RunSettings, given_settings, manifest_call, parse_manifest, register_call
 from ..store.keys import ShardKeys
 from ..store.scripts import script_call
 from ..trajectory.schema import Role
@@ -37,7 +37,7 @@ class Membership:
         self.name = name or f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self.who = f"{STAGE} {self.name}"
         metrics.begin_stage(STAGE, "producer")
-        self.settings = settings
+        self.settings = given_settings(settings)
         self.max_bytes = 0  # of one shard
         self.version: int | None = None  # of the model, the newest published one as of the last heartbeat
         self.weights: Weights | None = None
@@ -96,8 +96,7 @@ class Membership:
     def join(self) -> Steps[None]:
         """Read or write the manifest, and find the byte budget. Raises SettingError, ManifestMismatchError."""
         memory = yield Memory()
-        if self.settings is not None:
-            byte_budget(self.settings.max_bytes, memory)  # before other processes read it
+        byte_budget(self.settings.max_bytes, memory)  # before other processes read it
         yield from self.agree()
         yield register_call(self.run)
         self._set_budget(memory)

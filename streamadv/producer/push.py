@@ -21,6 +21,7 @@ from ..trajectory.schema import Role, Trajectory
 from .admission import SPEC_ARGS, Admission
 from .checks import check_one_group, check_roles, check_score, check_seconds
 from .encode import MAX_SLICE_MEMBERS, GroupPush, Push, load_of, slices
+from .extra_columns import conform, kinds_of
 from .membership import Membership
 from .replies import cancelled_slots, push_codes, unregistered
 from .requests import Steps
@@ -57,7 +58,7 @@ class Pushes:
             packets = plain_trajectories(trajectories, limit)
         if packets is None:
             yield from self._check_rewards(trajectories)
-            yield from self._register_extras(trajectories)
+            trajectories = yield from self._with_extras(trajectories)
             packets = encode_packets(trajectories, limit, self._membership.manifest.filter_by)
         if ticket is not None:
             return (yield from self._send_all(spec, packets, ticket.epoch, None, ticket.trace))
@@ -291,23 +292,12 @@ class Pushes:
                 f"settings, or say reward_later=True and bring it with producer.score"
             )
 
-    def _register_extras(self, trajectories: Iterable[Trajectory]) -> Steps[None]:
-        """Fix dtype and shape of new extra columns. Raises TrajectoryError for one that was fixed otherwise."""
-        manifest = self._membership.manifest
-        kinds = dict.fromkeys(
-            (name, json.dumps([column.data.dtype.str, list(column.data.shape[1:]), column.per_token]))
-            for trajectory in trajectories
-            for row in trajectory.rows
-            for name, column in row.extras.items()
-        )
-        if any(name not in manifest.columns for name, _ in kinds):
-            manifest = yield from self._membership.agree(dict(reversed(kinds)))
-        for name, kind in kinds:
-            if manifest.columns.get(name) != kind:
-                raise TrajectoryError(
-                    f"extra column {name} is {kind} (dtype, shape, per token), run {self._membership.run} has "
-                    f"{manifest.columns.get(name, 'nothing that can be read')}: use another name"
-                )
+    def _with_extras(self, trajectories: Sequence[Trajectory]) -> Steps[Sequence[Trajectory]]:
+        """The trajectories with their extra columns as the run has them; new ones are fixed. Raises TrajectoryError."""
+        manifest, kinds = self._membership.manifest, kinds_of(trajectories)
+        if kinds.keys() - manifest.columns.keys():
+            manifest = yield from self._membership.agree(kinds)
+        return [conform(trajectory, manifest.columns, manifest.keys.run) for trajectory in trajectories]
 
 
 def _with_trace(packet: Packet, context: bytes) -> Packet:

@@ -77,7 +77,7 @@ class Ticket(_Watched):
         try:
             return _ticket_type().validate_json(text)
         except ValueError as error:
-            raise TrajectoryError(f"ticket: {first_problem(error)}") from error
+            raise TrajectoryError(f"ticket: {first_problem(error)}") from None
 
 
 @cache

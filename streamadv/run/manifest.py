@@ -139,7 +139,7 @@ class RunSettings(BaseModel):
         try:
             return validate(values)
         except ValidationError as error:
-            raise SettingError(f"{_OF_RUN}{first_problem(error)}") from error
+            raise SettingError(f"{_OF_RUN}{first_problem(error)}") from None
 
     @property
     def manifest_values(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def manifest_call(
 ) -> ScriptCall:
     """Read the manifest, after writing what this process knows of it or was given and nobody has written yet."""
     check_run_name(run)
-    settings = settings or RunSettings()
+    settings = given_settings(settings)
     if before is None:
         shards = settings.shards or 1
         salts = [find_salt(run, shard, shards) for shard in range(shards)]
@@ -350,7 +350,14 @@ def run_settings(**values: Any) -> RunSettings:
     try:
         return RunSettings(**values)
     except ValueError as error:  # a lone surrogate in a key
-        raise SettingError(f"{_OF_RUN}{first_problem(error)}") from error
+        raise SettingError(f"{_OF_RUN}{first_problem(error)}") from None
+
+
+def given_settings(settings: RunSettings | None) -> RunSettings:
+    """The settings that a process was given. Raises SettingError for anything else."""
+    if settings is not None and not isinstance(settings, RunSettings):
+        raise SettingError(f"settings is {brief(settings)}, needs streamadv.RunSettings(NAME=VALUE, ...)")
+    return settings or RunSettings()
 
 
 def _text(value: float | None) -> str:

@@ -12,7 +12,7 @@ from ..store.calls import run_script, server_ids_with
 from ..store.connection import Connection
 from ..store.keys import RunKeys, ShardKeys, check_run_name, manifest_key
 from ..store.scripts import FENCED, script_call
-from .manifest import Manifest, RunSettings, manifest_call, parse_manifest, register_call
+from .manifest import Manifest, RunSettings, given_settings, manifest_call, parse_manifest, register_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Run:
 
 def open_run(connection: Connection, name: str, settings: RunSettings | None = None) -> Run:
     """Create the run, or join it. Raises SettingError and ManifestMismatchError."""
-    return Run(name, connection, settings or RunSettings())
+    return Run(name, connection, given_settings(settings))
 
 
 def find_run(connection: Connection, name: str) -> Run:

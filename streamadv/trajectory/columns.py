@@ -152,7 +152,12 @@ def count_ones(mask: Array, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
 def _numeric(value: Any) -> Array:
     if hasattr(value, "detach"):  # a torch tensor, without importing torch
         value = value.detach().cpu()
-        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+        try:
+            value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+        except TypeError:
+            raise ValueError(
+                f"has dtype {value.dtype}, which numpy has not: cast it, such as by .float()"
+            ) from None
     kinds = _check_nesting(value, MAX_DIMENSIONS) if isinstance(value, list | tuple) else set()
     try:
         array = np.asarray(value)

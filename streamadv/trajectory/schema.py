@@ -70,7 +70,20 @@ class Role(StrEnum):
     EVAL = "eval"
 
 
-class Column(BaseModel):
+class _Model(BaseModel):
+    """A model whose constructor raises TrajectoryError, on one line."""
+
+    def __init__(self, /, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValueError as error:  # pydantic's, or a lone surrogate in a key
+            raise TrajectoryError(f"{type(self).__name__}: {_problem(error, data)}") from None
+
+    # Inside another model pydantic builds one without this constructor, and names the place of what is wrong.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+class Column(_Model):
     """An extra column that states whether it has one entry per token."""
 
     model_config = ConfigDict(
@@ -106,7 +119,7 @@ class Column(BaseModel):
         return value
 
 
-class Row(BaseModel):
+class Row(_Model):
     """One token sequence of a trajectory, with its columns (each a 1-D array of the row's length T).
 
     Most trajectories have one row; step-wise agents, forks, compacted contexts and sub-agents have several. A token is
@@ -186,18 +199,19 @@ def _extra_column(name: str, value: Any, length: int) -> Column:
             value = Column.model_validate(value)
         if not isinstance(value, Column):
             array = extra_array(value)
-            value = Column.model_construct(data=array, per_token=len(array) == length)
+            # `per_token` counts as not stated
+            value = Column.model_construct({"data"}, data=array, per_token=len(array) == length)
     except SingleValueError as error:
-        raise ValueError(f"extra column {name} {error}{meant(name)}") from error
+        raise ValueError(f"extra column {name} {error}{meant(name)}") from None
     except ValueError as error:
-        raise ValueError(f"extra column {name} {first_problem(error)}") from error
+        raise ValueError(f"extra column {name} {first_problem(error)}") from None
     if value.per_token and len(value.data) != length:
         raise ValueError(f"extra column {name} has {len(value.data)} entries, input_ids has {length}")
     assert isinstance(value, Column)
     return value
 
 
-class Step(BaseModel):
+class Step(_Model):
     """One turn of an agent: its span of tokens in a row, its reward, and the state it acted in."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -209,7 +223,7 @@ class Step(BaseModel):
     state_key: ShortText | None = None  # hash of the observation; equal keys share a state group (GiGPO)
 
 
-class Trajectory(BaseModel):
+class Trajectory(_Model):
     """One rollout of one prompt, pushed whole: the unit of identity, completion, ledger and staleness.
 
     Identity is (run, group_id, rollout_index). `reward` None means unscorable: the slot ends, outside all statistics.
@@ -344,10 +358,15 @@ def parse_trajectory(data: Any, where: str = "trajectory") -> Trajectory:
     try:
         return Trajectory.model_validate(data)
     except ValueError as error:  # pydantic's, or a lone surrogate in a key
-        problem = first_problem(error)
-        if isinstance(data, Mapping) and "rows" not in data:  # the columns stood at top level
-            problem = problem.removeprefix("rows.0.").removeprefix("rows.0: ")
-        raise TrajectoryError(f"{where}: {problem}") from error
+        raise TrajectoryError(f"{where}: {_problem(error, data)}") from None
+
+
+def _problem(error: ValueError, data: Any) -> str:
+    """What is wrong with the fields `data`."""
+    problem = first_problem(error)
+    if isinstance(data, Mapping) and "rows" not in data:  # the columns stood at top level
+        problem = problem.removeprefix("rows.0.").removeprefix("rows.0: ")
+    return problem
 
 
 def trajectory_json_schema() -> dict[str, Any]:

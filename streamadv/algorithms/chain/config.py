@@ -184,7 +184,7 @@ class ChainConfig(_Section):
             try:
                 TypeAdapter(definition.types[name]).validate_python(value, strict=True)
             except ValidationError as error:
-                raise ValueError(f"options.{name}: {first_problem(error)}") from error
+                raise ValueError(f"options.{name}: {first_problem(error)}") from None
         return self
 
     @model_validator(mode="after")
@@ -238,4 +238,4 @@ def parse_config(data: Any) -> ChainConfig:
     try:
         return ChainConfig.model_validate(data)
     except ValueError as error:  # pydantic's, or a lone surrogate in a key
-        raise SettingError(f"chain: {first_problem(error)}") from error
+        raise SettingError(f"chain: {first_problem(error)}") from None

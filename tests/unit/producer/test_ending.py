@@ -34,7 +34,7 @@ def test_failed_cancelled_and_unscorable_slots_end_without_a_trajectory(fake: Co
     assert ledger(run) | {"dropped": want} == ledger(run)
     assert (ledger(run)["pushed"], ledger(run)["queued"]) == (5, 0)
     assert problems(run) == []
-    with pytest.raises(ValueError, match="needs 'failed' or 'aborted'"):
+    with pytest.raises(TrajectoryError, match="needs 'failed' or 'aborted'"):
         rollouts[0].fail("bored")
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
+from streamadv.errors import SettingError
+from streamadv.producer import Producer
 from streamadv.producer.membership import Membership
+from streamadv.run import open_run
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from tests.support import heartbeat, join, problems, producing, trajectory, unscored
@@ -55,3 +59,12 @@ def test_a_signal_handler_may_use_a_producer_at_any_moment(
         monkeypatch.setattr(Membership, "check_open", check_and_be_signalled)
         assert producer.score("g", 0, 1.0) == "unknown"
     assert finished
+
+
+def test_settings_of_another_type_are_an_error_that_says_what_to_write(fake: Connection) -> None:
+    values: Any = {"shards": 2}
+    wanted = r"^settings is a dict, needs streamadv\.RunSettings\(NAME=VALUE, \.\.\.\)$"
+    with pytest.raises(SettingError, match=wanted):
+        Producer(fake, "r", settings=values)
+    with pytest.raises(SettingError, match=wanted):
+        open_run(fake, "r", values)

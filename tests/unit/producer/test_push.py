@@ -164,12 +164,59 @@ def test_extra_columns_are_fixed_by_their_first_push(fake: Connection) -> None:
     with producing(fake, "r") as one, producing(fake, "r") as other:
         one.push([trajectory("g", 0, x=np.zeros((5, 2), np.int16))])
         for wrong in (np.zeros((5, 2), np.int8), np.zeros((5, 3), np.int16), np.zeros((4, 2), np.int16)):
-            with pytest.raises(TrajectoryError, match="extra column x is"):
+            with pytest.raises(TrajectoryError, match=r"^group g, rollout 1: extra column x has dtype int"):
                 other.push([trajectory("g", 1, x=wrong)])
         mixed = [trajectory("h", 0, y=np.zeros(5, np.int8)), trajectory("h", 1, y=np.zeros(5, np.int16))]
-        with pytest.raises(TrajectoryError, match="extra column y is"):
+        with pytest.raises(
+            TrajectoryError, match=r"^group h, rollout 1: extra column y has dtype int16, one"
+        ):
             other.push(mixed)
     assert problems(join(fake, "r")) == []
+
+
+def test_as_many_entries_as_tokens_by_chance_leave_a_column_what_it_is(fake: Connection) -> None:
+    lengths = (5, 3, 4)
+    with producing(fake, "r") as producer:
+        for index, tokens in enumerate(lengths):
+            producer.push([trajectory("g", index, 3, tokens=tokens, box=[1, 2, 3])])
+        at_once = [
+            trajectory("h", index, 3, tokens=tokens, new=[1, 2, 3]) for index, tokens in enumerate((3, 5, 4))
+        ]
+        producer.push(at_once)
+        run = join(fake, "r")
+    assert [run.manifest.columns[name] for name in ("box", "new")] == ['["<i8", [], false]'] * 2
+    assert group_all(run) == ["complete"] * 2
+    assert problems(run) == []
+
+
+def test_a_list_has_the_numbers_that_the_run_has(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        producer.push([trajectory("g", 0, 4, box=[0.5, 2.0], few=np.ones(2, np.float32), n=[1, 2])])
+        producer.push([trajectory("g", 1, 4, box=[1, 2], few=[1, 2], n=[1.0, 2.0])])
+        for wrong in ({"box": [2**53 + 1, 2]}, {"few": [0.1, 0.2]}, {"n": [0.5, 1.0]}):
+            with pytest.raises(TrajectoryError, match=r"push that, or use another name$"):
+                producer.push([trajectory("g", 2, 4, **wrong)])
+        run = join(fake, "r")
+    assert [run.manifest.columns[name] for name in ("box", "few", "n")] == [
+        f'["{dtype}", [], false]' for dtype in ("<f8", "<f4", "<i8")
+    ]
+    assert problems(run) == []
+
+
+def test_a_column_per_token_in_the_run_says_how_to_push_another(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        producer.push([trajectory("g", 0, tokens=3, box=[1, 2, 3])])
+        with pytest.raises(TrajectoryError) as caught:
+            producer.push([trajectory("g", 1, tokens=4, box=[1, 2, 3])])
+        assert str(caught.value) == (
+            "group g, rollout 1: extra column box has dtype int64, one number an entry, not per token, run r has dtype "
+            "int64, one number per token since its first push: give one entry per token, or use another name, from its "
+            'first push on as {"data": ..., "per_token": False}'
+        )
+        stated = {"data": [1, 2, 3], "per_token": False}
+        assert push_one(producer, trajectory("g", 1, tokens=3, other=stated)) == "pushed"
+        with pytest.raises(TrajectoryError, match=r'push other={"data": \.\.\., "per_token": False}$'):
+            producer.push([trajectory("h", 0, tokens=3, other={"data": [1, 2, 3], "per_token": True})])
 
 
 def test_a_large_group_is_pushed_in_slices(fake: Connection, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,18 @@ from hypothesis import strategies as st
 
 from streamadv.errors import TrajectoryError
 from streamadv.trajectory.columns import EXTRA_DTYPES
-from streamadv.trajectory.schema import Column, parse_trajectory, trajectory_json_schema
+from streamadv.trajectory.schema import (
+    Column,
+    Row,
+    Step,
+    Trajectory,
+    parse_trajectory,
+    trajectory_json_schema,
+)
 
 FLAT = {"group_id": "g", "group_size": 2, "rollout_index": 0, "reward": 1.0}
 FLAT |= {"input_ids": [5, 6, 7], "response_mask": [0, 1, 1]}
+ROW = {"input_ids": [5, 6, 7], "response_mask": [0, 1, 1]}
 HEAD = {"group_id": "g", "group_size": 2, "rollout_index": 0, "reward": 1.0}
 VALIDATOR = jsonschema.Draft202012Validator(trajectory_json_schema())
 
@@ -260,6 +268,42 @@ def test_a_problem_says_what_is_there_and_what_is_needed(fields, message):
 def test_what_is_no_object_is_refused(value):
     with pytest.raises(TrajectoryError, match="needs an object"):
         parse_trajectory(value)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (
+            lambda: Trajectory(**FLAT, lenght=3),
+            "Trajectory: extra column lenght is the single value 3, needs a list",
+        ),
+        (
+            lambda: Trajectory(**{**FLAT, "reward": "1"}),
+            "Trajectory: reward: is the text '1', needs a number",
+        ),
+        (
+            lambda: Trajectory(**HEAD, rows=[dict(ROW), {**ROW, "values": [math.nan] * 3}]),
+            "Trajectory: rows.1.values: is nan at token 0, needs finite numbers",
+        ),
+        (lambda: Row(input_ids=[1], response_mask=[2]), "Row: response_mask: is 2 at token 0, needs 0 or 1"),
+        (lambda: Step(start=-1, end=1), "Step: start: is -1, needs at least 0"),
+        (lambda: Column(data=1, per_token=False), "Column: data: is the single value 1, needs a list"),
+    ],
+)
+def test_constructors_raise_trajectory_error_on_one_line(make, problem):
+    with pytest.raises(TrajectoryError) as caught:
+        make()
+    assert str(caught.value) == problem
+    assert caught.value.__suppress_context__
+
+
+def test_a_tensor_of_a_dtype_that_numpy_has_not_is_an_error_that_says_so():
+    torch = pytest.importorskip("torch")
+    column = torch.zeros(3).to(torch.float8_e4m3fn)
+    with pytest.raises(
+        TrajectoryError, match=r"extra column scale has dtype torch\.float8_e4m3fn, .* cast it"
+    ):
+        parse_trajectory({**FLAT, "scale": column})
 
 
 def test_rows_agree_in_their_columns():
