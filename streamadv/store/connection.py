@@ -8,6 +8,7 @@ longer than its block (`blocking`). Loops around the clients wait for what is tr
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -31,6 +32,14 @@ from .urls import Target, hide_password, parse_url
 from .waiting import Blocked, Wait
 
 _PING_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, redis.exceptions.ResponseError)
+
+#: What a server says that is not of the kind that its URL names -> what to write.
+_OF_ANOTHER_KIND: Final = {
+    "Cluster mode is not enabled": "this server is no cluster node: write",
+    "unknown command 'SENTINEL'": "no Sentinel answers there: give their addresses (port 26379), or write",
+}
+#: A server without TLS takes the connection, and waits for the end of a line.
+_MAY_SPEAK_NO_TLS: Final = re.compile("Timeout connecting|No master found")
 
 MIN_BLOCK_MS: Final = 512
 BLOCK_MARGIN: Final = 5.0  # seconds on top of a read's block: the server re-arms blocks and may be late
@@ -67,6 +76,10 @@ class _BaseConnection:
                 raise SettingError(
                     f"redis URL {self.safe_url!r}: {str(cause).rstrip('.')}; check user name and password"
                 ) from None
+        for mark, remedy in _OF_ANOTHER_KIND.items():
+            if mark in str(error):
+                scheme = self.safe_url.partition("+")[0]
+                raise SettingError(f"redis URL {self.safe_url!r}: {remedy} {scheme}://") from None
         if isinstance(error, redis.exceptions.ResponseError) and not isinstance(error, RETRYABLE):
             raise SettingError(f"redis URL {self.safe_url!r}: the server answers {error}") from None
         if self._target is not None and (reason := tls.refusal(error, self._target.options)):
@@ -83,6 +96,8 @@ class _BaseConnection:
         if reading and isinstance(error, NotNowError) and reason_of(error) == "misconf":
             return True  # only writes, and PING, are refused
         reason = self._unknown_sentinels() or server_reason(error)
+        if self._target is not None and self._target.tls and _MAY_SPEAK_NO_TLS.search(reason.text):
+            reason = Reason(reason.name, f"{reason.text} (does it speak TLS, as rediss:// says?)")
         if wait.timeout is not None and reason.name == "name_resolution":
             raise ServerUnreachableError(
                 f"redis URL {self.safe_url!r}: {reason.text}: {reason.remedy}"

@@ -206,6 +206,30 @@ async def test_a_refusal_is_an_error_at_once(redis_url: str) -> None:
         connection.wait_until_ready()
 
 
+@pytest.mark.parametrize(
+    ("scheme", "path", "remedy"),
+    [
+        ("redis+cluster", "", r"this server is no cluster node: write redis://$"),
+        ("redis+sentinel", "/mymaster", r"no Sentinel .*addresses \(port 26379\), or write redis://$"),
+    ],
+)
+async def test_a_server_of_another_kind_than_its_url_says_is_an_error_at_once(
+    redis_url: str, scheme: str, path: str, remedy: str
+) -> None:
+    url = redis_url.replace("redis://", f"{scheme}://").removesuffix("/0") + path
+    with Connection(url) as connection, pytest.raises(SettingError, match=remedy):
+        connection.wait_until_ready()
+    async with AsyncConnection(url) as other:
+        with pytest.raises(SettingError, match=remedy):
+            await other.wait_until_ready()
+
+
+async def test_a_server_that_does_not_answer_to_tls_is_asked_whether_it_speaks_it(redis_url: str) -> None:
+    async with AsyncConnection(redis_url.replace("redis://", "rediss://")) as connection:
+        with pytest.raises(ServerUnreachableError, match=r"\(does it speak TLS, as rediss:// says\?\)"):
+            await connection.wait_until_ready(0)
+
+
 @pytest.mark.parametrize("option", ["/3", "/0?client_name=mine"])
 def test_a_busy_server_that_refuses_a_new_connection_is_waited_for(
     forgetful: EmbeddedServer, option: str
