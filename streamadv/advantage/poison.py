@@ -70,6 +70,7 @@ def compute_safely(
     if len(dead) == len(prepared.living) > 1:
         detail = next(iter(dead.values())).detail
         raise ChainError(f"batch {item.batch}: every group fails, as with {detail}")
+    _log_deaths(run, dead)
     return bounded(replace(prepared, dead=prepared.dead | dead))
 
 
@@ -103,7 +104,6 @@ def isolate(
                 death = _try_alone(group, compute_alone, bugs)
         if death is not None:
             deaths[group.group_id] = death
-    _log_deaths(run, deaths)
     if bugs and len(deaths) == len(groups):
         raise ChainError(f"the chain fails by itself: {_text(bugs[0])}") from bugs[0]
     return deaths

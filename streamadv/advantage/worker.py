@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from .. import clock, metrics
 from ..algorithms.device import Device, choose_device
-from ..errors import SettingError
-from ..messages import log_fields
+from ..errors import ChainError, SettingError
+from ..messages import log_fields, one_line
 from ..run import Run
 from ..run.consumer import ADVANTAGE, Consumer, Entry
 from ..run.hangs import Stopped
@@ -39,6 +39,9 @@ REPORT_AFTER_S: Final = 2.0
 #: Seconds between two looks at whether to stop.
 POLL_S: Final = 0.2
 UNKNOWN_CHAIN: Final = "waiting for a worker that knows the chain of a batch"
+FAILING_CHAIN: Final = "waiting for a chain that does not fail"
+#: Of a chain's error, characters that the run keeps.
+ERROR_CHARS: Final = 400
 #: Work items read ahead of the one being computed, and results waiting to be published.
 PREFETCH: Final = 2
 
@@ -54,8 +57,9 @@ def run_worker(
     """Compute work items until `stop` is set. A server that does not answer is waited for.
 
     device: where the chain runs. lease_s: seconds after which other workers take over an entry that this one has not
-    finished. name: of the consumer, unique; by default host, process id and a random part. Raises SettingError if this
-    process cannot build the chain of a batch that is named, and ChainError for a chain that fails on every group.
+    finished. name: of the consumer, unique; by default host, process id and a random part. A chain that fails on every
+    group is tried again, and the run says why it fails. Raises SettingError if this process cannot build the chain of a
+    batch that is named.
     """
     Worker(run, stop, device=device, lease_s=lease_s, name=name).run()
 
@@ -141,6 +145,7 @@ class Worker:
 
     def _compute(self) -> None:
         outage = Outage(STAGE, sleep=self._stop.wait)
+        failing = Wait(Blocked(STAGE, FAILING_CHAIN, first_s=0.0), base=1.0, cap=10.0, sleep=self._stop.wait)
         while not self._stop.is_set():
             try:
                 prepared = self._prepared.get(timeout=POLL_S)
@@ -152,12 +157,25 @@ class Worker:
             except Stopped as error:  # still in hand: the shutdown gives it back
                 logger.warning("%s", error, extra=self._log_fields("computation_stopped"))
                 return
+            except (ChainError, SettingError) as error:  # not of the data: no group is dead for it
+                self._give_back(prepared, error)
+                failing.because(Reason("failing_chain", str(error)))
+                failing.pause()
+                continue
             except RETRYABLE as error:  # tries at a suspect group are counted on the server
                 self._consumer.done([prepared.entry])  # still pending: taken up again when its lease is over
                 outage.pause_after(error)
                 continue
             outage.over()
+            failing.over()
             self._put(self._computed, computed)
+
+    def _give_back(self, prepared: PreparedItem, error: Exception) -> None:
+        """Leave an entry whose chain fails to whoever reads it next, and let the run say why it waits."""
+        entry, text = prepared.entry, one_line(str(error)[:ERROR_CHARS])
+        with suppress(*RETRYABLE):  # then it is pending, and taken up again when its lease is over
+            self._consumer.release([entry])
+            self._run.shard(entry.shard).call("note_failure", [entry.id, prepared.item.batch, text])
 
     def _put(self, target: queue.Queue[Any], item: PreparedItem | ComputedItem) -> None:
         """Put `item` when there is room. Once `stop` is set it stays in hand."""

@@ -147,6 +147,8 @@ class Follower(Session):
             if self.progress.has_delivered:
                 raise BatchLostError(f"{text}: restart the trainer from its checkpoint")
             raise NotHeldError(f"{text}: waiting for another rank 0 of job {self._hold.job}")
+        if record is not None and k >= self.progress.delivered and not record.is_for(self._settings):
+            return None  # rank 0 names it again, with the chain of this job
         return record
 
     def waits_for(self, k: int) -> Reason:

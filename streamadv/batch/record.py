@@ -16,6 +16,7 @@ from ..grouping.groups_log import ENTRY_ID, Pointer
 from ..messages import brief, first_problem
 from ..run import Run
 from ..run.malformed import reject
+from .settings import NamingSettings
 
 
 class Death(NamedTuple):
@@ -53,6 +54,10 @@ class BatchRecord(BaseModel):
 
     def to_json(self) -> str:
         return self.model_dump_json(exclude={"trace"} if self.trace is None else None)
+
+    def is_for(self, settings: NamingSettings) -> bool:
+        """Whether the chain that computes it is the trainer's."""
+        return self.chain == settings.chain and tuple(self.late) == settings.late
 
     def in_shard(self, shard: int) -> list[Pointer]:
         return [pointer for pointer in self.groups if pointer.shard == shard]

@@ -179,6 +179,28 @@ def set_trainer(run: Run, settings: NamingSettings, progress: Progress) -> None:
 # Undoing
 
 
+def undo_other_chains(run: Run, settings: NamingSettings, progress: Progress) -> bool:
+    """Undo batches not delivered yet that were named for another chain, and all after such a one. True if some were.
+
+    Called when the training loop asks for a batch: before that it may load a checkpoint with some of them. The session
+    has to begin again then, since its candidates lack their groups.
+    """
+    waiting = [progress.batches[k].record for k in sorted(progress.batches) if k >= progress.delivered]
+    others = [record for record in waiting if not record.is_for(settings)]
+    if not others:
+        return False
+    undone = [record for record in waiting if record.k >= others[0].k]
+    fields = log_fields(
+        "batch_named_again", run=run.name, role="trainer", batch=undone[0].k, count=len(undone)
+    )
+    text = "batches %d to %d are named again: they were named for another chain, and are not delivered yet"
+    logger.warning(text, undone[0].k, undone[-1].k, extra=fields)
+    undo_batches(run, undone, progress.epoch)
+    for record in undone:
+        del progress.batches[record.k]
+    return True
+
+
 def undo_batches(run: Run, records: Iterable[BatchRecord], epoch: int) -> None:
     """Undo the naming of batches: what is left of them can be named again.
 

@@ -84,11 +84,12 @@ def _server(status: Status) -> Iterator[Reason]:
 
 def _stages(status: Status) -> Iterator[Reason]:
     for name, stream in status.streams.items():
-        if stream.length and (reason := _stage(name, stream, status.is_quiet)):
+        failure = status.failing_chain if name == "work" else None
+        if stream.length and (reason := _stage(name, stream, status.is_quiet, failure)):
             yield reason
 
 
-def _stage(name: str, stream: Stream, is_quiet: bool) -> Reason | None:
+def _stage(name: str, stream: Stream, is_quiet: bool, failure: str | None) -> Reason | None:
     scorer = name.removeprefix("scoring:")
     stage, missing = {
         "rollouts": ("a grouper", "no_grouper"),
@@ -100,6 +101,8 @@ def _stage(name: str, stream: Stream, is_quiet: bool) -> Reason | None:
         dead = len(stream.workers)
         joined = f"{counted(dead, 'has', 'have')} joined, all silent" if dead else "none is there"
         return Reason(missing, f"{entries} ({joined}){age}")
+    if failure:
+        return Reason("failing_chain", f"{entries}{age}: {failure}")
     if is_quiet and (stream.oldest_age_s or 0) > STUCK_S:
         return Reason("backlog", f"{entries} ({stream.alive} alive){age}")
     return None

@@ -226,6 +226,7 @@ class Status:
     evaluations: list[Evaluation]  # the newest of each data source
     server: Server
     quiet_s: float | None  # since something entered a stream; None = never
+    failing_chain: str | None  # why the chain of a work item fails, as a worker has noted
 
     @property
     def balanced(self) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..grouping.short_groups import loss_of
+from ..messages import one_line
 from ..run import Run
 from ..store.replies import as_count
 from .activity import Activity, read_activity, read_producers, read_staleness
@@ -56,6 +57,7 @@ def read_status(run: Run) -> Status:
         evaluations=newest(read_evaluations(run)),
         server=server,
         quiet_s=activity.quiet_s,
+        failing_chain=_failing_chain(shards),
     )
 
 
@@ -96,3 +98,8 @@ def _stream(name: str, shards: Sequence[ShardState], activity: Activity) -> Stre
         alive=sum(worker.alive for worker in activity.workers[name]),
         workers=activity.workers[name],
     )
+
+
+def _failing_chain(shards: Sequence[ShardState]) -> str | None:
+    notes = (one_line(shard.trainer["failing"]) for shard in shards if "failing" in shard.trainer)
+    return next(notes, None)

@@ -44,6 +44,11 @@ REASONS: Final[dict[str, Kind]] = {
         "an advantage worker was given a batch whose chain it does not know, and leaves it to others",
         "start it with --import MODULE, or install the package that brings the estimator",
     ),
+    "failing_chain": Kind(
+        "the chain fails on every group of a batch, so the fault is not in the data; advantage workers try again",
+        "start the trainer with another chain, which takes over what was not delivered, or correct the estimator and "
+        "restart its workers",
+    ),
     "backlog": Kind(
         "a stage is at work, and slower than what comes", "start more of its processes, or look at their logs"
     ),

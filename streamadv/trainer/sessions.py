@@ -8,7 +8,7 @@ from typing import Final
 from ..batch.follower import JobKey, join
 from ..batch.job import check_job, count_queue, find_job, random_job
 from ..batch.progress import Progress
-from ..batch.recovery import take_over
+from ..batch.recovery import take_over, undo_other_chains
 from ..batch.session import Session
 from ..batch.settings import NamingSettings
 from ..errors import SettingError
@@ -81,6 +81,9 @@ class Sessions:
             self.progress.servers_replaced()
             self._is_stale = True
         session = self._begin() if self._is_stale else self.current()
+        if self._rank.number == 0 and undo_other_chains(session.run, self.naming, self.progress):
+            self._session = None
+            session = self._begin()
         if self._is_to_tell:
             self._is_to_tell = False
             self._say_where_it_begins()

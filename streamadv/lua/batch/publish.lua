@@ -1,7 +1,7 @@
 -- Hand results of one work item off to the trainer. Only the first worker that calls this for an entry publishes, since
 -- only one XACK succeeds. The worker writes output columns by a HSET in the same MULTI, before this script, with a time
 -- to live that ends here; above maxmemory the server refuses that HSET, and the script gets them as inline fields.
--- KEYS  void, work, results, applied, ledger, sizes, output: output | void
+-- KEYS  void, work, results, applied, trainer, ledger, sizes, output: output | void
 -- ARGV  consumer group, entry id, batch id, header JSON, bytes of the output columns, payload bytes of the
 --       trajectories they are for, number of inline fields of the output columns, their field, value ...; then
 --       results (raw bytes) as field, value ...
@@ -14,6 +14,7 @@ if not first or redis.call('HEXISTS', keys.applied, ARGV[3]) == 0 then
   redis.call('UNLINK', keys.output)
   return 0
 end
+redis.call('HDEL', keys.trainer, 'failing')
 local at = 8
 for _ = 1, tonumber(ARGV[7]) do
   redis.call('HSET', keys.output, ARGV[at], ARGV[at + 1])

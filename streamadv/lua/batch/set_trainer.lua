@@ -11,5 +11,6 @@ for i = 9, #ARGV do held = held + #redis.call('XRANGE', keys.groups, ARGV[i], AR
 if ARGV[8] == '1' then held = held + (tonumber(redis.call('HGET', keys.trainer, 'held') or '') or 0) end
 redis.call('HSET', keys.trainer, 'epoch', ARGV[1], 'version', ARGV[2], 'max_staleness', ARGV[3], 'batch_groups', ARGV[4],
   'held', held, 'drop_after', ARGV[5], 'weights', ARGV[6], 'finished', ARGV[7])
+redis.call('HDEL', keys.trainer, 'failing')  -- note_failure's
 announce()
 return 1
