@@ -67,38 +67,39 @@ def commit(
     The session hash must say already that the batch is committed (`commit_session.lua`).
     """
     results = read_results(run) if results is None else results
-    for shard in run.shards:
+    for shard in reversed(run.shards):  # the record goes last, from the home shard
         pointers = record.in_shard(shard.index)
-        if pointers:
-            commit_groups(run, shard, record, pointers, epoch, arguments or {})
-            close(shard, record.id, epoch, results)
-    run.home.call("forget_batch", [epoch, record.k, record.id])
+        if pointers or shard.index == run.home.index:
+            _commit_in_shard(run, shard, record, pointers, epoch, arguments or {}, results)
 
 
-def commit_groups(
+def _commit_in_shard(
     run: Run,
     shard: Shard,
     record: BatchRecord,
     pointers: Sequence[Pointer],
     epoch: int,
     arguments: Mapping[str, CommitArguments],
+    results: Sequence[StoredResult],
 ) -> None:
     """Commit groups of one shard, in slices. Groups that the log no longer has were committed before."""
     unread = [pointer for pointer in pointers if pointer.group_id not in arguments]
-    from_log = [group for group in find_groups(run, unread) if group is not None]
+    from_log = [group for group in find_groups(run, unread) if group is not None] if unread else []
     known = {**arguments, **commit_arguments(from_log, record.tokens_per_micro_batch)}
-    args: list[str] = []
+    groups: list[str] = []
     payloads: list[str] = []
     for pointer in pointers:
+        if len(payloads) >= COMMIT_SLICE:
+            shard.call("commit", [epoch, record.id, "", "", *groups], unlinked=payloads)
+            groups, payloads = [], []
         if pointer.group_id in known:
             group = known[pointer.group_id]
-            args.append(group.group)
+            groups.append(group.group)
             payloads += group.payloads
-        if len(payloads) >= COMMIT_SLICE:
-            shard.call("commit", [epoch, record.id, *args], payloads=payloads)
-            args, payloads = [], []
-    if args:
-        shard.call("commit", [epoch, record.id, *args], payloads=payloads)
+    outputs, of_results = results_of(shard, record.id, results)
+    k = record.k if shard.index == run.home.index else ""
+    args = [epoch, record.id, k, len(outputs), *of_results, *groups]
+    shard.call("commit", args, unlinked=[*outputs, *payloads])
 
 
 class StoredResult(NamedTuple):
@@ -126,8 +127,11 @@ def read_results(run: Run) -> list[StoredResult]:
     return results
 
 
-def close(shard: Shard, batch_id: str, epoch: int, results: Sequence[StoredResult]) -> None:
-    """Delete the results of a batch in a shard, and the shard's knowledge of the batch."""
-    of_batch = [result for result in results if (result.shard, result.batch) == (shard.index, batch_id)]
-    args = [epoch, batch_id, *(part for result in of_batch for part in (result.entry, result.output_bytes))]
-    shard.call("close_batch", args, outputs=[result.output for result in of_batch])
+def results_of(
+    shard: Shard, batch_id: str, results: Sequence[StoredResult]
+) -> tuple[list[str], list[bytes | int]]:
+    """Results of a batch in a shard, for the scripts that remove them: keys of their outputs, and arguments."""
+    own = [result for result in results if (result.shard, result.batch) == (shard.index, batch_id)]
+    return [result.output for result in own], [
+        part for result in own for part in (result.entry, result.output_bytes)
+    ]

@@ -162,7 +162,7 @@ class Follower(Session):
         # An older release does not count its ends.
         return end == k and (ends is None or ends > self.progress.ends)
 
-    def publish_version(self, record: BatchRecord) -> None:
+    def publish_version(self, record: BatchRecord, commits: bool = False) -> None:
         batch = self.batches.get(record.k)
         if batch is not None:
             batch.groups.clear()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from .. import clock, metrics, tracing
-from ..grouping.groups_log import LoggedGroup
+from ..grouping.groups_log import LoggedGroup, Pointer
 from ..run import Run
 from ..run.heartbeats import Attendance, is_over
 from ..store.reasons import Reason
@@ -179,29 +179,32 @@ class Leader(Session):
 
     # Trained and committed
 
-    def publish_version(self, record: BatchRecord) -> None:
+    def publish_version(self, record: BatchRecord, commits: bool = False) -> None:
         """First in the home shard, then in every shard's copy."""
-        version, home = record.k + 1, self.run.home
-        coefficients = json.dumps(self.progress.kl) if self.progress.kl else ""
-        args = [self.epoch, version, len(record.groups), coefficients, "", ""]
-        home.call("trained", args, version=home.keys.session)
         batch = self.batches.get(record.k) or NamedBatch(record)
-        for shard in self.run.shards:
-            living = sum(pointer.shard == shard.index for pointer in batch.living)
-            args = [self.epoch, version, living, "", "1", self.progress.weights]
-            shard.call("trained", args, version=shard.keys.trainer)
+        self._publish(record.k + 1, batch.living, commits)
         groups = list(batch.groups.values())
         batch.commit_arguments.update(commit_arguments(groups, record.tokens_per_micro_batch))
         batch.groups.clear()
-        self.published_version = version
+        self.published_version = record.k + 1
 
     def publish_weights(self) -> None:
+        self._publish(self.version, (), False)
+
+    def _publish(self, version: int, trained: Sequence[Pointer], commits: bool) -> None:
+        home, progress = self.run.home, self.progress
+        coefficients = json.dumps(progress.kl) if progress.kl else ""
+        commits = commits and version > progress.committed
         for shard in self.run.shards:
-            args = [self.epoch, self.version, 0, "", "1", self.progress.weights]
-            shard.call("trained", args, version=shard.keys.trainer)
+            own = sum(pointer.shard == shard.index for pointer in trained)
+            args = [self.epoch, version, own, coefficients, progress.weights, version if commits else ""]
+            is_home = shard.index == home.index
+            shard.call("trained", args, version=shard.keys.session if is_home else shard.keys.trainer)
+            if is_home and commits:
+                progress.commit(version)
 
     def commit(self, version: int) -> None:
-        """First in the home shard, then in every shard."""
+        """First in the run's session, then in every shard."""
         if version > self.progress.committed:
             self.run.home.call("commit_session", [self.epoch, version])
             self.progress.commit(version)

@@ -15,7 +15,7 @@ from ..grouping.groups_log import Pointer, find_groups
 from ..messages import log_fields
 from ..run import Run
 from ..run.run import Shard
-from .commit import close, commit, read_results
+from .commit import commit, read_results, results_of
 from .exclusion import dead_letter_groups, read_exclusions
 from .hold import take
 from .leader import Leader
@@ -223,8 +223,8 @@ def undo_unknown(run: Run, records: Collection[BatchRecord], epoch: int) -> None
 
 def undo_in_shard(run: Run, shard: Shard, batch_id: str, epoch: int) -> None:
     """Undo a batch in one shard: its groups there are candidates again, its results are deleted."""
-    shard.call("unapply_batch", [epoch, batch_id])
-    close(shard, batch_id, epoch, read_results(run))
+    outputs, of_results = results_of(shard, batch_id, read_results(run))
+    shard.call("unapply_batch", [epoch, batch_id, *of_results], unlinked=outputs)
 
 
 def applied_ids(run: Run, shard: Shard) -> set[str]:

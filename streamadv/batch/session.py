@@ -162,8 +162,11 @@ class Session(ABC):
                 traces.trained(self.run, self.progress.batch(record))
 
     @abstractmethod
-    def publish_version(self, record: BatchRecord) -> None:
-        """Rank 0 writes into the run that the batch was trained."""
+    def publish_version(self, record: BatchRecord, commits: bool = False) -> None:
+        """Rank 0 writes into the run that the batch was trained.
+
+        commits: that all up to it are in a saved checkpoint as well; `commit` does the rest.
+        """
 
     @abstractmethod
     def publish_weights(self) -> None:

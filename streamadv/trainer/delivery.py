@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +79,7 @@ def deliver(
     fetched = fetch(run, share, memory, ahead)
     outputs = fetch_outputs(run, computed.results, share, memory)
     packed = _pack(computed.results, fetched, outputs, rank.device, memory)
-    packed, late_metrics = _run_late_part(record, packed, late, rank.world_size, memory)
+    packed, late_metrics = _run_late_part(record, packed, late, rank.world_size)
     return _cut(computed, packed, late_metrics)
 
 
@@ -106,22 +107,27 @@ def _pack(
     batch = pack_members(share.own, columns, device, (rewards, step_rewards))
     per_token: dict[str, Tensor] = {}
     if len(share.trained):
-        per_token = _results_per_token(batch, results, share)
-        _check_finite(batch, share, per_token, outputs)
+        per_token, suspect = _results_per_token(batch, results, share)
+        _check_finite(batch, share, suspect, outputs)
     indices = as_indices(batch.columns, memory)
     return PackedShare(share, fetched, batch, batch.columns, indices, extras, fetched.row_extras(), per_token)
 
 
-def _results_per_token(batch: PackedBatch, results: BatchResults, share: Share) -> dict[str, Tensor]:
-    """The workers' advantages and returns, [N] each."""
+def _results_per_token(
+    batch: PackedBatch, results: BatchResults, share: Share
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The workers' advantages and returns, [N] each; and those that may hold what is not finite."""
     per_token: dict[str, Tensor] = {}
+    suspect: dict[str, Tensor] = {}
     for name in ("advantages", "returns"):
         if name in results.names:
-            values = torch.from_numpy(results.numbers(name, share.positions)).to(batch.device)
-            per_token[name] = expand(batch, results.level, values)
+            numbers = results.numbers(name, share.positions)
+            per_token[name] = expand(batch, results.level, torch.from_numpy(numbers).to(batch.device))
+            if not np.isfinite(numbers).all():
+                suspect[name] = per_token[name]
         elif name in results.columns:
             per_token[name] = batch.columns[name]
-    return per_token
+    return per_token, suspect
 
 
 def _check_finite(
@@ -157,7 +163,6 @@ def _run_late_part(
     packed: PackedShare,
     late: Mapping[str, LateColumn],
     world_size: int,
-    memory: ColumnMemory,
 ) -> tuple[PackedShare, Metrics | None]:
     """Make the late columns and run the steps of the chain after them; the batch gets advantages and returns."""
     columns, results, metrics = dict(packed.columns), dict(packed.results), None
@@ -180,8 +185,7 @@ def _run_late_part(
                 if values is not None:
                     results[name] = expand(batch, result.level, values)
     if "advantages" in results:
-        advantages = results["advantages"]
-        results.setdefault("returns", memory.copy_of(advantages, advantages.dtype))
+        results.setdefault("returns", results["advantages"])
     return replace(packed, columns={**columns, **results}, extras=extras, results=results), metrics
 
 

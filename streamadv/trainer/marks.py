@@ -27,7 +27,7 @@ class Marks:
         self._progress = progress
         self._leads = leads
         self._mark = mark
-        self._commit_mode = commit
+        self._commits = commit == "each_batch"
         self.current: Batch | None = None  # delivered last; only where the next one marks it
         #: Set when a batch was marked; who waits for that clears it first.
         self.news = threading.Event()
@@ -44,8 +44,8 @@ class Marks:
         session = sessions.checked()
         if batch is not None and batch.version in session.batches:
             if session.published_version <= batch.version:
-                session.publish_version(session.batches[batch.version].record)
-            if self._commit_mode == "each_batch":
+                session.publish_version(session.batches[batch.version].record, self._commits)
+            if self._commits:
                 session.commit(session.version)
         self.current = None
         return session
@@ -60,7 +60,7 @@ class Marks:
     def finish(self) -> None:
         """As `TrainerQueue.finish`, once."""
         session = self._writing_session()
-        if self._commit_mode == "each_batch":
+        if self._commits:
             session.commit(session.version)
         session.finish()
         self.news.set()
@@ -74,8 +74,9 @@ class Marks:
         if weights is not None:
             self._progress.publish_weights(record.k + 1, weights)
         session = self._writing_session()
-        session.publish_version(record)
-        if self._mark == "explicit" and self._commit_mode == "each_batch":
+        commits = self._mark == "explicit" and self._commits
+        session.publish_version(record, commits)
+        if commits:
             session.commit(session.version)
         self.news.set()
 

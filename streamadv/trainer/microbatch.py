@@ -47,7 +47,8 @@ class MicroBatch(Columns):
     each is. `padded()` and `prompt_response()` give other layouts.
 
     An empty micro-batch (R = 0) keeps the ranks of a job in step and adds nothing to a loss. Where rows lie side by
-    side a column is a view of the batch's, which on a CPU `batch.delivered` shares: do not write into it.
+    side a column is a view of the batch's, which on a CPU `batch.delivered` shares, and `returns` are `advantages`
+    themselves if the chain makes no others: do not write into a column.
     """
 
     cu_seqlens: Tensor

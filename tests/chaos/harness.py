@@ -58,7 +58,7 @@ SCRIPTS: Final = {
     "advantage": {"manifest", "register", "ensure_group", "publish", "discard", "attempt"},
     "trainer": {
         "manifest", "register", "server_id", "take_epoch", "set_trainer", "name_batch", "apply_batch",
-        "trained", "commit_session", "commit", "close_batch", "forget_batch", "drop_groups",
+        "trained", "commit_session", "commit", "drop_groups",
         "dead_letter_group", "leave_out", "end_run", "settled", "unapply_batch", "unname_batch",
     },
 }  # fmt: skip

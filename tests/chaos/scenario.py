@@ -19,9 +19,10 @@ from streamadv.advantage.prepare import prepare
 from streamadv.algorithms.device import choose_device
 from streamadv.errors import GroupEndedError, NoBatchError, StreamadvError, TrajectoryError
 from streamadv.grouping import grouper as grouping
+from streamadv.grouping.groups_log import read_log
 from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
-from streamadv.run import heartbeats, open_run
+from streamadv.run import Run, heartbeats, open_run
 from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer
 from streamadv.run.dead_letters import list_dead, purge, requeue
 from streamadv.run.manifest import RunSettings
@@ -357,8 +358,17 @@ def operator(world: World) -> Life:
                 _write_values(world, dead.group_id, np.array(2 * VALUES, np.float32).tobytes())
                 requeue(run, dead.group_id)
             world.repaired.add(dead.group_id)
-        world.settled = "incomplete" in world.repaired and not list(list_dead(run))
+        repaired = "incomplete" in world.repaired or _was_dropped(run, "incomplete")
+        world.settled = repaired and not list(list_dead(run))
         yield
+
+
+def _was_dropped(run: Run, group_id: str) -> bool:
+    """Whether a group has ended and is not in the log: a checkpoint was loaded from before it was begun."""
+    shard = run.shard_of(group_id)
+    if not run.connection.scripts.hexists(shard.keys.ended, group_id):
+        return False
+    return all(group.group_id != group_id for group in read_log(run, shard.index, "0-0", 1000))
 
 
 ACTORS: Final[tuple[Actor, ...]] = (producer, scorer, grouper, worker, trainer, operator)

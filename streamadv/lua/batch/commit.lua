@@ -1,17 +1,21 @@
 -- Commit groups of one shard: their trajectories are counted as trained, except those left out, and their payloads
--- deleted. Idempotent for each group, since only the call that deletes the log entry counts it.
--- KEYS  void, trainer, groups, ledger, applied, owners, admission, payloads: payload ...
+-- deleted. Idempotent for each group, since only the call that deletes the log entry counts it. The last call closes the
+-- batch in the shard; in the home shard, which is the last one, its record goes.
+-- KEYS  void, trainer, groups, ledger, applied, owners, admission, results, batches, unlinked: output | payload | void ...
 -- fenced by trainer
--- ARGV  epoch, batch id, then of each group one text: entry id, numbers of members that are trained on, baselines, and
---       oversize, bytes, number of payloads
+-- ARGV  epoch, batch id, k in the last call of all ('' in others), number of results that the last call in a shard removes
+--       ('' in others), for each of them: entry id, bytes of its output columns; then of each group one text: entry id,
+--       numbers of members that are trained on, baselines, and oversize, bytes, number of payloads
 -- Returns  number of groups committed
 -- include owners
 -- include announce
+-- include close_batch
 local UNLINKED = 1000  -- keys in one UNLINK
-local sums, gone, at, groups = {}, {}, 0, 0
+local results = tonumber(ARGV[4]) or 0
+local sums, gone, at, groups = {}, {}, results, 0
 local function count(name, number) sums[name] = (sums[name] or 0) + number end
 local exclusions = cjson.decode(redis.call('HGET', keys.applied, ARGV[2]) or '{}')
-for i = 3, #ARGV do
+for i = 5 + 2 * results, #ARGV do
   local entry, trained, baseline, oversize, bytes, payloads =
     string.match(ARGV[i], '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
   payloads = tonumber(payloads)
@@ -24,7 +28,7 @@ for i = 3, #ARGV do
     count('dropped:oversize', oversize)
     count('live_bytes', -bytes)
     count(disown(keys.owners, entry), -trained - baseline - oversize)
-    for payload = at + 1, at + payloads do gone[#gone + 1] = keys.payloads[payload] end
+    for payload = at + 1, at + payloads do gone[#gone + 1] = keys.unlinked[payload] end
   end
   at = at + payloads
 end
@@ -38,5 +42,9 @@ if groups > 0 then
 end
 for name, number in pairs(sums) do
   if number ~= 0 then redis.pcall('HINCRBY', keys.ledger, name, string.format('%d', number)) end
+end
+if ARGV[4] ~= '' then close_batch(ARGV[2], 5, results) end
+if ARGV[3] ~= '' and string.find(redis.call('HGET', keys.batches, ARGV[3]) or '', '"id":"' .. ARGV[2] .. '"', 1, true) then
+  redis.call('HDEL', keys.batches, ARGV[3])
 end
 return groups

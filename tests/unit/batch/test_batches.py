@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from streamadv.batch.work import ITEM_BYTES, ITEM_TRAJECTORIES, apply, work_item
 from streamadv.errors import BatchLostError, EpochFencedError
 from streamadv.grouping.groups_log import LoggedGroup, Pointer, read_groups, read_log
 from streamadv.run import Run
+from streamadv.run.run import Shard
 from streamadv.store.connection import Connection
 from streamadv.trajectory.members import BASELINE, HAS_REWARD, HAS_VERSION, MEMBER, NO_MEMBERS, ROW, Members
 from streamadv.trajectory.packet import StoredPacket
@@ -291,20 +293,33 @@ def test_a_shard_may_learn_of_a_batch_in_parts(
     assert compute_all(run) == 2
 
 
-def test_the_ledger_holds_in_the_middle_of_a_commit(named: tuple[Run, BatchRecord]) -> None:
+def test_the_ledger_holds_in_the_middle_of_a_commit(
+    named: tuple[Run, BatchRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the steps of a commit: other processes may look, and the trainer may die."""
     run, record = named
     apply(run, record, 1)
     compute_all(run)
-    for shard in run.shards:
-        batch_commit.commit_groups(run, shard, record, record.in_shard(shard.index)[:1], 1, {})
+    monkeypatch.setattr(batch_commit, "COMMIT_SLICE", 1)
+    call, calls, lives = Shard.call, list[str](), 0
+
+    def checked(shard: Shard, script: str, *args: Any, **keys: Any) -> Any:
+        reply = call(shard, script, *args, **keys)
         assert problems(run) == []
-    for shard in run.shards:
-        batch_commit.commit_groups(run, shard, record, record.in_shard(shard.index), 1, {})
-        assert problems(run) == []
-        batch_commit.close(shard, record.id, 1, batch_commit.read_results(run))
-        assert problems(run) == []
+        calls.append(script)
+        if len(calls) == lives:
+            raise InterruptedError
+        return reply
+
+    monkeypatch.setattr(Shard, "call", checked)
+    while len(calls) == lives:
+        calls.clear()
+        lives += 1
+        with suppress(InterruptedError):
+            batch_commit.commit(run, record, 1)
+    assert lives > 2
     assert ledger(run)["trained"] == 12
+    assert run.connection.scripts.hlen(run.home.keys.batches) == 0
 
 
 def test_groups_taken_out_of_the_log_are_counted_once(named: tuple[Run, BatchRecord]) -> None:

@@ -130,7 +130,7 @@ def test_lines_keep_their_numbers_up_to_the_first_include(name: str) -> None:
 
 def test_the_header_says_where_a_call_goes() -> None:
     call = script_call("trained", KEYS, [1, 2, 3, "", "", ""], version=KEYS.session)
-    assert call.keys == [KEYS.void, KEYS.session, KEYS.trainer, KEYS.admission]
+    assert call.keys == [KEYS.void, KEYS.session, KEYS.trainer, KEYS.session, KEYS.admission]
     call = script_call("touch", KEYS, ["g", 5, "p"], group="g")
     assert call.keys == [KEYS.void, KEYS.open, KEYS.group("g"), KEYS.ledger]
     call = script_call("sweep", KEYS, payloads=["a", "b"])
