@@ -42,12 +42,12 @@ def shaping_steps(config: ChainConfig) -> Iterator[ChainStep]:
 def _reward_step(config: RewardConfig) -> ChainStep:
     def run(state: State) -> State:
         batch = state.batch
-        trained = (~batch.baseline).double()
+        trained = ~batch.baseline
         state = state.with_metrics(summary("critic/score", pushed_rewards(config, batch), trained))
         rewards = raw_rewards(config, batch)
-        weight = trained
+        weight = trained.double()
         if config.statistics == "row":
-            weight = trained * (batch.row_offsets[1:] - batch.row_offsets[:-1])
+            weight = weight * (batch.row_offsets[1:] - batch.row_offsets[:-1])
         rewards = normalise(
             rewards,
             batch.group_offsets,
