@@ -75,6 +75,10 @@ class ServerUnreachableError(StreamadvError):
     """The server at the given URL did not answer in time: start it, or correct the URL."""
 
 
+class NotPermittedError(StreamadvError):
+    """The server's access rules refuse a command to the user of the URL: use the user that the role is meant for."""
+
+
 class WeightsMissingError(StreamadvError, FileNotFoundError):
     """Weights to be loaded are not there (any more): wait for the trainer, or give the folder that it writes to."""
 

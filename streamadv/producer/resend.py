@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from .. import clock
-from ..errors import Busy, StreamadvError
+from ..errors import Busy, NotPermittedError, StreamadvError
 from ..messages import log_fields
 from ..store.keys import ShardKeys
 from .requests import ServerIds, Steps
@@ -103,6 +103,8 @@ class ResendWindow:
             except Busy:
                 refused.append(sent.shard)
                 continue
+            except NotPermittedError:
+                raise
             except StreamadvError as error:
                 logger.warning(
                     "not sent again: %s", error, extra=log_fields("resend_failed", role="producer")

@@ -84,7 +84,7 @@ class _Classified:
     """A client that raises errors as `retry.classified` has them, also out of a pipeline."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        with not_now():
+        with not_now(args):
             return super().execute_command(*args, **options)  # type: ignore[misc]
 
     def pipeline(self, *args: Any, **options: Any) -> Any:
@@ -123,18 +123,19 @@ class Client(_Classified, redis.Redis):
         """
         pieces, count = pack_transaction(payloads, call), replies_to_transaction(payloads)
         if not also:
-            return self._exchange(pieces, count, transaction_result)
+            return self._exchange(pieces, count, transaction_result, call)
 
         def result_of(replies: list[Any]) -> Any:
             if hear is not None:
                 hear(replies.pop())
             return transaction_result(replies)
 
-        return self._exchange([*pieces, *Packer().pack(*also)], count + 1, result_of)
+        return self._exchange([*pieces, *Packer().pack(*also)], count + 1, result_of, call)
 
     def evalsha(self, sha: str, numkeys: int, *keys_and_args: Any) -> Any:
         """As redis-py's client."""
-        return self._exchange(Packer().pack("EVALSHA", sha, numkeys, *keys_and_args), 1, itemgetter(0))
+        sent = ("EVALSHA", sha, numkeys, *keys_and_args)
+        return self._exchange(Packer().pack(*sent), 1, itemgetter(0), sent)
 
     def read(self, commands: Sequence[Sequence[Any]]) -> Generator[Any]:
         """Replies to commands that write nothing, each as soon as it has come; a refusal as an error among them.
@@ -146,8 +147,12 @@ class Client(_Classified, redis.Redis):
         try:
             packed = b"".join([pack_command(tuple(command)) for command in commands])
             with closing(replies(connection, [packed], len(commands))) as incoming:
-                for reply in incoming:
-                    yield classified(reply) if isinstance(reply, redis.exceptions.ResponseError) else reply
+                for command, reply in zip(commands, incoming, strict=True):
+                    yield (
+                        classified(reply, command)
+                        if isinstance(reply, redis.exceptions.ResponseError)
+                        else reply
+                    )
         finally:
             pool.release(connection)
 
@@ -160,8 +165,10 @@ class Client(_Classified, redis.Redis):
         finally:
             pool.release(connection)
 
-    def _exchange(self, pieces: Sequence[Piece], count: int, result_of: Callable[[list[Any]], Any]) -> Any:
-        """Send commands, and return or raise what `result_of` makes of so many replies.
+    def _exchange(
+        self, pieces: Sequence[Piece], count: int, result_of: Callable[[list[Any]], Any], sent: Sequence[Any]
+    ) -> Any:
+        """Send commands, and return or raise what `result_of` makes of so many replies. sent: the one that may fail.
 
         Again on the errors, and as often, as redis-py was told.
         """
@@ -182,7 +189,7 @@ class Client(_Classified, redis.Redis):
                         raise
                     time.sleep(AGAIN_S * random.random())
         except redis.exceptions.ResponseError as error:
-            raise classified(error) from None
+            raise classified(error, sent) from None
         finally:
             pool.release(connection)
 
@@ -248,7 +255,7 @@ class _AsyncClassified:
     """As `_Classified`, without pipelines: callers put `closed_under_way` and `not_now` around `execute`."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        with closed_under_way(), not_now():
+        with closed_under_way(), not_now(args):
             return await super().execute_command(*args, **options)  # type: ignore[misc]
 
 

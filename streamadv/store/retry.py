@@ -6,13 +6,14 @@ import re
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import redis.exceptions
 
 from .. import metrics
+from ..errors import NotPermittedError
 from ..messages import one_line
 from .reasons import Reason
 from .tls import causes
@@ -23,6 +24,10 @@ T = TypeVar("T")
 
 class NotNowError(redis.exceptions.ResponseError):
     """The server does not answer or write for now. The first word of its reply says why: see `classified`."""
+
+
+class _NotPermitted(NotPermittedError, redis.exceptions.NoPermissionError):
+    """Both what users catch and what redis-py raises."""
 
 
 RETRYABLE: Final[tuple[type[Exception], ...]] = (
@@ -43,6 +48,11 @@ SERVER_ERRORS: Final = (redis.exceptions.RedisError, redis.exceptions.RedisClust
 # Too few replicas (min-replicas-to-write), failing snapshots, somebody's long script. redis-py may put the command in
 # front, and the reply in the brackets of a tuple.
 _NOT_NOW: Final = re.compile(r"""(?:^|: |\(['"])(NOREPLICAS|MISCONF|BUSY|STREAMEND) """)
+# Of a script whose caller lacks a right; redis-py has a class for other refusals of access rules.
+_NOT_PERMITTED: Final = re.compile(r"user executing the script can't|ACL failure in script")
+_WORDS: Final = 16  # of a command, among them its first key
+_IN_PIPELINE: Final = re.compile(r"Command # \d+ \((.*?)\) of pipeline caused error: ", re.DOTALL)
+_RUN_OF_KEY: Final = re.compile(r"\{([A-Za-z0-9_./-]+)(?::\d+:\d+)?\}")
 # EXEC checks all conditions once more, for the transaction as a whole.
 _DISCARDED: Final = re.compile(r"Transaction discarded because of: (\w+) ")
 _CLASSES: Final[dict[str, type[redis.exceptions.RedisError]]] = {
@@ -120,25 +130,50 @@ _REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
 )
 
 
-def classified(error: redis.exceptions.ResponseError) -> redis.exceptions.RedisError:
+def classified(
+    error: redis.exceptions.ResponseError, sent: Sequence[Any] = ()
+) -> redis.exceptions.RedisError:
     """A server's error as a class that callers can catch: NotNowError where redis-py has none for a transient one.
 
-    An error of EXEC gets the class that the command's own error would have (OutOfMemoryError, ReadOnlyError ...).
+    sent: the command and its keys, as far as known. What access rules refuse is a NotPermittedError. An error of EXEC
+    gets the class that the command's own error would have (OutOfMemoryError, ReadOnlyError ...).
     """
     text = str(error)
     discarded = _DISCARDED.search(text)
     if discarded and discarded[1] in _CLASSES:
         return _CLASSES[discarded[1]](text)
+    if isinstance(error, NotPermittedError):
+        return error
+    if isinstance(error, redis.exceptions.NoPermissionError) or _NOT_PERMITTED.search(text):
+        return _NotPermitted(_not_permitted(text, sent))
     return NotNowError(text) if _NOT_NOW.search(text) else error
 
 
+def _not_permitted(text: str, sent: Sequence[Any]) -> str:
+    """The message for a command that access rules refuse."""
+    if in_pipeline := _IN_PIPELINE.match(text):
+        text, sent = text[in_pipeline.end() :], in_pipeline[1].split()
+    words = [
+        word.decode(errors="replace") if isinstance(word, bytes) else str(word) for word in sent[:_WORDS]
+    ]
+    del words[1 : 2 * (words[:1] == ["EVAL"])]  # a script's text
+    key = _RUN_OF_KEY.search(" ".join([*words, text]))
+    command, run, place = words[0] if words else "a command", "RUN", ""
+    if key:
+        run, place = key[1], f" of run {key[1]}"
+    return one_line(
+        f"{command}{place} is not permitted: {text.rstrip('.')}: use the user of the role that does this, "
+        f"`streamadv config acl --run {run}` prints roles and users"
+    )
+
+
 @contextmanager
-def not_now() -> Iterator[None]:
+def not_now(sent: Sequence[Any] = ()) -> Iterator[None]:
     """Raises a server's errors as `classified`."""
     try:
         yield
     except redis.exceptions.ResponseError as error:
-        raise classified(error) from None
+        raise classified(error, sent) from None
 
 
 @contextmanager

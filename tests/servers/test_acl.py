@@ -5,6 +5,7 @@ What a role must be refused is not listed by hand: every command of the server i
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +18,11 @@ import redis
 import redis.exceptions
 
 from streamadv import cli
-from streamadv.errors import NoBatchError
+from streamadv.errors import NoBatchError, NotPermittedError
 from streamadv.producer import Producer
 from streamadv.run import consumer as streams
-from streamadv.run import open_run
+from streamadv.run import find_run, open_run
+from streamadv.status import read_status
 from streamadv.store import acl
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
@@ -459,6 +461,37 @@ def test_a_producer_ends_nothing_of_others(empty: Guarded) -> None:
                 with pytest.raises(redis.exceptions.ResponseError, match=REFUSED_IN_SCRIPT):
                     client.eval(script, 1, words[1])
         assert dump(empty) == before
+
+
+@pytest.mark.parametrize(
+    ("role", "call", "refused"),
+    [
+        ("producer", lambda url: push_to(url, "other"), "EVALSHA of run other"),
+        ("observer", lambda url: push_to(url, RUN), f"EVALSHA of run {RUN}"),
+        (
+            "producer",
+            lambda url: TrainerQueue(url, RUN, batch_groups=1).next_batch(timeout=9),
+            f"EVAL(SHA)? of run {RUN}",
+        ),
+        ("producer", lambda url: read_status(find_run(Connection(url), RUN)), f"HGETALL of run {RUN}"),
+    ],
+)
+def test_what_a_role_may_not_do_is_an_error_that_says_so(
+    empty: Guarded, role: str, call: Callable[[str], object], refused: str
+) -> None:
+    push_to(empty.url("producer"), RUN)
+    with pytest.raises(NotPermittedError) as caught:
+        call(empty.url(role))
+    run = "other" if "other" in refused else RUN
+    wanted = (
+        rf"{refused} is not permitted: .*: use the user .*, `streamadv config acl --run {run}` prints [^\n]*"
+    )
+    assert re.fullmatch(wanted, str(caught.value))
+
+
+def push_to(url: str, run: str) -> None:
+    with Producer(url, run) as producer:
+        producer.push([trajectory()])
 
 
 def test_an_observer_runs_no_script(empty: Guarded) -> None:
