@@ -28,6 +28,7 @@ _BRANCHES: Final = ("constrained-", "tuple[", "function-")
 _NEEDS: Final = {
     "missing": "is missing, needs a value",
     "extra_forbidden": "is {value}, needs to be left out: there is no such field",
+    "finite_number": "is {value}, needs a finite number",
     "greater_than_equal": "is {value}, needs at least {ge}",
     "greater_than": "is {value}, needs more than {gt}",
     "less_than_equal": "is {value}, needs at most {le}",

@@ -6,7 +6,9 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args, get_type_hints
+
+from pydantic import Field
 
 from ..errors import SettingError
 from ..messages import brief
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Scope = Literal["row", "group", "batch"]
+#: Annotations of options, which the chain checks; numbers without one have to be finite.
+Share = Annotated[float, Field(ge=0, le=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 MOST_NAMED: Final = 30  # estimators in an error
 SCOPES: tuple[Scope, ...] = get_args(Scope)  # from narrow to wide
 
@@ -101,7 +107,7 @@ def _options(name: str, function: Callable[..., Estimate]) -> tuple[dict[str, An
                 f"estimator {name}: option {parameter.name} must be keyword-only with a default"
             )
     try:
-        hints = get_type_hints(function) if parameters else {}
+        hints = get_type_hints(function, include_extras=True) if parameters else {}
     except NameError as error:
         raise SettingError(
             f"estimator {name}: an annotation is unknown ({error}): import it where the function is defined"

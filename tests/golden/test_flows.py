@@ -170,7 +170,12 @@ def test_rlvr_with_masks_and_weights(
         peer_quirks="roll",
     )
     config: dict[str, Any] = build_chain(f"roll/{estimator}").config.model_dump() | {
-        "reward": {"mean": mean, "std": std, "statistics": "row", "clip": 2.0},
+        "reward": {
+            "mean": mean,
+            "std": std,
+            "statistics": "row" if mean or std else "trajectory",
+            "clip": 2.0,
+        },
         "masks": {"difficulty_low": 0.1, "difficulty_high": 0.95, "max_length": RESPONSE},
         "kl": {"penalty": "k3", "coefficient": 0.05, "log_probs": "old_log_probs"},
         "whiten_advantages": True,

@@ -295,7 +295,11 @@ def test_roll_rewards(name: str) -> None:
             continue
         count, size = len(z["rewards"]), kwargs.get("n_sample") or 1
         rows = Rows(np.ones((count, 1), np.uint8), [i // size for i in range(count)], z["rewards"], {})
-        reward: dict[str, Any] = {"mean": scopes[0], "std": scopes[1], "statistics": "row"}
+        reward: dict[str, Any] = {
+            "mean": scopes[0],
+            "std": scopes[1],
+            "statistics": "row" if any(scopes) else "trajectory",
+        }
         if name == "roll/grpo":
             reward = dict(build_chain(name).config.reward)
         clip = kwargs.get("reward_clip") or None
@@ -419,7 +423,11 @@ def flow_config(kwargs: Mapping[str, Any], width: int) -> dict[str, Any]:
     """ROLL's RLVR pipeline as one chain: masks, rewards, KL, token rewards, estimator, whitening, domain by domain."""
     estimator = kwargs.get("adv_estimator", "reinforce")
     scopes = kwargs.get("norm_mean_type"), kwargs.get("norm_std_type")
-    reward: dict[str, Any] = {"mean": scopes[0], "std": scopes[1], "statistics": "row"}
+    reward: dict[str, Any] = {
+        "mean": scopes[0],
+        "std": scopes[1],
+        "statistics": "row" if any(scopes) else "trajectory",
+    }
     if estimator == "grpo":
         reward = dict(build_chain("roll/grpo").config.reward)
     kl = {"penalty": kwargs.get("kl_penalty", "kl"), "log_probs": "old_log_probs"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
@@ -13,15 +14,14 @@ from ...messages import brief, did_you_mean, first_problem, unknown_field
 from .. import estimators as _registered  # noqa: F401  registers the built-in estimators
 from ..kl import KLPenalty
 from ..off_policy import BoundMode, RatioLevel, Rejection, RejectionKind
-from ..registry import MOST_NAMED, estimator_names, get_estimator
+from ..registry import MOST_NAMED, NotNegative, Positive, estimator_names, get_estimator
 from ..rewards import NormScope
 
-Positive = Annotated[float, Field(gt=0)]
 PolicyLogProbs = Literal["old_log_probs", "rollout_log_probs"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)  # JSON has neither
 
     @model_validator(mode="before")
     @classmethod
@@ -36,7 +36,7 @@ class OverlongConfig(_Section):
 
     max_length: Annotated[int, Field(gt=0)]  # trainable tokens
     buffer: Annotated[int, Field(gt=0)]  # the penalty starts at max_length - buffer
-    factor: float = 1.0  # and is factor at max_length
+    factor: Positive = 1.0  # and is factor at max_length
     capped: bool = True  # at most factor (verl and AReaL let it grow)
 
 
@@ -50,7 +50,7 @@ class RewardConfig(_Section):
     overlong: OverlongConfig | None = None
     mean: NormScope | None = None  # over what the subtracted mean is taken; None = not subtracted
     std: NormScope | None = None  # the same for the divisor
-    epsilon: Annotated[float, Field(ge=0)] = 1e-6
+    epsilon: NotNegative = 1e-6
     clip: Positive | None = None  # holds rewards in -clip .. clip
     statistics: Literal["trajectory", "row"] = "trajectory"  # what counts once in mean and std
 
@@ -81,7 +81,7 @@ class KLConfig(_Section):
     """
 
     penalty: KLPenalty = "k1"
-    coefficient: float = 0.001  # fixed, or with `target` the first one
+    coefficient: NotNegative = 0.001  # fixed, or with `target` the first one
     target: Positive | None = None
     horizon: Positive = 10000.0
     log_probs: PolicyLogProbs = "rollout_log_probs"
@@ -118,7 +118,7 @@ class CorrectionConfig(_Section):
     level: RatioLevel | None = "token"  # None = no weights
     mode: BoundMode = "truncate"
     upper: Positive = 2.0
-    lower: Annotated[float, Field(ge=0)] | None = None
+    lower: NotNegative | None = None
     batch_normalize: bool = False
     batch_normalize_rows: Literal["with_tokens", "all"] = "with_tokens"  # rows of the mean, above token level
     rejections: tuple[RejectionConfig, ...] = ()
@@ -181,6 +181,8 @@ class ChainConfig(_Section):
                 offered = ", ".join(definition.options) or "no options"
                 nearest = did_you_mean(name, definition.options) or ":"
                 raise ValueError(f"options.{name} is unknown to {self.estimator}{nearest} it takes {offered}")
+            if not _is_finite(value):
+                raise ValueError(f"options.{name} is {brief(value)}, needs a finite number")
             try:
                 TypeAdapter(definition.types[name]).validate_python(value, strict=True)
             except ValidationError as error:
@@ -189,14 +191,28 @@ class ChainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> Self:
-        for problem in (*_token_reward_problems(self), *_correction_problems(self.correction)):
-            raise ValueError(problem)
-        masks, weights = self.masks, self.sample_weights
-        if masks and not masks.model_dump(exclude_defaults=True):
-            raise ValueError("masks does nothing: give it a bound, or truncated")
+        for problems in (
+            _reward_problems(self.reward),
+            _mask_problems(self.masks),
+            _token_reward_problems(self),
+            _kl_problems(self.kl),
+            _correction_problems(self.correction),
+        ):
+            for problem in problems:
+                raise ValueError(problem)
+        weights = self.sample_weights
         if weights and not (weights.difficulty or weights.length):
             raise ValueError("sample_weights does nothing: give it difficulty or length")
         return self
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether all numbers of a JSON value are."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _unknown(name: str, estimator: str, known: Iterable[str]) -> str:
@@ -205,6 +221,38 @@ def _unknown(name: str, estimator: str, known: Iterable[str]) -> str:
     takers = [each for each in estimator_names() if name in get_estimator(each).options]
     others = f": {', '.join(takers[:MOST_NAMED])} would take it" if takers else ": leave it out"
     return f"{brief(name)} is no field of the chain, and no option of {estimator}{nearest or others}"
+
+
+def _reward_problems(config: RewardConfig) -> Iterator[str]:
+    overlong = config.overlong
+    if overlong and overlong.buffer > overlong.max_length:
+        yield f"reward.overlong.buffer {overlong.buffer} is above max_length {overlong.max_length}"
+    if config.statistics == "row" and not (config.mean or config.std):
+        yield "reward.statistics does nothing without reward.mean or reward.std"
+    if config.epsilon != RewardConfig().epsilon and not config.std:
+        yield "reward.epsilon does nothing without reward.std"
+
+
+def _mask_problems(config: MaskConfig | None) -> Iterator[str]:
+    if config is None:
+        return
+    if not config.model_dump(exclude_defaults=True):
+        yield "masks does nothing: give it a bound, or truncated"
+    low, high = config.difficulty_low, config.difficulty_high
+    if low is not None and high is not None and low >= high:
+        yield f"masks.difficulty_low {low} is not below difficulty_high {high}: every trajectory would be masked"
+    wrong, longest = config.wrong_max_length, config.max_length
+    if wrong is not None and longest is not None and wrong >= longest:
+        yield f"masks.wrong_max_length {wrong} does nothing: max_length {longest} masks those trajectories"
+
+
+def _kl_problems(config: KLConfig | None) -> Iterator[str]:
+    if config is None:
+        return
+    if config.target is None and config.horizon != KLConfig().horizon:
+        yield "kl.horizon does nothing without kl.target"
+    if config.target is not None and config.coefficient == 0:
+        yield "kl.coefficient is 0 and never adapts to kl.target: begin above 0"
 
 
 def _token_reward_problems(config: ChainConfig) -> Iterator[str]:
@@ -225,8 +273,15 @@ def _correction_problems(config: CorrectionConfig | None) -> Iterator[str]:
         yield "correction does nothing: give it a level, rejections, veto or m2_threshold"
     if config.veto and (config.veto_upper or math.inf) <= config.veto:
         yield f"correction.veto {config.veto} and veto_upper {config.veto_upper} drop everything"
-    if config.batch_normalize and config.level is None:
-        yield "correction.batch_normalize does nothing without correction.level"
+    default = CorrectionConfig()
+    for name in ("mode", "upper", "lower", "batch_normalize"):
+        if config.level is None and getattr(config, name) != getattr(default, name):
+            yield f"correction.{name} does nothing without correction.level"
+    if config.mode == "truncate" and config.lower is not None:
+        yield f"correction.lower {config.lower} does nothing in mode truncate: choose clip or mask, or leave it out"
+    lower = 1 / config.upper if config.lower is None else config.lower
+    if config.mode != "truncate" and lower > config.upper:
+        yield f"correction.lower {lower} is above upper {config.upper}"
     if config.batch_normalize_rows == "all" and not config.batch_normalize:
         yield "correction.batch_normalize_rows does nothing without correction.batch_normalize"
 

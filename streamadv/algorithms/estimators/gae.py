@@ -9,7 +9,7 @@ import numpy as np
 from ...extras import torch
 from .. import kernels
 from ..packed import PackedBatch
-from ..registry import Estimate, estimator
+from ..registry import Estimate, Share, estimator
 from ..scan import reverse_scan, upcoming
 from ..trainable import Trainable
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @estimator("gae", scope="row", level="token", needs=("response_mask", "values", "token_level_rewards"))
-def gae(batch: PackedBatch, *, gamma: float = 1.0, lam: float = 0.95, mask_aware: bool = True) -> Estimate:
+def gae(batch: PackedBatch, *, gamma: Share = 1.0, lam: Share = 0.95, mask_aware: bool = True) -> Estimate:
     """delta_t = R_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}; returns A + V.
 
     Args:

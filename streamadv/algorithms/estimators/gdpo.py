@@ -7,7 +7,7 @@ from typing import Literal
 from ...errors import TrajectoryError
 from ...extras import torch
 from ..packed import PackedBatch
-from ..registry import Estimate, estimator
+from ..registry import Estimate, NotNegative, estimator
 from ..rewards import normalise
 from ..segments import segment_sum
 from ..whitening import whiten_weighted
@@ -19,7 +19,7 @@ def gdpo(
     batch: PackedBatch,
     *,
     weights: dict[str, float] | None = None,
-    epsilon: float = 1e-4,
+    epsilon: NotNegative = 1e-4,
     norm_by_std: bool = True,
     singleton: Singleton = "zero",
     whiten_over: Literal["trajectories", "tokens"] = "trajectories",

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ...extras import torch
 from ..packed import PackedBatch
-from ..registry import Estimate, estimator
+from ..registry import Estimate, NotNegative, Share, estimator
 from ..rewards import NormScope, normalise
 from ..step_returns import discounted_returns, state_groups
 
@@ -15,11 +15,11 @@ from ..step_returns import discounted_returns, state_groups
 def gigpo(
     batch: PackedBatch,
     *,
-    gamma: float = 0.95,
+    gamma: Share = 0.95,
     episode_weight: float = 1.0,
     step_weight: float = 1.0,
     norm_by_std: bool = True,
-    epsilon: float = 1e-6,
+    epsilon: NotNegative = 1e-6,
     statistics: Literal["trajectory", "step"] = "trajectory",
 ) -> Estimate:
     """A_k = episode_weight * norm(r over the group) + step_weight * norm(G_k over the state group).

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ..packed import PackedBatch
-from ..registry import Estimate, estimator
+from ..registry import Estimate, Positive, estimator
 from ..segments import moments, segment_sum, whole
 from .singleton import Singleton, settle_singletons
 
@@ -14,7 +14,7 @@ from .singleton import Singleton, settle_singletons
 def gpg(
     batch: PackedBatch,
     *,
-    f_norm: float = 1.0,
+    f_norm: Positive = 1.0,
     counted: Literal["advantages", "rewards"] = "advantages",
     singleton: Singleton = "zero",
 ) -> Estimate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...extras import torch
 from ..packed import PackedBatch
-from ..registry import Estimate, estimator
+from ..registry import Estimate, NotNegative, estimator
 from ..segments import moments
 from .singleton import Singleton, settle_singletons
 
@@ -14,8 +14,8 @@ def grpo(
     batch: PackedBatch,
     *,
     norm_by_std: bool = True,
-    epsilon: float = 1e-6,
-    least_std: float = 0.0,
+    epsilon: NotNegative = 1e-6,
+    least_std: NotNegative = 0.0,
     singleton: Singleton = "zero",
 ) -> Estimate:
     """A_i = (r_i - mean(r_g)) / (std(r_g) + epsilon), std with ddof 1.

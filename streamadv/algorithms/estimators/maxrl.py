@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...extras import torch
 from ..packed import PackedBatch
-from ..registry import Estimate, estimator
+from ..registry import Estimate, NotNegative, estimator
 from ..segments import moments
 from .singleton import Singleton, settle_singletons
 
@@ -13,7 +13,7 @@ from .singleton import Singleton, settle_singletons
 def maxrl(
     batch: PackedBatch,
     *,
-    epsilon: float = 0.0,
+    epsilon: NotNegative = 0.0,
     negative_means: bool = False,
     singleton: Singleton = "zero",
 ) -> Estimate:

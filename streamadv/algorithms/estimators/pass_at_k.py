@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ...extras import torch
 from ..packed import PackedBatch
-from ..registry import Estimate, estimator
+from ..registry import Estimate, NotNegative, estimator
 from ..segments import moments, segment_max, segment_min
 
 
 @estimator("grpo_passk", scope="group")
-def grpo_passk(batch: PackedBatch, *, norm_by_std: bool = True, epsilon: float = 1e-6) -> Estimate:
+def grpo_passk(batch: PackedBatch, *, norm_by_std: bool = True, epsilon: NotNegative = 1e-6) -> Estimate:
     """A_best = (r_best - r_second) / (std(r_g) + epsilon), 0 for all others; std with ddof 1.
 
     norm_by_std False: A_best = r_best - r_second. Ties for the best give 0, and so do groups of one (verl raises). One

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..packed import PackedBatch
-from ..registry import Estimate, estimator
+from ..registry import Estimate, Share, estimator
 from ..scan import reverse_scan
 
 
 @estimator("reinforce", scope="row", level="token", needs=("response_mask", "token_level_rewards"))
-def reinforce(batch: PackedBatch, *, gamma: float = 1.0, mask_aware: bool = True) -> Estimate:
+def reinforce(batch: PackedBatch, *, gamma: Share = 1.0, mask_aware: bool = True) -> Estimate:
     """G_t = R_t + gamma * G_{t+1}; A_t = G_t.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...extras import torch
 from ..packed import PackedBatch
-from ..registry import Estimate, estimator
+from ..registry import Estimate, Share, estimator
 from ..scan import ends_row, reverse_scan
 from ..segments import moments
 from ..whitening import whiten, whiten_weighted
@@ -16,7 +16,7 @@ from .singleton import Singleton, settle_singletons
     "reinforce_plus_plus", scope="batch", level="token", needs=("response_mask", "token_level_rewards")
 )
 def reinforce_plus_plus(
-    batch: PackedBatch, *, gamma: float = 1.0, reset_at_observations: bool = False
+    batch: PackedBatch, *, gamma: Share = 1.0, reset_at_observations: bool = False
 ) -> Estimate:
     """A = whiten(G) over the batch, G_t = R_t + gamma * G_{t+1} over trainable tokens; returns G.
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ...extras import torch
 from ..packed import PackedBatch
-from ..registry import Estimate, estimator
+from ..registry import Estimate, NotNegative, Share, estimator
 from ..segments import moments, spread
 from ..step_returns import discounted_returns, numbered_groups
 
@@ -17,10 +17,10 @@ Baseline = Literal["mean", "others"]
 def step_grpo(
     batch: PackedBatch,
     *,
-    gamma: float = 1.0,
+    gamma: Share = 1.0,
     baseline: Baseline = "mean",
     norm_by_std: bool = True,
-    epsilon: float = 1e-6,
+    epsilon: NotNegative = 1e-6,
 ) -> Estimate:
     """A_k = (G_k - mean of the group's k-th returns) / (their std + epsilon), k counted within the trajectory.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..packed import PackedBatch, offsets_of
-from ..registry import Estimate, estimator
+from ..registry import Estimate, NotNegative, Share, estimator
 from ..rewards import normalise
 from ..step_returns import discounted_returns
 
@@ -12,10 +12,10 @@ from ..step_returns import discounted_returns
 def step_reinforce(
     batch: PackedBatch,
     *,
-    gamma: float = 0.95,
+    gamma: Share = 0.95,
     baseline: bool = False,
     norm_by_std: bool = False,
-    epsilon: float = 1e-6,
+    epsilon: NotNegative = 1e-6,
 ) -> Estimate:
     """A_k = G_k = s_k + gamma * G_{k+1} over the steps of a trajectory.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ...extras import torch
 from ..packed import PackedBatch, offsets_of
-from ..registry import Estimate, estimator
+from ..registry import Estimate, Share, estimator
 from ..segments import moments, segment_sum, spread
 from ..step_returns import discounted_returns, numbered_groups, state_groups
 
@@ -17,7 +17,7 @@ Compared = Literal["number", "state", "group"]
 
 
 @estimator("step_rloo", scope="group", level="step")
-def step_rloo(batch: PackedBatch, *, gamma: float = 1.0, compare: Compared = "number") -> Estimate:
+def step_rloo(batch: PackedBatch, *, gamma: Share = 1.0, compare: Compared = "number") -> Estimate:
     """A_k = G_k - b_k, b_k the mean return of comparable steps of the group's other trajectories, 0 without any.
 
     G_k are the step rewards discounted by `gamma`. b_k depends on nothing that the trajectory does from step k on. So

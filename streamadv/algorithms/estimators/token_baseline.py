@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ...extras import torch
 from ..packed import PackedBatch, offsets_of
-from ..registry import Estimate, estimator
+from ..registry import Estimate, NotNegative, estimator
 from ..scan import reverse_scan
 from ..segments import keyed_sum, segment_max, segment_min, segment_sum, spread
 from ..trainable import Trainable
@@ -27,7 +27,7 @@ def optimal_token_baseline(
     *,
     compare: Literal["tokens", "columns"] = "tokens",
     handle_zero_tail: bool = True,
-    epsilon: float = 1e-8,
+    epsilon: NotNegative = 1e-8,
 ) -> Estimate:
     """A_t = G_t - b_t, b_t = sum_g(G_t W_t) / (sum_g(W_t) + epsilon), W_t = w_1 + .. + w_t.
 

@@ -9,7 +9,7 @@ import numpy as np
 from ...extras import torch
 from .. import kernels
 from ..packed import PackedBatch
-from ..registry import Estimate, estimator
+from ..registry import Estimate, Positive, Share, estimator
 from ..scan import scan_blocks, upcoming
 from ..trainable import Trainable
 
@@ -23,10 +23,10 @@ NEEDS = ("response_mask", "values", "token_level_rewards", "old_log_probs", "rol
 def vtrace(
     batch: PackedBatch,
     *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    rho_clip: float = 1.0,
-    pg_rho_clip: float = 1.0,
+    gamma: Share = 1.0,
+    lam: Share = 1.0,
+    rho_clip: Positive = 1.0,
+    pg_rho_clip: Positive = 1.0,
     alpha: float = 1.0,
 ) -> Estimate:
     """e_t = rho'_t (R_t + gamma V_{t+1} - V_t) + gamma c_t e_{t+1}; returns vs_t = V_t + e_t.
