@@ -36,9 +36,9 @@ class Cost(NamedTuple):
 
 #: Per trajectory, in groups of 8 pushed whole and batches of 16 groups.
 BOUNDS = {
-    "grpo": Cost(6.45, 0.65, 655, 705),
-    "grpo+kl": Cost(6.56, 0.655, 665, 714),
-    "gae+kl": Cost(6.6, 0.66, 660, 700),
+    "grpo": Cost(6.45, 0.66, 655, 705),
+    "grpo+kl": Cost(6.56, 0.665, 665, 714),
+    "gae+kl": Cost(6.6, 0.67, 660, 700),
 }
 #: Of each further trajectory in a packet. A call of a script takes a bounded number of them, so a few calls more.
 FURTHER = {"grpo": Cost(0.03, 0.01, 205, 315), "gae+kl": Cost(0.03, 0.01, 205, 315)}
