@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args, get_
 from pydantic import Field
 
 from ..errors import SettingError
-from ..messages import brief
+from ..messages import brief, did_you_mean
 from ..plugins import REMEDY, load_estimators
 from ..trajectory.columns import COLUMN_NAME
 from .packed import LEVELS, Level
@@ -128,8 +127,13 @@ def get_estimator(name: str) -> Estimator:
     if is_estimator(name):
         return _REGISTRY[name]
     names = estimator_names()
-    choices = difflib.get_close_matches(str(name), names) or names[:MOST_NAMED]
-    raise SettingError(f"estimator {brief(name)} is unknown: {REMEDY}, or choose one of {', '.join(choices)}")
+    nearest = did_you_mean(str(name), names)
+    others = (
+        f" If it is one of yours, {REMEDY}"
+        if nearest
+        else f": {REMEDY}, or choose one of {', '.join(names[:MOST_NAMED])}"
+    )
+    raise SettingError(f"estimator {brief(name)} is unknown{nearest}{others}")
 
 
 def find_estimator(estimator: str | Callable[..., Estimate]) -> Estimator:
