@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
@@ -171,6 +170,9 @@ class ChainConfig(_Section):
                 rest[name] = value
             else:
                 raise ValueError(_unknown(str(name), estimator, [*cls.model_fields, *offered]))
+        for name, value in options.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"options.{name}: is {brief(value)}, needs a finite number")
         return {**rest, "options": options}
 
     @model_validator(mode="after")
@@ -181,8 +183,6 @@ class ChainConfig(_Section):
                 offered = ", ".join(definition.options) or "no options"
                 nearest = did_you_mean(name, definition.options) or ":"
                 raise ValueError(f"options.{name} is unknown to {self.estimator}{nearest} it takes {offered}")
-            if not _is_finite(value):
-                raise ValueError(f"options.{name} is {brief(value)}, needs a finite number")
             try:
                 TypeAdapter(definition.types[name]).validate_python(value, strict=True)
             except ValidationError as error:
@@ -204,15 +204,6 @@ class ChainConfig(_Section):
         if weights and not (weights.difficulty or weights.length):
             raise ValueError("sample_weights does nothing: give it difficulty or length")
         return self
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether all numbers of a JSON value are."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True
 
 
 def _unknown(name: str, estimator: str, known: Iterable[str]) -> str:
