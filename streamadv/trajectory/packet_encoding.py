@@ -111,15 +111,18 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
 
 
 def merge_packets(packets: Sequence[Packet]) -> list[Packet]:
-    """The same members of one group in fewer packets: those of one member each that differ in nothing but values."""
+    """The same members of one group in fewer packets: those of one member each that differ in nothing but values.
+
+    Packets with an index that stands in several of them stay as they are, in their order.
+    """
+    times = Counter([index for packet in packets for index in packet.indices])
     kinds: dict[Any, list[Packet]] = {}
-    merged, seen = [], set()
+    merged = []
     for packet in packets:
         kind = _kind_to_merge(packet)
-        if kind is None or packet.indices in seen:
+        if kind is None or times[packet.indices[0]] > 1:
             merged.append(packet)
         else:
-            seen.add(packet.indices)
             kinds.setdefault(kind, []).append(packet)
     for same in kinds.values():
         same.sort(key=attrgetter("indices"))

@@ -13,7 +13,7 @@ from streamadv.producer.encode import MAX_SLICE_BYTES, MAX_SLICE_PACKETS, GroupP
 from streamadv.producer.sender import MAX_UNDER_WAY, Sender
 from streamadv.store.keys import ShardKeys
 from streamadv.trajectory.packet import Packet
-from streamadv.trajectory.packet_encoding import encode_packets
+from streamadv.trajectory.packet_encoding import encode_packets, ended_packets
 from tests.support import trajectory
 
 KEYS = ShardKeys("r:0:0")
@@ -79,14 +79,24 @@ async def test_members_of_a_group_go_in_one_packet_and_hear_their_own_codes() ->
     pushing = [server.sender.push(push) for push in pushes]
     await turns()
     (group,) = server.calls[0][0].groups
-    assert sorted(packet.indices for packet in group.packets) == [(0,), (0, 1, 3)]
-    codes = {(0,): [b"duplicate"], (0, 1, 3): [b"again", b"again", b"range"]}
-    server.calls[0][1].set_result(
-        [[b"ok", *(code for packet in group.packets for code in codes[packet.indices])]]
-    )
+    assert [packet.indices for packet in group.packets] == [(0,), (0,), (1, 3)]
+    server.calls[0][1].set_result([[b"ok", b"pushed", b"duplicate", b"again", b"range"]])
     answers = [reply for ((_, *reply),) in await asyncio.gather(*pushing)]
-    assert sorted(answers[1:3]) == [[b"again"], [b"duplicate"]]
-    assert [answers[0], answers[3]] == [[b"range"], [b"again"]]
+    assert answers == [[b"range"], [b"pushed"], [b"duplicate"], [b"again"]]
+
+
+@pytest.mark.parametrize("first", ["push", "cancel"])
+async def test_of_two_ends_of_a_rollout_the_first_one_counts(first: str) -> None:
+    server = Server()
+    (usable,) = encode_packets([trajectory("a", 0)], 1 << 20)
+    (cancelled,) = ended_packets([0], "cancelled")
+    packets = [usable, cancelled] if first == "push" else [cancelled, usable]
+    pushes = [push_of("a", 0)._replace(groups=[GroupPush(("a",), 0, [packet])]) for packet in packets]
+    pushing = [server.sender.push(push) for push in pushes]
+    await turns()
+    assert server.calls[0][0].groups[0].packets == packets
+    server.calls[0][1].set_result([[b"ok", b"pushed", b"duplicate"]])
+    assert await asyncio.gather(*pushing) == [[[b"ok", b"pushed"]], [[b"ok", b"duplicate"]]]
 
 
 async def test_what_comes_while_two_calls_are_under_way_goes_together() -> None:
