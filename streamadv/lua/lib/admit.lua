@@ -26,7 +26,6 @@ local function read_admission(limits)
     'finished', 'weights')
   local ledger = redis.call('HMGET', keys.ledger, 'shards', 'live_bytes', 'groups_eval', 'groups_abandoned')
   local sizes = read_sizes(keys.sizes)
-  forget_half(keys.sizes, sizes)
   return {max_staleness = tonumber(trainer[1] or limits.max_staleness),
     batch_groups = tonumber(trainer[2] or limits.batch_groups), ahead = groups_ahead(trainer[3], ledger[3], ledger[4]),
     epoch = trainer[4] or '0', version = trainer[5] or '0', announced = trainer[6] or '', finished = trainer[7] == '1',
@@ -87,7 +86,9 @@ local function open_group(group, spec, limits)
   group.changes = {'size', spec.size, 'slots', group.slots, 'data_source', spec.data_source,
     'opened_ms', string.format('%d', now), 'slot_bytes', string.format('%d', group.slot_bytes),
     'producer', limits.producer, 'epoch', group.epoch, 'version', group.version}
+  -- The first write: above maxmemory it is refused.
   redis.call('ZADD', keys.open, string.format('%d', now + spec.deadline_ms), spec.id)
+  forget_half(keys.sizes, admission.sizes)
   reserve(group.slot_bytes, spec.slots)
   count('groups_open', 1)
   if spec.role == 'eval' then

@@ -49,9 +49,11 @@ local function reserved_bytes(counts, bytes_now)
   return sum
 end
 
--- Once many are known all counts are halved.
+-- Once many are known all counts are halved, once for each read of them. Not before a script's first write: `add` would
+-- take the refusal of a server above maxmemory for a count that is out of range.
 local function forget_half(key, counts)
   for bucket, count in pairs(counts.known >= SIZES_FORGET and counts.payloads or {}) do
     if add(key, 'h' .. bucket, -math.ceil(count / 2)) == 0 then redis.call('HDEL', key, 'h' .. bucket) end
   end
+  counts.known = 0
 end

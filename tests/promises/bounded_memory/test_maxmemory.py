@@ -89,6 +89,22 @@ def test_results_wait_for_a_full_server_that_does_not_write(small: EmbeddedServe
         assert publish(joined, computed)
 
 
+def test_a_refused_admission_leaves_the_sizes_of_trajectories(small: EmbeddedServer, run: str) -> None:
+    """Also the one that would have halved their counts."""
+    with redis.Redis.from_url(small.url) as client, Producer(small.url, run, settings=SMALL) as producer:
+        push_groups(producer, 1, tokens=10)
+        sizes = open_run(Connection(small.url), run).keys.home.sizes
+        client.hincrby(sizes, "h24", 5000)
+        before = client.hgetall(sizes)
+        client.config_set("maxmemory", 1)
+        with pytest.raises(Busy, match="above its maxmemory"):
+            producer.begin_group(2, timeout=0)
+        assert client.hgetall(sizes) == before
+        client.config_set("maxmemory", 0)
+        producer.begin_group(2)
+        assert int(client.hget(sizes, "h24") or 0) == 2500
+
+
 def test_producers_go_on_when_there_is_room_again(small: EmbeddedServer, run: str) -> None:
     """A push under way waits for the fuse; nothing of it is lost or left behind."""
     with redis.Redis.from_url(small.url) as client, Producer(small.url, run) as producer:
