@@ -16,7 +16,7 @@ def test_scores_must_be_finite(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         producer.push([unscored("g", 0)])
         for reward, rewards in ((float("nan"), None), (float("inf"), None), (1.0, {"style": float("nan")})):
-            with pytest.raises(TrajectoryError, match="should be a finite number"):
+            with pytest.raises(TrajectoryError, match="needs a finite number"):
                 producer.score("g", 0, reward, rewards)
         assert producer.score("g", 0, None) == "scored"
 
