@@ -148,7 +148,10 @@ class Follower(Session):
                 raise BatchLostError(f"{text}: restart the trainer from its checkpoint")
             raise NotHeldError(f"{text}: waiting for another rank 0 of job {self._hold.job}")
         if record is not None and k >= self.progress.delivered and not record.is_for(self._settings):
-            return None  # rank 0 names it again, with the chain of this job
+            raise NotHeldError(
+                f"batch {k} is named for another chain than this rank's: waiting for rank 0 to name it again. All ranks "
+                "need the same chain and late columns"
+            )
         return record
 
     def waits_for(self, k: int) -> Reason:

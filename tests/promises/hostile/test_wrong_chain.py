@@ -104,6 +104,17 @@ def test_other_ranks_wait_for_the_new_names(fake: Connection) -> None:
     assert sum(len(batch.delivered) for batch in batches) == 4
 
 
+def test_a_rank_with_another_chain_says_so(fake: Connection) -> None:
+    run = pushed_run(fake, "r", 2)
+    ranks = [
+        TrainerQueue(fake, "r", batch_groups=2, chain=chain, rank=rank, world_size=2, job="j")
+        for rank, chain in enumerate(("grpo", "rloo"))
+    ]
+    delivered_batch(ranks[0], run)
+    with pytest.raises(NoBatchError, match="rank 1.: batch 0 is named for another chain than this rank's"):
+        ranks[1].next_batch(timeout=0)
+
+
 def test_the_same_chain_keeps_its_batches(fake: Connection, caplog: pytest.LogCaptureFixture) -> None:
     run = pushed_run(fake, "r", 4, finish=True)
     for _ in range(2):
