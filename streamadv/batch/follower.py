@@ -149,8 +149,8 @@ class Follower(Session):
             raise NotHeldError(f"{text}: waiting for another rank 0 of job {self._hold.job}")
         if record is not None and k >= self.progress.delivered and not record.is_for(self._settings):
             raise NotHeldError(
-                f"batch {k} is named for another chain than this rank's: waiting for rank 0 to name it again. All ranks "
-                "need the same chain and late columns"
+                f"batch {k} is named for another chain than this rank's: waiting for rank 0 to name it again. All "
+                "ranks need the same chain and late columns"
             )
         return record
 

@@ -111,7 +111,7 @@ def test_a_rank_with_another_chain_says_so(fake: Connection) -> None:
         for rank, chain in enumerate(("grpo", "rloo"))
     ]
     delivered_batch(ranks[0], run)
-    with pytest.raises(NoBatchError, match="rank 1.: batch 0 is named for another chain than this rank's"):
+    with pytest.raises(NoBatchError, match=r"rank 1\): batch 0 is named for another chain than this rank's"):
         ranks[1].next_batch(timeout=0)
 
 
