@@ -165,9 +165,10 @@ class FetchedShare:
         packet, tokens = self.share.own.packets[number], self._tokens[number]
         start, stop, _ = self._pieces[number][0]
         is_plain = self._places.keys() == set(packet.columns) and stop - start == tokens
-        header = bytearray(packet.size - tokens * sum(width for _, width in self._places.values()))
-        if packet.size <= MAX_PACKET_BYTES or not is_plain or len(header) > MAX_PACKET_BYTES:
+        rest = packet.size - tokens * sum(width for _, width in self._places.values())
+        if packet.size <= MAX_PACKET_BYTES or not is_plain or rest > MAX_PACKET_BYTES:
             return False
+        header = bytearray(rest)
         columns = {
             name: column[start * width : stop * width] for name, (column, width) in self._places.items()
         }

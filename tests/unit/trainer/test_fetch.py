@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -179,3 +180,16 @@ def test_a_packet_that_announces_more_than_its_bytes_is_refused_before_memory_is
     share = share_of(Layout.of(stored.groups), None, Rank(0, 1, CPU))
     with pytest.raises(UndecodableGroupError, match="columns are larger than the payload"):
         FetchedShare(joined, share, ColumnMemory(CPU))
+
+
+def test_no_memory_is_allocated_for_bytes_that_a_packet_only_announces(joined: Run) -> None:
+    stored = StoredGroups(0, 2)
+    store(joined, stored)
+    groups = [
+        replace(group, packets=tuple(replace(packet, size=1 << 39) for packet in group.packets))
+        for group in stored.groups
+    ]
+    share = share_of(Layout.of(groups), None, Rank(0, 1, CPU))
+    fetched = fetch(joined, share, ColumnMemory(CPU), None)
+    ids = end_to_end(trajectories_of(stored, share), "input_ids")
+    np.testing.assert_array_equal(fetched.columns["input_ids"].numpy(), ids)
