@@ -148,6 +148,8 @@ class LabelsOf:
                 f"{name}[{index}] is {_what(items[index])}, which cannot be compared: use text or a number"
             ) from None
         for label in labels:
+            if isinstance(label, Tensor):
+                raise ArgumentError(f"{name} holds tensors, each equal to itself only: use one tensor")
             if label != label:
                 index = next(k for k, item in enumerate(items) if item is label)
                 raise ArgumentError(f"{name}[{index}] is NaN, which equals nothing: use text or a number")

@@ -389,6 +389,7 @@ def label_cases(argument: str, labels: list[Any], case: Case) -> Iterator[Case]:
     yield changed(case, "none", argument, [], refused=True)
     yield changed(case, "2-d", argument, np.asarray(labels)[:, None], refused=True)
     yield changed(case, "lists", argument, [[label] for label in labels], refused=True)
+    yield changed(case, "tensors", argument, list(torch.tensor(labels)), refused=True)
     yield changed(case, "NaN", argument, [float("nan")] * len(labels), refused=True)
     yield changed(case, "one word", argument, "x" * len(labels), refused=True)
     yield changed(case, "a number", argument, 3, refused=True)
