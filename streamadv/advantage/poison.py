@@ -95,7 +95,7 @@ def isolate(
     unless another group computes.
     """
     deaths: dict[str, Death] = {}
-    bugs: list[Exception] = []
+    bugs: list[str] = []
     for group in groups:
         with _counted_attempt(run, group) as attempts:
             if attempts > MAX_ATTEMPTS:
@@ -105,7 +105,7 @@ def isolate(
         if death is not None:
             deaths[group.group_id] = death
     if bugs and len(deaths) == len(groups):
-        raise ChainError(f"the chain fails by itself: {_text(bugs[0])}") from bugs[0]
+        raise ChainError(f"the chain fails by itself: {bugs[0]}")
     return deaths
 
 
@@ -121,17 +121,19 @@ def _counted_attempt(run: Run, group: LoggedGroup) -> Iterator[int]:
 
 
 def _try_alone(
-    group: LoggedGroup, compute_alone: Callable[[LoggedGroup], object], bugs: list[Exception]
+    group: LoggedGroup, compute_alone: Callable[[LoggedGroup], object], bugs: list[str]
 ) -> Death | None:
-    """Why the group cannot be computed, or None. Exceptions that point to a bug in the chain go to `bugs` too."""
+    """Why the group cannot be computed, or None. Exceptions that point to a bug in the chain go to `bugs` too.
+
+    No exception is kept: its frames hold the group's tensors, in a cycle if one of them holds the exception.
+    """
     try:
         compute_alone(group)
     except SettingError:
         raise
     except Exception as error:  # any: the group's data may provoke whatever the chain's libraries raise
-        cause = error.__cause__ if isinstance(error, EstimatorError) else error
-        if isinstance(cause, CODE_ERRORS):
-            bugs.append(error)
+        if isinstance(error.__cause__ if isinstance(error, EstimatorError) else error, CODE_ERRORS):
+            bugs.append(_text(error))
         return Death("compute_error", _text(error)[:500])
     return None
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -10,14 +13,15 @@ from redis.client import Pipeline
 from redis.exceptions import ExecAbortError
 
 from streamadv.advantage.compute import compute
-from streamadv.advantage.poison import compute_safely
+from streamadv.advantage.poison import compute_safely, isolate
 from streamadv.advantage.prepare import prepare, prepare_or_discard, worker_chain
 from streamadv.advantage.publish import publish
 from streamadv.algorithms.device import choose_device
 from streamadv.batch.exclusion import dead_letter_groups
 from streamadv.batch.record import Death, name_batch, read_records
 from streamadv.batch.recovery import undo_batches
-from streamadv.errors import NoBatchError, SettingError
+from streamadv.errors import ChainError, NoBatchError, SettingError
+from streamadv.grouping.groups_log import LoggedGroup, read_log
 from streamadv.run import Run
 from streamadv.run.consumer import ADVANTAGE
 from streamadv.store.connection import Connection
@@ -163,3 +167,30 @@ def test_a_broken_payload_costs_its_group_only(fake: Connection) -> None:
     assert {reference.group_id for reference in batch.references} == {"g0000", "g0002"}
     assert ledger(run)["dead"] == {"undecodable": 2}
     assert problems(run) == []
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What nobody refers to is freed, cycles stay."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_no_failed_group_stays_in_memory(fake: Connection) -> None:
+    run = pushed_run(fake, "r", 3)
+    group_all(run)
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def fail(error: type[Exception]) -> NoReturn:
+        column = torch.zeros(9)
+        held.append(weakref.ref(column))
+        raise error(f"column of {len(column)}")
+
+    groups: list[LoggedGroup] = read_log(run, 0, "0-0", 3)
+    assert len(isolate(run, groups, lambda _: fail(ValueError))) == 3
+    with pytest.raises(ChainError, match="the chain fails by itself: TypeError: column of 9"):
+        isolate(run, groups, lambda _: fail(TypeError))
+    assert [column() for column in held] == [None] * 6
