@@ -16,11 +16,11 @@ from .checks import problems, total
 from .scenario import COMMAND, World
 from .victim import FETCH_PUBLISH, SAVE_COMMIT, script_names
 
-#: Scripts that a thread calls, or that need a death, garbage, a second rank, several shards, a run without scorers, or
-#: a server that lost recent writes.
+#: Scripts that a thread calls, or that need a death, garbage, a second rank, several shards, a run without scorers, a
+#: chain that fails on every group, or a server that lost recent writes.
 ELSEWHERE = {
     "abandon", "ahead", "apply_scores", "attempt", "attend", "discard", "forget_producers", "leave_out",
-    "reclaim", "reject", "unapply_batch", "unname_batch", "withdraw",
+    "note_failure", "reclaim", "reject", "unapply_batch", "unname_batch", "withdraw",
 }  # fmt: skip
 
 
