@@ -16,7 +16,6 @@ from ..run import Run
 from ..run.run import Shard
 from ..trajectory.members import Members
 from .record import BatchRecord
-from .sums import GroupSums
 
 COMMIT_SLICE: Final = 64  # packets deleted in one call
 
@@ -36,22 +35,16 @@ class CommitArguments(NamedTuple):
     payloads: tuple[str, ...]
 
 
-def commit_arguments(
-    groups: Sequence[LoggedGroup], tokens_per_micro_batch: int | None
-) -> dict[str, CommitArguments]:
-    """How the members of each group, by id, are counted at commit, and what is deleted."""
-    if not groups:
-        return {}
-    sums = GroupSums(groups)
-    baselines, large = sums.members.is_baseline, is_oversize(sums.members, tokens_per_micro_batch)
-    counts = zip(*map(sums.count, (~baselines & ~large, baselines, large)), strict=True)
-    return {
-        group.group_id: CommitArguments(
-            f"{group.entry} {trained} {baseline} {oversize} {group.size_bytes} {len(group.payloads)}",
-            tuple(key for key, _ in group.payloads),
-        )
-        for group, (trained, baseline, oversize) in zip(groups, counts, strict=True)
-    }
+def commit_arguments(group: LoggedGroup, tokens_per_micro_batch: int | None) -> CommitArguments:
+    """How the members of a group are counted at commit, and what is deleted."""
+    baseline, oversize = group.sums.baselines, 0
+    if tokens_per_micro_batch is not None and group.sums.longest_row > tokens_per_micro_batch:
+        oversize = int(is_oversize(group.members, tokens_per_micro_batch).sum())
+    trained = len(group.members) - baseline - oversize
+    return CommitArguments(
+        f"{group.entry} {trained} {baseline} {oversize} {group.size_bytes} {len(group.payloads)}",
+        tuple([key for key, _ in group.payloads]),
+    )
 
 
 def commit(
@@ -84,8 +77,10 @@ def _commit_in_shard(
 ) -> None:
     """Commit groups of one shard, in slices. Groups that the log no longer has were committed before."""
     unread = [pointer for pointer in pointers if pointer.group_id not in arguments]
-    from_log = [group for group in find_groups(run, unread) if group is not None] if unread else []
-    known = {**arguments, **commit_arguments(from_log, record.tokens_per_micro_batch)}
+    known = dict(arguments)
+    for group in find_groups(run, unread):
+        if group is not None:
+            known[group.group_id] = commit_arguments(group, record.tokens_per_micro_batch)
     groups: list[str] = []
     payloads: list[str] = []
     for pointer in pointers:
@@ -93,9 +88,8 @@ def _commit_in_shard(
             shard.call("commit", [epoch, record.id, "", "", *groups], unlinked=payloads)
             groups, payloads = [], []
         if pointer.group_id in known:
-            group = known[pointer.group_id]
-            groups.append(group.group)
-            payloads += group.payloads
+            groups.append(known[pointer.group_id].group)
+            payloads += known[pointer.group_id].payloads
     outputs, of_results = results_of(shard, record.id, results)
     k = record.k if shard.index == run.home.index else ""
     args = [epoch, record.id, k, len(outputs), *of_results, *groups]

@@ -183,8 +183,9 @@ class Leader(Session):
         """First in the home shard, then in every shard's copy."""
         batch = self.batches.get(record.k) or NamedBatch(record)
         self._publish(record.k + 1, batch.living, commits)
-        groups = list(batch.groups.values())
-        batch.commit_arguments.update(commit_arguments(groups, record.tokens_per_micro_batch))
+        for group in batch.groups.values():
+            arguments = commit_arguments(group, record.tokens_per_micro_batch)
+            batch.commit_arguments[group.group_id] = arguments
         batch.groups.clear()
         self.published_version = record.k + 1
 

@@ -6,12 +6,10 @@ import re
 import secrets
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, Final
 
 from ..grouping.groups_log import LoggedGroup
 from .record import BatchRecord
-from .sums import GroupSums
 
 BATCH_ID: Final = re.compile(r"[0-9]+-[0-9a-f]{12}")
 
@@ -28,19 +26,8 @@ class NamingRules:
     branch: int = 0
     named: Container[str] = frozenset()  # ids of the groups in batches that are yet to be trained
 
-    def reasons_against(self, groups: Sequence[LoggedGroup], k: int) -> list[str | None]:
-        """Why each of the groups is dropped instead of trained on at version k, or None."""
-        oldest_allowed = 0 if self.drop_after is None else k - self.drop_after
-        is_stale = [False] * len(groups) if oldest_allowed <= 0 else GroupSums(groups).oldest < oldest_allowed
-        return [
-            self._reason_against(group)
-            or ("stale" if stale else None)
-            or ("dead:missing_column" if self.missing_columns(group) else None)
-            for group, stale in zip(groups, is_stale, strict=True)
-        ]
-
-    def _reason_against(self, group: LoggedGroup) -> str | None:
-        """Why the group is dropped, whatever its members are, or None."""
+    def reason_against(self, group: LoggedGroup, k: int) -> str | None:
+        """Why the group is dropped instead of trained on at version k, or None."""
         if group.malformed:
             return "malformed"
         if group.group_id in self.trained:
@@ -55,7 +42,9 @@ class NamingRules:
             and group.begun_epoch < self.branch
         ):
             return "rolled_back"
-        return None
+        if self.drop_after is not None and group.sums.oldest < k - self.drop_after:
+            return "stale"
+        return "dead:missing_column" if self.missing_columns(group) else None
 
     def missing_columns(self, group: LoggedGroup) -> list[str]:
         """Columns that the chain needs and some packet of the group was pushed without."""
@@ -72,16 +61,19 @@ def choose(
     fit: list[LoggedGroup] = []
     unfit: list[tuple[LoggedGroup, str]] = []
     chosen: set[str] = set()
-    remaining = (group for group in candidates if group.group_id not in rules.named)
-    while page := list(islice(remaining, batch_groups - len(fit))):
-        for group, reason in zip(page, rules.reasons_against(page, k), strict=True):
-            if reason is None and group.group_id not in chosen:
-                fit.append(group)
-                chosen.add(group.group_id)
-            elif reason is None:
-                unfit.append((replace(group, problem="a copy of another entry"), "malformed"))
-            else:
-                unfit.append((group, reason))
+    for group in candidates:
+        if len(fit) == batch_groups:
+            break
+        if group.group_id in rules.named:
+            continue
+        reason = rules.reason_against(group, k)
+        if reason is not None:
+            unfit.append((group, reason))
+        elif group.group_id in chosen:
+            unfit.append((replace(group, problem="a copy of another entry"), "malformed"))
+        else:
+            fit.append(group)
+            chosen.add(group.group_id)
     return fit, unfit
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -36,12 +36,6 @@ class StoredScore(BaseModel):
 
 
 _SCORES: Final = TypeAdapter(dict[str, StoredScore])
-_GROUP_FIELDS: Final = dict.fromkeys(
-    (
-        *(b"group_id", b"size", b"data_source", b"opened_ms", b"outcome", b"epoch", b"version", b"count"),
-        *(b"payloads", b"tables", b"scores"),
-    )
-)
 
 
 class Pointer(NamedTuple):
@@ -54,7 +48,23 @@ class Pointer(NamedTuple):
     tokens: int = 0  # of all of them
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+#: `oldest` of a group none of whose members has a version: no staleness is above any limit.
+NO_VERSION: Final = 1 << 62
+
+
+class GroupSums(NamedTuple):
+    """What the members of a group add up to: naming and commit go by these numbers."""
+
+    tokens: int
+    oldest: int  # version of the trainable tokens, or NO_VERSION
+    baselines: int
+    longest_row: int  # in tokens
+
+
+NO_SUMS: Final = GroupSums(0, NO_VERSION, 0, 0)
+
+
+@dataclass(slots=True, eq=False)
 class LoggedGroup:
     """An entry of a groups log; members sorted by rollout_index.
 
@@ -72,18 +82,18 @@ class LoggedGroup:
     version: int | None
     payloads: tuple[tuple[str, int], ...]  # key and bytes of every packet
     count: int  # of trajectories, also where the members cannot be read
-    packets: tuple[StoredPacket, ...] = ()
+    packets: Sequence[StoredPacket] = ()
     members: Members = NO_MEMBERS
     packet_of: Sequence[int] | Positions = ()
     position_of: Sequence[int] | Positions = ()
+    sums: GroupSums = NO_SUMS
     problem: str | None = None  # why the members could not be read
     malformed: bool = False  # it is no group at all
     trace: bytes | None = None  # context of its trace, where traces are recorded
 
     @property
     def pointer(self) -> Pointer:
-        tokens = int(self.members.table["tokens"].sum())
-        return Pointer(self.shard, self.entry, self.group_id, len(self.members), tokens)
+        return Pointer(self.shard, self.entry, self.group_id, len(self.members), self.sums.tokens)
 
     @property
     def size_bytes(self) -> int:
@@ -115,12 +125,22 @@ class _Line(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """An entry of a groups log whose members are yet to be read."""
+    """A group whose members are yet to be read, and what its entry tells of them."""
 
-    group: Mapping[str, Any]  # fields of a LoggedGroup
+    group: LoggedGroup
     lines: Sequence[_Line] = ()  # none if it is malformed
     tables: Sequence[memoryview] = ()  # of the packets
     scores: bytes = b"{}"
+
+
+class _Found(NamedTuple):
+    """The members of a LoggedGroup."""
+
+    packets: Sequence[StoredPacket]
+    members: Members
+    packet_of: Positions
+    position_of: Positions
+    sums: GroupSums
 
 
 #: An entry of a shard's groups log as it was read: shard, id, fields.
@@ -135,18 +155,19 @@ def parse_groups(keys: RunKeys, entries: Sequence[RawEntry]) -> list[LoggedGroup
     prefixes = {shard: keys.shard(shard).payload("") for shard in {entry[0] for entry in entries}}
     parsed = [_parse_entry(keys, prefixes[entry[0]], *entry) for entry in entries]
     if tracing.is_on():
-        parsed = [_traced(entry) for entry in parsed]
-    members = _read_together(parsed) or map(_read_alone, parsed)
-    return [LoggedGroup(**entry.group, **fields) for entry, fields in zip(parsed, members, strict=True)]
+        for entry in parsed:
+            entry.group.trace = first_trace(entry.tables)
+    for entry, found in zip(parsed, _read_together(parsed) or map(_read_alone, parsed), strict=True):
+        group = entry.group
+        if found is not None:
+            group.packets, group.members, group.packet_of, group.position_of, group.sums = found
+    return [entry.group for entry in parsed]
 
 
 def _parse_entry(
     keys: RunKeys, payload_prefix: str, shard: int, entry: bytes, fields: Mapping[bytes, bytes]
 ) -> _Entry:
     try:
-        if not fields.keys() >= _GROUP_FIELDS.keys():
-            missing = next(name for name in _GROUP_FIELDS if name not in fields)
-            raise ValueError(f"{missing.decode()} is missing")
         group_id = fields[b"group_id"].decode()
         if not group_id or keys.shard_of(group_id) != shard:
             raise ValueError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
@@ -154,29 +175,26 @@ def _parse_entry(
         count = sum([line.mask.count("1") for line in lines])
         if int(fields[b"count"]) != count or count == 0:
             raise ValueError(f"count is {brief(fields[b'count'])}, {count} members count by their masks")
-        group = {
-            "shard": shard,
-            "entry": entry.decode(),
-            "group_id": group_id,
-            "size": int(fields[b"size"]),
-            "data_source": fields[b"data_source"].decode() or None,
-            "outcome": fields[b"outcome"].decode(),
-            "opened_ms": int(fields[b"opened_ms"]),
-            "epoch": int(fields[b"epoch"]),
-            "version": int(fields[b"version"]) if fields[b"version"] else None,
-            "payloads": tuple([(line.key, line.size) for line in lines]),
-            "count": count,
-        }
+        group = LoggedGroup(
+            shard,
+            entry.decode(),
+            group_id,
+            int(fields[b"size"]),
+            fields[b"data_source"].decode() or None,
+            fields[b"outcome"].decode(),
+            int(fields[b"opened_ms"]),
+            int(fields[b"epoch"]),
+            int(fields[b"version"]) if fields[b"version"] else None,
+            tuple([line[:2] for line in lines]),
+            count,
+        )
         return _Entry(group, lines, cut_tables(fields[b"tables"]), fields[b"scores"])
+    except KeyError as error:
+        problem = f"{error.args[0].decode()} is missing"
     except ValueError as error:
-        problem = {"problem": first_problem(error), "malformed": True}
-        group = {"shard": shard, "entry": entry.decode(), "group_id": "", "size": 0, "data_source": None}
-        group |= {"outcome": "", "opened_ms": 0, "epoch": 0, "version": None, "payloads": (), "count": 0}
-        return _Entry(group | problem)
-
-
-def _traced(entry: _Entry) -> _Entry:
-    return entry._replace(group={**entry.group, "trace": first_trace(entry.tables)})
+        problem = first_problem(error)
+    nothing = LoggedGroup(shard, entry.decode(), "", 0, None, "", 0, 0, None, (), 0)
+    return _Entry(replace(nothing, problem=problem, malformed=True))
 
 
 def _payload_lines(text: str, prefix: str) -> list[_Line]:
@@ -193,8 +211,8 @@ def _payload_lines(text: str, prefix: str) -> list[_Line]:
 # Members
 
 
-def _read_together(entries: Sequence[_Entry]) -> list[dict[str, Any]] | None:
-    """The fields of each LoggedGroup that tell of its members.
+def _read_together(entries: Sequence[_Entry]) -> list[_Found] | None:
+    """The members of each group.
 
     None if anything is wrong or out of the ordinary: then each entry is read alone. On arrays the checks of hundreds of
     groups take as long as those of one.
@@ -220,24 +238,26 @@ def _read_together(entries: Sequence[_Entry]) -> list[dict[str, Any]] | None:
         return None
 
 
-def _read_alone(entry: _Entry) -> dict[str, Any]:
-    """The fields of one LoggedGroup that tell of its members, or its problem."""
+def _read_alone(entry: _Entry) -> _Found | None:
+    """The members of one group; None if it has a problem, which is noted."""
+    if entry.group.malformed:
+        return None
     try:
-        if not entry.lines:  # it is malformed
-            return {}
         if len(entry.tables) != len(entry.lines):
             raise ValueError(f"{len(entry.tables)} member tables for {len(entry.lines)} packets")
         packets = [_read_packet(*pair) for pair in zip(entry.lines, entry.tables, strict=True)]
-        [fields] = _arrange([entry], Members.concat([packet.members for packet in packets]), packets)
+        [found] = _arrange([entry], Members.concat([packet.members for packet in packets]), packets)
         if entry.scores != b"{}":
-            fields["members"] = _with_scores(fields["members"], _SCORES.validate_json(entry.scores))
-        if not fields["members"].has_reward.all():
+            scored = _with_scores(found.members, _SCORES.validate_json(entry.scores))
+            found = found._replace(members=scored)
+        if not found.members.has_reward.all():
             raise ValueError("a member has no reward")
-        return fields
+        return found
     except WireError as error:
-        return {"problem": str(error)}
+        entry.group.problem = str(error)
     except ValueError as error:
-        return {"problem": first_problem(error)}
+        entry.group.problem = first_problem(error)
+    return None
 
 
 def _read_packet(line: _Line, table: memoryview) -> StoredPacket:
@@ -251,9 +271,7 @@ def _read_packet(line: _Line, table: memoryview) -> StoredPacket:
     return StoredPacket(line.key, line.size, line.epoch, columns, members)
 
 
-def _arrange(
-    entries: Sequence[_Entry], members: Members, packets: Sequence[StoredPacket]
-) -> list[dict[str, Any]]:
+def _arrange(entries: Sequence[_Entry], members: Members, packets: Sequence[StoredPacket]) -> list[_Found]:
     """Of each group the members that count, sorted by index, and where they are in its packets.
 
     members: all those of `packets`, which are the groups' one after another. Raises ValueError.
@@ -279,14 +297,23 @@ def _arrange(
         own = members.parts(first.tolist())
     spans, of_packets = pairwise(first.tolist()), pairwise(first_packet.tolist())
     return [
-        {
-            "packets": tuple(packets[slice(*of_packet)]),
-            "members": part,
-            "packet_of": packet_of[start:stop],
-            "position_of": position_of[start:stop],
-        }
-        for part, (start, stop), of_packet in zip(own, spans, of_packets, strict=True)
+        _Found(packets[a:b], part, packet_of[start:stop], position_of[start:stop], sums)
+        for part, (start, stop), (a, b), sums in zip(
+            own, spans, of_packets, sums_of(members, first), strict=True
+        )
     ]
+
+
+def sums_of(members: Members, first: Positions) -> list[GroupSums]:
+    """Of G groups, of which group g has the members first[g] : first[g + 1], one at least."""
+    table, starts = members.table, first[:-1]
+    sums = (
+        np.add.reduceat(table["tokens"], starts),
+        np.minimum.reduceat(np.where(members.has_version, table["oldest"], NO_VERSION), starts),
+        np.add.reduceat(members.is_baseline, starts, dtype=np.int64),
+        np.maximum.reduceat(members.longest_row, starts),
+    )
+    return list(map(GroupSums, *(numbers.tolist() for numbers in sums)))
 
 
 def _with_scores(members: Members, scores: Mapping[str, StoredScore]) -> Members:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.grouping.groups_log import LoggedGroup, parse_groups
+from streamadv.grouping.groups_log import NO_VERSION, LoggedGroup, parse_groups
 from streamadv.store.keys import RunKeys
 from streamadv.trajectory.member_table import encode_table
 from streamadv.trajectory.members import HAS_REWARD, MEMBER, NO_STATE, ROW, STEP, Members
@@ -105,6 +105,8 @@ def test_members_of_a_page_are_those_that_count_in_order(
             if slot.live
         )
         assert group.count == len(group.members)
+        tokens = [slot.tokens for slots in packets for slot in slots if slot.live]
+        assert group.sums == (sum(tokens), NO_VERSION, 0, max(tokens))
         assert (group.begun_epoch, group.size_bytes) == (max(3, len(packets) - 1), SIZE * len(packets))
         assert [packet.members.table["index"].tolist() for packet in group.packets] == [
             [slot.index for slot in slots] for slots in packets
