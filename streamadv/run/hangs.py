@@ -1,16 +1,18 @@
 """Calls of a user's function that end in bounded time, even if the function does not.
 
 On the main thread two signals interrupt the call: a timer of the process's CPU time reaches code that never lets
-another thread run (a regular expression gone wild), and a watching thread signals code that sleeps. On another thread
-the call runs in a thread of its own, which is abandoned when its time is over.
+another thread run (a regular expression gone wild), and a thread that is kept signals code that sleeps. On another
+thread the call runs in a thread of its own, which is abandoned when its time is over.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -30,6 +32,8 @@ REPORT_S: Final = 30.0
 SIGNAL: Final = signal.SIGVTALRM
 #: Seconds between two interruptions: a function may catch the first one.
 REPEAT_S: Final = 1.0
+#: Seconds between two looks at a call.
+LOOK_S: Final = 0.2
 
 
 def call_within(call: Callable[[], T], timeout_s: float, what: str, stop: threading.Event | None = None) -> T:
@@ -54,16 +58,12 @@ class _Limit:
     """When a call is over: after its time, or some time after its process was told to end."""
 
     def __init__(self, timeout_s: float, what: str, stop: threading.Event | None) -> None:
+        self.timeout_s = timeout_s
         self._what = what
-        self._timeout_s = timeout_s
         self._stop = stop
-        self._started = clock.now()
+        self._started = self._reported = clock.now()
         self._stopped: float | None = None
-        self._reported = self._started
-
-    @property
-    def timeout_s(self) -> float:
-        return self._timeout_s
+        self._interrupted = -math.inf
 
     @property
     def passed(self) -> bool:
@@ -71,26 +71,27 @@ class _Limit:
         if self._stopped is None and self._stop is not None and self._stop.is_set():
             self._stopped = now
         ended = self._stopped is not None and now - self._stopped > GRACE_S
-        return ended or now - self._started > self._timeout_s
+        return ended or now - self._started > self.timeout_s
 
-    def wait(self, done: threading.Event) -> bool:
-        """Wait until the call is `done`, reporting one that lasts. False when the limit has passed before."""
-        while not done.wait(min(0.2, self._timeout_s / 4)):
-            if self.passed:
-                return False
-            now = clock.now()
-            if now - self._reported > REPORT_S or (self._stopped and self._reported < self._stopped):
-                self._reported = now
-                ending = " (this process ends)" if self._stopped else ""
-                text = "%s has not returned after %.0f s%s"
-                logger.warning(
-                    text,
-                    self._what,
-                    now - self._started,
-                    ending,
-                    extra=log_fields("call_slow", role=self._what),
-                )
-        return True
+    def look(self) -> bool:
+        """Whether it has passed. A call that goes on is reported now and then."""
+        if self.passed:
+            return True
+        now = clock.now()
+        if now - self._reported > REPORT_S or (self._stopped and self._reported < self._stopped):
+            self._reported = now
+            fields = log_fields("call_slow", role=self._what)
+            ending = " (this process ends)" if self._stopped else ""
+            text = "%s has not returned after %.0f s%s"
+            logger.warning(text, self._what, now - self._started, ending, extra=fields)
+        return False
+
+    def interrupt(self) -> None:
+        """Raise _OverdueError if it has passed, REPEAT_S after the last time at the earliest."""
+        now = clock.now()
+        if self.passed and now - self._interrupted >= REPEAT_S:
+            self._interrupted = now
+            raise _OverdueError
 
     def error(self) -> HungError | Stopped:
         seconds = clock.now() - self._started
@@ -101,27 +102,32 @@ class _Limit:
 
 #: Of the call that the main thread is in.
 _current: _Limit | None = None
+#: Looks at it: one for the life of the process, because starting a thread takes longer than a small call.
+_watcher: threading.Thread | None = None
+
+
+def _watch(main: int) -> None:
+    while True:
+        time.sleep(LOOK_S)
+        limit = _current
+        if limit is not None and limit.look():
+            signal.pthread_kill(main, SIGNAL)
 
 
 def _on_signal(*_: Any) -> None:
-    if _current is not None and _current.passed:
-        raise _OverdueError
+    if _current is not None:
+        _current.interrupt()
 
 
 def _call_with_signals(call: Callable[[], T], limit: _Limit) -> T:
     """Call on the main thread; signals raise _OverdueError inside the call. Raises as `call_within`."""
-    global _current
+    global _current, _watcher
     if signal.getsignal(SIGNAL) is not _on_signal:
         signal.signal(SIGNAL, _on_signal)  # never restored: a late signal must find it
-    main, done = threading.get_ident(), threading.Event()
-
-    def watch() -> None:
-        if not limit.wait(done):
-            while not done.is_set():
-                signal.pthread_kill(main, SIGNAL)
-                done.wait(REPEAT_S)
-
-    threading.Thread(target=watch, name="streamadv-watch", daemon=True).start()
+    if _watcher is None or not _watcher.is_alive():  # a fork has none
+        arguments = (threading.get_ident(),)
+        _watcher = threading.Thread(target=_watch, args=arguments, name="streamadv-watch", daemon=True)
+        _watcher.start()
     try:
         _current = limit
         signal.setitimer(signal.ITIMER_VIRTUAL, limit.timeout_s, REPEAT_S)
@@ -129,9 +135,10 @@ def _call_with_signals(call: Callable[[], T], limit: _Limit) -> T:
             return call()
         finally:
             _current = None
-            done.set()
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except _OverdueError:
+        _current = None  # the signal may have come just before this was done above
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         raise limit.error() from None
 
 
@@ -151,12 +158,13 @@ def _call_in_thread(call: Callable[[], T], limit: _Limit) -> T:
 
     thread = threading.Thread(target=body, name="streamadv-call", daemon=True)
     thread.start()
-    if not limit.wait(done):
-        # Ends a loop of Python code. A system call that waits is not interrupted.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_OverdueError)
-        )
-        raise limit.error()
+    while not done.wait(min(LOOK_S, limit.timeout_s / 4)):
+        if limit.look():
+            # Ends a loop of Python code. A system call that waits is not interrupted.
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_OverdueError)
+            )
+            raise limit.error()
     if errors:
         raise errors[0]
     return results[0]
