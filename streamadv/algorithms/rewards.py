@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from ..errors import SettingError
 from ..extras import torch
 from .running_moments import RunningMoments
-from .segments import moments, spread, whole
+from .segments import moments, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,8 +55,7 @@ def normalise(
         divisor = torch.full_like(values, running.std)
     else:
         stats = stats if stats is not None and mean == std else moments(values, offsets[std], weight)
-        group_std = stats.std if std_floor is not None else torch.where(stats.size > 1, stats.std, torch.nan)
-        divisor = spread(group_std, offsets[std], len(values))
+        divisor = stats.std if std_floor is not None else torch.where(stats.size > 1, stats.std, torch.nan)
     if std_floor is None:
         return result / (divisor + epsilon)
     return torch.where(divisor > std_floor, result / (divisor + epsilon), 0.0)

@@ -37,9 +37,11 @@ class RunningMoments:
     @classmethod
     def of(cls, values: Tensor) -> RunningMoments:
         """The moments of `values` [K] alone."""
+        if not len(values):
+            return cls()
         stats = moments(values, whole(values))
-        squares = (stats.std.square() * (stats.size - 1).clamp(min=0)).item()
-        return cls(stats.size.item(), stats.mean.item(), squares)
+        squares = stats.std.square() * (stats.size - 1)
+        return cls(len(values), stats.mean[0].item(), squares[0].item())
 
     def merged(self, other: RunningMoments) -> RunningMoments:
         """The moments of both samples together."""

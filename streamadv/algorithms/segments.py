@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Moments(NamedTuple):
-    """Statistics per segment and, per element, the distance from its segment's mean."""
+    """For each element the statistics of its segment, and its distance from the segment's mean; [K] float64."""
 
-    size: Tensor  # [G] float64: elements that count (sum of weights)
-    mean: Tensor  # [G] float64, 0 for an empty segment
-    std: Tensor  # [G] float64, ddof 1; 0 below two elements
-    centred: Tensor  # [K] float64: value - mean, exactly 0 where all counted values are equal
+    size: Tensor  # elements that count (sum of weights)
+    mean: Tensor  # 0 if none counts
+    std: Tensor  # ddof 1; 0 below two elements
+    centred: Tensor  # value - mean, exactly 0 where all counted values are equal
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def whole(values: Tensor) -> Tensor:
 
 
 def moments(values: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Moments:
-    """Size, mean, standard deviation (ddof 1) and centred values of the segments.
+    """Size, mean and standard deviation (ddof 1) of each element's segment, and the centred values.
 
     Args:
       values: [K].
@@ -88,20 +88,19 @@ def moments(values: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Mo
     weight = torch.ones_like(values) if weight is None else weight.to(torch.float64)
     if not kernels.on_cpu(values):
         return _moments_on_device(values, offsets, weight)
-    size, mean, std = np.empty((3, len(offsets) - 1))
-    results = size, mean, std, np.empty(len(values))
+    results = np.empty((4, len(values)))
     kernels.moments(*map(kernels.as_array, (values, weight, offsets)), *results)
     return Moments(*map(torch.from_numpy, results))
 
 
 def _moments_on_device(values: Tensor, offsets: Tensor, weight: Tensor) -> Moments:
-    size = len(values)
-    total = segment_sum(weight, offsets)
-    least = segment_min(torch.where(weight > 0, values, torch.inf), offsets)
+    def spread_sum(values: Tensor) -> Tensor:
+        return spread(segment_sum(torch.where(weight > 0, values * weight, 0.0), offsets), offsets, len(values))
+
+    total = spread_sum(torch.ones_like(values))
+    least = spread(segment_min(torch.where(weight > 0, values, torch.inf), offsets), offsets, len(values))
     least = torch.where(total > 0, least, 0.0)
-    above = values - spread(least, offsets, size)
-    counted_above = torch.where(weight > 0, above * weight, 0.0)
-    mean_above = segment_sum(counted_above, offsets) / total.clamp(min=1)
-    centred = above - spread(mean_above, offsets, size)
-    squares = segment_sum(torch.where(weight > 0, centred.square() * weight, 0.0), offsets)
-    return Moments(total, least + mean_above, (squares / (total - 1).clamp(min=1)).sqrt(), centred)
+    mean_above = spread_sum(values - least) / total.clamp(min=1)
+    centred = values - least - mean_above
+    std = (spread_sum(centred.square()) / (total - 1).clamp(min=1)).sqrt()
+    return Moments(total, least + mean_above, std, centred)

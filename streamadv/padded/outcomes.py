@@ -24,7 +24,7 @@ from ..algorithms.arguments import (
     Share,
     Values,
 )
-from ..algorithms.estimators.step_grpo import Baseline
+from ..algorithms.estimators.step_grpo import Baseline, against_group
 from ..algorithms.rewards import normalise
 from ..algorithms.segments import moments, segment_max, spread
 from ..errors import ArgumentError
@@ -46,12 +46,8 @@ def compute_step_grpo_advantage(
     baseline "others" takes the mean over the other rows (PipelineRL, with epsilon 1e-4). A row alone gives 0.
     """
     order, offsets = _groups(rewards, pair_numbers(index, step_index))
-    stats = moments(rewards.double()[order], offsets)
-    size, std = (spread(value, offsets, len(order)) for value in (stats.size, stats.std))
-    centred = stats.centred * (size / (size - 1).clamp(min=1) if baseline == "others" else 1)
-    if norm_by_std:
-        centred = centred / (std + epsilon)
-    return _back(torch.where((size > 1) & (stats.centred != 0), centred, 0.0), order)
+    stats = moments(rewards[order], offsets)
+    return _back(against_group(stats, baseline, norm_by_std, epsilon), order)
 
 
 @checked
@@ -68,7 +64,7 @@ def compute_hierarchical_grpo_advantage(
         for group, agent, episode in zip(*map(_listed, (index, agents, episodes)), strict=True)
     ]
     order, offsets = _groups(rewards, labels)
-    return _back(moments(rewards.double()[order], offsets).centred, order)
+    return _back(moments(rewards[order], offsets).centred, order)
 
 
 @checked
@@ -140,7 +136,7 @@ def cost_penalty(
         ordered = cost.double()[order]
         greatest = spread(segment_max(ordered, offsets), offsets, len(order))
         share += torch.where(greatest > 0, weight * ordered / greatest, 0.0)
-    return _back(values - spread(moments(values, offsets).mean, offsets, len(order)) * share, order)
+    return _back(values - moments(values, offsets).mean * share, order)
 
 
 def _listed(labels: Labels) -> list[Any]:

@@ -25,7 +25,7 @@ from ..algorithms.quirks import PeerQuirks
 from ..algorithms.rewards import NormScope, normalise
 from ..algorithms.running_moments import RunningMoments
 from ..algorithms.scan import scan_segments
-from ..algorithms.segments import moments, spread
+from ..algorithms.segments import moments
 from ..errors import ArgumentError, OptionError
 from .entrance import check_numbers, checked, take_columns, unchecked, with_results
 from .layout import group_order, label_numbers, pair_numbers
@@ -126,7 +126,7 @@ def group_mean_std(
     mean, std = stats.mean, torch.where(alone, 1.0 if peer_quirks else 0.0, stats.std.clamp(min=eps**0.5))
     if peer_quirks:
         mean = torch.where(alone, 0.0, mean)
-    rows = [_ungrouped(spread(value, offsets, len(values)), order) for value in (mean, std, stats.size)]
+    rows = [_ungrouped(value, order) for value in (mean, std, stats.size)]
     return rows[0], rows[1], rows[2]
 
 
@@ -146,8 +146,7 @@ def group_scores(scores: Tensor, n_sample: Count | None, index: Labels | None) -
     """(mean score, size) of the row's group, [B] float32."""
     values, order, offsets = _grouped(scores, n_sample, index)
     stats = moments(values, offsets)
-    mean, size = (spread(value, offsets, len(values)) for value in (stats.mean, stats.size))
-    return _ungrouped(mean, order), _ungrouped(size, order)
+    return _ungrouped(stats.mean, order), _ungrouped(stats.size, order)
 
 
 @checked

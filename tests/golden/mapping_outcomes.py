@@ -85,7 +85,7 @@ def _trl_grpo(z: Inputs, kwargs: dict[str, Any]) -> Result:
     stats = moments(rewards, whole, known.double())
     none = 0.0 if len(rewards) == 1 or (size == 1 and scale != "batch") else torch.nan
     std = torch.where(stats.size > 1, stats.std, none)
-    return {"advantages": advantages, "std_rewards": std.repeat_interleave(whole.diff())}
+    return {"advantages": advantages, "std_rewards": std}
 
 
 def _trl116_grpo(z: Inputs, kwargs: dict[str, Any]) -> Result:
@@ -106,7 +106,7 @@ def _gdpo_std(z: Inputs, index: list[int]) -> Tensor:
         total += weight * torch.zeros(len(given)).masked_scatter(known, scaled)
     stats = moments(total, torch.tensor([0, len(total)]), (~given.isnan().all(1)).double())
     alone = 0.0 if len(total) == 1 else torch.nan
-    return torch.where(stats.size > 1, stats.std, alone).expand(len(total))
+    return torch.where(stats.size > 1, stats.std, alone)
 
 
 def _trl_rloo(z: Inputs, kwargs: dict[str, Any]) -> Result:

@@ -11,7 +11,7 @@ from ..chain_metrics import fraction, summary
 from ..length_penalties import difficulty_factor, length_factor
 from ..packed import PackedBatch, expand
 from ..registry import Scope
-from ..segments import moments, segment_sum, spread
+from ..segments import Moments, moments, segment_sum, spread
 from .config import ChainConfig, MaskConfig, RewardConfig, SampleWeightConfig
 from .rewards import pushed_rewards
 from .step import ChainStep, State
@@ -36,10 +36,10 @@ def _mask_step(config: MaskConfig, reward: RewardConfig) -> ChainStep:
         scores = pushed_rewards(reward, batch)
         passing = torch.ones_like(batch.baseline)
         if by_group:
-            mean, alone = _group_mean(batch, scores)
+            groups = _group_moments(batch, scores)
             low = -torch.inf if config.difficulty_low is None else config.difficulty_low
             high = torch.inf if config.difficulty_high is None else config.difficulty_high
-            passing = passing & (((mean > low) & (mean < high)) | alone)
+            passing = passing & (((groups.mean > low) & (groups.mean < high)) | (groups.size < 2))
         lengths = segment_sum(batch.row_trainable, batch.row_offsets)
         if config.max_length is not None:
             passing = passing & (lengths < config.max_length)
@@ -66,7 +66,7 @@ def _weight_step(config: SampleWeightConfig, reward: RewardConfig) -> ChainStep:
         counted = lengths > 0
         weights = torch.ones_like(lengths)
         if config.difficulty:
-            mean, _ = _group_mean(batch, pushed_rewards(reward, batch))
+            mean = _group_moments(batch, pushed_rewards(reward, batch)).mean
             weights = weights * difficulty_factor(1 - mean)
         if config.length:
             weights = weights * length_factor(lengths, counted)
@@ -81,8 +81,6 @@ def _weight_step(config: SampleWeightConfig, reward: RewardConfig) -> ChainStep:
     return ChainStep("sample_weights", ("response_mask",), "batch", text, run, ("sample_weights",))
 
 
-def _group_mean(batch: PackedBatch, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """[M]: (mean of the group's scores, whether a trajectory is alone in its group); baselines do not count."""
-    stats = moments(scores, batch.group_offsets, (~batch.baseline).double())
-    mean, size = (spread(value, batch.group_offsets, len(scores)) for value in (stats.mean, stats.size))
-    return mean, size < 2
+def _group_moments(batch: PackedBatch, scores: Tensor) -> Moments:
+    """Of the `scores` [M], group by group; baselines do not count."""
+    return moments(scores, batch.group_offsets, ~batch.baseline)

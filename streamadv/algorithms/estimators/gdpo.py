@@ -41,7 +41,7 @@ def gdpo(
       One value per row [R] float64. Raises TrajectoryError for a name that the trajectories lack.
     """
     counted = (~batch.baseline).double()
-    size = segment_sum(counted, batch.group_offsets)
+    size = segment_sum(counted, batch.group_offsets)[batch.trajectory_group]
     divisor_alone = 1 + epsilon if norm_by_std else 1.0
     total = torch.zeros_like(batch.rewards)
     for name, weight in (weights or dict.fromkeys(batch.components, 1.0)).items():
@@ -57,7 +57,7 @@ def gdpo(
             epsilon=epsilon,
             weight=counted,
         )
-        total = total + weight * settle_singletons(batch, size, scaled, rewards / divisor_alone, singleton)
+        total = total + weight * settle_singletons(size, scaled, rewards / divisor_alone, singleton)
     if whiten_over == "tokens":
         rows_counted = torch.where(batch.baseline[batch.row_trajectory], 0, batch.row_trainable)
         return Estimate("row", whiten_weighted(total[batch.row_trajectory], rows_counted))

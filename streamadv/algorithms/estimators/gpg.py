@@ -31,7 +31,7 @@ def gpg(
     """
     trained = ~batch.baseline
     stats = moments(batch.rewards, batch.group_offsets, trained)
-    centred = settle_singletons(batch, stats.size, stats.centred, batch.rewards, singleton)
+    centred = settle_singletons(stats.size, stats.centred, batch.rewards, singleton)
     signal = (batch.rewards if counted == "rewards" else centred) != 0
     total = segment_sum(trained, whole(centred))
     alpha = total / segment_sum(signal & trained, whole(centred)).clamp(min=1)

@@ -36,8 +36,8 @@ def grpo(
     stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
     advantages = stats.centred
     if norm_by_std:
-        divisor = stats.std.clamp(min=least_std)[batch.trajectory_group] + epsilon
+        divisor = stats.std.clamp(min=least_std) + epsilon
         advantages = torch.where(advantages != 0, advantages / divisor, 0.0)
     divisor_alone = 1 + epsilon if norm_by_std else 1.0
-    advantages = settle_singletons(batch, stats.size, advantages, batch.rewards / divisor_alone, singleton)
+    advantages = settle_singletons(stats.size, advantages, batch.rewards / divisor_alone, singleton)
     return Estimate("row", advantages[batch.row_trajectory])

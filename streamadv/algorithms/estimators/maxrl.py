@@ -27,8 +27,7 @@ def maxrl(
       One value per row [R] float64.
     """
     stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
-    mean = stats.mean[batch.trajectory_group]
-    defined = (mean + epsilon != 0) if negative_means else mean > 0
-    advantages = torch.where(defined & (stats.centred != 0), stats.centred / (mean + epsilon), 0.0)
-    advantages = settle_singletons(batch, stats.size, advantages, batch.rewards, singleton)
+    defined = (stats.mean + epsilon != 0) if negative_means else stats.mean > 0
+    advantages = torch.where(defined & (stats.centred != 0), stats.centred / (stats.mean + epsilon), 0.0)
+    advantages = settle_singletons(stats.size, advantages, batch.rewards, singleton)
     return Estimate("row", advantages[batch.row_trajectory])

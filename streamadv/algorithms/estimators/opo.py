@@ -19,8 +19,8 @@ def opo(batch: PackedBatch, *, singleton: Singleton = "zero") -> Estimate:
     offsets = batch.group_offsets
     length = segment_sum(batch.row_trainable, batch.row_offsets)
     counted = (~batch.baseline).double()
-    size = segment_sum(counted, offsets)
+    size = segment_sum(counted, offsets)[batch.trajectory_group]
     stats = moments(batch.rewards, offsets, length * counted)
-    advantages = settle_singletons(batch, size, stats.centred, batch.rewards, singleton)
+    advantages = settle_singletons(size, stats.centred, batch.rewards, singleton)
     advantages = torch.where(length > 0, advantages, 0.0)
     return Estimate("row", advantages[batch.row_trajectory])

@@ -24,7 +24,6 @@ def grpo_passk(batch: PackedBatch, *, norm_by_std: bool = True, epsilon: NotNega
     lead = batch.rewards - segment_max(without_first, offsets)[group]
     stats = moments(batch.rewards, offsets, trained)
     if norm_by_std:  # after a tie the std may be 0
-        lead = torch.where(lead > 0, lead / (stats.std[group] + epsilon), 0.0)
-    alone = stats.size[group] < 2
-    advantages = torch.where(first & ~alone, lead, 0.0)
+        lead = torch.where(lead > 0, lead / (stats.std + epsilon), 0.0)
+    advantages = torch.where(first & (stats.size > 1), lead, 0.0)
     return Estimate("row", advantages[batch.row_trajectory])

@@ -40,6 +40,6 @@ def reinforce_plus_plus_baseline(batch: PackedBatch, *, singleton: Singleton = "
     A group of one has 0 before whitening (singleton "raw", as verl: its reward).
     """
     stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
-    centred = settle_singletons(batch, stats.size, stats.centred, batch.rewards, singleton)
+    centred = settle_singletons(stats.size, stats.centred, batch.rewards, singleton)
     rows = centred[batch.row_trajectory]
     return Estimate("row", whiten_weighted(rows, batch.row_trainable))

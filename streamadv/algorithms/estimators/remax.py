@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...extras import torch
 from ..packed import PackedBatch
 from ..registry import Estimate, estimator
-from ..segments import moments, spread
+from ..segments import moments
 
 
 @estimator("remax", scope="group")
@@ -14,8 +14,6 @@ def remax(batch: PackedBatch) -> Estimate:
 
     A group without a baseline member gives 0. The return is the reward. One value per row [R] float64.
     """
-    offsets = batch.group_offsets
-    stats = moments(batch.rewards, offsets, batch.baseline)
-    has_baseline = spread(stats.size, offsets, len(batch.rewards)) > 0
-    advantages = torch.where(has_baseline, stats.centred, 0.0)
+    stats = moments(batch.rewards, batch.group_offsets, batch.baseline)
+    advantages = torch.where(stats.size > 0, stats.centred, 0.0)
     return Estimate("row", advantages[batch.row_trajectory], batch.rewards[batch.row_trajectory])

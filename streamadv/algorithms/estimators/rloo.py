@@ -16,7 +16,6 @@ def rloo(batch: PackedBatch, *, singleton: Singleton = "zero") -> Estimate:
     row [R] float64.
     """
     stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
-    size = stats.size[batch.trajectory_group]
-    advantages = stats.centred * size / (size - 1).clamp(min=1)
-    advantages = settle_singletons(batch, stats.size, advantages, batch.rewards, singleton)
+    advantages = stats.centred * stats.size / (stats.size - 1).clamp(min=1)
+    advantages = settle_singletons(stats.size, advantages, batch.rewards, singleton)
     return Estimate("row", advantages[batch.row_trajectory])

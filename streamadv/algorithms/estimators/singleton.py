@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from ...extras import torch
-from ..packed import PackedBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,8 +14,7 @@ Singleton = Literal["zero", "raw"]
 
 
 def settle_singletons(
-    batch: PackedBatch, size: Tensor, advantages: Tensor, raw: Tensor, singleton: Singleton
+    size: Tensor, advantages: Tensor, raw: Tensor, singleton: Singleton
 ) -> Tensor:
-    """[M]: `advantages` [M], replaced by 0 or `raw` [M] in groups with fewer than two counted members (`size` [G])."""
-    alone = size[batch.trajectory_group] < 2
-    return torch.where(alone, raw if singleton == "raw" else 0.0, advantages)
+    """[M]: `advantages` [M], replaced by 0 or `raw` [M] in groups of fewer than two counted members (`size` [M])."""
+    return torch.where(size < 2, raw if singleton == "raw" else 0.0, advantages)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ...extras import torch
 from ..packed import PackedBatch
 from ..registry import Estimate, NotNegative, Share, estimator
-from ..segments import moments, spread
+from ..segments import Moments, moments
 from ..step_returns import discounted_returns, numbered_groups
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Baseline = Literal["mean", "others"]
 
@@ -41,9 +44,15 @@ def step_grpo(
     order, offsets = numbered_groups(steps, batch.trajectory_group[steps.trajectory])
     returns = discounted_returns(batch, gamma)
     stats = moments(returns[order], offsets, (~batch.baseline)[steps.trajectory][order].double())
-    size = spread(stats.size, offsets, len(order))
-    centred = stats.centred * (size / (size - 1).clamp(min=1) if baseline == "others" else 1)
-    if norm_by_std:
-        centred = centred / (spread(stats.std, offsets, len(order)) + epsilon)
-    advantages = torch.where((size > 1) & (stats.centred != 0), centred, 0.0)
+    advantages = against_group(stats, baseline, norm_by_std, epsilon)
     return Estimate("step", torch.empty_like(returns).scatter(0, order, advantages), returns)
+
+
+def against_group(stats: Moments, baseline: Baseline, norm_by_std: bool, epsilon: float) -> Tensor:
+    """[K]: values with these moments, against the mean of their segment or of its other values, over its std."""
+    centred = stats.centred
+    if baseline == "others":
+        centred = centred * (stats.size / (stats.size - 1).clamp(min=1))
+    if norm_by_std:
+        centred = centred / (stats.std + epsilon)
+    return torch.where((stats.size > 1) & (stats.centred != 0), centred, 0.0)

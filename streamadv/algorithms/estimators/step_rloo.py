@@ -43,7 +43,7 @@ def step_rloo(batch: PackedBatch, *, gamma: Share = 1.0, compare: Compared = "nu
     own = _own_spans(trajectory, offsets)
     own_sum = spread(segment_sum(stats.centred * counted, own), own, len(order))
     own_size = spread(segment_sum(counted, own), own, len(order))
-    others = spread(stats.size, offsets, len(order)) - own_size
+    others = stats.size - own_size
     # The centred values of all trajectories sum to 0, so those of the others sum to minus the own ones.
     compared = stats.centred + own_sum / others.clamp(min=1)
     advantages = torch.where(others > 0, compared, returns[order])

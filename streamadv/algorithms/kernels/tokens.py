@@ -82,9 +82,9 @@ def moments(values, weight, offsets, size, mean, std, centred):
             centred[t] = (values[t] - least) - above
             if weight[t] > 0:
                 squares += centred[t] * centred[t] * weight[t]
-        size[segment] = total
-        mean[segment] = least + above
-        std[segment] = math.sqrt(squares / max(total - 1, 1.0))
+        size[start:end] = total
+        mean[start:end] = least + above
+        std[start:end] = math.sqrt(squares / max(total - 1, 1.0))
 
 
 @kernel
