@@ -148,6 +148,8 @@ class LabelsOf:
                 f"{name}[{index}] is {_what(items[index])}, which cannot be compared: use text or a number"
             ) from None
         for label in labels:
+            if isinstance(label, str):  # the usual label is the quickest to check
+                continue
             if isinstance(label, Tensor):
                 raise ArgumentError(f"{name} holds tensors, each equal to itself only: use one tensor")
             if label != label:
@@ -358,7 +360,7 @@ def _as_bool(name: str, mask: Tensor, call: Call) -> Tensor:
         call.bad_masks.append((name, ((mask != 0) & (mask != 1)).any()))
         return mask != 0
     nonzero = torch.empty(mask.shape, dtype=torch.bool)
-    if not kernels.flags(kernels.as_array(mask).reshape(-1), kernels.as_array(nonzero).reshape(-1)):
+    if not kernels.nonzero(kernels.as_array(mask).reshape(-1), kernels.as_array(nonzero).reshape(-1)):
         raise not_a_mask(name)
     return nonzero
 

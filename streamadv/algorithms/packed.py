@@ -176,7 +176,7 @@ def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
         raise ArgumentError(f"values of level {level!r} have shape {tuple(values.shape)}, need ({count},)")
     rounded = values.detach().to(torch.float32)
     if level == "row":
-        return spread_rows(rounded, batch.column("response_mask"), batch.cu_seqlens)
+        return spread_rows(rounded, batch.column("response_mask"), batch.cu_seqlens)[0]
     tokens = batch.trainable_tokens
     if level == "token":
         on_tokens = tokens.only(rounded)

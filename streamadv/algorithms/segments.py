@@ -88,14 +88,16 @@ def moments(values: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Mo
     weight = torch.ones_like(values) if weight is None else weight.to(torch.float64)
     if not kernels.on_cpu(values):
         return _moments_on_device(values, offsets, weight)
-    results = np.empty((4, len(values)))
-    kernels.moments(*map(kernels.as_array, (values, weight, offsets)), *results)
-    return Moments(*map(torch.from_numpy, results))
+    results = torch.empty((4, len(values)), dtype=torch.float64)
+    kernels.moments(*map(kernels.as_array, (values, weight, offsets, results)))
+    return Moments(*results.unbind())
 
 
 def _moments_on_device(values: Tensor, offsets: Tensor, weight: Tensor) -> Moments:
     def spread_sum(values: Tensor) -> Tensor:
-        return spread(segment_sum(torch.where(weight > 0, values * weight, 0.0), offsets), offsets, len(values))
+        return spread(
+            segment_sum(torch.where(weight > 0, values * weight, 0.0), offsets), offsets, len(values)
+        )
 
     total = spread_sum(torch.ones_like(values))
     least = spread(segment_min(torch.where(weight > 0, values, torch.inf), offsets), offsets, len(values))

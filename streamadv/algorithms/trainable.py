@@ -58,22 +58,15 @@ def tokens_where(mask: Tensor, offsets: Tensor) -> Trainable:
     return Trainable(as_bool(mask), offsets)
 
 
-def spread_rows(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """[N] float32: `values` [R] at their row's tokens where `mask` [N] is not 0, 0 elsewhere."""
+def spread_rows(values: Tensor, mask: Tensor, offsets: Tensor) -> tuple[Tensor, bool]:
+    """([N] float32: `values` [R] at their row's tokens where `mask` [N] is not 0, else 0; whether it is all 0 and 1).
+
+    One pass; on a device the mask is not checked.
+    """
     if not kernels.on_cpu(values):
-        return torch.where(mask != 0, spread(values.to(torch.float32), offsets, len(mask)), 0.0)
+        return torch.where(mask != 0, spread(values.to(torch.float32), offsets, len(mask)), 0.0), True
     column = torch.empty(len(mask), dtype=torch.float32)
-    kernels.spread_rows(*map(kernels.as_array, (values, mask, offsets, column)))
-    return column
-
-
-def spread_flags(values: Tensor, mask: Tensor, offsets: Tensor) -> tuple[Tensor, bool]:
-    """(`spread_rows`, whether all of `mask` is 0 or 1), in one pass; on a device the mask is not checked."""
-    if not kernels.on_cpu(values) or mask.dtype == torch.bool:
-        return spread_rows(values, mask, offsets), True
-    column = torch.empty(len(mask), dtype=torch.float32)
-    are_flags = kernels.spread_flags(*map(kernels.as_array, (values, mask, offsets, column)))
-    return column, bool(are_flags)
+    return column, kernels.spread_rows(*map(kernels.as_array, (values, mask, offsets, column)))
 
 
 def as_bool(mask: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from ..algorithms.estimators.singleton import Singleton
 from ..algorithms.quirks import PeerQuirks
 from ..algorithms.registry import get_estimator
 from ..algorithms.token_rewards import row_rewards
-from ..algorithms.trainable import spread_flags
+from ..algorithms.trainable import spread_rows
 from .entrance import check_numbers, checked_while_read, unchecked
 from .layout import as_batch
 from .rewards import group_mean_std, group_scores
@@ -228,7 +228,7 @@ def _outcome(
     batch, order = as_batch(response_mask, rewards=scores, index=index, counted=name in COUNTING)
     rows = get_estimator(name).function(batch, **options).advantages
     rows = torch.empty_like(rows).index_copy_(0, order, rows)
-    advantages, are_flags = spread_flags(rows, response_mask.reshape(-1), batch.cu_seqlens)
+    advantages, are_flags = spread_rows(rows, response_mask.reshape(-1), batch.cu_seqlens)
     if not are_flags:
         raise not_a_mask("response_mask")
     advantages = advantages.view(response_mask.shape)

@@ -84,22 +84,22 @@ def as_batch(
         groups = len(starts) - 1
 
     def laid_out(tensor: Tensor) -> Tensor:
-        return (tensor if index is None else tensor.index_select(0, order)).reshape(-1)
+        return tensor if index is None else tensor.index_select(0, order)
 
     token_columns = {} if columns is None else {"response_mask": as_bool(mask).view(torch.uint8), **columns}
-    row_trainable = Trainable(mask.reshape(-1), offsets).counts[order] if counted else not_known
+    row_trainable = laid_out(Trainable(mask.reshape(-1), offsets).counts) if counted else not_known
     row_rewards = torch.zeros(rows, device=device) if rewards is None else rewards
     batch = PackedBatch(
         cu_seqlens=offsets,
         row_trajectory=row_numbers,
         row_trainable=row_trainable,
         trajectory_group=group,
-        rewards=row_rewards[order].to(torch.float64),
+        rewards=laid_out(row_rewards).to(torch.float64),
         baseline=is_baseline,
         steps=_no_steps(device),
         num_tokens=rows * width,
         num_groups=groups,
-        columns={name: laid_out(column) for name, column in token_columns.items()},
+        columns={name: laid_out(column).reshape(-1) for name, column in token_columns.items()},
         layout=BUILT,
     )
     return batch, order

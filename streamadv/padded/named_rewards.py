@@ -67,7 +67,7 @@ def compute_gdpo_outcome_advantage(
         whiten_over="tokens",
     ).advantages
     rows = torch.empty_like(rows).index_copy_(0, order, rows)
-    advantages = spread_rows(rows, response_mask.reshape(-1), packed.cu_seqlens).view(response_mask.shape)
+    advantages = spread_rows(rows, response_mask.reshape(-1), packed.cu_seqlens)[0].view(response_mask.shape)
     return advantages, advantages
 
 

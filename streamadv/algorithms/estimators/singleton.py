@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 Singleton = Literal["zero", "raw"]
 
 
-def settle_singletons(
-    size: Tensor, advantages: Tensor, raw: Tensor, singleton: Singleton
-) -> Tensor:
+def settle_singletons(size: Tensor, advantages: Tensor, raw: Tensor, singleton: Singleton) -> Tensor:
     """[M]: `advantages` [M], replaced by 0 or `raw` [M] in groups of fewer than two counted members (`size` [M])."""
     return torch.where(size < 2, raw if singleton == "raw" else 0.0, advantages)

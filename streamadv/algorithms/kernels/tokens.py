@@ -61,8 +61,9 @@ def row_sum(values, mask, offsets, sums):
 
 
 @kernel
-def moments(values, weight, offsets, size, mean, std, centred):
-    """Weighted statistics of a segment; see `segments.moments`."""
+def moments(values, weight, offsets, results):
+    """results [4, K]: weighted statistics of an element's segment; see `segments.Moments`."""
+    size, mean, std, centred = results[0], results[1], results[2], results[3]
     for segment in range(len(offsets) - 1):
         start, end = offsets[segment], offsets[segment + 1]
         total, least = 0.0, math.inf
@@ -310,37 +311,21 @@ def copy_masked(values, mask, result):
 
 @kernel
 def spread_rows(values, mask, offsets, result):
-    """The row's value at its tokens that count, 0 elsewhere; `mask` of any dtype."""
+    """The row's value where its `mask`, of any dtype, is not 0; returns whether all of `mask` is 0 or 1."""
+    # Numbers of one width, so that the loop vectorises well.
+    zero, one, nothing, wrong = mask.dtype.type(0), mask.dtype.type(1), np.float32(0), np.int32(0)
     for row in range(len(offsets) - 1):
         counted, spread = mask[offsets[row] : offsets[row + 1]], result[offsets[row] : offsets[row + 1]]
-        value = values[row]
+        value = np.float32(values[row])
         for t in range(len(counted)):
-            spread[t] = value if counted[t] != 0 else 0
-
-
-@kernel
-def spread_flags(values, mask, offsets, result):
-    """`spread_rows`; returns whether all of `mask` is 0 or 1."""
-    wrong = np.int32(0)  # as wide as float32, so that the loop vectorises well
-    for row in range(len(offsets) - 1):
-        counted, spread = mask[offsets[row] : offsets[row + 1]], result[offsets[row] : offsets[row + 1]]
-        value = values[row]
-        for t in range(len(counted)):
-            spread[t] = value if counted[t] != 0 else 0
-            wrong |= np.int32(counted[t] != (counted[t] != 0))
+            spread[t] = value if counted[t] != zero else nothing
+            wrong |= np.int32((one if counted[t] != zero else zero) != counted[t])
     return wrong == 0
 
 
 @kernel
 def nonzero(values, result):
-    """result [N] bool: where `values` differ from 0."""
-    for t in range(len(values)):
-        result[t] = values[t] != 0
-
-
-@kernel
-def flags(values, result):
-    """`nonzero`; returns whether all `values` are 0 or 1."""
+    """result [N] bool: where `values` differ from 0; returns whether all are 0 or 1."""
     are_flags = True
     for t in range(len(values)):
         result[t] = values[t] != 0

@@ -121,7 +121,7 @@ def test_loops_and_torch_agree_on_any_mask(
         lambda: credited_rewards(rewards, tokens),
         lambda: torch.stack(moments(values, tokens.offsets, tokens.mask)[:3]),
         lambda: at_level("geometric", values, tokens),
-        lambda: spread_rows(tokens.counts.double(), tokens.mask, tokens.offsets),
+        lambda: spread_rows(tokens.counts.double(), tokens.mask, tokens.offsets)[0],
         lambda: tokens_where(tokens.mask, tokens.offsets).counts,
     ]
     for call in calls:
