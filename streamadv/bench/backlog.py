@@ -73,12 +73,13 @@ def open_more(alone: Alone, count: int) -> None:
     client = alone.connection.scripts
     client.script_load(load("begin").text)
     prefix = secrets.token_hex(6)
-    limits = [GROUP_SIZE, GROUP_SIZE, "", DEADLINE_MS, RESERVED, 1 << 50, 1, "", "", "", "bench", "nonce"]
+    spec = f"train {GROUP_SIZE} {GROUP_SIZE} {DEADLINE_MS} "
+    others = [spec, "bench", f"{RESERVED} {1 << 50} 1 - - - 1", "nonce", ""]
     for start in range(0, count, SLICE):
         pipe = client.pipeline(transaction=False)
         for number in range(start, min(start + SLICE, count)):
             group_id = f"open-{prefix}-{number}"
-            call = script_call("begin", alone.keys, [group_id, *limits], group=group_id)
+            call = script_call("begin", alone.keys, [group_id, *others], group=group_id)
             pipe.evalsha(*call.by_hash)
         pipe.execute()
 

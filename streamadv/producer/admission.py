@@ -39,8 +39,8 @@ from .tickets import GroupSpec, Ticket, new_group_id
 
 logger = logging.getLogger(__name__)
 
-#: How many of a script's arguments say what the group is; the rest are the limits. See lua/lib/admit.lua.
-SPEC_ARGS: Final = 6
+#: How many of a script's arguments say what the group is; the rest are producer and limits. See lua/lib/enter.lua.
+SPEC_ARGS: Final = 2
 #: First wait for admission: about what a batch takes of a trainer that keeps up.
 ADMISSION_WAIT_S: Final = 0.005
 
@@ -220,7 +220,7 @@ class Admission:
         )
 
     def _arguments(self, spec: GroupSpec, budget: int | None, groups_elsewhere: int | None) -> list[Any]:
-        """The first arguments of the scripts that may open a group, see `lua/lib/admit.lua`.
+        """The first arguments of the scripts that may open a group, see `lua/lib/enter.lua` and `admit.lua`.
 
         budget: as of `call_group_script`. A group admitted before reserves at most the budget, because a server that
         has lost it may have lost the sizes of trajectories as well. groups_elsewhere: groups that count in the other
@@ -231,22 +231,12 @@ class Admission:
         if budget is None:
             budget = self._membership.max_bytes
             slot_bytes = max(1, min(slot_bytes, budget // spec.slots))
-        return [
-            spec.group_id,
-            spec.size,
-            spec.slots,
-            spec.data_source or "",
-            round((spec.deadline_s or manifest.group_deadline_s) * 1000),
-            spec.role,
-            slot_bytes,
-            budget,
-            self._membership.shards,
-            "" if groups_elsewhere is None else groups_elsewhere,
-            "" if manifest.max_staleness is None else manifest.max_staleness,
-            "" if manifest.batch_groups is None else manifest.batch_groups,
-            self._membership.name,
-            "1" if is_new else "0",
-        ]
+        deadline_ms = round((spec.deadline_s or manifest.group_deadline_s) * 1000)
+        group = f"{spec.role} {spec.size} {spec.slots} {deadline_ms} {spec.data_source or ''}"
+        pacing = (groups_elsewhere, manifest.max_staleness, manifest.batch_groups)
+        limits = (slot_bytes, budget, self._membership.shards, *pacing, int(is_new))
+        words = ["-" if limit is None else str(limit) for limit in limits]
+        return [spec.group_id, group, self._membership.name, " ".join(words)]
 
     def _groups_ahead(self) -> Steps[list[int]]:
         """How many groups count in pacing, of each shard."""

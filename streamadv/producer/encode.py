@@ -40,7 +40,7 @@ def load_of(packet: Packet) -> Load:
 class GroupPush(NamedTuple):
     """Packets of a group, as one call of the push script takes them."""
 
-    spec: tuple[Any, ...]  # id, size, slots, data source, deadline (ms), role: see lua/lib/admit.lua
+    spec: tuple[Any, ...]  # see lua/lib/enter.lua
     epoch: int  # of the ticket
     packets: Sequence[Packet]
 
@@ -54,7 +54,7 @@ class Push(NamedTuple):
 
     keys: ShardKeys
     scorer: str  # whose stream takes what has no reward yet; "" = the run has none
-    limits: tuple[Any, ...]  # of admission, see lua/lib/admit.lua
+    limits: tuple[Any, ...]  # producer, and those of lua/lib/admit.lua
     groups: Sequence[GroupPush]
     companion: Companion | None = None
 

@@ -18,7 +18,7 @@ from ..run import Run
 from ..run.heartbeats import PRODUCER_STATE, PRODUCER_TIMEOUT_S
 from ..run.leases import NOBODY
 from ..store.keys import ShardKeys
-from ..store.replies import as_mapping, as_texts, as_whole, or_nothing, replies_of
+from ..store.replies import as_mapping, as_texts, or_nothing, replies_of
 from ..trajectory.members import Members
 from .model import Lack, ProducerState, Staleness, Worker
 from .shard import streams_of
@@ -29,8 +29,9 @@ CONSUMER_TIMEOUT_S: Final = 30.0
 OPEN_LOOKED_AT: Final = 256
 #: Ages in seconds above which open groups are counted.
 OLDER_THAN_S: Final = (10, 60, 600, 3600)
-GROUP_FIELDS: Final = ("opened_ms", "size", "slots")
-#: The slot map of an open group, see `lua/lib/group.lua`.
+GROUP_FIELDS: Final = ("head", "slots")
+#: Of the hash of an open group, see `lua/lib/group.lua`.
+HEAD: Final = re.compile(rb"[a-z]+ (?P<size>[0-9]{1,15}) [0-9]+ (?P<opened_ms>[0-9]{1,15}) ")
 SLOT_MAP: Final = re.compile(rb"[.pusx]+")
 #: Groups at the head of each shard's log whose staleness is read.
 LOG_LOOKED_AT: Final = 64
@@ -161,7 +162,7 @@ def _extent(missing: int, size: int) -> str:
 def _groups_in(rows: Sequence[Any]) -> Iterator[tuple[int, int, bytes]]:
     """opened_ms, size and slot map. Nothing of groups that have ended since, or that foreign data has overwritten."""
     for row in rows:
-        opened_ms, size, slots = row or (None, None, None)
-        numbers = [as_whole(value or b"0") for value in (opened_ms, size)]
-        if None not in numbers and SLOT_MAP.fullmatch(slots or b""):
-            yield numbers[0] or 0, numbers[1] or 0, slots or b""
+        head, slots = row or (None, None)
+        match = HEAD.match(head or b"")
+        if match and SLOT_MAP.fullmatch(slots or b""):
+            yield int(match["opened_ms"]), int(match["size"]), slots or b""

@@ -114,11 +114,11 @@ def _walk_open_groups(run: Run, keys: ShardKeys, stored: StoredData) -> None:
     for group_id in _ids(stored, "open", open_groups):
         stored.open_groups.append(group_id)
         group = hash_at(run, keys.group(group_id))
-        stored.abandoned += group.get(b"abandoned") == b"1"
-        stored.evaluations += group.get(b"role") == b"eval"
-        slots = group.get(b"slots", b"")
+        stored.abandoned += group.get(b"producer") == b""
+        head, slots = group.get(b"head", b""), group.get(b"slots", b"")
+        stored.evaluations += head.startswith(b"eval ")
         if b"." in slots:
-            slot_bytes = group.get(b"slot_bytes", b"").decode(errors="backslashreplace")
+            slot_bytes = b"".join(head.split(b" ")[2:3]).decode(errors="backslashreplace")
             stored.unfilled[slot_bytes] += slots.count(b".")
         counted = _walk_packets(keys, stored, group_id, group)
         taken = [index for index, letter in enumerate(slots) if letter in b"us"]

@@ -29,7 +29,8 @@ Producers make the call and leave it to their generator's driver to send it:
 
     yield script_call("touch", keys, [group_id, deadline_ms, producer], group=group_id)
 
-`-- include name` is replaced by `lua/lib/name.lua`, whose KEYS line names what the script has to have.
+`-- include name` is replaced by `lua/lib/name.lua`, whose KEYS line names what the script has to have. It stands in a
+function where few calls need it: a script makes its functions anew in every call.
 """
 
 from __future__ import annotations
@@ -114,9 +115,11 @@ def files() -> Mapping[str, Traversable]:
 
 def source(name: str) -> str:
     """The file of the script `name` with what it includes."""
-    return _INCLUDE.sub(
-        lambda match: (_LUA / _LIB / f"{match[1]}.lua").read_text(), files()[name].read_text()
-    )
+    return _with_includes(files()[name].read_text())
+
+
+def _with_includes(text: str) -> str:
+    return _INCLUDE.sub(lambda match: _with_includes((_LUA / _LIB / f"{match[1]}.lua").read_text()), text)
 
 
 @cache

@@ -4,9 +4,10 @@
 -- Returns  number of groups that stop counting: those that this producer was the last to open, push to or touch
 local abandoned = 0
 for i, group_hash in ipairs(keys.group_hashes) do
-  local group = redis.pcall('HMGET', group_hash, 'producer', 'abandoned', 'role')
-  if not group.err and group[1] == ARGV[1] and group[2] ~= '1' and group[3] ~= 'eval' and redis.call('ZSCORE', keys.open, ARGV[i + 1]) then
-    redis.call('HSET', group_hash, 'abandoned', 1)
+  local group = redis.pcall('HMGET', group_hash, 'producer', 'head')
+  local is_played = not group.err and group[1] == ARGV[1] and not string.find(group[2] or '', '^eval ')
+  if is_played and redis.call('ZSCORE', keys.open, ARGV[i + 1]) then
+    redis.call('HSET', group_hash, 'producer', '')
     abandoned = abandoned + 1
   end
 end

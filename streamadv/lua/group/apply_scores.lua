@@ -8,6 +8,7 @@
 -- include sizes
 -- include members
 -- include group
+-- include slots
 -- include ended
 -- include close
 -- include evaluation

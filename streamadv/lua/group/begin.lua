@@ -1,6 +1,6 @@
 -- Admit and open a group before its rollouts are played.
 -- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes
--- ARGV  the group, its limits (see lib/admit); nonce of this call, under which the group knows who has its
+-- ARGV  the group (see lib/enter); producer; limits (see lib/admit); nonce of this call, under which the group knows who has its
 --       tickets; newest version whose weights the caller knows of ('' = none)
 -- Returns  {'ok' | 'open', epoch, version or '', slots, bytes reserved for a slot, weights}   opened, or open
 --          already. weights: '<version> <URI>' if the caller does not know of them, else ''
@@ -13,19 +13,15 @@
 -- include clock
 -- include count
 -- include sizes
--- include slot_bytes
--- include pacing
 -- include group
--- include admit
 -- include ended
 -- include enter
-local spec, limits = spec_of(ARGV, 1), limits_of(ARGV, SPEC_ARGS + 1)
-local nonce, known = ARGV[SPEC_ARGS + LIMITS_ARGS + 1], ARGV[SPEC_ARGS + LIMITS_ARGS + 2]
+local spec, producer, limits, nonce, known = spec_of(ARGV, 1), unpack(ARGV, SPEC_ARGS + 1)
 
 local group = load_group(spec.id, keys.group)
 local tombstone = group.state == 'none' and find_ended(spec.id)
 if tombstone then return {'ended', string.sub(tombstone, 1, 1)} end
-local is_opened, refused = enter(group, spec, limits, nonce)
+local group, is_opened, refused = enter(group, spec, producer, limits, nonce)
 if refused then return refused end
 if is_opened then
   change(group, 'holders', nonce)
@@ -37,4 +33,4 @@ write_counts()
 write_sizes()
 local weights = admission and admission.weights or ''
 if string.match(weights, '^%d+') == known then weights = '' end
-return {is_opened and 'ok' or 'open', group.epoch, group.version, #group.slots, group.slot_bytes or '', weights}
+return {is_opened and 'ok' or 'open', group.epoch, group.version, #group.slots, group.slot_bytes, weights}

@@ -1,7 +1,7 @@
 -- Cancel slots of an open group: the highest of those allowed that nobody has ended. The same call sent again, under its
 -- nonce, cancels no more.
 -- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes, rollouts
--- ARGV  the group, its limits (see lib/admit); nonce of this call, how many slots, for each slot from 0 on '1' if it may be
+-- ARGV  the group (see lib/enter); producer; limits (see lib/admit); nonce of this call, how many slots, for each slot from 0 on '1' if it may be
 --       cancelled, else '0'
 -- Returns  {'ok', index of each slot cancelled ...}   fewer than wanted: no more of those allowed are free
 --          {'ended', 'surplus' | 'late'}   the group had ended: nothing changes
@@ -9,21 +9,20 @@
 -- include clock
 -- include count
 -- include sizes
--- include slot_bytes
--- include pacing
 -- include group
--- include admit
+-- include slots
 -- include ended
 -- include enter
 -- include append
 local PACKET_MEMBERS = 64
-local spec, limits, at = spec_of(ARGV, 1), limits_of(ARGV, SPEC_ARGS + 1), SPEC_ARGS + LIMITS_ARGS + 1
-local field, wanted, allowed = 'cancel:' .. ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
+local spec, producer, limits, nonce, wanted, allowed = spec_of(ARGV, 1), unpack(ARGV, SPEC_ARGS + 1)
+local field = 'cancel:' .. nonce
+wanted = tonumber(wanted)
 
 local group = load_group(spec.id, keys.group)
 local tombstone = group.state == 'none' and find_ended(spec.id)
 if tombstone then return {'ended', after_end(tombstone)} end
-local _, refused = enter(group, spec, limits, '-')
+local group, _, refused = enter(group, spec, producer, limits, '-')
 if refused then return refused end
 
 -- Append a packet of cancelled slots. Returns whether the stream takes entries.
@@ -57,7 +56,7 @@ for first = 1, #members, PACKET_MEMBERS do
   end
 end
 if #cancelled > before then
-  play(group, limits.producer)
+  play(group, producer)
   change(group, 'slots', group.slots)
   change(group, field, table.concat(cancelled, ' '))
 end

@@ -10,6 +10,7 @@
 -- include sizes
 -- include members
 -- include group
+-- include slots
 -- include ended
 -- include malformed
 -- include close

@@ -2,8 +2,8 @@
 -- that is not registered is unlinked here, and one that this script never sees ends by its time to live.
 -- KEYS  open, groups, ended, ended_before, ledger, trainer, sizes, rollouts, scorer: scoring | void,
 --       group_hashes: group ..., (payloads: payload ...)
--- ARGV  limits (see lib/admit), '1' if the run has scorers, number of groups, then for each group: the group (see
---       lib/admit), fencing epoch of its ticket, number of packets, for each packet: number of members, the index of the
+-- ARGV  producer, limits (see lib/admit), '1' if the run has scorers, number of groups, then for each group: the group (see
+--       lib/enter), fencing epoch of its ticket, number of packets, for each packet: number of members, the index of the
 --       first if they follow one another without a gap, else '', payload key or '', bytes of the payload, members (see
 --       lib/members), member table
 -- Returns  for each group one of
@@ -21,30 +21,25 @@
 -- include clock
 -- include count
 -- include sizes
--- include slot_bytes
--- include pacing
--- include members
 -- include group
--- include admit
 -- include ended
 -- include enter
 -- include append
+local PACKET_ARGS = 6
+local producer, limits, has_scorers = ARGV[1], ARGV[2], ARGV[3] == '1'
 local has_ended = false  -- whether a stream takes no more entries
-local limits, has_scorers, groups = limits_of(ARGV, 1), ARGV[LIMITS_ARGS + 1] == '1', tonumber(ARGV[LIMITS_ARGS + 2])
 
-local function unlink(packet)
-  if packet.key ~= '' then redis.call('UNLINK', packet.key) end
-end
-
+-- Unlink a packet's payload. code: the reply for each of its members, if they have the same.
 local function refuse(packet, code, codes)
-  unlink(packet)
-  for i = 1, packet.count do codes[#codes + 1] = code end
+  if packet.key ~= '' then redis.call('UNLINK', packet.key) end
+  for i = 1, code and packet.count or 0 do codes[#codes + 1] = code end
 end
 
 -- Refuse a packet of which some members are duplicates or out of range: it stays whole, or a part of its payload would
 -- belong to nobody.
 local function refuse_in_part(packet, slots, codes)
-  unlink(packet)
+-- include members
+  refuse(packet)
   for _, member in ipairs(members_of(packet.text)) do
     local code = 'again'
     if member.index >= #slots then
@@ -56,7 +51,6 @@ local function refuse_in_part(packet, slots, codes)
     codes[#codes + 1] = code
   end
 end
-
 -- The slot map with a 'p' for each member of a packet; nil unless all their slots are free.
 local function fill(slots, packet)
   local first, filled, at = packet.first, {}, 1
@@ -90,7 +84,7 @@ local function register(group, packet, codes)
     refuse(packet, 'lost', codes)
   elseif has_ended or not append_packet(group, packet) then
     has_ended = true
-    unlink(packet)
+    refuse(packet)
   else
     group.slots = slots
     reserve(group.slot_bytes, -packet.count)
@@ -108,7 +102,7 @@ local function push_open(group, packets)
     has_pushed, all_pushed = has_pushed or is_registered, all_pushed and is_registered
   end
   if has_pushed then
-    play(group, limits.producer)
+    play(group, producer)
     change(group, 'slots', group.slots)
   end
   save_group(group)
@@ -117,9 +111,11 @@ end
 
 -- Packets of a group that has ended: every new member is dropped.
 local function push_late(id, packets, tombstone, tombstones)
+-- include slots
+-- include members
   local codes, late = {'ok'}, after_end(tombstone)
   for _, packet in ipairs(packets) do
-    unlink(packet)
+    refuse(packet)
     for _, member in ipairs(members_of(packet.text)) do
       local digit, code = slot_digit(tombstone, member.index), 'duplicate'
       if digit == '' then
@@ -143,20 +139,20 @@ local function push(spec, hash, packets)
   local tombstone, tombstones
   if group.state == 'none' then tombstone, tombstones = find_ended(spec.id) end
   if tombstone then return push_late(spec.id, packets, tombstone, tombstones) end
-  local _, refused = enter(group, spec, limits, '-')
-  if not refused then return push_open(group, packets) end
-  for _, packet in ipairs(packets) do unlink(packet) end
+  local entered, _, refused = enter(group, spec, producer, limits, '-')
+  if entered then return push_open(entered, packets) end
+  for _, packet in ipairs(packets) do refuse(packet) end
   return refused
 end
 
-local replies, at = {}, LIMITS_ARGS + 3
-for i = 1, groups do
-  local spec, epoch, count_packets, packets = spec_of(ARGV, at), ARGV[at + SPEC_ARGS], tonumber(ARGV[at + SPEC_ARGS + 1]), {}
-  at = at + SPEC_ARGS + 2
-  for j = 1, count_packets do
-    packets[j] = {count = tonumber(ARGV[at]), first = tonumber(ARGV[at + 1]), key = ARGV[at + 2], bytes = ARGV[at + 3],
-      epoch = epoch, text = ARGV[at + 4], table = ARGV[at + 5]}
-    at = at + 6
+local replies, at = {}, 5
+for i = 1, tonumber(ARGV[4]) do
+  local spec, epoch, packets = spec_of(ARGV, at), ARGV[at + SPEC_ARGS], {}
+  local first = at + SPEC_ARGS + 2
+  at = first + tonumber(ARGV[first - 1]) * PACKET_ARGS
+  for j = first, at - 1, PACKET_ARGS do
+    packets[#packets + 1] = {count = tonumber(ARGV[j]), first = tonumber(ARGV[j + 1]), key = ARGV[j + 2],
+      bytes = ARGV[j + 3], epoch = epoch, text = ARGV[j + 4], table = ARGV[j + 5]}
   end
   replies[i] = push(spec, keys.group_hashes[i], packets)
 end

@@ -12,6 +12,7 @@
 -- include count
 -- include sizes
 -- include group
+-- include slots
 -- include ended
 -- include close
 local GROUP_ARGS, PACKET_ARGS = 3, 7

@@ -16,8 +16,8 @@ if #others == 0 and string.find(group.slots, '[^.]') then return 0 end
 redis.call('HSET', keys.group, 'holders', table.concat(others, ' '))
 if #others > 0 then return 0 end
 redis.call('ZADD', keys.open, 0, ARGV[1])
-if group.abandoned ~= '1' and group.role ~= 'eval' then
-  redis.call('HSET', keys.group, 'abandoned', 1)
+if group.producer ~= '' and group.role ~= 'eval' then
+  redis.call('HSET', keys.group, 'producer', '')
   redis.call('HINCRBY', keys.ledger, 'groups_abandoned', 1)
 end
 return 1

@@ -38,7 +38,7 @@ local function log_group(group, outcome, scored)
     end
   end
   redis.call('XADD', keys.groups, '*', 'group_id', group.id, 'size', group.size, 'data_source', group.data_source,
-    'opened_ms', string.format('%d', group.opened_ms), 'outcome', outcome, 'epoch', group.epoch,
+    'opened_ms', group.opened_ms, 'outcome', outcome, 'epoch', group.epoch,
     'version', group.version, 'count', scored, 'payloads', table.concat(payloads, '\n'), 'tables', table.concat(tables),
     'scores', '{' .. table.concat(group.scores, ',') .. '}')
   count('grouped', scored)
@@ -67,7 +67,7 @@ local function remove_group(group)
   redis.call('DEL', group.hash)
   count('groups_open', -1)
   if group.slots and group.slot_bytes then reserve(group.slot_bytes, -slots_with(group, '.')) end
-  if group.abandoned == '1' then count('groups_abandoned', -1) end
+  if group.producer == '' then count('groups_abandoned', -1) end
   if group.role == 'eval' then count('groups_eval', -1) end
   group.state = 'none'
 end

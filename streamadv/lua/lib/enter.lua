@@ -1,21 +1,44 @@
--- enter(group, spec, limits, holder): make sure that a group without a tombstone is open, with this size and role. It
--- is opened if need be; if its first caller had withdrawn it, `holder` takes it over. The caller saves the group.
+-- Entering a group: it is opened if need be.
 -- KEYS  open, groups, ledger, trainer, sizes
--- Returns  whether this call opened it or took it over, and nil or a refusal: see `open_group`, {'mismatch', size, role},
---          or {'broken'} if its hash is not what the scripts wrote
-local function enter(group, spec, limits, holder)
-  if group.state == 'broken' then return false, {'broken'} end
-  if group.state == 'none' then return true, open_group(group, spec, limits) end
-  if group.size ~= tonumber(spec.size) or group.role ~= spec.role then
-    return false, {'mismatch', string.format('%d', group.size), group.role}
+local SPEC_ARGS = 2
+
+-- The arguments of a group that may be opened: id, '<role> <size> <slots> <deadline, ms> <data source>'. The role is that of
+-- its members: train (baselines are in such groups) or eval.
+local function spec_of(args, at)
+  local role, size, slots, deadline_ms, data_source = string.match(args[at + 1], '^(%l+) (%d+) (%d+) (%d+) (.*)$')
+  return {id = args[at], role = role, size = tonumber(size), slots = slots, deadline_ms = deadline_ms,
+    data_source = data_source}
+end
+
+local admission, open_group  -- see lib/admit: made for the first group that this call opens
+
+local function prepare_admission(limits)
+-- include slot_bytes
+-- include pacing
+-- include admit
+  admission, open_group = read_admission(limits), admit
+end
+
+-- Make sure that a group without a tombstone is open, with this size and role. If its first caller had withdrawn it,
+-- `holder` takes it over. limits: see lib/admit. The caller saves the group. Returns the group, whether this call opened it
+-- or took it over, and nil or a refusal: see `admit`, {'mismatch', size, role}, or {'broken'} if its hash is not what the
+-- scripts wrote.
+local function enter(group, spec, producer, limits, holder)
+  if group.state == 'broken' then return nil, false, {'broken'} end
+  if group.state == 'none' then
+    if not admission then prepare_admission(limits) end
+    local opened, refused = open_group(group.hash, spec, producer)
+    return opened, true, refused
   end
-  if not is_withdrawn(group) then return false end
+  if group.size ~= spec.size or group.role ~= spec.role then
+    return nil, false, {'mismatch', string.format('%d', group.size), group.role}
+  end
+  if not is_withdrawn(group) then return group, false end
   local trainer = redis.call('HMGET', keys.trainer, 'epoch', 'version')
   group.holders, group.epoch, group.version = holder, trainer[1] or '0', trainer[2] or '0'
   change(group, 'holders', holder)
-  change(group, 'epoch', group.epoch)
-  change(group, 'version', group.version)
+  change(group, 'head', head_of(group))
   redis.call('ZADD', keys.open, string.format('%.17g', now_ms() + spec.deadline_ms), spec.id)
-  play(group, limits.producer)
-  return true
+  play(group, producer)
+  return group, true
 end

@@ -1,42 +1,35 @@
--- An open group: its hash, loaded into a table once in a call, changed there, and saved or ended. Its field `slots` is
--- the slot map, one character a slot:
---   '.'  free
---   'p'  pushed and on its way: in the rollouts stream or with a scorer
---   'u'  usable, with a reward
---   's'  usable, without a reward yet
---   'x'  ended otherwise (failed, cancelled, unscorable ...), and counted as dropped
+-- An open group: its hash, loaded into a table once in a call, changed there, and saved or ended. Fields of the hash:
+--   'head'      '<role> <size> <bytes reserved for a free slot> <opened at, ms> <fencing epoch> <version> <data source>'
+--   'slots'     the slot map, one character a slot:
+--               '.'  free
+--               'p'  pushed and on its way: in the rollouts stream or with a scorer
+--               'u'  usable, with a reward
+--               's'  usable, without a reward yet
+--               'x'  ended otherwise (failed, cancelled, unscorable ...), and counted as dropped
+--   'producer'  who plays it: the last one to open it, push to it or touch it; '' = nobody, it does not count in pacing
+--   'holders'   nonces of those calls of `begin` whose callers have its tickets; none in a group that was opened otherwise
+-- and those of packets and scores (lib/complete), and of cancellations.
 -- KEYS  open
 local MAX_SLOTS = 8192
 local MAX_HOLDERS = 200  -- characters of `holders`: from so many on no more are noted, and the group is never withdrawn
 
-local function whole(text)
-  return text and #text <= 15 and string.match(text, '^%-?%d+$') and tonumber(text)
+local function head_of(group)
+  return table.concat({group.role, group.size, group.slot_bytes, group.opened_ms, group.epoch, group.version,
+    group.data_source}, ' ')
 end
 
 -- The group's table. `state` is 'open', 'none' (no such group is open), or 'broken': somebody has overwritten its hash.
 local function load_group(id, hash)
-  local f = redis.pcall('HMGET', hash, 'size', 'slots', 'slot_bytes', 'opened_ms', 'epoch', 'version', 'data_source',
-    'holders', 'producer', 'abandoned', 'role')
-  local group = {id = id, hash = hash, changes = {}, packets = {}, fields = {}, scores = {}}
-  if f.err then
-    group.state = 'broken'
-    return group
-  end
-  group.size, group.slot_bytes, group.opened_ms = whole(f[1]), whole(f[3]), whole(f[4])
-  group.slots, group.epoch, group.version = f[2] or nil, f[5] or '0', f[6] or ''
-  group.data_source, group.holders, group.producer, group.abandoned = f[7] or '', f[8], f[9], f[10]
-  group.role = f[11] == 'eval' and 'eval' or 'train'
-  local has_map = group.slots and #group.slots <= MAX_SLOTS and not string.find(group.slots, '[^.pusx]')
-  if not (f[1] or f[2] or f[3]) then
-    group.state = 'none'
-  elseif has_map and group.size and group.size > 0 and group.slot_bytes and group.opened_ms and whole(group.epoch)
-    and (group.version == '' or whole(group.version)) then
-    group.state = 'open'
-  else
-    group.state = 'broken'
-  end
-  if not has_map then group.slots = nil end
-  return group
+  local f = redis.pcall('HMGET', hash, 'head', 'slots', 'producer', 'holders')
+  if not (f.err or f[1] or f[2]) then return {id = id, hash = hash, state = 'none'} end
+  local slots, role, size, slot_bytes, opened_ms, epoch, version, data_source =
+    f[2], string.match(f[1] or '', '^(%l+) ([1-9]%d*) (%d+) (%d+) (%d+) (%d+) (.*)$')
+  if slots and (#slots > MAX_SLOTS or string.find(slots, '[^.pusx]')) then slots = nil end
+  local is_open = slots and role and math.max(size, slot_bytes, opened_ms, epoch, version) < 2 ^ 53
+  return {id = id, hash = hash, state = is_open and 'open' or 'broken', role = role == 'eval' and role or 'train',
+    size = tonumber(size), slot_bytes = slot_bytes, opened_ms = opened_ms, epoch = epoch, version = version,
+    data_source = data_source or '', slots = slots or nil, producer = f[3], holders = f[4], changes = {},
+    packets = {}, fields = {}, scores = {}}
 end
 
 -- Note a change of the group's hash for `save_group`.
@@ -49,37 +42,15 @@ local function save_group(group)
   if #group.changes > 0 then redis.call('HSET', group.hash, unpack(group.changes)) end
 end
 
--- How many slots have this letter.
-local function slots_with(group, letter)
-  local _, n = string.gsub(group.slots, letter == '.' and '%.' or letter, '')
-  return n
-end
-
--- `text` with letters put at positions `offset + index` of members, whose indices ascend.
-local function with_letters(text, offset, members, letter)
-  local parts, at = {}, 1
-  for _, member in ipairs(members) do
-    local position = offset + member.index
-    parts[#parts + 1] = string.sub(text, at, position - 1)
-    parts[#parts + 1] = letter or member.letter
-    at = position + 1
-  end
-  parts[#parts + 1] = string.sub(text, at)
-  return table.concat(parts)
-end
-
--- Nobody has the tickets of the group any more, and nobody has pushed to it. `holders` has the nonces of those calls of
--- `begin` whose callers have its tickets; the field does not exist in a group that was opened otherwise.
+-- Nobody has the tickets of the group any more, and nobody has pushed to it.
 local function is_withdrawn(group)
   return group.holders == '' and not string.find(group.slots, '[^.]')
 end
 
 -- The producer plays an open group, which counts in pacing (again).
 local function play(group, producer)
-  if group.abandoned == '1' then
-    count('groups_abandoned', -1)
-    change(group, 'abandoned', '0')
-  end
-  if group.producer ~= producer then change(group, 'producer', producer) end
-  group.abandoned, group.producer = '0', producer
+  if group.producer == producer then return end
+  if group.producer == '' then count('groups_abandoned', -1) end
+  change(group, 'producer', producer)
+  group.producer = producer
 end

@@ -89,7 +89,7 @@ def test_packets_taken_together_or_one_by_one_come_to_the_same(redis_url: str, r
             for index, group_id in itertools.product(range(4), ("broken", "lost")):
                 producer.push([trajectory(group_id, index, 2)])
             producer.push([trajectory("waiting", 0, 2)])
-            scripts.hset(keys.group("broken"), "size", "x")
+            scripts.hset(keys.group("broken"), "head", "x")
             packets: Any = scripts.xrange(keys.rollouts)
             lost = next(fields for _, fields in packets if fields[b"group_id"] == b"lost")
             scripts.unlink(lost[b"payload"].decode())

@@ -15,7 +15,7 @@ from streamadv.trajectory.schema import Trajectory
 
 MB: Final = 1 << 20
 #: max_trajectory_bytes, max_bytes, shards, groups elsewhere, max_staleness, batch_groups, producer, may be new.
-LIMITS: Final[tuple[Any, ...]] = (MB, 1 << 40, 1, "", "", "", "test", "1")
+LIMITS: Final[tuple[Any, ...]] = ("test", f"{MB} {1 << 40} 1 - - - 1")
 
 
 def transaction_of(
@@ -27,7 +27,7 @@ def transaction_of(
     pushes = []
     for trajectories in groups:
         first = trajectories[0]
-        spec = (first.group_id, first.group_size, slots or first.group_size, "", 3_600_000, "train")
+        spec = (first.group_id, f"train {first.group_size} {slots or first.group_size} 3600000 ")
         pushes.append(GroupPush(spec, 0, encode_packets(trajectories, MB)))
     scorer = next(iter(run.manifest.scorers), "")
     return Push(run.keys.home, scorer, limits, pushes).transaction()

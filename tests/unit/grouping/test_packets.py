@@ -89,12 +89,12 @@ def test_groups_of_one_call_are_answered_one_by_one(run: Run) -> None:
 
 
 def test_groups_of_one_call_count_for_each_other(run: Run) -> None:
-    paced = (*LIMITS[:4], 1, 1, *LIMITS[6:])
+    paced = ("test", f"{MB} {1 << 40} 1 - 1 1 1")
     replies = push_together(run, *(whole(f"g{number}") for number in range(3)), limits=paced)
     assert [reply[:2] for reply in replies] == [["ok", "pushed"]] * 2 + [["busy", "max_staleness"]]
     assert replies[2][2:] == ["2", "2", ""]
     # A group of two reserves 2 MB until sizes are known; one slot of the first is filled.
-    bounded = (MB, 5 * MB, *LIMITS[2:])
+    bounded = ("test", f"{MB} {5 * MB} 1 - - - 1")
     replies = push_together(
         run, [trajectory("a", 0)], [trajectory("b", 0)], [trajectory("c", 0)], whole("d"), limits=bounded
     )
@@ -147,7 +147,7 @@ def test_a_packet_with_an_index_twice_is_refused(run: Run) -> None:
     scripts.hset(payload, "a", "b")
     scripts.pexpire(payload, 60_000)
     members = "0 usable 1.0 train\n0 usable 2.0 train\n"
-    args = [*LIMITS, "0", 1, "g", 2, 2, "", 1000, "train", 0, 1, 2, "", payload, 9, members, "table"]
+    args = [*LIMITS, "0", 1, "g", "train 2 2 1000 ", 0, 1, 2, "", payload, 9, members, "table"]
     run.home.call("push", args, scorer=keys.void, group_hashes=[keys.group("g")], payloads=[payload])
     assert (packets_in(run), payload_keys(run), ledger(run)["pushed"]) == (0, [], 0)
     assert problems(run) == []

@@ -281,8 +281,8 @@ def test_scripts_refuse_what_they_do_not_know(fake: Connection) -> None:
     run.home.call("lay_out", [1])
     fake.scripts.hset(keys.payload("n"), "header", "x")
     max_trajectory_bytes, max_bytes, shards = 50, 10, 1
-    limits = [max_trajectory_bytes, max_bytes, shards, "", "", "", "p", "1"]
-    group = ["g", 1, 1, "", 1000, "train"]
+    limits = ["p", f"{max_trajectory_bytes} {max_bytes} {shards} - - - 1"]
+    group = ["g", "train 1 1 1000 "]
     packet = [1, 0, keys.payload("n"), 10, "0 usable 1.0 train\n", ""]
     (reply,) = run.home.call(
         "push",

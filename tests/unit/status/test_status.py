@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_orphans_and_missing_payloads_are_found(busy: Run) -> None:
     (problem,) = deep_problems(busy)
     assert problem.endswith("payload:stray belongs to nothing (orphan)")
     scripts.delete(keys.payload("stray"))
-    scripts.hset(keys.group("stray"), "size", 1)
+    scripts.hset(keys.group("stray"), "slots", ".")
     assert "group:stray belongs to nothing" in deep_problems(busy)[0]
     scripts.delete(keys.group("stray"))
     victim = next(key for key in scripts.scan_iter("*:payload:*"))
@@ -219,7 +220,8 @@ def test_status_tells_what_admission_reserves(fake: Connection, tokens: int, cou
         open_groups = [producer.begin_group(3) for _ in range(2)]
         each = read_status(run).place_bytes
         key = run.keys.home.group(open_groups[-1].group_id)
-        assert str(each).encode() == fake.scripts.hget(key, "slot_bytes")
+        head: Any = fake.scripts.hget(key, "head")
+        assert head.split(b" ")[2] == str(each).encode()
         assert read_status(run).bytes.reserved == 2 * 3 * each
 
 
