@@ -10,7 +10,7 @@ from typing import Final
 
 from .. import tracing
 from ..advantage.results import BatchResults, Result, counts_of, misfit
-from ..batch import recovery, traces
+from ..batch import traces
 from ..batch.record import BatchRecord, Death
 from ..batch.session import Session
 from ..batch.work import WorkItem, work_items
@@ -18,7 +18,6 @@ from ..errors import BatchLostError, UndecodableGroupError
 from ..grouping.groups_log import Pointer, read_groups
 from ..grouping.layout import Layout
 from ..messages import log_fields
-from ..run.malformed import reject
 from ..store.retry import RETRYABLE
 from .delivery import ComputedBatch, deliver
 from .fetch import ReadAhead
@@ -27,7 +26,7 @@ from .memory import ColumnMemory
 from .microbatch import Batch
 from .plan import Rank
 from .report import batch_figures, named
-from .results_log import ResultsLog, Stray
+from .results_log import ResultsLog
 from .wait import wait_for_news
 
 logger = logging.getLogger(__name__)
@@ -42,15 +41,14 @@ class BatchReader:
         self.session = session
         self._rank = rank
         self._late = late
-        self._log = ResultsLog()
-        self._strays: list[Stray] = []  # read and not removed yet: the server may be away in between
+        self._log = ResultsLog(session)
         self.ahead: ReadAhead | None = None  # of the batch to be delivered next
         self._layout = Layout.of([])  # made last
         self._memory = ColumnMemory(rank.device)
 
     def wait(self, block_ms: int, max_groups: int | None, stop: threading.Event) -> None:
         """Wait for new results, or for groups: see `wait_for_news`."""
-        wait_for_news(self.session, self._log.cursors, block_ms, max_groups, stop)
+        wait_for_news(self.session, self._log, block_ms, max_groups, stop)
 
     def collect(self) -> Batch | None:
         """Deliver the next batch. None while it is not named, or some of its results have not been published.
@@ -63,7 +61,6 @@ class BatchReader:
         if record is None:
             return None
         self.read_ahead(record)
-        self._read_results()
         computed = self._computed(record)
         if computed is None:
             return None
@@ -119,23 +116,12 @@ class BatchReader:
             self.ahead.stop()
         self.ahead = None
 
-    def _read_results(self) -> None:
-        """Read the results logs on. Rank 0 removes what belongs to no batch of the run."""
-        session = self.session
-        batches = {named.record.id for named in session.batches.values()} if session.leads else None
-        strays = self._log.read(session.run, batches)
-        if not session.leads:
-            return
-        self._strays += strays
-        # On a server that lost recent writes a stray may belong to a batch: the next session decides.
-        if self._strays and session.has_same_servers():
-            while self._strays:
-                _remove(session, self._strays[-1])
-                self._strays.pop()
-
     def _computed(self, record: BatchRecord) -> ComputedBatch | None:
         """The batch with its results, without dead groups. None while some results have not been published."""
         items = work_items(record)
+        if self._log.results_of(record.id, items) is None:
+            self._log.read()
+        self._log.remove_strays()
         while (results := self._log.results_of(record.id, items)) is not None:
             deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
             dead, left_out = self.session.dead_letter(record, deaths)
@@ -175,12 +161,3 @@ def _first_misfit(
 def _pointers(record: BatchRecord, error: UndecodableGroupError) -> list[Pointer]:
     group_ids = {group_id for group_id, _ in error.problems}
     return [pointer for pointer in record.groups if pointer.group_id in group_ids]
-
-
-def _remove(session: Session, stray: Stray) -> None:
-    run, shard = session.run, session.run.shard(stray.shard)
-    if stray.problem is None:
-        # Published while the batch was committed or undone, after that had looked for results to delete.
-        recovery.undo_in_shard(run, shard, stray.batch, session.epoch)
-    else:
-        reject(shard, shard.keys.results, stray.entry, stray.problem)

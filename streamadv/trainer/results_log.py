@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ..advantage.results import Result, parse_result
+from ..batch import recovery
 from ..batch.selection import BATCH_ID
+from ..batch.session import Session
 from ..batch.work import WorkItem
 from ..errors import WireError
 from ..messages import brief
-from ..run import Run
+from ..run.malformed import reject
 
 
 class Stray(NamedTuple):
@@ -24,40 +26,62 @@ class Stray(NamedTuple):
 
 
 class ResultsLog:
-    """The results that one rank has read and not delivered. A new trainer session begins with a new one."""
+    """The results that one rank has read, in one session, and not delivered."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session) -> None:
+        self._session = session
         #: Last entry read of each shard.
-        self.cursors: dict[int, str] = {}
+        self.cursors = dict.fromkeys(range(len(session.run.keys.shards)), "0-0")
+        #: Read and not removed yet: the server may be away in between. Only rank 0 knows the batches, and removes any.
+        self.strays: list[Stray] = []
         # By batch, in the order of the logs. `publish.lua` publishes one result of each work item: foreign processes
         # have written any others.
         self._results: dict[str, list[Result]] = defaultdict(list)
 
-    def read(self, run: Run, batches: Container[str] | None) -> list[Stray]:
-        """Read all new entries; keeps the results and returns the strays.
-
-        batches: ids of the run's batches. None, on a rank that does not know them, takes results of any batch.
-        """
+    def read(self) -> None:
+        """Read all new entries."""
+        run = self._session.run
         pipe = run.connection.scripts.pipeline(transaction=False)
         for shard, keys in enumerate(run.keys.shards):
-            pipe.xrange(keys.results, f"({self.cursors.get(shard, '0-0')}", "+")
-        logs: Any = pipe.execute()  # all of them first: a server that is away in between must not lose strays
-        strays = []
-        for shard, keys in enumerate(run.keys.shards):
-            for entry_id, fields in logs[shard]:
-                entry = self.cursors[shard] = entry_id.decode()
-                try:
-                    result = parse_result(keys, fields)
-                    if batches is None or result.batch in batches:
-                        self._results[result.batch].append(result)
-                        continue
-                    if not BATCH_ID.fullmatch(result.batch):
-                        raise WireError(f"batch {brief(result.batch)} is none of this run")
-                except WireError as error:
-                    strays.append(Stray(shard, entry, "", str(error)))
+            pipe.xrange(keys.results, f"({self.cursors[shard]}", "+")
+        for shard, entries in enumerate(pipe.execute()):
+            self.take(shard, entries)
+
+    def take(self, shard: int, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
+        """Keep the results of new entries of a shard, and on rank 0 note the strays."""
+        session = self._session
+        keys, batches = session.run.keys.shard(shard), {named.record.id for named in session.batches.values()}
+        for entry_id, fields in entries:
+            entry = entry_id.decode()
+            try:
+                result = parse_result(keys, fields)
+                if not session.leads or result.batch in batches:
+                    self._results[result.batch].append(result)
+                elif BATCH_ID.fullmatch(result.batch):
+                    self.strays.append(Stray(shard, entry, result.batch, None))
                 else:
-                    strays.append(Stray(shard, entry, result.batch, None))
-        return strays
+                    raise WireError(f"batch {brief(result.batch)} is none of this run")
+            except WireError as error:
+                if session.leads:
+                    self.strays.append(Stray(shard, entry, "", str(error)))
+            self.cursors[shard] = entry
+
+    def remove_strays(self) -> None:
+        """Remove strays from the logs.
+
+        On a server that lost recent writes a stray may belong to a batch: the next session decides.
+        """
+        session = self._session
+        if self.strays and session.has_same_servers():
+            while self.strays:
+                shard, entry, batch, problem = self.strays[-1]
+                where = session.run.shard(shard)
+                if problem is None:
+                    # Published while the batch was committed or undone, after that had looked for results to delete.
+                    recovery.undo_in_shard(session.run, where, batch, session.epoch)
+                else:
+                    reject(where, where.keys.results, entry, problem)
+                self.strays.pop()
 
     def results_of(self, batch_id: str, items: Sequence[WorkItem]) -> list[Result] | None:
         """The first result of each work item of a batch; None while some have not been published."""

@@ -155,8 +155,7 @@ class Supply:
     def _prepare_next(self, reader: BatchReader, max_groups: int | None) -> None:
         """Name the batch after the one in hand and read it ahead. The next call repeats what fails here."""
         with suppress(*RETRYABLE, NotHeldError):
-            if reader.session.could_name(max_groups):
-                reader.session.name_ahead(False, max_groups)
+            reader.session.name_ahead(False, max_groups)
             reader.read_ahead(reader.session.find(self._next))
 
     def _report(self, batch: Batch, wait_s: float) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from typing import Any, Final
 
 from redis.exceptions import ResponseError
 
 from .. import clock
 from ..batch.session import Session
+from .results_log import ResultsLog
 
 #: How long rank 0 leaves the groups logs alone at most, in seconds.
 REST_S: Final = 0.1
@@ -49,28 +49,28 @@ class GroupPolls:
 
 
 def wait_for_news(
-    session: Session, cursors: Mapping[int, str], block_ms: int, max_groups: int | None, stop: threading.Event
+    session: Session, log: ResultsLog, block_ms: int, max_groups: int | None, stop: threading.Event
 ) -> None:
-    """Return when a result has come or another batch can be named, at the latest after `block_ms`.
+    """Return when a result has come, which `log` takes, or another batch can be named; at the latest after `block_ms`.
 
-    cursors: last entry read of each shard's results log. The shards get equal parts of the time, one after another.
+    The shards get equal parts of the time, one after another.
     """
     shards = range(len(session.run.keys.shards))
     part_ms = max(1, block_ms // len(shards))
     polls = GroupPolls(session, max_groups)
     started = clock.now()
     for shard in shards:
-        if _wait_in_shard(session, shard, cursors.get(shard, "0-0"), part_ms, polls):
+        if _wait_in_shard(session, shard, log, part_ms, polls):
             return
     if clock.now() - started < block_ms / 2000:
         stop.wait(part_ms / 1000)  # a server that does not block must not be asked in a loop
 
 
-def _wait_in_shard(session: Session, shard: int, cursor: str, part_ms: int, polls: GroupPolls) -> bool:
+def _wait_in_shard(session: Session, shard: int, log: ResultsLog, part_ms: int, polls: GroupPolls) -> bool:
     """Wait for one shard's results and, between two rests, for its groups. True if there is news."""
     keys, until = session.run.keys.shard(shard), clock.now() + part_ms / 1000
     while (left_ms := _ms_until(until)) > 0:
-        streams: dict[Any, Any] = {keys.results: cursor}
+        streams: dict[Any, Any] = {keys.results: log.cursors[shard]}
         rest_ms = polls.rest_ms
         if session.waits_for_groups and not rest_ms:
             if polls.are_coming:
@@ -79,7 +79,10 @@ def _wait_in_shard(session: Session, shard: int, cursor: str, part_ms: int, poll
                 continue
             streams[keys.groups] = session.cursors[shard]
         reply = _read_streams(session, streams, part_ms, min(left_ms, rest_ms or left_ms))
-        if keys.results.encode() in reply or (reply and polls.look()):
+        if entries := reply.get(keys.results.encode()):
+            log.take(shard, entries)
+            return True
+        if reply and polls.look():
             return True
         if not reply and not rest_ms:
             return False

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import redis
 
+from streamadv.batch.named import NamedBatch
 from streamadv.batch.record import read_records
+from streamadv.batch.session import Session
 from streamadv.batch.work import work_items
 from streamadv.errors import NoBatchError
 from streamadv.run import Run, Shard
@@ -30,15 +33,23 @@ def computed(fake: Connection) -> Run:
     return run
 
 
+def log_of(run: Run, leads: bool = True) -> ResultsLog:
+    """As the rank of a session has it that knows all named batches."""
+    batches = {k: NamedBatch(record) for k, record in read_records(run).items()}
+    return ResultsLog(cast(Session, SimpleNamespace(run=run, leads=leads, batches=batches)))
+
+
 def test_results_are_read_once_and_kept_until_the_batch_is_delivered(computed: Run) -> None:
     (record,) = read_records(computed).values()
-    items, log = work_items(record), ResultsLog()
+    items, log = work_items(record), log_of(computed)
     assert log.results_of(record.id, items) is None
-    assert log.read(computed, {record.id}) == []
+    log.read()
+    assert log.strays == []
     results = log.results_of(record.id, items)
     assert results is not None
     assert [result.header.unit for result in results] == [item.number for item in items]
-    assert log.read(computed, {record.id}) == []
+    log.read()
+    assert log.strays == []
     assert log.results_of(record.id, items) == results
     log.forget(record.id)
     assert log.results_of(record.id, items) is None
@@ -46,11 +57,11 @@ def test_results_are_read_once_and_kept_until_the_batch_is_delivered(computed: R
 
 def test_the_first_of_several_results_counts_until_it_is_removed(computed: Run) -> None:
     (record,) = read_records(computed).values()
-    items, log = work_items(record), ResultsLog()
+    items, log = work_items(record), log_of(computed)
     scripts, key = computed.connection.scripts, computed.keys.home.results
     ((_, fields),) = scripts.xrange(key)
     scripts.xadd(key, fields)
-    log.read(computed, {record.id})
+    log.read()
     (first,) = log.results_of(record.id, items) or []
     assert log.results_of(record.id, items) == [first]
     log.remove(first)
@@ -61,19 +72,21 @@ def test_the_first_of_several_results_counts_until_it_is_removed(computed: Run) 
 
 
 def test_strays_are_returned_to_the_rank_that_knows_the_batches(computed: Run) -> None:
-    (record,) = read_records(computed).values()
     scripts, key = computed.connection.scripts, computed.keys.home.results
     ((_, fields),) = scripts.xrange(key)
     junk: bytes = scripts.xadd(key, {"junk": "1"})
     foreign: bytes = scripts.xadd(key, {**fields, b"batch": b"none"})
     late: bytes = scripts.xadd(key, {**fields, b"batch": b"7-0123456789ab"})
-    strays = {stray.entry: stray for stray in ResultsLog().read(computed, {record.id})}
+    log = log_of(computed)
+    log.read()
+    strays = {stray.entry: stray for stray in log.strays}
     assert strays.keys() == {junk.decode(), foreign.decode(), late.decode()}
     assert strays[junk.decode()].problem == "field batch is missing"
     assert strays[foreign.decode()].problem == "batch 'none' is none of this run"
     assert (strays[late.decode()].problem, strays[late.decode()].batch) == (None, "7-0123456789ab")
-    (stray,) = ResultsLog().read(computed, None)  # a rank that does not know which batches there are
-    assert stray.entry == junk.decode()
+    other_rank = log_of(computed, leads=False)  # does not know which batches there are
+    other_rank.read()
+    assert other_rank.strays == []
 
 
 def test_strays_are_removed_although_the_server_was_away_at_first(
@@ -100,13 +113,14 @@ def test_strays_are_removed_although_the_server_was_away_at_first(
 
 @pytest.mark.parametrize("count", [-1, 1 << 40, 10**30])
 def test_results_of_more_tokens_than_any_batch_has_are_refused(computed: Run, count: int) -> None:
-    (record,) = read_records(computed).values()
     scripts, key = computed.connection.scripts, computed.keys.home.results
     ((entry, fields),) = scripts.xrange(key)
     header = json.loads(fields[b"header"])
     header["groups"][0][-1] = count
     scripts.xdel(key, entry)
     scripts.xadd(key, {**fields, b"header": json.dumps(header)})
-    (stray,) = ResultsLog().read(computed, {record.id})
+    log = log_of(computed)
+    log.read()
+    (stray,) = log.strays
     assert stray.problem is not None
     assert stray.problem.startswith("header: groups.0")

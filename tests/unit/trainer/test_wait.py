@@ -33,6 +33,7 @@ class Session:
         self.waits_for_groups = waits_for_groups
         self.cursors = {0: "0-0"}
         self.looks = 0
+        self.taken: list[Any] = []
         keys = SimpleNamespace(results="results", groups="groups")
         connection = SimpleNamespace(blocking=lambda _: SimpleNamespace(xread=self.xread))
         self.run = SimpleNamespace(
@@ -46,7 +47,7 @@ class Session:
             raise reply
         if reply is None:
             time.sleep(block / 1000)
-        return None if reply is None else {reply.encode(): []}
+        return None if reply is None else {reply.encode(): [(b"1-1", {})]}
 
     def missing_fraction(self, _: int | None) -> float:
         return self.missing
@@ -58,7 +59,8 @@ class Session:
 
 
 def waited(session: Session, block_ms: int = 5000) -> list[tuple[set[str], int]]:
-    wait_for_news(session, {}, block_ms, None, threading.Event())  # type: ignore[arg-type]
+    log = SimpleNamespace(cursors={0: "0-0"}, take=lambda *taken: session.taken.append(taken))
+    wait_for_news(session, log, block_ms, None, threading.Event())  # type: ignore[arg-type]
     return session.asked
 
 
@@ -66,6 +68,11 @@ def test_groups_are_left_alone_while_a_whole_batch_is_missing() -> None:
     asked = waited(Session([None, "results"]))
     assert [streams for streams, _ in asked] == [{"results"}, {"results", "groups"}]
     assert asked[0][1] <= wait.REST_S * 1000 < asked[1][1]
+
+
+def test_a_result_that_ends_the_wait_is_taken() -> None:
+    waited(session := Session(["results"]))
+    assert session.taken == [(0, [(b"1-1", {})])]
 
 
 def test_the_next_look_is_due_when_the_batch_will_be_full(monkeypatch: pytest.MonkeyPatch) -> None:
