@@ -156,12 +156,16 @@ class Client(_Classified, redis.Redis):
         finally:
             pool.release(connection)
 
-    def fill(self, key: str, values: Mapping[str, memoryview]) -> bool:
-        """Receive fields of a hash in these places. False if one has another size or is missing, or nothing comes."""
+    def fill(self, wanted: Sequence[tuple[str, Mapping[str, memoryview]]]) -> int:
+        """Receive fields of hashes in these places, by key. Returns how many of the first hashes have come so.
+
+        In the next one a field has another size or is missing, or nothing came.
+        """
         pool: Any = self.connection_pool
         connection = pool.get_connection()
         try:
-            return fill(connection, Packer().pack("HMGET", key, *values), list(values.values()))
+            packed = b"".join([pack_command(("HMGET", key, *values)) for key, values in wanted])
+            return fill(connection, [packed], [list(values.values()) for _, values in wanted])
         finally:
             pool.release(connection)
 

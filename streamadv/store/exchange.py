@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import ssl
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import hiredis
 import redis
@@ -21,8 +21,6 @@ from .retry import classified
 MAX_PIECES: Final = 1024
 #: Bytes of one read.
 RECEIVED: Final = 64 << 10
-
-Place = TypeVar("Place", bytearray, memoryview)
 
 
 class _Stack:
@@ -113,40 +111,50 @@ def replies(connection: Any, pieces: Sequence[Piece], count: int) -> Generator[A
         raise
 
 
-def fill(connection: Any, pieces: Sequence[Piece], values: Sequence[memoryview]) -> bool:
-    """Send a command whose reply is a list of values of known sizes, and receive each one in its place.
+def fill(connection: Any, pieces: Sequence[Piece], replies: Sequence[Sequence[memoryview]]) -> int:
+    """Send commands whose replies are lists of values of known sizes, and receive each value in its place.
 
-    A parser copies a value on its way from the socket. False if another reply comes, or none: the values may hold
-    anything then.
+    A parser copies a value on its way from the socket. Returns how many of the first replies have come so; after those
+    another reply came, or none, and their values may hold anything.
     """
-    is_filled = False
+    filled = 0
     try:
         _send(connection._sock, pieces)
-        expected = b"*%d" % len(values)
-        for value in values:
-            expected += b"\r\n$%d\r\n" % len(value)
-            if _received(connection._sock, bytearray(len(expected))) != expected:
-                return False
-            _received(connection._sock, value)
-            expected = b""
-        is_filled = _received(connection._sock, bytearray(2)) == b"\r\n"
+        while filled < len(replies) and _received(connection._sock, replies[filled]):
+            filled += 1
     except OSError:
         pass
     finally:
-        if not is_filled:  # there may be a reply that nobody has read
+        if filled < len(replies):  # there may be a reply that nobody has read
             connection.disconnect()
-    return is_filled
+    return filled
 
 
-def _received(sock: Any, place: Place) -> Place:
-    """`place`, full. Raises OSError when the connection is closed before."""
-    view = memoryview(place)
-    while view:
-        count = sock.recv_into(view)
+def _received(sock: Any, values: Sequence[memoryview]) -> bool:
+    """Receive a list of values in their places. False for another reply. Raises OSError for a closed connection."""
+    heads = [b"\r\n$%d\r\n" % len(value) for value in values]
+    heads[0] = b"*%d" % len(values) + heads[0]
+    expected = b"".join([*heads, b"\r\n"])
+    frame, at = (
+        bytearray(expected),
+        0,
+    )  # what stands around the values: as expected where nothing has come yet
+    places = []
+    for head, value in zip(heads, values, strict=True):
+        places += [memoryview(frame)[at : at + len(head)], value]
+        at += len(head)
+    places.append(memoryview(frame)[at:])
+    while places:
+        count = sock.recv_into(places[0]) if isinstance(sock, ssl.SSLSocket) else sock.recvmsg_into(places)[0]
         if not count:
             raise ConnectionResetError
-        view = view[count:]
-    return place
+        if frame != expected:
+            return False
+        while places and count >= len(places[0]):
+            count -= len(places.pop(0))
+        if count:
+            places[0] = places[0][count:]
+    return True
 
 
 def _send(sock: Any, pieces: Sequence[Piece]) -> None:

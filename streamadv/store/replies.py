@@ -36,9 +36,12 @@ def read_hashes(client: Any, commands: Sequence[Sequence[Any]]) -> Generator[Any
         yield from replies_of(pipe)
 
 
-def fill(client: Any, key: str, values: Mapping[str, memoryview]) -> bool:
-    """Receive fields of a hash in these places. False if that cannot be done: they may hold anything then."""
-    return isinstance(client, Client) and client.fill(key, values)
+def fill(client: Any, wanted: Sequence[tuple[str, Mapping[str, memoryview]]]) -> int:
+    """Receive fields of hashes in these places, by key. Returns how many of the first hashes have come so.
+
+    What else is wanted may hold anything.
+    """
+    return client.fill(wanted) if isinstance(client, Client) else 0
 
 
 def _of_hash(reply: Any) -> Any:

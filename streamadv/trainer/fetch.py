@@ -24,7 +24,7 @@ from ..errors import StreamadvError, UndecodableGroupError, WireError
 from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
-from ..run.payloads import fetch_replies, know_columns, split_reply
+from ..run.payloads import fetch_replies, know_columns, slices, split_reply
 from ..store.replies import fill
 from ..store.retry import SERVER_ERRORS
 from ..trajectory.columns import (
@@ -76,7 +76,8 @@ class FetchedShare:
         kinds = {name: kind for name, kind in common.items() if kind.per_token}
         self._row_extras = common.keys() - kinds.keys()
         widths = {name: math.prod(kind.shape) * kind.dtype.itemsize for name, kind in kinds.items()}
-        self._check_sizes(sum(widths.values()))
+        self._token_bytes = sum(widths.values())
+        self._check_sizes()
         for name, kind in kinds.items():
             self.columns[name] = memory.column(share.own.num_tokens, kind.dtype, kind.shape)
         #: Where the columns' bytes go, and bytes of a token.
@@ -98,7 +99,7 @@ class FetchedShare:
         due = self.missing
         sizes = accumulate(self.share.own.packets[number].size for number in due)
         due = due[: len(due) if max_bytes is None else sum(size <= max_bytes for size in sizes)]
-        read = {number for number in due if not stop.is_set() and self._fill(run, number)}
+        read = self._fill(run, due, stop)
         numbers = [number for number in due if number not in read]
         packets = [self.share.own.packets[number] for number in numbers]
         problems: Problems = {}
@@ -150,35 +151,53 @@ class FetchedShare:
                 arrays += rows_of(own.packets[number], name, self.others[number][name], position)
         return extras
 
-    def _check_sizes(self, width: int) -> None:
-        """width: bytes of a token."""
+    def _check_sizes(self) -> None:
         own, problems = self.share.own, dict[tuple[str, int], str]()
         for number in self.missing:
-            if self._tokens[number] * width > own.packets[number].size:
+            if self._tokens[number] * self._token_bytes > own.packets[number].size:
                 text = "columns are larger than the payload"
                 problems |= self._problems(np.flatnonzero(own.packet == number), text)
         if problems:
             raise UndecodableGroupError(problems)
 
-    def _fill(self, run: Run, number: int) -> bool:
-        """Receive a large packet's columns where they belong, if nothing about it is out of the ordinary."""
-        packet, tokens = self.share.own.packets[number], self._tokens[number]
+    def _fill(self, run: Run, due: Sequence[int], stop: threading.Event) -> set[int]:
+        """Receive packets' columns where they belong. Returns those of the packets that are plain, and have come."""
+        packets, read = self.share.own.packets, set[int]()
+        plain = [number for number in due if self._is_plain(number)]
+        for part in slices([packets[number].size for number in plain]):
+            if stop.is_set():
+                break
+            headers = {number: bytearray(self._header_size(number)) for number in plain[part]}
+            wanted = [
+                (packets[number].key, {**self._columns_of(number), "header": memoryview(header)})
+                for number, header in headers.items()
+            ]
+            for number in plain[part][: fill(run.connection.scripts, wanted)]:
+                with suppress(WireError):  # which the ordinary way reports
+                    header = bytes(headers[number])
+                    parse_header(header, packets[number].members)
+                    self.others[number], self.headers[number] = {}, header
+                    read.add(number)
+        return read
+
+    def _is_plain(self, number: int) -> bool:
+        """Whether a packet has these columns alone, and its members lie together."""
         start, stop, _ = self._pieces[number][0]
-        is_plain = self._places.keys() == set(packet.columns) and stop - start == tokens
-        rest = packet.size - tokens * sum(width for _, width in self._places.values())
-        if packet.size <= MAX_PACKET_BYTES or not is_plain or rest > MAX_PACKET_BYTES:
-            return False
-        header = bytearray(rest)
-        columns = {
-            name: column[start * width : stop * width] for name, (column, width) in self._places.items()
-        }
-        if not fill(run.connection.scripts, packet.key, {**columns, "header": memoryview(header)}):
-            return False
-        with suppress(WireError):  # which the ordinary way reports
-            parse_header(bytes(header), packet.members)
-            self.others[number], self.headers[number] = {}, bytes(header)
-            return True
-        return False
+        has_place = self._places.keys() == set(self.share.own.packets[number].columns)
+        return (
+            has_place
+            and stop - start == self._tokens[number]
+            and 0 < self._header_size(number) <= MAX_PACKET_BYTES
+        )
+
+    def _header_size(self, number: int) -> int:
+        """Bytes of a plain packet beside its columns."""
+        return self.share.own.packets[number].size - self._tokens[number] * self._token_bytes
+
+    def _columns_of(self, number: int) -> dict[str, memoryview]:
+        """Where the columns of a plain packet belong."""
+        start, stop, _ = self._pieces[number][0]
+        return {name: column[start * width : stop * width] for name, (column, width) in self._places.items()}
 
     def _take(self, run: Run, number: int, reply: Sequence[bytes | None] | None) -> None:
         """reply: header and columns of a packet; None where the key is no hash. Raises WireError."""
@@ -243,7 +262,7 @@ def fetch_outputs(run: Run, results: BatchResults, share: Share, memory: ColumnM
         key, tokens = results.results[number].output, results.num_tokens[number]
         start, stop, _ = pieces[0]
         values = {name: _bytes_of(column[start:stop]) for name, column in columns.items()}
-        if stop - start == tokens and fill(run.connection.scripts, key, values):
+        if stop - start == tokens and fill(run.connection.scripts, [(key, values)]):
             continue
         size = tokens * sum(dtype.itemsize for dtype in dtypes.values())
         [reply] = fetch_replies(run, [key], [size], [[name.encode() for name in dtypes]])

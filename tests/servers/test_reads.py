@@ -72,8 +72,10 @@ def test_values_fill_their_places(client: Any, size: int) -> None:
     values = {name: secrets.token_bytes(size) for name in ("a", "b")}
     client.hset("hash", mapping=values)
     places = {name: bytearray(size) for name in ("b", "a")}
-    assert client.fill("hash", {name: memoryview(place) for name, place in places.items()})
-    assert places == values
+    again = {name: bytearray(size) for name in places}
+    wanted = [("hash", {name: memoryview(place) for name, place in each.items()}) for each in (places, again)]
+    assert client.fill(wanted) == 2
+    assert places == again == values
     assert client.ping()
 
 
@@ -93,7 +95,11 @@ def test_another_reply_is_none_and_answers_no_other_call(client: Any, what: str)
     elif what == "text":
         client.set("hash", "123")
     client.set("other", "value")
-    assert not client.fill("hash", {"a": memoryview(bytearray(3))})
+    client.hset("before", mapping={"a": b"abc"})
+    place = bytearray(3)
+    wanted = [(key, {"a": memoryview(each)}) for key, each in (("before", place), ("hash", bytearray(3)))]
+    assert client.fill([*wanted, ("before", {"a": memoryview(bytearray(3))})]) == 1
+    assert place == b"abc"
     assert client.get("other") == b"value", "no old reply is taken for a new one"
 
 
@@ -104,7 +110,7 @@ def test_a_broken_connection_fills_nothing(client: Any) -> None:
     client.connection_pool.release(connection)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("streamadv.store.exchange._is_dirty", lambda _: False)
-        assert not client.fill("hash", {"a": memoryview(bytearray(3))})
+        assert not client.fill([("hash", {"a": memoryview(bytearray(3))})])
     assert client.hget("hash", "a") == b"123"
 
 
@@ -112,12 +118,12 @@ def test_a_broken_connection_fills_nothing(client: Any) -> None:
 def test_a_trainer_receives_large_trajectories_so(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch, spoilt: bool
 ) -> None:
-    filled: list[str] = []
+    filled: list[int] = []
     fill = Client.fill
 
-    def spy(client: Client, key: str, values: Any) -> bool:
-        filled.append(key)
-        return fill(client, key, values)
+    def spy(client: Client, wanted: Any) -> int:
+        filled.append(fill(client, wanted))
+        return filled[-1]
 
     monkeypatch.setattr(Client, "fill", spy)
     tokens = MAX_PACKET_BYTES // 5 + 1
@@ -135,7 +141,7 @@ def test_a_trainer_receives_large_trajectories_so(
             connection.scripts.hset(group.payloads[1][0], "header", b"[")
         batch = next_batch(queue, joined)
         queue.close()
-        assert len(set(filled)) == 2
+        assert filled[0] == 2 - spoilt
         if spoilt:
             assert ledger(joined)["dead"] == {"undecodable": 2}
             return
