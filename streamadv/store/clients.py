@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from operator import itemgetter
 from typing import Any, Final, cast
 
 import redis
@@ -106,7 +105,7 @@ class _ClusterClient(_Classified, redis.cluster.RedisCluster):
 
 
 class Client(_Classified, redis.Redis):
-    """A client of one server, with transactions that cost less than a pipeline's: packed and sent in one piece."""
+    """A client of one server. What it sends goes past redis-py, which records and looks up much for each command."""
 
     attempts = 1  # at sending what goes past redis-py
 
@@ -132,10 +131,40 @@ class Client(_Classified, redis.Redis):
 
         return self._exchange([*pieces, *Packer().pack(*also)], count + 1, result_of, call)
 
-    def evalsha(self, sha: str, numkeys: int, *keys_and_args: Any) -> Any:
+    def execute_command(self, *args: Any, **options: Any) -> Any:
         """As redis-py's client."""
-        sent = ("EVALSHA", sha, numkeys, *keys_and_args)
-        return self._exchange(Packer().pack(*sent), 1, itemgetter(0), sent)
+        return self.execute_together([(args, options)])[0]
+
+    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
+        """As redis-py's client."""
+        return super().pipeline(transaction, shard_hint) if transaction else _Pipeline(self)
+
+    def execute_together(
+        self, commands: Sequence[tuple[Sequence[Any], Mapping[str, Any]]], raise_on_error: bool = True
+    ) -> list[Any]:
+        """Results of commands sent in one piece, each given as its arguments and redis-py's options.
+
+        Raises the first error there is, or has each one among the results.
+        """
+
+        def results_of(replies: list[Any]) -> Any:
+            results = [self._result_of(*pair) for pair in zip(replies, commands, strict=True)]
+            errors = (result for result in results if isinstance(result, Exception))
+            return next(errors, results) if raise_on_error else results
+
+        pieces = [piece for args, _ in commands for piece in Packer().pack(*args)]
+        results: list[Any] = self._exchange(pieces, len(commands), results_of)
+        return results
+
+    def _result_of(self, reply: Any, command: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
+        """What redis-py makes of a reply; an error as `classified`."""
+        args, options = command
+        if isinstance(reply, redis.exceptions.ResponseError):
+            return classified(reply, args)
+        if args[0] not in self.response_callbacks:
+            return reply
+        others = {name: value for name, value in options.items() if name != "keys"}  # for redis-py's cache
+        return self.response_callbacks[args[0]](reply, **others)
 
     def read(self, commands: Sequence[Sequence[Any]]) -> Generator[Any]:
         """Replies to commands that write nothing, each as soon as it has come; a refusal as an error among them.
@@ -170,7 +199,11 @@ class Client(_Classified, redis.Redis):
             pool.release(connection)
 
     def _exchange(
-        self, pieces: Sequence[Piece], count: int, result_of: Callable[[list[Any]], Any], sent: Sequence[Any]
+        self,
+        pieces: Sequence[Piece],
+        count: int,
+        result_of: Callable[[list[Any]], Any],
+        sent: Sequence[Any] = (),
     ) -> Any:
         """Send commands, and return or raise what `result_of` makes of so many replies. sent: the one that may fail.
 
@@ -196,6 +229,19 @@ class Client(_Classified, redis.Redis):
             raise classified(error, sent) from None
         finally:
             pool.release(connection)
+
+
+class _Pipeline(redis.client.Pipeline):
+    """Commands without MULTI, sent as a `Client` sends."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__(client.connection_pool, client.response_callbacks, False, None)
+        self._client = client
+
+    def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """As redis-py's, with errors as `classified`."""
+        commands, self.command_stack = self.command_stack, []
+        return self._client.execute_together(commands, raise_on_error) if commands else []
 
 
 class _MasterConnection(redis.sentinel.SentinelManagedConnection):
