@@ -193,7 +193,8 @@ class Client(_Classified, redis.Redis):
         pool: Any = self.connection_pool
         connection = pool.get_connection()
         try:
-            packed = b"".join([pack_command(("HMGET", key, *values)) for key, values in wanted])
+            commands: list[tuple[Any, ...]] = [("HMGET", key, *values) for key, values in wanted]
+            packed = b"".join(map(pack_command, commands))
             return fill(connection, [packed], [list(values.values()) for _, values in wanted])
         finally:
             pool.release(connection)
