@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..errors import ArgumentError
 from ..extras import torch
-from . import kernels
+from .whitening import Summary, summarise
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,18 +30,20 @@ class Metric(NamedTuple):
 
 def mean(values: Tensor, weight: Tensor) -> Metric:
     """The mean of `values` [K] that count `weight` [K] times (0 = not at all, whatever the value)."""
-    if weight.dtype == torch.bool and kernels.on_cpu(values):
-        return _summary(values, weight)[0]
+    known = summarise(values, weight)
+    if known is not None:
+        return _metrics(known)[0]
     weight = weight.to(torch.float64)
     total = weight.sum()
     counted = torch.where(weight > 0, values.to(torch.float64) * weight, 0.0)
     return Metric(counted.sum() / total.clamp(min=1), total)
 
 
-def summary(name: str, values: Tensor, weight: Tensor) -> dict[str, Metric]:
-    """`name`/mean, /max and /min of `values` [K] that count `weight` [K] times (0 = not at all)."""
-    if weight.dtype == torch.bool and kernels.on_cpu(values):
-        average, greatest, least = _summary(values, weight)
+def summary(name: str, values: Tensor, weight: Tensor, known: Summary | None = None) -> dict[str, Metric]:
+    """`name`/mean, /max and /min of `values` [K] that count `weight` [K] times (0 = not at all), if not `known`."""
+    known = known or summarise(values, weight)
+    if known is not None:
+        average, greatest, least = _metrics(known)
     else:
         average = mean(values, weight)
         greatest, least = (
@@ -70,12 +72,10 @@ def extreme(values: Tensor, where: Tensor, *, largest: bool) -> Metric:
     return Metric(candidates.amax() if largest else candidates.amin(), where.sum())
 
 
-def _summary(values: Tensor, counted: Tensor) -> tuple[Metric, Metric, Metric]:
-    """Mean, greatest and least on a CPU, in one pass."""
-    count, average, _, *extremes = kernels.statistics(*map(kernels.as_array, (values, counted)))
-    numbers = torch.tensor([average, *extremes], dtype=torch.float64)
-    weight = torch.tensor(float(count), dtype=torch.float64)
-    return Metric(numbers[0], weight), Metric(numbers[1], weight), Metric(numbers[2], weight)
+def _metrics(known: Summary) -> tuple[Metric, Metric, Metric]:
+    """Mean, greatest and least."""
+    numbers = torch.tensor([known.mean, known.greatest, known.least, known.size], dtype=torch.float64)
+    return Metric(numbers[0], numbers[3]), Metric(numbers[1], numbers[3]), Metric(numbers[2], numbers[3])
 
 
 def fetch(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,42 @@ if TYPE_CHECKING:
 EPSILON: Final = 1e-8
 
 
-def whiten(values: Tensor, tokens: Trainable, shift_mean: bool = True, everywhere: bool = False) -> Tensor:
+class Summary(NamedTuple):
+    """Of the values that count, on the host."""
+
+    size: int
+    mean: float
+    squares: float  # sum of squared distances from the mean
+    greatest: float  # -inf if nothing counts
+    least: float  # inf if nothing counts
+
+    @property
+    def scale(self) -> float:
+        """What whitening multiplies distances from the mean by."""
+        return 1 / math.sqrt(self.squares / (self.size - 1) + EPSILON) if self.size > 1 else 1.0
+
+    def whitened(self) -> Summary:
+        """Of the float32 values that `whiten` makes of these."""
+        if self.size < 2:
+            return self
+        ends = (float(np.float32((end - self.mean) * self.scale)) for end in (self.greatest, self.least))
+        return Summary(self.size, 0.0, self.squares * self.scale**2, *ends)
+
+
+def summarise(values: Tensor, counted: Tensor) -> Summary | None:
+    """Of `values` [K] where `counted` [K] is set; None on a device, and if `counted` is not bool."""
+    if counted.dtype != torch.bool or not kernels.on_cpu(values):
+        return None
+    return Summary(*kernels.statistics(*map(kernels.as_array, (values, counted))))
+
+
+def whiten(
+    values: Tensor,
+    tokens: Trainable,
+    shift_mean: bool = True,
+    everywhere: bool = False,
+    summary: Summary | None = None,
+) -> Tensor:
     """`values` at mean 0 and variance 1 over the tokens that count.
 
     Args:
@@ -26,22 +61,23 @@ def whiten(values: Tensor, tokens: Trainable, shift_mean: bool = True, everywher
       tokens: which tokens count.
       shift_mean: False adds the mean back.
       everywhere: transform the other tokens too; otherwise they are 0.
+      summary: of `values`, if it is known.
 
     Returns:
       [N], the dtype of `values`, from sums in float64. Equal values give exactly 0. With fewer than two tokens that
       count the values are unchanged, as in ROLL; verl raises.
     """
-    if not kernels.on_cpu(values):
+    summary = summary or summarise(values, tokens.mask)
+    if summary is None:
         return _whiten_on_device(values, tokens, shift_mean, everywhere)
     array, mask = map(kernels.as_array, (values, tokens.mask))
-    count, mean, squares, _, _ = kernels.statistics(array, mask)
-    centre, factor = (mean, 1 / math.sqrt(squares / (count - 1) + EPSILON)) if count > 1 else (0.0, 1.0)
-    offset = 0.0 if shift_mean or count < 2 else mean
+    centre = summary.mean if summary.size > 1 else 0.0
+    offset = 0.0 if shift_mean else centre
     whitened = np.empty_like(array)
     if everywhere:
-        kernels.rescale(array, centre, factor, offset, whitened)
+        kernels.rescale(array, centre, summary.scale, offset, whitened)
     else:
-        kernels.rescale_masked(array, mask, centre, factor, offset, whitened)
+        kernels.rescale_masked(array, mask, centre, summary.scale, offset, whitened)
     return torch.from_numpy(whitened)
 
 

@@ -13,7 +13,7 @@ from ..kl import column_kl
 from ..packed import Level, expand, span_sum
 from ..registry import Estimator, Scope, get_estimator
 from ..rewards import clip
-from ..whitening import whiten, whiten_weighted
+from ..whitening import summarise, whiten, whiten_weighted
 from .config import ChainConfig, DistillConfig
 from .estimating import estimate
 from .step import ChainStep, State
@@ -49,7 +49,8 @@ def _estimator_step(config: ChainConfig, definition: Estimator) -> ChainStep:
 
         advantages = at_level(result.advantages)
         returns = None if result.returns is None else at_level(result.returns)
-        of_advantages = summary("advantages", advantages, weight)
+        known = summarise(advantages, weight)
+        of_advantages = summary("advantages", advantages, weight, known)
         of_returns = of_advantages if returns is None else summary("returns", returns, weight)
         metrics = {
             **summary("critic/rewards", batch.rewards, ~batch.baseline),
@@ -60,7 +61,7 @@ def _estimator_step(config: ChainConfig, definition: Estimator) -> ChainStep:
         else:
             metrics |= {f"critic/{name}": metric for name, metric in of_advantages.items()}
         state = replace(state.with_metrics(metrics), estimated={**of_advantages, **of_returns})
-        return replace(state, advantages=advantages, returns=returns)
+        return replace(state, advantages=advantages, returns=returns, summary=known)
 
     needs = definition.needs
     if level == "token" and "response_mask" not in needs:
@@ -83,13 +84,14 @@ def _distill_step(config: DistillConfig, keep_raw: bool) -> ChainStep:
             returns = advantages
         else:
             advantages = advantages + before
+        known = summarise(advantages, tokens.mask)
         metrics = {
             "critic/distill_kl": mean(kl, tokens.mask),
-            **summary("critic/advantages", advantages, tokens.mask),
+            **summary("critic/advantages", advantages, tokens.mask, known),
         }
         if keep_raw:
             state = replace(state, changed={**state.changed, "raw_advantages": before})
-        return replace(state.with_metrics(metrics), advantages=advantages, returns=returns)
+        return replace(state.with_metrics(metrics), advantages=advantages, returns=returns, summary=known)
 
     needs = ("response_mask", config.log_probs, "teacher_log_probs")
     text = f"{'only ' if config.only else ''}minus {config.coefficient} {config.penalty} against teacher_log_probs"
@@ -103,19 +105,21 @@ def _finish_step(config: ChainConfig, level: Level) -> ChainStep:
         batch, advantages = state.batch, state.advantages
         if advantages is None:
             raise SettingError("chain: whitening comes before the estimator")
-        weight, raw = level_weight(state), advantages
+        weight, raw, known = level_weight(state), advantages, state.summary
         if config.whiten_advantages and level == "token":
-            advantages = whiten(advantages, state.tokens)
+            advantages = whiten(advantages, state.tokens, summary=known)
+            known = known and known.whitened()
         elif config.whiten_advantages:
             advantages = torch.where(weight > 0, whiten_weighted(advantages, weight), 0.0)
         if config.advantage_clip is not None:
             advantages, outside = clip(advantages, config.advantage_clip)
+            known = None
             state = state.with_metrics({"critic/advantage_clip_frac": fraction(outside, weight)})
-        state = state.with_metrics(summary("critic/advantages", advantages, weight))
+        state = state.with_metrics(summary("critic/advantages", advantages, weight, known))
         if keep_raw:
             column = raw if level == "token" else expand(batch, level, raw)
             state = replace(state, changed={**state.changed, "raw_advantages": column})
-        return replace(state, advantages=advantages)
+        return replace(state, advantages=advantages, summary=known)
 
     parts = ["whiten over the batch"] if config.whiten_advantages else []
     parts += [f"clip to {config.advantage_clip}"] if config.advantage_clip else []

@@ -11,6 +11,7 @@ from ..packed import Level, PackedBatch
 from ..registry import Scope
 from ..running_moments import RunningMoments
 from ..trainable import Trainable
+from ..whitening import Summary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,7 @@ class State:
     )
     advantages: Tensor | None = None  # [R] or [S] float64; at level token [N] float32, 0 where masked
     returns: Tensor | None = None
+    summary: Summary | None = None  # of the advantages over trainable tokens, if a step has taken it
     changed: Mapping[str, Tensor] = field(default_factory=dict)  # columns made or changed, [N]
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     estimated: Mapping[str, Metric] = field(default_factory=dict)  # of the estimate itself; must be finite

@@ -279,6 +279,25 @@ def test_a_narrowed_mask_packs_again() -> None:
     assert result.weights["critic/advantages/mean"] == 1
 
 
+@pytest.mark.parametrize("distill", [None, {"coefficient": 0.5}, {"coefficient": 0.5, "only": True}])
+@pytest.mark.parametrize("whitened", [False, True])
+@pytest.mark.parametrize("limit", [None, 0.7])
+def test_metrics_describe_the_advantages_that_the_chain_gives(
+    distill: dict[str, Any] | None, whitened: bool, limit: float | None
+) -> None:
+    config = {"estimator": "gae", "whiten_advantages": whitened, "advantage_clip": limit, "distill": distill}
+    batch = batch_of(random_pairs(3, 4))
+    teacher = batch.column("rollout_log_probs") * 0.9
+    result = run(config, batch.with_columns(teacher_log_probs=teacher))
+    assert result.advantages is not None
+    counted = result.advantages[batch.trainable_tokens.mask]
+    name = "critic/advantages"
+    assert result.metrics[f"{name}/max"] == counted.max().item()
+    assert result.metrics[f"{name}/min"] == counted.min().item()
+    assert result.metrics[f"{name}/mean"] == pytest.approx(counted.double().mean().item(), abs=1e-7)
+    assert result.weights[f"{name}/mean"] == len(counted)
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), shift=st.floats(-1e4, 1e4), scale=st.floats(0.1, 100))
 def test_normalised_rewards_ignore_shift_and_scale(seed: int, shift: float, scale: float) -> None:
