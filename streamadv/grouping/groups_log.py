@@ -27,6 +27,9 @@ from .group_traces import first_trace
 
 ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
+#: Of a group: see `log_group` in `lua/lib/close.lua`.
+_HEAD: Final = re.compile(5 * r"([0-9]{1,15}) " + r"([a-z_]+) (.*)", re.DOTALL)
+
 
 class StoredScore(BaseModel):
     """A reward that `producer.score` brought, as `lua/group/score.lua` stores it."""
@@ -172,23 +175,28 @@ def _parse_entry(
         if not group_id or keys.shard_of(group_id) != shard:
             raise ValueError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
         lines = _payload_lines(fields[b"payloads"].decode(), payload_prefix)
+        head = _HEAD.fullmatch(text := fields[b"head"].decode())
+        if head is None:
+            needs = "size, count, opened at, epoch, version, outcome, data source"
+            raise ValueError(f"head is {brief(text)}, needs {needs}")
+        size, counted, opened_ms, epoch, version, outcome, data_source = head.groups()
         count = sum([line.mask.count("1") for line in lines])
-        if int(fields[b"count"]) != count or count == 0:
-            raise ValueError(f"count is {brief(fields[b'count'])}, {count} members count by their masks")
+        if int(counted) != count or count == 0:
+            raise ValueError(f"count is {counted}, {count} members count by their masks")
         group = LoggedGroup(
             shard,
             entry.decode(),
             group_id,
-            int(fields[b"size"]),
-            fields[b"data_source"].decode() or None,
-            fields[b"outcome"].decode(),
-            int(fields[b"opened_ms"]),
-            int(fields[b"epoch"]),
-            int(fields[b"version"]) if fields[b"version"] else None,
+            int(size),
+            data_source or None,
+            outcome,
+            int(opened_ms),
+            int(epoch),
+            int(version),
             tuple([line[:2] for line in lines]),
             count,
         )
-        return _Entry(group, lines, cut_tables(fields[b"tables"]), fields[b"scores"])
+        return _Entry(group, lines, cut_tables(fields[b"tables"]), fields.get(b"scores", b"{}"))
     except KeyError as error:
         problem = f"{error.args[0].decode()} is missing"
     except ValueError as error:

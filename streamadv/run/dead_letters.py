@@ -155,7 +155,7 @@ def _read(shard: Shard, group_id: str, age_ms: float) -> DeadGroup | None:
         bytes=as_count(fields["bytes"]),
         emptied="emptied" in fields,
         age_s=_seconds(age_ms),
-        data_source=fields.get("log:data_source") or None,
+        data_source="".join(fields.get("log:head", "").split(" ", 6)[6:]) or None,
         members=tuple(_members_of(stored)),
     )
 

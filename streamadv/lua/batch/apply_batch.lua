@@ -7,12 +7,13 @@
 --       then work items JSON ...: with them the batch is complete in this shard
 -- Returns  1, 0 when it was applied before
 if redis.call('HEXISTS', keys.applied, ARGV[2]) == 1 then return 0 end
-local last, count, owned = 3 + tonumber(ARGV[3]), 0, {}
-for i = 4, last do
-  local entry, trajectories = string.match(ARGV[i], '^(%S+) (%d+)$')
+local last, count, entries, trajectories = 3 + tonumber(ARGV[3]), 0, {}, {}
+for i = 4, last do entries[i - 3], trajectories[i - 3] = string.match(ARGV[i], '^(%S+) (%d+)$') end
+local owners, owned = #entries > 0 and redis.call('HMGET', keys.owners, unpack(entries)), {}
+for i, entry in ipairs(entries) do
   if #redis.call('XRANGE', keys.groups, entry, entry) > 0 then
-    owned[#owned + 1], owned[#owned + 2] = entry, ARGV[2] .. ' ' .. trajectories
-    if redis.call('HEXISTS', keys.owners, entry) == 0 then count = count + trajectories end
+    owned[#owned + 1], owned[#owned + 2] = entry, ARGV[2] .. ' ' .. trajectories[i]
+    if not owners[i] then count = count + trajectories[i] end
   end
 end
 if #owned > 0 then redis.call('HSET', keys.owners, unpack(owned)) end

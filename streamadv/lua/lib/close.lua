@@ -26,7 +26,9 @@ local function discard(packet)
   if packet.bytes ~= '0' then redis.call('RPUSH', keys.garbage, packet.key .. ' ' .. packet.bytes) end
 end
 
--- Append the group to the groups log with its scored members.
+-- Append the group to the groups log with its scored members: '<size> <count of them> <opened at, ms> <fencing epoch>
+-- <version> <outcome> <data source>', a line for each packet, the member tables, and the scores that `producer.score` brought
+-- if there are any.
 local function log_group(group, outcome, scored)
   local payloads, tables = {}, {}
   for _, packet in ipairs(group.packets) do
@@ -37,10 +39,11 @@ local function log_group(group, outcome, scored)
       tables[#tables + 1] = packet.table
     end
   end
-  redis.call('XADD', keys.groups, '*', 'group_id', group.id, 'size', group.size, 'data_source', group.data_source,
-    'opened_ms', group.opened_ms, 'outcome', outcome, 'epoch', group.epoch,
-    'version', group.version, 'count', scored, 'payloads', table.concat(payloads, '\n'), 'tables', table.concat(tables),
-    'scores', '{' .. table.concat(group.scores, ',') .. '}')
+  local head = {group.size, scored, group.opened_ms, group.epoch, group.version, outcome, group.data_source}
+  local entry = {'group_id', group.id, 'head', table.concat(head, ' '), 'payloads', table.concat(payloads, '\n'),
+    'tables', table.concat(tables)}
+  if #group.scores > 0 then entry[9], entry[10] = 'scores', '{' .. table.concat(group.scores, ',') .. '}' end
+  redis.call('XADD', keys.groups, '*', unpack(entry))
   count('grouped', scored)
   count('groups_logged', 1)
 end

@@ -46,10 +46,9 @@ def entry_of(number: int, packets: Sequence[Sequence[Slot]], **changes: Any) -> 
         f"{KEYS.home.payload(f'{number}-{p}')} {SIZE} {p} {''.join('01'[slot.live] for slot in slots)}"
         for p, slots in enumerate(packets)
     ]
+    count = changes.pop("count", sum(slot.live for slots in packets for slot in slots))
     fields: dict[str, Any] = {
-        **{"group_id": f"g{number}", "size": "2", "data_source": "", "opened_ms": "5", "outcome": "complete"},
-        **{"epoch": "3", "version": "", "count": sum(slot.live for slots in packets for slot in slots)},
-        **{"payloads": "\n".join(lines), "scores": "{}"},
+        **{"group_id": f"g{number}", "head": f"2 {count} 5 3 0 complete ", "payloads": "\n".join(lines)},
         "tables": b"".join(table_of(slots, steps, reward) for slots in packets),
     }
     fields |= changes
@@ -151,8 +150,10 @@ def test_a_group_that_cannot_be_read_has_a_problem_and_its_neighbours_have_none(
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"payloads": "x 1 1 1"}, {"group_id": ""}, {"size": "two"}),
+        *({"payloads": "x 1 1 1"}, {"group_id": ""}, {"head": "two 2 5 3 0 complete "}),
         *(
+            {"head": "2 2 5 3 0 complete"},
+            {"head": "2 2 5 3 - complete "},
             {"count": "-"},
             {"count": "1"},
             {"count": "0", "payloads": f"{KEYS.home.payload('x')} {SIZE} 0 00"},
