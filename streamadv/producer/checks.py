@@ -11,7 +11,8 @@ from typing import Any, Final, NamedTuple
 from ..errors import SettingError, TrajectoryError
 from ..messages import brief
 from ..run.manifest import MAX_DEADLINE_S
-from ..trajectory.plain_records import is_plain_group, is_plain_metadata
+from ..trajectory.fields import is_plain
+from ..trajectory.plain_records import is_plain_group
 from ..trajectory.schema import MAX_GROUP_SIZE, Role, Trajectory, parse_trajectory
 from .tickets import GROUP_ROLES, GroupSpec, Ticket, new_group_id
 
@@ -46,7 +47,7 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
         raise TrajectoryError(f"group: role is {brief(request.role)}, needs one of {', '.join(GROUP_ROLES)}")
     group_id = new_group_id() if request.group_id is None else request.group_id
     source, metadata = request.data_source, {} if request.metadata is None else request.metadata
-    if is_plain_group(group_id, source) and is_plain_metadata(metadata, depth=1):
+    if is_plain_group(group_id, source) and type(metadata) is dict and is_plain(metadata, depth=1):
         metadata = dict(metadata)
     else:
         fields = {"group_id": group_id, "data_source": source, "metadata": metadata, "role": request.role}

@@ -42,8 +42,6 @@ def conform(trajectory: Trajectory, kinds: Mapping[str, str], run: str) -> Traje
 
     kinds: of the manifest.
     """
-    if not any(row.extras for row in trajectory.rows):
-        return trajectory
     try:
         rows = [_conform_row(row, kinds, run) for row in trajectory.rows]
     except ValueError as error:

@@ -16,7 +16,7 @@ from ..store.waiting import Wait
 from ..trajectory.member_table import with_trace
 from ..trajectory.packet import REWARD, Packet
 from ..trajectory.packet_encoding import encode_packets, ended_packets
-from ..trajectory.plain_records import plain_packets, plain_trajectories
+from ..trajectory.plain_records import plain_packets
 from ..trajectory.schema import Role, Trajectory
 from .admission import SPEC_ARGS, Admission
 from .checks import check_one_group, check_roles, check_score, check_seconds
@@ -52,14 +52,10 @@ class Pushes:
         first = trajectories[0]
         slots = ticket.slots if ticket is not None else first.group_size + redundancy
         spec = GroupSpec(first.group_id, first.group_size, slots, first.data_source, role=role)
+        yield from self._check_rewards(trajectories)
+        trajectories = yield from self._with_extras(trajectories)
         manifest = self._membership.manifest
-        limit, packets = manifest.max_trajectory_bytes, None
-        if manifest.filter_by == REWARD:
-            packets = plain_trajectories(trajectories, limit)
-        if packets is None:
-            yield from self._check_rewards(trajectories)
-            trajectories = yield from self._with_extras(trajectories)
-            packets = encode_packets(trajectories, limit, self._membership.manifest.filter_by)
+        packets = encode_packets(trajectories, manifest.max_trajectory_bytes, manifest.filter_by)
         if ticket is not None:
             return (yield from self._send_all(spec, packets, ticket.epoch, None, ticket.trace))
         budget = self._admission.budget_for_new(spec.group_id)
@@ -279,7 +275,7 @@ class Pushes:
         waiting = [
             trajectory
             for trajectory in trajectories
-            if trajectory.waits_for_reward and not trajectory.reward_later
+            if trajectory.reward is None and trajectory.waits_for_reward and not trajectory.reward_later
         ]
         if waiting and not self._membership.manifest.scorers:  # some may have been named since
             yield from self._membership.agree()
@@ -295,6 +291,8 @@ class Pushes:
     def _with_extras(self, trajectories: Sequence[Trajectory]) -> Steps[Sequence[Trajectory]]:
         """The trajectories with their extra columns as the run has them; new ones are fixed. Raises TrajectoryError."""
         manifest, kinds = self._membership.manifest, kinds_of(trajectories)
+        if not kinds:
+            return trajectories
         if kinds.keys() - manifest.columns.keys():
             manifest = yield from self._membership.agree(kinds)
         return [conform(trajectory, manifest.columns, manifest.keys.run) for trajectory in trajectories]

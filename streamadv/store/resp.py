@@ -14,7 +14,7 @@ from typing import Any, Final
 import hiredis
 from redis.exceptions import DataError, InvalidResponse
 
-#: Keys of hashes and their fields: bytes, an array, or a list of arrays that lie end to end.
+#: Keys of hashes and their fields: bytes, an array, or a tuple of arrays that lie end to end.
 Payloads = Sequence[tuple[str, dict[Any, Any]]]
 
 #: Values of this many bytes are chunks of their own. Below it, one more system call costs more than a copy.
@@ -71,7 +71,7 @@ def pack_transaction(payloads: Payloads, call: Sequence[Any]) -> list[Piece]:
         key, size = key_text.encode(), 0
         payload: list[Piece] = [b"\r\n*%d\r\n$4\r\nHSET\r\n$%d\r\n%b" % (2 + 2 * len(fields), len(key), key)]
         for field, value in fields.items():
-            parts = [as_buffer(part) for part in value] if isinstance(value, list) else [as_buffer(value)]
+            parts = [as_buffer(part) for part in value] if isinstance(value, tuple) else [as_buffer(value)]
             length = sum(map(len, parts))
             payload += [b"%b%d\r\n" % (_named(field), length), *parts]
             size += length
@@ -132,7 +132,7 @@ def make_reader(as_error: Callable[[str], Exception]) -> hiredis.Reader:
 
 def as_buffer(value: Any) -> bytes | memoryview:
     """The bytes of a value of a payload; those of bytes and of an array in memory order uncopied."""
-    if isinstance(value, list):
+    if isinstance(value, tuple):
         return b"".join(map(as_buffer, value))
     if isinstance(value, bytes):
         return value

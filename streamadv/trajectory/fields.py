@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, cast
+from math import isfinite
+from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, FiniteFloat, JsonValue, StringConstraints, WithJsonSchema
 from pydantic_core import CoreSchema, core_schema
@@ -14,8 +14,6 @@ from ..messages import brief
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, REQUIRED_COLUMNS, Array, known_array
 
 MAX_METADATA_DEPTH: Final = 32
-#: Numbers below it are finite and have few digits.
-LARGE: Final = 1 << 63
 
 
 def _no_text(value: Any) -> Any:
@@ -32,7 +30,7 @@ def _no_text_or_bool(value: Any) -> Any:
 
 def _plain_metadata(value: Any) -> Any:
     """Refuse values that JSON does not preserve: NaN, infinity, endless digits or nesting, lone surrogates."""
-    if type(value) is dict and all(map(_is_simple, value)) and all(map(_is_simple, value.values())):
+    if is_plain(value):
         return value
     level = [value]
     for _ in range(MAX_METADATA_DEPTH):
@@ -42,7 +40,7 @@ def _plain_metadata(value: Any) -> Any:
                 below += [*item.keys(), *item.values()]
             elif isinstance(item, list | tuple):
                 below += item
-            elif isinstance(item, float) and not math.isfinite(item):
+            elif isinstance(item, float) and not isfinite(item):
                 raise ValueError(f"holds {item}, needs finite numbers")
             elif isinstance(item, int) and item.bit_length() > 128:
                 raise ValueError(f"holds {brief(item)}, needs at most 128")
@@ -57,12 +55,29 @@ def _plain_metadata(value: Any) -> Any:
     raise ValueError(f"is nested more than {MAX_METADATA_DEPTH} levels deep")
 
 
-def _is_simple(value: Any) -> bool:
-    """Whether this is one of the names and values of most metadata, which need no closer look."""
+def is_plain(value: Any, depth: int = MAX_METADATA_DEPTH - 1) -> bool:
+    """Whether this is what JSON preserves, in Python's own types and up to so many levels: it needs no closer look."""
     kind = type(value)
     if kind is str:
-        return cast(str, value).isascii()
-    return kind is bool or value is None or ((kind is float or kind is int) and -LARGE < value < LARGE)
+        return _is_text(value)
+    if kind is float:
+        return isfinite(value)
+    if kind is dict:
+        return (
+            depth > 0
+            and all(map(_is_text, value))
+            and all(is_plain(item, depth - 1) for item in value.values())
+        )
+    if kind is list:
+        return depth > 0 and all(is_plain(item, depth - 1) for item in value)
+    return value is None or kind is bool or (kind is int and value.bit_length() <= 64)
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        return type(value) is str and (value.isascii() or bool(value.encode()))
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
 
 
 Whole: Final = BeforeValidator(_no_text_or_bool)

@@ -82,25 +82,17 @@ def encode_table(members: Members, columns: Sequence[str]) -> bytes:
 
 def plain_table(records: Sequence[bytes], columns: tuple[str, ...]) -> bytes:
     """The member table of members with one row each and nothing behind their MEMBER records, given as bytes."""
-    return _plain_table(records, _cached_text(columns, (), (), ()))
-
-
-def plain_text(table: bytes) -> bytes | None:
-    """The names in the table of one member that has nothing else behind its MEMBER record; None for any other table."""
-    _, count, flags, text_size = _HEAD.unpack_from(table) if table else (0, 0, 0, 0)
-    is_plain = count == 1 and not flags and len(table) == _HEAD.size + MEMBER.itemsize + text_size
-    return table[_HEAD.size + MEMBER.itemsize :] if is_plain else None
-
-
-def join_tables(tables: Sequence[bytes]) -> bytes:
-    """The table of members with one table each, all with the same `plain_text`."""
-    end = _HEAD.size + MEMBER.itemsize
-    return _plain_table([table[_HEAD.size : end] for table in tables], tables[0][end:])
-
-
-def _plain_table(records: Sequence[bytes], text: bytes) -> bytes:
-    size = _HEAD.size + sum(map(len, records)) + len(text)
+    text = _cached_text(columns, (), (), ())
+    size = _HEAD.size + len(records) * MEMBER.itemsize + len(text)
     return b"".join([_HEAD.pack(size, len(records), 0, len(text)), *records, text])
+
+
+def plain_parts(table: bytes) -> tuple[bytes, bytes] | None:
+    """The record and the names in a `plain_table` of one member; None for any other table."""
+    _, count, flags, text_size = _HEAD.unpack_from(table) if table else (0, 0, 0, 0)
+    end = _HEAD.size + MEMBER.itemsize
+    is_plain = count == 1 and not flags and len(table) == end + text_size
+    return (table[_HEAD.size : end], table[end:]) if is_plain else None
 
 
 def _text(

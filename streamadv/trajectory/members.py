@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ MEMBER: Final = np.dtype(
         *(("tokens", "<i8"), ("trainable", "<i8")),
     ]
 )
+_RECORD: Final = struct.Struct("<HBBIIIdqqqq")  # a MEMBER
 ROW: Final = np.dtype([("tokens", "<u4"), ("trainable", "<u4")])
 STEP: Final = np.dtype(
     [("row", "<u4"), ("start", "<u4"), ("end", "<u4"), ("state", "<u4"), ("reward", "<f8")]
@@ -33,9 +35,9 @@ BASELINE: Final = 2
 HAS_VERSION: Final = 4
 EVAL: Final = 8
 #: Flag of a role.
-ROLE_FLAGS: Final = {Role.TRAIN: 0, Role.BASELINE: BASELINE, Role.EVAL: EVAL}
+ROLE_FLAGS: Final[Mapping[str, int]] = {Role.TRAIN: 0, Role.BASELINE: BASELINE, Role.EVAL: EVAL}
 #: Status of a usable trajectory by its number in a table.
-STATUSES: Final = (Status.COMPLETED, Status.TRUNCATED)
+STATUSES: Final[tuple[Status, ...]] = (Status.COMPLETED, Status.TRUNCATED)
 
 Positions = NDArray[np.int64]
 _NO_ROWS: Final = np.zeros(0, ROW)
@@ -215,31 +217,62 @@ def _concat_named(
 # From trajectories
 
 
+def pack_record(
+    index: int,
+    status: str,
+    role: str,
+    reward: float | None,
+    versions: tuple[int, int] | None,
+    size: int,
+    tokens: int,
+    trainable: SupportsIndex,
+    rows: int = 1,
+    steps: int = 0,
+) -> bytes:
+    """A MEMBER. versions: oldest and newest. None: it has no reward, or no versions."""
+    flags = ROLE_FLAGS[role] | HAS_REWARD * (reward is not None) | HAS_VERSION * (versions is not None)
+    oldest, newest = versions or (0, 0)
+    reward = 0.0 if reward is None else reward
+    numbers = (rows, steps, size, reward, oldest, newest, tokens, trainable)
+    return _RECORD.pack(index, STATUSES.index(status), flags, *numbers)
+
+
+def record_of(trajectory: Trajectory, size: int, mask: Array) -> bytes:
+    """The MEMBER of a usable trajectory. size: payload bytes. mask: response_mask, rows end to end."""
+    fields = trajectory.__dict__  # attribute access goes through pydantic
+    return pack_record(
+        fields["rollout_index"],
+        fields["status"],
+        fields["role"],
+        fields["reward"],
+        trajectory.version_span,
+        size,
+        len(mask),
+        np.count_nonzero(mask),
+        len(fields["rows"]),
+        len(fields["steps"]),
+    )
+
+
 def members_of(trajectories: Sequence[Trajectory], sizes: Sequence[int]) -> Members:
     """Usable trajectories as members. sizes: payload bytes of each. The trajectories are valid: nothing is checked."""
-    records = [_record(trajectory, size) for trajectory, size in zip(trajectories, sizes, strict=True)]
-    table = np.array(records, MEMBER)
-    all_rows = [row for trajectory in trajectories for row in trajectory.rows]
-    rows = np.zeros(len(all_rows), ROW)
-    rows["tokens"] = [len(row) for row in all_rows]
-    rows["trainable"] = [np.count_nonzero(row.response_mask) for row in all_rows]
-    first_row = offsets(table["rows"])[:-1]
-    if len(table):
-        table["tokens"] = np.add.reduceat(rows["tokens"].astype(np.int64), first_row)
-        table["trainable"] = np.add.reduceat(rows["trainable"].astype(np.int64), first_row)
+    records = [
+        record_of(trajectory, size, np.concatenate([row.response_mask for row in trajectory.rows]))
+        for trajectory, size in zip(trajectories, sizes, strict=True)
+    ]
+    rows = [
+        lengths
+        for trajectory in trajectories
+        for lengths in zip(trajectory.row_lengths, trajectory.row_trainable, strict=True)
+    ]
     steps, states = _steps_of(trajectories)
-    return Members(table, rows, steps, states, _rewards_of(trajectories), _entries_of(all_rows))
-
-
-def _record(trajectory: Trajectory, size: int) -> tuple[float, ...]:
-    """A MEMBER without the sums of its rows."""
-    versions = trajectory.version_span
-    flags = HAS_REWARD * (trajectory.reward is not None) | ROLE_FLAGS[trajectory.role]
-    flags |= HAS_VERSION * (versions is not None)
-    return (
-        *(trajectory.rollout_index, STATUSES.index(trajectory.status), flags),
-        *(len(trajectory.rows), len(trajectory.steps), size),
-        *(0.0 if trajectory.reward is None else trajectory.reward, *(versions or (0, 0)), 0, 0),
+    return Members(
+        np.frombuffer(b"".join(records), MEMBER),
+        np.array(rows, ROW),
+        steps,
+        states,
+        _rewards_of(trajectories),
+        _entries_of([row for trajectory in trajectories for row in trajectory.rows]),
     )
 
 

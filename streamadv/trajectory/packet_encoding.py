@@ -3,52 +3,51 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from pydantic_core import from_json, to_json
 
 from ..errors import TrajectoryError
-from .columns import HEADER, OUTPUT_COLUMNS, REQUIRED_COLUMNS, Array
-from .member_table import decode_table, encode_table, join_tables, plain_text, trace_of, with_trace
-from .members import STEP, members_of, offsets, spans
+from .columns import HEADER, KNOWN_COLUMNS, Array
+from .member_table import decode_table, encode_table, plain_parts, plain_table, trace_of, with_trace
+from .members import STATUSES, STEP, members_of, offsets, record_of, spans
 from .packet import (
+    NBYTES,
     REWARD,
     Packet,
-    end_to_end,
     field_of,
     filter_value,
     member_line,
+    parts_of,
     split_packets,
     stored_bytes,
 )
-from .schema import Column, Role, Trajectory
+from .schema import Column, Role, Row, Step, Trajectory
 
 #: Of the header of a payload.
 MAX_HEADER_BYTES: Final = 1 << 20
 _MEMBERS: Final = b',"members":['  # before the members' parts; no text in the JSON before holds a bare quote
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """What a trajectory adds to its packet."""
 
-    kind: object  # equal for trajectories that may share a packet
-    columns: Mapping[str, Array]  # rows end to end; empty without a payload
-    header: bytes  # JSON of its own part of the header, b"" where that is empty
-    size: int  # bytes of both; 0 without a payload
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """What the trajectories of a push have in common."""
-
-    size: int
-    data_source: str | None
-    filter_by: str = REWARD  # what the run's filters judge
+    rollout_index: int
+    position: int  # among the records of the push
+    line: str  # of `Packet.members`
+    kind: object = None  # equal for those that may share a packet
+    size: int = 0  # bytes of columns and header
+    record: bytes = b""  # its MEMBER
+    columns: Mapping[str, Any] = {}  # rows end to end; empty without a payload
+    head: bytes = b""  # of the packet's header
+    header: bytes = b""  # its own part of the header, JSON; b"" where there is nothing to say
+    trajectory: Trajectory | None = None  # None for a plain record
+    steps_size: int = 0  # bytes that its steps need in the member table
+    is_plain: bool = True  # its member table has nothing behind the record
 
 
 def encode_packets(trajectories: Sequence[Trajectory], limit: int, filter_by: str = REWARD) -> list[Packet]:
@@ -58,35 +57,55 @@ def encode_packets(trajectories: Sequence[Trajectory], limit: int, filter_by: st
     than `limit` bytes in a trajectory, for a header above MAX_HEADER_BYTES, for rows that differ in their columns, and
     for a trajectory without the number `filter_by`.
     """
-    group = _Group(trajectories[0].group_size, trajectories[0].data_source, filter_by)
-    parts = [_part(trajectory, group, limit) for trajectory in trajectories]
-    order = _order([trajectory.rollout_index for trajectory in trajectories], [part.kind for part in parts])
-    sizes = [
-        part.size + _bytes_of_steps(trajectory) for part, trajectory in zip(parts, trajectories, strict=True)
+    source = trajectories[0].data_source
+    parts = [
+        _part(position, trajectory, source, limit, filter_by)
+        for position, trajectory in enumerate(trajectories)
     ]
-    ranges = split_packets([key for key, _ in order], [sizes[position] for _, position in order])
-    packets = []
-    for start, stop in ranges:
-        positions = [position for _, position in order[start:stop]]
-        members = [trajectories[position] for position in positions]
-        packets.append(_packet(group, positions, members, [parts[position] for position in positions]))
+    packets: list[Packet] = []
+    while parts:
+        first: dict[int, Part] = {}  # by rollout index
+        for part in parts:
+            first.setdefault(part.rollout_index, part)
+        packets += make_packets(first.values())
+        parts = [part for part in parts if first[part.rollout_index] is not part]
     return packets
 
 
 def ended_packets(indices: Sequence[int], kind: str, role: str = Role.TRAIN) -> list[Packet]:
     """Packets of rollouts that end without a trajectory. kind: failed, aborted or cancelled. role: of their group."""
-    order = sorted(range(len(indices)), key=indices.__getitem__)
-    return [
-        Packet(
-            tuple(order[start:stop]),
-            tuple(indices[position] for position in order[start:stop]),
-            "".join(member_line(indices[p], kind, None, role) for p in order[start:stop]),
-            b"",
-            0,
-            {},
-        )
-        for start, stop in split_packets([kind] * len(order), [0] * len(order))
-    ]
+    return make_packets(
+        [
+            Part(index, position, member_line(index, kind, None, role))
+            for position, index in enumerate(indices)
+        ]
+    )
+
+
+def make_packets(parts: Iterable[Part]) -> list[Packet]:
+    """The packets of trajectories of one group with different indices."""
+    together: dict[object, list[Part]] = {}
+    for part in sorted(parts, key=itemgetter(0)):
+        together.setdefault(part.kind, []).append(part)
+    packets = []
+    for same in together.values():
+        ranges = split_packets([part.size + part.steps_size for part in same])
+        packets += [_packet(same[start:stop]) for start, stop in ranges]
+    return packets
+
+
+def _packet(parts: Sequence[Part]) -> Packet:
+    indices, positions, lines, _, sizes, records, columns, heads, headers, *rest = zip(*parts, strict=True)
+    text, names = "".join(lines), tuple(columns[0])
+    if not names:
+        return Packet(positions, indices, text, b"", 0, {})
+    fields: dict[Any, Any] = {name: field_of([own[name] for own in columns]) for name in names}
+    fields[HEADER] = header = _join_headers(heads[0], headers)
+    size = sum(sizes) - sum(map(len, headers)) + len(header)
+    trajectories, _, are_plain = rest
+    is_plain = all(are_plain)
+    table = plain_table(records, names) if is_plain else encode_table(members_of(trajectories, sizes), names)
+    return Packet(positions, indices, text, table, size, fields)
 
 
 def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
@@ -101,7 +120,7 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
     header = packet.fields[HEADER]
     fields: dict[Any, Any] = {}
     for name in names:
-        column = end_to_end(packet.fields[name])
+        column = np.concatenate(parts_of(packet.fields[name]))
         counts = members.entries.get(name, members.rows["tokens"])
         first = offsets(counts)[members.first_row]
         fields[name] = column[spans(first, np.asarray(chosen, np.int64))]
@@ -116,139 +135,112 @@ def merge_packets(packets: Sequence[Packet]) -> list[Packet]:
     Packets with an index that stands in several of them stay as they are, in their order.
     """
     times = Counter([index for packet in packets for index in packet.indices])
-    kinds: dict[Any, list[Packet]] = {}
-    merged = []
+    merged, parts = [], []
     for packet in packets:
-        kind = _kind_to_merge(packet)
-        if kind is None or times[packet.indices[0]] > 1:
+        part = _part_of(packet) if times[packet.indices[0]] == 1 else None
+        if part is None:
             merged.append(packet)
         else:
-            kinds.setdefault(kind, []).append(packet)
-    for same in kinds.values():
-        same.sort(key=attrgetter("indices"))
-        ranges = split_packets([None] * len(same), [packet.size for packet in same])
-        merged += [_merged(same[start:stop]) for start, stop in ranges]
-    return merged
+            parts.append(part)
+    return merged + make_packets(parts)
 
 
-def _kind_to_merge(packet: Packet) -> object | None:
-    """Equal for packets that may become one; None for one that stays as it is."""
-    text = plain_text(packet.table) if len(packet.indices) == 1 else None
-    if text is None:
+def _part_of(packet: Packet) -> Part | None:
+    """What the packet was made of; None for one that stays as it is."""
+    plain = plain_parts(packet.table) if len(packet.indices) == 1 else None
+    if plain is None:
         return None
-    return text, packet.fields[HEADER].partition(_MEMBERS)[0].rstrip(b"}"), " - " in packet.members
+    record, names = plain
+    header = packet.fields[HEADER]
+    head, found, own = header.partition(_MEMBERS)
+    head, own = head + b"}" if found else head, own.removesuffix(b"]}")
+    columns = {name: column for name, column in packet.fields.items() if name != HEADER}
+    size = packet.size - len(header) + len(own)
+    kind = names, head, " - " in packet.members
+    return Part(packet.indices[0], 0, packet.members, kind, size, record, columns, head, own)
 
 
-def _merged(packets: Sequence[Packet]) -> Packet:
-    """One packet of several that may become one, given by ascending indices."""
-    first = packets[0]
-    if len(packets) == 1:
-        return first
-    fields: dict[Any, Any] = {
-        name: field_of([packet.fields[name] for packet in packets]) for name in first.fields if name != HEADER
-    }
-    headers = [packet.fields[HEADER].partition(_MEMBERS) for packet in packets]
-    head = next((header for header, found, _ in headers if not found), headers[0][0] + b"}")
-    fields[HEADER] = join_headers(head, [own[:-2] for _, _, own in headers])
-    return Packet(
-        tuple(range(len(packets))),
-        tuple([packet.indices[0] for packet in packets]),
-        "".join([packet.members for packet in packets]),
-        join_tables([packet.table for packet in packets]),
-        stored_bytes(fields),
-        fields,
+def _part(position: int, trajectory: Trajectory, source: str | None, limit: int, filter_by: str) -> Part:
+    """source: of the packet."""
+    fields = trajectory.__dict__  # attribute access goes through pydantic
+    index, rows, steps = fields["rollout_index"], fields["rows"], fields["steps"]
+    reward, role, kind = fields["reward"], fields["role"], kind_of(trajectory)
+    if kind != "usable":
+        return Part(index, position, member_line(index, kind, reward, role))
+    columns, header = _columns(rows), _header(fields, source)
+    head = header_head(fields["group_size"], source)
+    size, steps_size = (
+        sum(map(NBYTES, columns.values())) + len(header),
+        _bytes_of_steps(steps) if steps else 0,
+    )
+    if size + steps_size > limit:
+        what = "columns" if size > limit else "steps"
+        raise TrajectoryError(
+            f"trajectory {trajectory.group_id}/{index} has {size + steps_size} bytes, "
+            f"max_trajectory_bytes is {limit}: drop {what} or raise it for the run"
+        )
+    if len(head) + len(header) > MAX_HEADER_BYTES:
+        raise TrajectoryError(
+            f"metadata: header of {trajectory.group_id}/{index} has {len(head) + len(header)} bytes, "
+            f"at most {MAX_HEADER_BYTES} are allowed: move large data into an extra column"
+        )
+    value = reward
+    if filter_by != REWARD and role is not Role.EVAL:
+        try:
+            value = filter_value(filter_by, reward, trajectory.rewards, trajectory.metadata)
+        except ValueError as error:
+            raise TrajectoryError(f"trajectory {trajectory.group_id}/{index} {error}") from error
+    kinds = None
+    if extras := rows[0].extras:
+        kinds = frozenset([(name, *_kind_of_extra(extra)) for name, extra in extras.items()])
+    return Part(
+        index,
+        position,
+        member_line(index, kind, value, role),
+        (tuple(columns), kinds, reward is None),
+        size,
+        record_of(trajectory, size, columns["response_mask"]),
+        columns,
+        head,
+        header,
+        trajectory,
+        steps_size,
+        len(rows) == 1 and not steps and not fields["rewards"] and _are_per_token(extras),
     )
 
 
-def _part(trajectory: Trajectory, group: _Group, limit: int) -> _Part:
-    if kind_of(trajectory) != "usable":
-        return _Part(None, {}, b"", 0)
-    columns = _columns(trajectory)
-    own = _header(trajectory, group)
-    header = to_json(own) if own else b""
-    size = sum(array.nbytes for array in columns.values()) + len(header)
-    stored = size + _bytes_of_steps(trajectory)
-    if stored > limit:
-        what = "columns" if size > limit else "steps"
-        raise TrajectoryError(
-            f"trajectory {trajectory.group_id}/{trajectory.rollout_index} has {stored} bytes, "
-            f"max_trajectory_bytes is {limit}: drop {what} or raise it for the run"
-        )
-    extras = [(name, *_kind_of_extra(column)) for name, column in trajectory.rows[0].extras.items()]
-    kind = (tuple(sorted(columns)), tuple(sorted(extras)), trajectory.reward is None)
-    return _Part(kind, columns, header, size)
+def _are_per_token(extras: Mapping[str, Column]) -> bool:
+    return not extras or all(column.per_token for column in extras.values())
 
 
-def _bytes_of_steps(trajectory: Trajectory) -> int:
-    """What its steps need in the member table. Turns of few tokens need more than the columns."""
-    keys = {step.state_key for step in trajectory.steps} - {None}
-    return len(trajectory.steps) * STEP.itemsize + sum(map(len, keys))  # type: ignore[arg-type]
+def _bytes_of_steps(steps: Sequence[Step]) -> int:
+    """What they need in the member table. Turns of few tokens need more than the columns."""
+    keys = {step.state_key for step in steps} - {None}
+    return len(steps) * STEP.itemsize + sum(map(len, keys))  # type: ignore[arg-type]
 
 
 def kind_of(trajectory: Trajectory) -> str:
     """usable, or why the slot ends without a trajectory: failed, aborted, unscorable."""
-    if not trajectory.status.usable:
+    if trajectory.status not in STATUSES:
         return str(trajectory.status)
-    return "unscorable" if trajectory.scored and trajectory.reward is None else "usable"
+    return "unscorable" if trajectory.reward is None and trajectory.scored else "usable"
 
 
-def _order(indices: Sequence[int], kinds: Sequence[object]) -> list[tuple[tuple[int, int], int]]:
-    """The positions in the order of sending, each with a key that is equal for those that may share a packet."""
-    seen: Counter[int] = Counter()
-    numbers: dict[object, int] = {}
-    order = []
-    for position, (index, kind) in enumerate(zip(indices, kinds, strict=True)):
-        order.append(((seen[index], numbers.setdefault(kind, len(numbers))), index, position))
-        seen[index] += 1
-    return [(key, position) for key, _, position in sorted(order)]
-
-
-def _line(member: Trajectory, filter_by: str) -> str:
-    kind, value = kind_of(member), member.reward
-    if kind == "usable" and member.role is not Role.EVAL:
-        try:
-            value = filter_value(filter_by, member.reward, member.rewards, member.metadata)
-        except ValueError as error:
-            where = f"{member.group_id}/{member.rollout_index}"
-            raise TrajectoryError(f"trajectory {where} {error}") from error
-    return member_line(member.rollout_index, kind, value, member.role)
-
-
-def _packet(
-    group: _Group, positions: Sequence[int], members: Sequence[Trajectory], parts: Sequence[_Part]
-) -> Packet:
-    indices = tuple(member.rollout_index for member in members)
-    text = "".join(_line(member, group.filter_by) for member in members)
-    names = list(parts[0].columns)
-    if not names:
-        return Packet(tuple(positions), indices, text, b"", 0, {})
-    fields: dict[Any, Any] = {name: field_of([part.columns[name] for part in parts]) for name in names}
-    fields[HEADER] = join_headers(header_head(group.size, group.data_source), [part.header for part in parts])
-    if len(fields[HEADER]) > MAX_HEADER_BYTES:
-        raise TrajectoryError(
-            f"metadata: header of {members[0].group_id}/{indices[0]} has {len(fields[HEADER])} bytes, "
-            f"at most {MAX_HEADER_BYTES} are allowed: move large data into an extra column"
-        )
-    table = encode_table(members_of(members, [part.size for part in parts]), names)
-    return Packet(tuple(positions), indices, text, table, stored_bytes(fields), fields)
-
-
-def _columns(trajectory: Trajectory) -> dict[str, Array]:
+def _columns(rows: Sequence[Row]) -> dict[str, Array]:
     """The stored columns, rows end to end. Raises TrajectoryError where rows differ."""
-    rows = trajectory.rows
-    for name in rows[0].extras:
+    # What an earlier run computed, as in a file written by `consume`, is not stored.
+    columns = []
+    for row in rows:
+        values = row.__dict__
+        columns.append({name: values[name] for name in KNOWN_COLUMNS if values[name] is not None})
+    for name in sorted(extras) if (extras := rows[0].extras) else ():
         if len({_kind_of_extra(row.extras[name]) for row in rows}) > 1:
             raise TrajectoryError(f"extra column {name} differs between rows in dtype, shape or per_token")
-    arrays = [{**row.columns, **{name: column.data for name, column in row.extras.items()}} for row in rows]
-    missing = [name for name in REQUIRED_COLUMNS if name not in arrays[0]]
-    if missing:
-        raise TrajectoryError(f"{missing[0]}: every row needs it")
-    return {
-        name: array if len(arrays) == 1 else np.concatenate([row[name] for row in arrays])
-        for name, array in arrays[0].items()
-        # What an earlier run computed, as in a file written by `consume`, is not stored.
-        if name not in OUTPUT_COLUMNS
-    }
+        for row, arrays in zip(rows, columns, strict=True):
+            arrays[name] = row.extras[name].data
+    if len(rows) == 1:
+        return columns[0]
+    return {name: np.concatenate([arrays[name] for arrays in columns]) for name in columns[0]}
 
 
 def _kind_of_extra(column: Column) -> tuple[str, tuple[int, ...], bool]:
@@ -258,21 +250,20 @@ def _kind_of_extra(column: Column) -> tuple[str, tuple[int, ...], bool]:
 # The header: JSON, of which a reader of single columns sees nothing
 
 
-def _header(trajectory: Trajectory, group: _Group) -> dict[str, Any]:
+def _header(fields: Mapping[str, Any], source: str | None) -> bytes:
     """A trajectory's part of the header: what stands neither in the member table nor in a column."""
-    rows, span = trajectory.rows, trajectory.version_span
-    parts = {
-        "metadata": trajectory.metadata,
-        "agents": [row.agent for row in rows] if any(row.agent is not None for row in rows) else [],
-        "row_rewards": [row.reward for row in rows] if any(row.reward is not None for row in rows) else [],
-    }
-    header: dict[str, Any] = {name: part for name, part in parts.items() if part}
-    versions = None if span is None or rows[0].versions is not None else version_of(*span)
-    if trajectory.model_version != versions:
-        header["model_version"] = trajectory.model_version
-    if trajectory.data_source != group.data_source:
-        header["data_source"] = trajectory.data_source
-    return header
+    rows, version = fields["rows"], fields["model_version"]
+    header = {"metadata": fields["metadata"]} if fields["metadata"] else {}
+    for name, field in (("agents", "agent"), ("row_rewards", "reward")):
+        values = [row.__dict__[field] for row in rows]
+        if values.count(None) < len(values):
+            header[name] = values
+    told = version_of(*version) if isinstance(version, tuple) else version  # by the member table
+    if version != (told if rows[0].__dict__["versions"] is None else None):
+        header["model_version"] = version
+    if fields["data_source"] != source:
+        header["data_source"] = fields["data_source"]
+    return to_json(header) if header else b""
 
 
 def version_of(oldest: int, newest: int) -> int | tuple[int, int]:
@@ -289,11 +280,11 @@ def header_head(group_size: int, data_source: str | None) -> bytes:
     return to_json(head)
 
 
-def join_headers(head: bytes, headers: Sequence[bytes]) -> bytes:
+def _join_headers(head: bytes, headers: Sequence[bytes]) -> bytes:
     """The header of a packet: `header_head` with each member's part."""
     if not any(headers):
         return head
-    return b"%b%b%b]}" % (head[:-1], _MEMBERS, b",".join(header or b"{}" for header in headers))
+    return b"%b%b%b]}" % (head[:-1], _MEMBERS, b",".join([header or b"{}" for header in headers]))
 
 
 def _select_header(header: bytes, chosen: Sequence[int]) -> bytes:

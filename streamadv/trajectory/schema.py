@@ -318,17 +318,13 @@ class Trajectory(_Model):
     @property
     def version_span(self) -> tuple[int, int] | None:
         """Oldest and newest policy version over trainable tokens; None when the source has no version."""
-        spans: list[tuple[int, int]] = []
-        for row in self.rows:
-            if row.versions is not None:
-                trained = row.versions[row.response_mask == 1]
-                if trained.size:
-                    spans.append((max(0, int(trained.min())), max(0, int(trained.max()))))
-        if spans:
-            return min(start for start, _ in spans), max(end for _, end in spans)
-        if isinstance(self.model_version, tuple):
-            return self.model_version
-        return None if self.model_version is None else (self.model_version, self.model_version)
+        version = self.model_version
+        if self.rows and self.rows[0].versions is not None:  # then all rows have them
+            versions = [row.columns["versions"][row.response_mask == 1] for row in self.rows]
+            trained = np.concatenate(versions)
+            if trained.size:
+                return max(0, int(trained.min())), max(0, int(trained.max()))
+        return version if version is None or isinstance(version, tuple) else (version, version)
 
     def to_json(self) -> dict[str, Any]:
         """The interchange form: lists for arrays, a single row at top level, absent fields left out."""

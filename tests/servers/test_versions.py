@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from streamadv.run import open_run
 from streamadv.store.connection import Connection
 from streamadv.store.keys import manifest_key
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.columns import HEADER
 from streamadv.trajectory.packet import Packet
 from streamadv.trajectory.payload import SCHEMA_VERSION
 from streamadv.trajectory.schema import Trajectory
@@ -24,14 +26,12 @@ from tests.support import delivered_batch, join, ledger, next_batch, problems, p
 def newer_packet(packet: Packet) -> Packet:
     """Of a release that knows one field more in the header."""
     header = {
-        **json.loads(packet.fields["header"]),
+        **json.loads(packet.fields[HEADER]),
         "novelty": 1,
         "members": [{"novelty": 1}] * len(packet.indices),
     }
-    fields = {**packet.fields, "header": json.dumps(header).encode()}
-    return packet._replace(
-        fields=fields, size=packet.size - len(packet.fields["header"]) + len(fields["header"])
-    )
+    fields = {**packet.fields, HEADER: json.dumps(header).encode()}
+    return packet._replace(fields=fields, size=packet.size - len(packet.fields[HEADER]) + len(fields[HEADER]))
 
 
 def test_a_field_that_a_newer_release_adds_passes_through_an_older_one(
@@ -40,8 +40,8 @@ def test_a_field_that_a_newer_release_adds_passes_through_an_older_one(
     """Within a schema version fields are only ever added, and left alone by who does not know them."""
     encode = pushing.encode_packets
 
-    def encode_newer(items: Sequence[Trajectory], limit: int) -> list[Packet]:
-        return [newer_packet(packet) for packet in encode(items, limit)]
+    def encode_newer(items: Sequence[Trajectory], *settings: Any) -> list[Packet]:
+        return [newer_packet(packet) for packet in encode(items, *settings)]
 
     joined = join(redis_url, run)
     with Producer(redis_url, run) as older:

@@ -51,7 +51,7 @@ def test_what_has_no_bytes_is_refused(command: str, arg: Any) -> None:
 
 
 Arrays = st.sampled_from([(0,), (3,), (2, 0), (2, 3), (LARGE // 3,), (LARGE,)]).map(np.ones)
-Value = st.one_of(st.binary(max_size=8), Arrays, st.lists(Arrays, min_size=1, max_size=4))
+Value = st.one_of(st.binary(max_size=8), Arrays, st.lists(Arrays, min_size=1, max_size=4).map(tuple))
 Fields = st.dictionaries(
     st.one_of(st.text("aä", max_size=3), st.just(b"header")), Value, min_size=1, max_size=5
 )

@@ -46,7 +46,7 @@ def kinds_of(items: Sequence[Trajectory]) -> dict[str, str]:
 
 
 def bytes_of(value: Any) -> bytes:
-    if isinstance(value, list):
+    if isinstance(value, tuple):
         return b"".join(map(bytes_of, value))
     return value if isinstance(value, bytes) else value.tobytes()  # type: ignore[no-any-return]
 
@@ -234,8 +234,8 @@ def test_what_travels_together() -> None:
         trajectory("g", 5, 8, reward=None),
     ]
     packets = encode_packets(items, LIMIT)
-    assert [packet.indices for packet in packets] == [(2, 3), (0,), (1,), (4, 5)]
-    assert [packet.positions for packet in packets] == [(3, 0), (1,), (2,), (4, 5)]
+    assert [packet.indices for packet in packets] == [(0,), (1,), (2, 3), (4, 5)]
+    assert [packet.positions for packet in packets] == [(1,), (2,), (3, 0), (4, 5)]
     assert packets[3].members == "4 aborted - train\n5 unscorable - train\n"
     (cancelled,) = ended_packets([7, 2], "cancelled")
     assert (cancelled.indices, cancelled.positions) == ((2, 7), (1, 0))

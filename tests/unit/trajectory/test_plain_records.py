@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from streamadv.producer.tickets import Ticket
 from streamadv.trajectory.columns import KNOWN_COLUMNS
 from streamadv.trajectory.packet import LARGE_COLUMN, MAX_PACKET_BYTES, Packet
 from streamadv.trajectory.packet_encoding import encode_packets, merge_packets
-from streamadv.trajectory.plain_records import plain_packets, plain_trajectories
+from streamadv.trajectory.plain_records import plain_packets
 
 LIMIT = 1 << 20
 FLOATS = [name for name, dtype in KNOWN_COLUMNS.items() if dtype.kind == "f"]
@@ -30,7 +29,7 @@ def sent(packets: list[Packet]) -> list[Any]:
 
 
 def bytes_of(value: Any) -> bytes:
-    if isinstance(value, list):
+    if isinstance(value, tuple):
         return b"".join(map(bytes_of, value))
     return value if isinstance(value, bytes) else value.tobytes()  # type: ignore[no-any-return]
 
@@ -133,10 +132,6 @@ def test_both_ways_give_the_same(found: list[Any], ticket: Ticket, limit: int) -
     packets = plain_packets(found, ticket, limit)
     if packets is not None:
         assert sent(packets) == full(found, ticket, limit)
-    with suppress(TrajectoryError):
-        packets = plain_trajectories(check_records(found, ticket), limit)
-        if packets is not None:
-            assert sent(packets) == full(found, ticket, limit)
 
 
 @pytest.mark.parametrize("tokens", [1, 512, LARGE_COLUMN // 16, LARGE_COLUMN // 4, MAX_PACKET_BYTES // 8])
@@ -147,9 +142,6 @@ def test_plain_records_take_the_short_way(tokens: int) -> None:
     ]
     found[2] = dict(reversed(found[2].items()))  # the order of a record's fields says nothing
     packets = plain_packets(found, TICKET, LIMIT)
-    assert packets is not None
-    assert sent(packets) == full(found, TICKET)
-    packets = plain_trajectories(check_records(found, TICKET), LIMIT)
     assert packets is not None
     assert sent(packets) == full(found, TICKET)
     assert [index for packet in packets for index in packet.indices] == [0, 1, 3, 5]
@@ -235,7 +227,6 @@ def test_small_arrays_may_be_written_into_once_they_are_pushed() -> None:
     pushed = record["input_ids"].copy()
     for packets in (
         plain_packets([record], TICKET, LIMIT),
-        plain_trajectories(check_records([record], TICKET), LIMIT),
         encode_packets(check_records([record], TICKET), LIMIT),
     ):
         assert packets is not None
