@@ -127,10 +127,10 @@ def _work_item_of(run: Run, entry: Entry) -> WorkItem:
     data loss the trainer writes the record again. BatchLostError if the item's shard does not know the batch: it was
     committed, or undone and perhaps named again.
     """
-    if "work" not in entry.fields:
+    if b"work" not in entry.fields:
         raise WireError("work is missing")
     try:
-        item = WorkItem.model_validate_json(entry.fields["work"])
+        item = WorkItem.model_validate_json(entry.fields[b"work"])
     except ValidationError as error:
         raise WireError(f"work: {first_problem(error)}") from error
     if {item.shard, *(pointer.shard for pointer in item.groups)} - set(range(len(run.keys.salts))):

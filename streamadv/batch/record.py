@@ -86,7 +86,7 @@ def read_records(run: Run, leads: bool = False) -> dict[int, BatchRecord]:
             records[record.k] = record
         except WireError as error:
             if leads:
-                reject(run.home, run.home.keys.batches, k, str(error), {"record": text})
+                reject(run.home, run.home.keys.batches, k, str(error), {b"record": text})
     return records
 
 

@@ -8,6 +8,7 @@ from .. import tracing
 from ..metrics.instruments import EVALUATED, KEPT
 from ..run import Run, Shard
 from ..run.consumer import Entry
+from ..run.packets import StreamPacket
 from ..store.replies import replies_of
 from ..trajectory.member_table import trace_of
 
@@ -17,16 +18,13 @@ def first_trace(tables: Iterable[bytes | memoryview]) -> bytes | None:
     return next((context for table in tables if (context := trace_of(table)) is not None), None)
 
 
-def traces_of_entries(packets: Mapping[str, Sequence[Entry]]) -> dict[str, bytes]:
-    """Trace contexts of the groups of packets in a stream, by id; {} where no traces are recorded.
-
-    packets: by group id, without a problem.
-    """
-    contexts = {
-        group_id: first_trace(entry.fields["table"] for entry in entries)
-        for group_id, entries in (packets.items() if tracing.is_on() else ())
-    }
-    return {group_id: context for group_id, context in contexts.items() if context is not None}
+def traces_of_entries(packets: Iterable[tuple[Entry, StreamPacket]]) -> dict[str, bytes]:
+    """Trace contexts of the groups of packets in a stream, by id; {} where no traces are recorded."""
+    contexts: dict[str, bytes] = {}
+    for entry, packet in packets if tracing.is_on() else ():
+        if (context := trace_of(entry.fields[b"table"])) is not None:
+            contexts.setdefault(packet.group_id, context)
+    return contexts
 
 
 def traces_of_open(shard: Shard, group_ids: Sequence[str]) -> dict[str, bytes]:

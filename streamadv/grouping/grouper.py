@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from .. import clock, metrics, tracing
-from ..run import Run
+from ..errors import WireError
+from ..run import Run, Shard
 from ..run.consumer import GROUPER, Consumer, Entry
 from ..run.malformed import reject
-from ..run.packets import PACKET_FIELDS, packet_problem, whole_group
+from ..run.packets import PACKET_FIELDS, StreamPacket, read_packet, rewards_of_whole
 from ..store.retry import RETRYABLE, Outage
 from .group_traces import record_grouped, traces_of_entries
 from .housekeeping import Housekeeping, apply_scores, count_ended
@@ -29,6 +30,8 @@ GATHER_S: Final = 0.010
 HOUSEKEEPING_S: Final = 1.0
 #: How often the list of scores is looked at, while packets come.
 SCORES_S: Final = 0.05
+
+_Arrived = tuple[Entry, StreamPacket]
 
 
 def run_grouper(
@@ -71,46 +74,41 @@ def run_grouper(
 
 def take(run: Run, entries: Sequence[Entry]) -> list[str]:
     """Hand entries of one shard off into their groups. Returns the outcomes of groups that ended."""
-    outcomes: list[str] = []
-    start = members = 0
-    for position, entry in enumerate(entries):
-        count = entry.fields.get("members", b"").count(b"\n")
-        if position > start and members + count > TAKE_MEMBERS:
-            outcomes += _take(run, entries[start:position])
-            start, members = position, 0
-        members += count
-    return outcomes + _take(run, entries[start:])
-
-
-def _take(run: Run, entries: Sequence[Entry]) -> list[str]:
-    shard, since = run.shard(entries[0].shard), tracing.now()
-    packets: dict[str, list[Entry]] = {}  # by group id
+    shard = run.shard(entries[0].shard)
+    outcomes, page, members = list[str](), list[_Arrived](), 0
     for entry in entries:
-        problem = packet_problem(run, entry.shard, entry.fields)
-        if problem is None:
-            packets.setdefault(entry.fields["group_id"].decode(), []).append(entry)
-        else:
-            reject(shard, shard.keys.rollouts, entry.id, problem, entry.fields, stage=STAGE)
-    if not packets:
-        return []
+        try:
+            packet = read_packet(run, entry.shard, entry.fields)
+        except WireError as error:
+            reject(shard, shard.keys.rollouts, entry.id, str(error), entry.fields, stage=STAGE)
+            continue
+        if page and members + len(packet.members) > TAKE_MEMBERS:
+            outcomes += _take(run, shard, page)
+            page, members = [], 0
+        page.append((entry, packet))
+        members += len(packet.members)
+    return outcomes + (_take(run, shard, page) if page else [])
+
+
+def _take(run: Run, shard: Shard, packets: Sequence[_Arrived]) -> list[str]:
+    since = tracing.now()
+    groups: dict[str, list[_Arrived]] = {}
+    for arrived in packets:
+        groups.setdefault(arrived[1].group_id, []).append(arrived)
     args: list[Any] = [STAGE, *run.manifest.policy_args]
-    payloads, rewards = list[str](), list[bytes]()
-    for group_id, of_group in packets.items():
-        members = b"".join([entry.fields["members"] for entry in of_group])
-        rewards.append(whole_group(members))
-        args += [group_id, members.count(b"\n") if rewards[-1] else 0, len(of_group)]
-        for entry in of_group:
-            fields = [entry.fields[name] for name in PACKET_FIELDS]
-            args += [entry.id, fields[4].count(b"\n"), *fields[1:]]
-            payloads += filter(None, [fields[1].decode()])
-    ids = list(packets)
+    payloads, rewards = list[str](), list[list[float]]()
+    for group_id, of_group in groups.items():
+        members = [member for _, packet in of_group for member in packet.members]
+        rewards.append(rewards_of_whole(members))
+        args += [group_id, len(members) if rewards[-1] else 0, len(of_group)]
+        for entry, packet in of_group:
+            args += [entry.id, len(packet.members), *[entry.fields[name] for name in PACKET_FIELDS[1:]]]
+            if packet.payload:
+                payloads.append(packet.payload)
+    ids = list(groups)
     taken, *ended = shard.call("take", args, group_hashes=map(shard.keys.group, ids), payloads=payloads)
     metrics.entries(STAGE, "acked", taken)
-    ended[3::4] = [
-        rewards[number - 1] if told is None else told
-        for number, told in zip(ended[::4], ended[3::4], strict=True)
-    ]
-    outcomes = {ids[number - 1]: outcome for number, outcome in count_ended(ended)}
+    outcomes = {ids[number - 1]: outcome for number, outcome in count_ended(ended, rewards)}
     if traces := traces_of_entries(packets):
         record_grouped(run, traces, since, outcomes)
     return list(outcomes.values())

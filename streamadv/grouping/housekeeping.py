@@ -179,14 +179,21 @@ def sweep(shard: Shard) -> int:
     return swept
 
 
-def count_ended(ended: Sequence[Any]) -> list[tuple[Any, str]]:
+def count_ended(ended: Sequence[Any], whole: Sequence[Sequence[float]] = ()) -> list[tuple[Any, str]]:
     """Count groups that a script has ended in the metrics. Returns which ones, as the script says, and their outcomes.
 
-    ended: of each group which one it is, its outcome, data source and rewards, which blanks separate.
+    ended: of each group which one it is, its outcome, data source and rewards, which blanks separate; instead of them
+    None for the group whose number, counted from 1, `whole` has them under.
     """
     groups = [
-        metrics.EndedGroup(outcome.decode(), source.decode() or None, list(map(float, rewards.split())))
-        for outcome, source, rewards in zip(ended[1::4], ended[2::4], ended[3::4], strict=True)
+        metrics.EndedGroup(
+            outcome.decode(),
+            source.decode() or None,
+            whole[which - 1] if rewards is None else list(map(float, rewards.split())),
+        )
+        for which, outcome, source, rewards in zip(
+            ended[::4], ended[1::4], ended[2::4], ended[3::4], strict=True
+        )
     ]
     metrics.groups_ended(groups)
     return [(which, group.outcome) for which, group in zip(ended[::4], groups, strict=True)]

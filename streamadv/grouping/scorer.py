@@ -175,7 +175,7 @@ class Scorer:
         packets = packets_of(self._run, shard, self._name, entries)
         genuine = {packet.entry.id for packet in packets}
         consumer.done([entry for entry in entries if entry.id not in genuine])
-        states = are_open(shard, [packet.entry for packet in packets])
+        states = are_open(shard, [packet.group_id for packet in packets])
         waiting = [packet for packet, is_open in zip(packets, states, strict=True) if is_open]
         # A score no longer counts: the group has ended.
         ended = [packet for packet, is_open in zip(packets, states, strict=True) if not is_open]
@@ -219,7 +219,7 @@ class Scorer:
         """Whether a score of the packet still counts. If not it is handed off as it came."""
         if packet.is_handed_on:
             return False
-        (is_open,) = are_open(self._run.shard(packet.entry.shard), [packet.entry])
+        (is_open,) = are_open(self._run.shard(packet.entry.shard), [packet.group_id])
         if not is_open:
             self._hand_off(consumer, [(packet, unchanged(packet.entry))])
         return is_open

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -13,7 +14,7 @@ from ..errors import WireError
 from ..run import Run, Shard
 from ..run.consumer import Entry, entries_of
 from ..run.malformed import reject
-from ..run.packets import PACKET_FIELDS, USABLE, MemberLine, packet_problem, parse_members
+from ..run.packets import PACKET_FIELDS, USABLE, MemberLine, read_packet
 from ..trajectory.member_table import encode_table, read_table, trace_of, with_trace
 from ..trajectory.members import Members
 from ..trajectory.packet import StoredPacket, member_line
@@ -37,6 +38,7 @@ class WaitingPacket:
     """A packet in the stream of a scorer. It is handed on whole, once each usable member has its verdict."""
 
     entry: Entry
+    group_id: str
     lines: list[MemberLine]
     stored: StoredPacket
     verdicts: dict[int, Mapping[str, float] | None] = field(default_factory=dict)
@@ -46,13 +48,9 @@ class WaitingPacket:
     since: int = field(default_factory=tracing.now)
 
     @property
-    def group_id(self) -> str:
-        return self.entry.fields["group_id"].decode()
-
-    @property
     def trace(self) -> bytes | None:
         """The trace context of its group, where traces are recorded."""
-        return trace_of(self.entry.fields["table"]) if tracing.is_on() else None
+        return trace_of(self.entry.fields[b"table"]) if tracing.is_on() else None
 
     @property
     def usable(self) -> list[int]:
@@ -78,13 +76,9 @@ class WaitingPacket:
             is_judged = named is not None and line.role != Role.EVAL and not np.isnan(named[position])
             value = float(named[position]) if named is not None and is_judged else reward
             text += member_line(line.rollout_index, kind, value if has_reward else None, line.role)
-        fields: dict[str, Any] = {
-            **self.entry.fields,
-            "members": text,
-            "table": with_trace(
-                encode_table(members, self.stored.columns), trace_of(self.entry.fields["table"])
-            ),
-        }
+        trace = trace_of(self.entry.fields[b"table"])
+        table = with_trace(encode_table(members, self.stored.columns), trace)
+        fields = {**self.entry.fields, b"members": text, b"table": table}
         is_over = all(rewards is None for rewards in self.verdicts.values())
         return HandOff(self.entry, [fields[name] for name in PACKET_FIELDS], None if is_over else target)
 
@@ -136,34 +130,30 @@ def packets_of(run: Run, shard: Shard, scorer: str, entries: Sequence[Entry]) ->
     """The packets of entries. Entries that are none are removed as malformed, and left out."""
     packets = []
     for entry in entries:
-        problem = packet_problem(run, shard.index, entry.fields)
-        if problem is None:
-            try:
-                packets.append(_packet_of(entry))
-            except WireError as error:
-                problem = str(error)
-        if problem is not None:
-            reject(shard, shard.keys.scoring(scorer), entry.id, problem, entry.fields, stage=scorer)
+        try:
+            packets.append(_packet_of(run, entry))
+        except WireError as error:
+            reject(shard, shard.keys.scoring(scorer), entry.id, str(error), entry.fields, stage=scorer)
     return packets
 
 
-def _packet_of(entry: Entry) -> WaitingPacket:
-    """Raises WireError for a member table that is not the one of its members."""
-    fields, lines = entry.fields, parse_members(entry.fields["members"])
-    size = int(fields["bytes"])
-    members, columns = read_table(fields["table"], size)
-    if members.table["index"].tolist() != [line.rollout_index for line in lines]:
+def _packet_of(run: Run, entry: Entry) -> WaitingPacket:
+    """Raises WireError for what is no packet, or has a member table that is not the one of its members."""
+    packet, fields = read_packet(run, entry.shard, entry.fields), entry.fields
+    size = int(fields[b"bytes"])
+    members, columns = read_table(fields[b"table"], size)
+    if members.table["index"].tolist() != [line.rollout_index for line in packet.members]:
         raise WireError("member table: its members are not those of the packet")
-    stored = StoredPacket(fields["payload"].decode(), size, int(fields["epoch"]), columns, members)
-    return WaitingPacket(entry, lines, stored)
+    stored = StoredPacket(packet.payload, size, int(fields[b"epoch"]), columns, members)
+    return WaitingPacket(entry, packet.group_id, packet.members, stored)
 
 
-def are_open(shard: Shard, entries: Sequence[Entry]) -> list[bool]:
-    """Of packets: whether their group is open, so that a score would still count."""
+def are_open(shard: Shard, group_ids: Sequence[str]) -> list[bool]:
+    """Whether groups are open, so that a score would still count."""
     pipe = shard.connection.scripts.pipeline(transaction=False)
-    for entry in entries:
-        pipe.exists(shard.keys.group(entry.fields["group_id"].decode()))
-    return [bool(is_open) for is_open in (pipe.execute() if entries else ())]
+    for group_id in group_ids:
+        pipe.exists(shard.keys.group(group_id))
+    return list(map(bool, pipe.execute()))
 
 
 def pass_on_ended(run: Run, shard: Shard) -> int:
@@ -174,9 +164,12 @@ def pass_on_ended(run: Run, shard: Shard) -> int:
     passed = 0
     for scorer in run.manifest.scorers:
         reply: Any = shard.connection.scripts.xrange(shard.keys.scoring(scorer), "-", "+", LOOK_COUNT)
-        entries = entries_of(shard.index, reply)
-        packets = [entry for entry in entries if packet_problem(run, shard.index, entry.fields) is None]
-        states = are_open(shard, packets)
+        packets, group_ids = list[Entry](), list[str]()
+        for entry in entries_of(shard.index, reply):
+            with suppress(WireError):
+                group_ids.append(read_packet(run, shard.index, entry.fields).group_id)
+                packets.append(entry)
+        states = are_open(shard, group_ids)
         ended = [unchanged(entry) for entry, is_open in zip(packets, states, strict=True) if not is_open]
         passed += pass_on(shard, scorer, ended)
     return passed

@@ -15,7 +15,6 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from enum import Enum
 from typing import Any, Final, NamedTuple
 
 from redis.exceptions import ResponseError
@@ -53,17 +52,8 @@ class Entry(NamedTuple):
 
     shard: int
     id: str
-    fields: dict[str, bytes]
+    fields: Mapping[bytes, bytes]
     reclaimed: bool = False  # whoever had it before did not finish it within the lease
-
-
-class Action(Enum):
-    """What a consumer does next in a stream."""
-
-    READ_PENDING = "read a page of what is pending under its name"
-    CHECK_LEASES = "look at everything pending"
-    TAKE_OVER = "take over entries whose lease is over"
-    READ_NEW = "read new entries"
 
 
 class Cursor:
@@ -78,14 +68,7 @@ class Cursor:
         self.pending_from: str | None = FIRST
         self.leases = Leases(lease_s)
         self.check_due = -math.inf
-        self._expired: list[tuple[str, Delivery]] = []
-
-    def next_action(self, now: float) -> Action:
-        if self.pending_from is not None:
-            return Action.READ_PENDING
-        if now > self.check_due:
-            return Action.CHECK_LEASES
-        return Action.TAKE_OVER if self._expired else Action.READ_NEW
+        self.expired: list[tuple[str, Delivery]] = []  # to be taken over
 
     def reread(self) -> None:
         """Read again what is pending under its name, from the first entry."""
@@ -96,16 +79,11 @@ class Cursor:
     ) -> None:
         """Find out whose lease is over. pending: everything there is, by entry id."""
         self.leases.update(pending, now)
-        self._expired = [
+        self.expired = [
             (entry_id, delivery)
             for entry_id, delivery in self.leases.expired(now)
             if (self.shard.index, entry_id) not in in_hand
         ]
-
-    def pop_expired(self, count: int) -> list[tuple[str, Delivery]]:
-        """Up to `count` entries to take over."""
-        page, self._expired = self._expired[:count], self._expired[count:]
-        return page
 
 
 def consumer_name() -> str:
@@ -275,24 +253,20 @@ class Consumer:
         cursor.shard.call("ensure_group", [self.stage], stream=cursor.stream)
 
     def _advance(self, cursor: Cursor, count: int, block_ms: int | None) -> list[Entry]:
-        """Do what is next in a stream until an action gives entries, or there is nothing new."""
-        now = clock.now()
-        while True:
-            match cursor.next_action(now):
-                case Action.READ_PENDING:
-                    pending = self._group_read(cursor, cursor.pending_from or FIRST, count, None)
-                    cursor.pending_from = pending[-1].id if pending else None
-                    if pending:
-                        return self._take_in_hand(pending)
-                case Action.CHECK_LEASES:
-                    self._check_leases(cursor)
-                case Action.TAKE_OVER:
-                    if entries := self._take_over(cursor, count):
-                        return entries
-                case Action.READ_NEW:
-                    entries = self._take_in_hand(self._group_read(cursor, ">", count, block_ms))
-                    metrics.entries(self.stage, "delivered", len(entries))
-                    return entries
+        """What is pending under its name, then what others have left, then new entries: the first there are."""
+        if cursor.pending_from is not None:
+            pending = self._group_read(cursor, cursor.pending_from, count, None)
+            cursor.pending_from = pending[-1].id if pending else None
+            if pending:
+                return self._take_in_hand(pending)
+        if clock.now() > cursor.check_due:
+            self._check_leases(cursor)
+        while cursor.expired:
+            if entries := self._take_over(cursor, count):
+                return entries
+        entries = self._take_in_hand(self._group_read(cursor, ">", count, block_ms))
+        metrics.entries(self.stage, "delivered", len(entries))
+        return entries
 
     def _check_leases(self, cursor: Cursor) -> None:
         cursor.check_due = clock.now() + self.lease_s / 3 * random.uniform(0.8, 1.2)
@@ -306,7 +280,8 @@ class Consumer:
     def _take_over(self, cursor: Cursor, count: int) -> list[Entry]:
         """Of entries whose lease was over at the last look, those that nobody has touched since."""
         args: list[Any] = [self.stage, self.name]
-        for entry_id, delivery in cursor.pop_expired(count):
+        page, cursor.expired = cursor.expired[:count], cursor.expired[count:]
+        for entry_id, delivery in page:
             args += [entry_id, *delivery]
         claimed = [
             (entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
@@ -367,10 +342,4 @@ class Consumer:
 
 def entries_of(shard: int, entries: Sequence[Any], reclaimed: bool = False) -> list[Entry]:
     """Entries of a reply. One whose content was deleted while it was pending has no fields and is left out."""
-    return [
-        Entry(shard, entry_id.decode(), _named(fields), reclaimed) for entry_id, fields in entries if fields
-    ]
-
-
-def _named(fields: Mapping[bytes, bytes]) -> dict[str, bytes]:
-    return {name.decode(errors="backslashreplace"): value for name, value in fields.items()}
+    return [Entry(shard, entry_id.decode(), fields, reclaimed) for entry_id, fields in entries if fields]

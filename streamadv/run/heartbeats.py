@@ -58,7 +58,7 @@ class Attendance:
         stored: Any = self._run.connection.scripts.hgetall(home.keys.producers)
         for name, value in stored.items():
             if not PRODUCER_STATE.fullmatch(value.decode(errors="replace")):
-                reject(home, home.keys.producers, name, "no state of a producer", {"state": value})
+                reject(home, home.keys.producers, name, "no state of a producer", {b"state": value})
             elif name not in self._heartbeats or self._heartbeats[name].value != value:
                 self._heartbeats[name] = LastHeartbeat(value, now)
         names_to_forget = self._past(stored.keys() & self._heartbeats.keys(), now)

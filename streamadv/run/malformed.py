@@ -27,7 +27,7 @@ REMOVALS: Final = {
     "scored": "LREM",
 }
 #: Fields of stream entries with member tables. The size of their payloads is not judged here.
-TABLES: Final = ("table", "tables")
+TABLES: Final = (b"table", b"tables")
 TABLE_BYTES: Final = 1 << 14  # longer ones are not read
 ANY_SIZE: Final = 1 << 62
 #: Of a removed item, so much is kept to look at.
@@ -50,7 +50,7 @@ def reject(
     key: str,
     item: str | bytes,
     problem: str,
-    fields: Mapping[str, bytes] | None = None,
+    fields: Mapping[bytes, bytes] | None = None,
     *,
     stage: str = "",
 ) -> None:
@@ -60,7 +60,10 @@ def reject(
     """
     place = key.partition("}:")[2]
     problem = one_line(problem)
-    shown = {name[:100]: _shown(name, value) for name, value in list((fields or {}).items())[:20]}
+    shown = {
+        name.decode(errors="backslashreplace")[:100]: _shown(name, value)
+        for name, value in list((fields or {}).items())[:20]
+    }
     text = repr(shown)[:TEXT_CHARS]
     args = [REMOVALS.get(place, "XDEL"), stage, item, place, problem, text]
     if shard.call("reject", args, place=key):
@@ -68,7 +71,7 @@ def reject(
         logger.error("removed from %s: %s", place, problem, extra=extra)
 
 
-def _shown(name: str, value: bytes) -> Any:
+def _shown(name: bytes, value: bytes) -> Any:
     """Member tables in words, or why they are none; of anything else the beginning."""
     if name not in TABLES or not 0 < len(value) <= TABLE_BYTES:
         return value[:200]

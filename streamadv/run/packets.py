@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
+from ..errors import WireError
 from ..messages import brief
 from ..store.keys import ShardKeys
 from ..trajectory.packet import MAX_PACKET_MEMBERS
-from ..trajectory.schema import MAX_GROUP_SIZE
+from ..trajectory.schema import MAX_GROUP_SIZE, Role
 from .run import Run
 
 #: Fields of an entry, as `lua/lib/append.lua` writes them.
-PACKET_FIELDS: Final = ("group_id", "payload", "bytes", "epoch", "members", "table")
-_PACKET_FIELDS: Final = frozenset(PACKET_FIELDS)
+PACKET_FIELDS: Final = (b"group_id", b"payload", b"bytes", b"epoch", b"members", b"table")
 USABLE: Final = "usable"
 #: Most a run may allow for `max_trajectory_bytes`.
 MAX_BYTES: Final = 1 << 30
@@ -32,7 +31,7 @@ _KIND: Final = "usable|unscorable|failed|aborted|cancelled"
 _LINE: Final = (
     rf"(?:0|[1-9][0-9]{{0,3}}) (?:{_KIND}) (?:-|-?[0-9][-+.e0-9]{{0,29}}) (?:train|baseline|eval)\n"
 )
-_MEMBERS: Final = re.compile(f"(?:{_LINE}){{1,{MAX_PACKET_MEMBERS}}}")
+_MEMBERS: Final = re.compile(f"(?:{_LINE}){{1,{MAX_PACKET_MEMBERS}}}".encode())
 
 
 class MemberLine(NamedTuple):
@@ -44,71 +43,71 @@ class MemberLine(NamedTuple):
     role: str
 
 
-def parse_members(text: bytes) -> list[MemberLine]:
-    """The members of a packet. Raises ValueError for what no producer pushes."""
-    words = _checked_words(text)
-    rewards = [None if word == "-" else float(word) for word in words[2::4]]
-    return list(map(MemberLine, map(int, words[::4]), words[1::4], rewards, words[3::4]))
+class StreamPacket(NamedTuple):
+    """A packet as an entry of a stream tells of it."""
+
+    group_id: str
+    payload: str  # its key; '' = none, and no member is usable
+    members: list[MemberLine]
 
 
-def _checked_words(text: bytes) -> list[str]:
-    """The words of the members of a packet, four of each. Raises ValueError for what no producer pushes."""
-    decoded = text.decode("ascii")
-    if not _MEMBERS.fullmatch(decoded):
-        raise ValueError(
-            f"members is {brief(text)}, needs 1..{MAX_PACKET_MEMBERS} lines: index kind reward role"
-        )
-    words = decoded.split()
-    for before, index in pairwise([-1, *map(int, words[::4])]):
-        if not before < index < 2 * MAX_GROUP_SIZE:
-            raise ValueError(f"members has the index {index}, needs 0..{2 * MAX_GROUP_SIZE - 1}, ascending")
-    for word in words[2::4]:
-        if word != "-" and not math.isfinite(float(word)):
-            raise ValueError(f"members has the reward {float(word)}, needs a finite number")
-    return words
-
-
-def whole_group(text: bytes) -> bytes:
-    """If these members are all of a group, each usable and with its reward: the rewards of those that are no baselines.
-
-    They are separated by blanks; b"" otherwise. text: the members of packets without a problem, one behind the other.
-    """
-    words = text.split()
-    size, rewards, roles = len(words) // 4, words[2::4], words[3::4]
-    if words[::4] != [b"%d" % index for index in range(size)] or words[1::4].count(b"usable") < size:
-        return b""
-    if b"-" in rewards or b"eval" in roles:
-        return b""
-    if b"baseline" in roles:
-        rewards = [reward for reward, role in zip(rewards, roles, strict=True) if role != b"baseline"]
-    return b" ".join(rewards)
-
-
-def packet_problem(run: Run, shard: int, fields: Mapping[str, bytes]) -> str | None:
-    """Why the fields of an entry are no packet, or None if they are one."""
-    if not fields.keys() >= _PACKET_FIELDS:
-        return f"{next(name for name in PACKET_FIELDS if name not in fields)} is missing"
+def read_packet(run: Run, shard: int, fields: Mapping[bytes, bytes]) -> StreamPacket:
+    """The packet of an entry with these fields. Raises WireError if they are none."""
     try:
-        group_id, payload = fields["group_id"].decode(), fields["payload"].decode()
+        group, key, size, epoch, members, _ = [fields[name] for name in PACKET_FIELDS]
+        packet = StreamPacket(group.decode(), key.decode(), parse_members(members))
+    except KeyError as error:
+        raise WireError(f"{error.args[0].decode()} is missing") from None
     except UnicodeDecodeError:
-        return "group_id or payload is no UTF-8"
-    keys = run.keys.shard(shard)
+        raise WireError("group_id or payload is no UTF-8") from None
+    if problem := _problem(run, shard, packet, size, epoch):
+        raise WireError(problem)
+    return packet
+
+
+def _problem(run: Run, shard: int, packet: StreamPacket, size: bytes, epoch: bytes) -> str | None:
+    group_id, payload, members = packet
     if not _GROUP_ID.fullmatch(group_id) or run.keys.shard_of(group_id) != shard:
         return f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}"
-    if not _NUMBER.fullmatch(fields["bytes"]) or int(fields["bytes"]) > MAX_BYTES:
-        return f"bytes is {brief(fields['bytes'])}, needs 0..{MAX_BYTES}"
-    if not _EPOCH.fullmatch(fields["epoch"]):
-        return f"epoch is {brief(fields['epoch'])}, needs a fencing epoch"
-    try:
-        words = _checked_words(fields["members"])
-    except ValueError as error:
-        return str(error)
+    if not _NUMBER.fullmatch(size) or int(size) > MAX_BYTES:
+        return f"bytes is {brief(size)}, needs 0..{MAX_BYTES}"
+    if not _EPOCH.fullmatch(epoch):
+        return f"epoch is {brief(epoch)}, needs a fencing epoch"
     if not payload:
-        has_data = fields["bytes"] != b"0" or USABLE in words
+        has_data = size != b"0" or any(member.kind == USABLE for member in members)
         return "payload is missing, needs its key" if has_data else None
-    if not is_payload_key(keys, payload):
+    if not is_payload_key(run.keys.shard(shard), payload):
         return f"payload is {brief(payload)}, needs the key of a payload"
-    return "bytes is 0, needs the size of a payload" if fields["bytes"] == b"0" else None
+    return "bytes is 0, needs the size of a payload" if size == b"0" else None
+
+
+def parse_members(text: bytes) -> list[MemberLine]:
+    """The members of a packet. Raises WireError for what no producer pushes."""
+    if not _MEMBERS.fullmatch(text):
+        raise WireError(
+            f"members is {brief(text)}, needs 1..{MAX_PACKET_MEMBERS} lines: index kind reward role"
+        )
+    words, before = text.decode().split(), -1
+    rewards = [None if word == "-" else float(word) for word in words[2::4]]
+    members = list(map(MemberLine, map(int, words[::4]), words[1::4], rewards, words[3::4]))
+    for index, _, reward, _ in members:
+        if not before < index < 2 * MAX_GROUP_SIZE:
+            raise WireError(f"members has the index {index}, needs 0..{2 * MAX_GROUP_SIZE - 1}, ascending")
+        if reward is not None and not math.isfinite(reward):
+            raise WireError(f"members has the reward {reward}, needs a finite number")
+        before = index
+    return members
+
+
+def rewards_of_whole(members: Sequence[MemberLine]) -> list[float]:
+    """The rewards of a group without its baselines; [] unless these are all its members, each usable and rewarded."""
+    rewards = []
+    for position, (index, kind, reward, role) in enumerate(members):
+        if index != position or kind != USABLE or reward is None or role == Role.EVAL:
+            return []
+        if role != Role.BASELINE:
+            rewards.append(reward)
+    return rewards
 
 
 def is_payload_key(keys: ShardKeys, key: str) -> bool:

@@ -14,7 +14,7 @@ from ..errors import WireError
 from ..grouping.groups_log import read_log
 from ..messages import brief
 from ..run import Run
-from ..run.packets import MemberLine, packet_problem, parse_members
+from ..run.packets import MemberLine, parse_members, read_packet
 from ..store.keys import ShardKeys
 from ..store.replies import as_count
 from ..trajectory.member_table import read_table
@@ -92,11 +92,11 @@ def _walk_streams(run: Run, keys: ShardKeys, stored: StoredData) -> None:
 
 def _entry_problem(run: Run, shard: int, fields: Mapping[bytes, bytes]) -> str | None:
     """Why an entry of a stream is no packet, or None."""
-    named = {name.decode(errors="backslashreplace"): value for name, value in fields.items()}
-    problem = packet_problem(run, shard, named)
-    if problem is None and named["payload"]:
-        problem = _table_problem(parse_members(named["members"]), named["table"], named["bytes"])
-    return problem
+    try:
+        packet = read_packet(run, shard, fields)
+    except WireError as error:
+        return str(error)
+    return _table_problem(packet.members, fields[b"table"], fields[b"bytes"]) if packet.payload else None
 
 
 def _table_problem(members: list[MemberLine], table: bytes, size: bytes) -> str | None:
@@ -142,12 +142,12 @@ def _walk_packets(
         match = _GROUP_PACKET.fullmatch(packet)
         try:
             if match is None:
-                raise ValueError(f"{brief(packet)} is no packet")
+                raise WireError(f"{brief(packet)} is no packet")
             members = parse_members(match[3])
             problem = _table_problem(members, match[4], match[1])
             if len(match[2]) != len(members):
                 problem = f"it has {len(members)} members, its mask {match[2].decode()}"
-        except ValueError as error:
+        except WireError as error:
             members, problem = [], str(error)
         if problem:
             stored.problems.append(f"{place}, packet {key.decode(errors='replace')}: {problem}")

@@ -14,7 +14,7 @@ from streamadv.advantage.results import parse_result
 from streamadv.errors import NoBatchError, StreamadvError, WireError
 from streamadv.grouping.groups_log import parse_groups
 from streamadv.run.dead_letters import list_dead
-from streamadv.run.packets import packet_problem
+from streamadv.run.packets import read_packet
 from streamadv.status import read_status
 from streamadv.status.audit import audit
 from streamadv.store.connection import Connection
@@ -80,14 +80,7 @@ def test_packets() -> None:
         fields = damaged_entry(
             pick(entries["rollouts"], chance_of("packets", number)), chance_of("p", number)
         )
-        named: dict[str, Any] = {name.decode(errors="backslashreplace"): v for name, v in fields.items()}
-
-        def call(named: dict[str, Any] = named) -> None:
-            problem = packet_problem(run, 0, named)
-            if problem is not None:
-                raise WireError(problem)
-
-        one_line_error(call, WireError, fields)
+        one_line_error(lambda fields=fields: read_packet(run, 0, fields), WireError, fields)
 
 
 def test_groups_log() -> None:

@@ -316,8 +316,8 @@ class Group:
 
 def packet_of(entry: Any) -> tuple[str, list[int]]:
     """Group and members of a stream entry."""
-    members = parse_members(entry.fields["members"])
-    return entry.fields["group_id"].decode(), [member.rollout_index for member in members]
+    members = parse_members(entry.fields[b"members"])
+    return entry.fields[b"group_id"].decode(), [member.rollout_index for member in members]
 
 
 class Pipeline:

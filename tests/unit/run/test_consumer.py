@@ -109,7 +109,7 @@ def test_every_shard_is_read(fake: Connection) -> None:
     found = read_all(consumer, 3)
     assert len(found) == 20
     assert {entry.shard for entry in found} == {0, 1, 2, 3}
-    assert all(run.keys.shard_of(e.fields["group_id"].decode()) == e.shard for e in found)
+    assert all(run.keys.shard_of(e.fields[b"group_id"].decode()) == e.shard for e in found)
 
 
 def test_consumers_that_are_gone_are_forgotten_but_never_with_work_pending(
