@@ -117,7 +117,7 @@ local function push_late(id, packets, tombstone, tombstones)
   for _, packet in ipairs(packets) do
     refuse(packet)
     for _, member in ipairs(members_of(packet.text)) do
-      local digit, code = slot_digit(tombstone, member.index), 'duplicate'
+      local digit, code = string.sub(tombstone, member.index + 2, member.index + 2), 'duplicate'
       if digit == '' then
         code = 'range'
       elseif digit == '0' then

@@ -51,6 +51,7 @@ end
 -- The digits of the group's tombstone. Of a slot map that somebody has overwritten only the members tell something: any
 -- other slot may be on its way.
 local function tombstone_of(group)
+  if group.slots and not string.find(group.slots, '[.p]') then return string.rep('1', #group.slots) end
   if group.slots then return (string.gsub(group.slots, '.', TOMBSTONE)) end
   local ended, slots = {}, group.size or 0
   for _, packet in ipairs(group.packets) do
@@ -75,10 +76,18 @@ local function remove_group(group)
   group.state = 'none'
 end
 
+local remembered  -- how many tombstones the young generation has
+
 -- Put a tombstone in the place of the group. Returns the outcome, the group's data source and `rewards`, separated by blanks.
 local function close_group(group, outcome, letter, policy, rewards)
   remove_group(group)
-  remember_ended(group.id, letter, tombstone_of(group), policy.dedupe_groups)
+  remembered = remembered or redis.call('HLEN', keys.ended)
+  if remembered >= policy.dedupe_groups then
+    redis.call('UNLINK', keys.ended_before)  -- RENAME would free a million fields before it returns
+    redis.call('RENAME', keys.ended, keys.ended_before)
+    remembered = 0
+  end
+  remembered = remembered + redis.call('HSET', keys.ended, group.id, letter .. tombstone_of(group))
   count('outcome:' .. outcome, 1)
   return outcome, group.data_source or '', rewards
 end

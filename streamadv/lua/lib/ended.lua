@@ -12,19 +12,7 @@ local function find_ended(id)
   return nil
 end
 
-local function slot_digit(tombstone, index)
-  return string.sub(tombstone, index + 2, index + 2)
-end
-
 -- Why a member is dropped that comes after the end of its group.
 local function after_end(tombstone)
   return string.sub(tombstone, 1, 1) == 'c' and 'surplus' or 'late'
-end
-
-local function remember_ended(id, letter, digits, dedupe_groups)
-  if redis.call('HLEN', keys.ended) >= dedupe_groups then
-    redis.call('UNLINK', keys.ended_before)  -- RENAME would free a million fields before it returns
-    redis.call('RENAME', keys.ended, keys.ended_before)
-  end
-  redis.call('HSET', keys.ended, id, letter .. digits)
 end

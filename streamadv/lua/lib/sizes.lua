@@ -15,7 +15,7 @@ local function size_bucket(bytes)
   return bucket
 end
 
-local free = {}  -- what this call changes: bytes a slot -> slots
+local free = {}  -- what this call changes: bytes a slot, as text -> slots
 
 local pushed = {}  -- sizes that this call has to note: field -> count
 
@@ -39,7 +39,7 @@ end
 -- Write what this call has reserved and noted.
 local function write_sizes()
   for bytes, count in pairs(free) do
-    local field = 'u' .. string.format('%d', bytes)
+    local field = 'u' .. bytes
     if count ~= 0 and add(keys.sizes, field, count) <= 0 then redis.call('HDEL', keys.sizes, field) end
   end
   for field, count in pairs(pushed) do add(keys.sizes, field, count) end
