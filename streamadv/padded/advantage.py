@@ -22,7 +22,7 @@ from ..errors import OptionError
 from .entrance import check_numbers, checked, take_columns, with_results
 from .layout import as_batch, padded_tokens
 from .rewards import TOKENS, AdvEstimator, Metrics
-from .token_rewards import aligned_mask, clip_tokens, finite_rewards
+from .token_rewards import aligned_mask, clip_tokens
 
 
 @checked
@@ -79,14 +79,13 @@ def compute_advantage(
     columns = take_columns(batch, kinds, call)
     mask = aligned_mask(columns["response_mask"], columns["token_level_rewards"], call)
     check_numbers(call)
-    rewards = finite_rewards(columns["token_level_rewards"], mask)
-    packed, _ = as_batch(
-        mask, {"token_level_rewards": rewards, **{n: columns[n] for n in ("values",) if n in columns}}
-    )
+    rewards = columns["token_level_rewards"]
+    packed, _ = as_batch(mask, {n: columns[n] for n in ("token_level_rewards", "values") if n in columns})
     tokens = packed.trainable_tokens
     distilled = _distilled(columns, teachers, distill_from, distill_penalty, tokens)
     if distill_only:
         advantages = returns = raw = distilled
+        rewards = rewards.nan_to_num()
     else:
         rewards = _token_rewards(rewards, tokens, whiten_rewards, peer_quirks)
         packed = packed.with_columns(token_level_rewards=rewards.reshape(-1))

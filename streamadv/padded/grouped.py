@@ -32,7 +32,6 @@ from ..algorithms.trainable import spread_rows
 from .entrance import check_numbers, checked_while_read, unchecked
 from .layout import as_batch
 from .rewards import group_mean_std, group_scores
-from .token_rewards import finite_rewards
 
 Pair = tuple[Tensor, Tensor]
 #: Estimators that read how many trainable tokens a row has.
@@ -80,7 +79,7 @@ def compute_grpo_vectorized_outcome_advantage(
     """
     if peer_quirks == "verl-2026-01":
         _check_tokens(token_level_rewards, response_mask)
-        scores = finite_rewards(token_level_rewards, response_mask).sum(1)
+        scores = token_level_rewards.nan_to_num().sum(1)
         mean, std, _ = unchecked(group_mean_std)(scores, index, epsilon, peer_quirks=peer_quirks)
         rows = (scores - mean) / (std + epsilon) if norm_adv_by_std_in_grpo else scores - mean
         advantages = rows[:, None] * response_mask

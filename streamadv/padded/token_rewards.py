@@ -105,12 +105,7 @@ def apply_kl_penalty(
     """(token_level_scores [B, T] - kl_coef * KL on trainable tokens, {critic/kl, critic/kl_coef})."""
     kl = torch.where(response_mask != 0, approx_kl(old_log_probs, ref_log_probs, kl_penalty), 0.0)
     metrics = {"critic/kl": _mean_kl(kl, response_mask, peer_quirks), "critic/kl_coef": kl_coef}
-    return finite_rewards(token_level_scores, response_mask) - kl_coef * kl, metrics
-
-
-def finite_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """`rewards` [B, T] with 0 for a NaN outside the mask."""
-    return torch.where((mask != 0) | ~rewards.isnan(), rewards, 0.0)
+    return token_level_scores.nan_to_num() - kl_coef * kl, metrics
 
 
 def aligned_mask(response_mask: Tensor, like: Tensor | None, call: Call) -> Tensor:
