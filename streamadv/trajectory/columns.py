@@ -53,7 +53,7 @@ LOG_PROBS: Final = frozenset(("rollout_log_probs", "old_log_probs", "ref_log_pro
 #: A log-probability may exceed 0 by this much: the spacing of float32 at logits of 8192, from which it is subtracted.
 #: log_softmax itself never exceeds 0.
 LOG_PROB_ROUNDING: Final = 1e-3
-_LARGEST: Final = sys.float_info.max
+LARGEST: Final = sys.float_info.max
 
 #: Entries of a mask that are summed faster than cut into blocks.
 _SHORT_MASK: Final = 1 << 16
@@ -109,9 +109,9 @@ def extra_array(value: Any) -> Array:
 def check_values(name: str, array: Array) -> None:
     """Raise ValueError for NaN and infinity, for `response_mask` other than 0 and 1, for positive log-probabilities."""
     if array.dtype.kind == "f" and array.size:
-        most = LOG_PROB_ROUNDING if name in LOG_PROBS else _LARGEST
+        most = LOG_PROB_ROUNDING if name in LOG_PROBS else LARGEST
         # With a NaN both are NaN, and no comparison holds. Three times as fast as isfinite or maximum.reduce.
-        if not (array.item(array.argmin()) >= -_LARGEST and array.item(array.argmax()) <= most):
+        if not (array.item(array.argmin()) >= -LARGEST and array.item(array.argmax()) <= most):
             _raise_for_floats(array, most)
     elif name == "response_mask" and array.size and array.item(array.argmax()) > 1:
         first = int(np.flatnonzero(array > 1)[0])

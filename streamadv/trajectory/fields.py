@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from math import isfinite
 from typing import Annotated, Any, Final
 
@@ -14,6 +15,9 @@ from ..messages import brief
 from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, REQUIRED_COLUMNS, Array, known_array
 
 MAX_METADATA_DEPTH: Final = 32
+MAX_INTEGER_BITS: Final = 128  # in metadata
+MAX_SHORT_TEXT: Final = 200  # characters
+MAX_VERSION: Final = 2**53  # exclusive
 
 
 def _no_text(value: Any) -> Any:
@@ -42,8 +46,8 @@ def _plain_metadata(value: Any) -> Any:
                 below += item
             elif isinstance(item, float) and not isfinite(item):
                 raise ValueError(f"holds {item}, needs finite numbers")
-            elif isinstance(item, int) and item.bit_length() > 128:
-                raise ValueError(f"holds {brief(item)}, needs at most 128")
+            elif isinstance(item, int) and item.bit_length() > MAX_INTEGER_BITS:
+                raise ValueError(f"holds {brief(item)}, needs at most {MAX_INTEGER_BITS}")
             elif isinstance(item, str):
                 try:
                     item.encode()
@@ -62,15 +66,11 @@ def is_plain(value: Any, depth: int = MAX_METADATA_DEPTH - 1) -> bool:
         return _is_text(value)
     if kind is float:
         return isfinite(value)
-    if kind is dict:
-        return (
-            depth > 0
-            and all(map(_is_text, value))
-            and all(is_plain(item, depth - 1) for item in value.values())
-        )
-    if kind is list:
-        return depth > 0 and all(is_plain(item, depth - 1) for item in value)
-    return value is None or kind is bool or (kind is int and value.bit_length() <= 64)
+    if kind is dict or kind is list:
+        items = value.values() if kind is dict else value
+        has_texts = kind is list or all(map(_is_text, value))
+        return depth > 0 and has_texts and all(map(is_plain, items, repeat(depth - 1)))
+    return value is None or kind is bool or (kind is int and value.bit_length() <= MAX_INTEGER_BITS)
 
 
 def _is_text(value: Any) -> bool:
@@ -84,9 +84,9 @@ Whole: Final = BeforeValidator(_no_text_or_bool)
 #: True and False are 1 and 0.
 Reward = Annotated[FiniteFloat, BeforeValidator(_no_text), WithJsonSchema({"type": ["number", "boolean"]})]
 GroupId = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\s\x00-\x1f]+$")]
-ShortText = Annotated[str, StringConstraints(max_length=200)]
+ShortText = Annotated[str, StringConstraints(max_length=MAX_SHORT_TEXT)]
 Metadata = Annotated[dict[str, JsonValue], BeforeValidator(_plain_metadata)]
-Version = Annotated[int, Field(ge=0, lt=2**53), Whole]
+Version = Annotated[int, Field(ge=0, lt=MAX_VERSION), Whole]
 
 
 @dataclass(frozen=True, slots=True)

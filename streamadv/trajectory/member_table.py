@@ -30,6 +30,7 @@ from ..errors import WireError
 from ..messages import brief
 from ..tracing import CONTEXT_BYTES
 from .columns import COLUMN_NAME, KNOWN_COLUMNS, MAX_COLUMNS, REQUIRED_COLUMNS, Array
+from .fields import MAX_SHORT_TEXT
 from .members import (
     BASELINE,
     EVAL,
@@ -50,7 +51,6 @@ MAX_ROW_TOKENS: Final = 1 << 27
 #: Fewest stored bytes of a token: the two columns that every row has.
 MIN_TOKEN_BYTES: Final = sum(KNOWN_COLUMNS[name].itemsize for name in REQUIRED_COLUMNS)
 MAX_NAMED_REWARDS: Final = 256
-MAX_TEXT_CHARS: Final = 200
 
 _HEAD: Final = struct.Struct("<IIII")
 _SIZE_BYTES: Final = 4  # of the first field
@@ -250,7 +250,7 @@ def _parse_names(text: bytes) -> _Names:
         json.dumps(names, ensure_ascii=False).encode()  # raises for half of a surrogate pair
         parsed = _Names(**{name: tuple(texts) for name, texts in names.items()})
         all_texts = [*parsed.columns, *parsed.states, *parsed.rewards, *parsed.entries]
-        is_text = all(type(name) is str and len(name) <= MAX_TEXT_CHARS for name in all_texts)
+        is_text = all(type(name) is str and len(name) <= MAX_SHORT_TEXT for name in all_texts)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise WireError(f"member table: its text {brief(text)} is none: {error}") from error
     if not is_text or not all(map(is_stored_column, (*parsed.columns, *parsed.entries))):

@@ -6,70 +6,94 @@ member table nor in a column. Readers of single columns leave the header alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import ValidationError
+from pydantic_core import from_json
 
 from ..errors import WireError
-from ..messages import first_problem
-from .columns import KNOWN_COLUMNS, Array
-from .fields import Metadata, ShortText, Version
+from ..messages import brief, first_problem, one_line
+from .columns import KNOWN_COLUMNS, LARGEST, Array
+from .fields import MAX_METADATA_DEPTH, MAX_SHORT_TEXT, MAX_VERSION, is_plain
 from .members import Members, offsets
-from .packet import MAX_PACKET_MEMBERS, StoredPacket
+from .packet import StoredPacket
 from .packet_encoding import MAX_HEADER_BYTES, version_of
 from .reference import Reference
-from .schema import MAX_GROUP_SIZE, MAX_ROWS, Column, Row, Step, Trajectory
+from .schema import MAX_GROUP_SIZE, Column, Row, Step, Trajectory
 
 #: Of the streams, the payloads and the manifest. Within a version releases only add fields.
 SCHEMA_VERSION: Final = 2
 
 
-class MemberHeader(BaseModel):
-    """One trajectory's part of the header, empty parts left out."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    metadata: Metadata = {}
-    agents: tuple[ShortText | None, ...] = Field(default=(), max_length=MAX_ROWS)  # of its rows
-    row_rewards: tuple[FiniteFloat | None, ...] = Field(default=(), max_length=MAX_ROWS)
-    model_version: Version | tuple[Version, Version] | None = None  # where the member table does not tell
-    data_source: ShortText | None = None  # where it is not the packet's
+def _is_source(value: Any) -> bool:
+    return value is None or (type(value) is str and len(value) <= MAX_SHORT_TEXT)
 
 
-class PacketHeader(BaseModel):
-    """The header of a packet's payload."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    group_size: int = Field(ge=1, le=MAX_GROUP_SIZE)
-    data_source: ShortText | None = None
-    members: tuple[MemberHeader, ...] = Field(default=(), max_length=MAX_PACKET_MEMBERS)  # of all, or of none
+def _is_number(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and -LARGEST <= value <= LARGEST)
 
 
-def parse_header(text: bytes, members: Members) -> PacketHeader:
-    """The header of a payload of these members. Raises WireError if it is none."""
+def _is_version(value: Any) -> bool:
+    span = value if type(value) is list and len(value) == 2 else [value]
+    is_whole = all(type(version) is int and 0 <= version < MAX_VERSION for version in span)
+    return value is None or (is_whole and span[0] <= span[-1])
+
+
+_Checks = Mapping[str, Callable[[Any], bool]]
+#: What a header may hold; of other fields, which a newer release has added, nothing is known.
+_HEADER: Final[_Checks] = {
+    "group_size": lambda value: type(value) is int and 1 <= value <= MAX_GROUP_SIZE,
+    "data_source": _is_source,
+    "members": lambda value: type(value) is list and all(type(part) is dict for part in value),
+}
+#: What each of its `members` may hold: of the trajectory's rows, or what neither table nor packet tells.
+_MEMBER: Final[_Checks] = {
+    "metadata": lambda value: type(value) is dict and is_plain(value, MAX_METADATA_DEPTH),
+    "agents": lambda value: type(value) is list and all(map(_is_source, value)),
+    "row_rewards": lambda value: type(value) is list and all(map(_is_number, value)),
+    "model_version": _is_version,
+    "data_source": _is_source,
+}
+
+
+def parse_header(text: bytes, members: Members) -> dict[str, Any]:
+    """The header of a payload of these members, a JSON object. Raises WireError if it is none."""
     if len(text) > MAX_HEADER_BYTES:
         raise WireError(f"payload header has {len(text)} bytes, at most {MAX_HEADER_BYTES} are allowed")
     try:
-        header = _parse_header(text)
-    except ValidationError as error:
-        raise WireError(f"payload header: {first_problem(error)}") from error
-    if len(header.members) not in (0, len(members)):
-        raise WireError(f"payload header has {len(header.members)} members, its packet {len(members)}")
-    for member, rows in zip(header.members, members.table["rows"].tolist(), strict=False):
-        if not {len(member.agents), len(member.row_rewards)} <= {0, rows}:
-            raise WireError(
-                f"payload header has agents or row_rewards of other rows than the packet's {rows}"
-            )
-    return header
+        return _parse_header(text, tuple(members.table["rows"].tolist()))
+    except ValueError as error:
+        raise WireError(f"payload header: {one_line(str(error))}") from error
 
 
 @lru_cache(16)  # members of a packet are asked one after another
-def _parse_header(text: bytes) -> PacketHeader:
-    return PacketHeader.model_validate_json(text)
+def _parse_header(text: bytes, rows: tuple[int, ...]) -> dict[str, Any]:
+    """rows: of each member."""
+    header = from_json(text)
+    if type(header) is not dict or "group_size" not in header:
+        raise ValueError("is no object with a group_size")
+    _check(header, _HEADER)
+    parts = header.get("members", [])
+    if len(parts) not in (0, len(rows)):
+        raise ValueError(f"has {len(parts)} members, its packet {len(rows)}")
+    for position, part in enumerate(parts):
+        _check(part, _MEMBER, position)
+        for name in ("agents", "row_rewards"):
+            if name in part and len(part[name]) not in (0, rows[position]):
+                raise ValueError(
+                    f"members.{position}.{name} has {len(part[name])} values for {rows[position]} rows"
+                )
+    return header
+
+
+def _check(fields: Mapping[str, Any], checks: _Checks, member: int | None = None) -> None:
+    for name, value in fields.items():
+        if name in checks and not checks[name](value):
+            where = name if member is None else f"members.{member}.{name}"
+            raise ValueError(f"{where} is {brief(value)}, which no producer sends")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +124,15 @@ class Payload:
     def header(self) -> Header:
         """Parsed when it is asked for: most payloads never are, and the garbage collector would walk it."""
         header = parse_header(self.header_json, self.packet.members)
-        member = header.members[self.position] if header.members else MemberHeader()
-        given = member.model_fields_set
+        own = header["members"][self.position] if header.get("members") else {}
+        version = own["model_version"] if "model_version" in own else self._version()
         return Header(
-            header.group_size,
-            member.data_source if "data_source" in given else header.data_source,
-            member.model_version if "model_version" in given else self._version(),
-            member.metadata,
-            member.agents,
-            member.row_rewards,
+            header["group_size"],
+            own.get("data_source", header.get("data_source")),
+            tuple(version) if isinstance(version, list) else version,
+            own.get("metadata", {}),
+            own.get("agents", ()),
+            own.get("row_rewards", ()),
         )
 
     def _version(self) -> int | tuple[int, int] | None:

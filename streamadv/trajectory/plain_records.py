@@ -16,7 +16,7 @@ import numpy as np
 from pydantic_core import to_json
 
 from .columns import KNOWN_COLUMNS, REQUIRED_COLUMNS, check_values
-from .fields import is_plain
+from .fields import MAX_SHORT_TEXT, MAX_VERSION, is_plain
 from .members import STATUSES, pack_record
 from .packet import Packet, member_line, parts_of
 from .packet_encoding import MAX_HEADER_BYTES, Part, header_head, make_packets
@@ -31,7 +31,6 @@ _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     Role.TRAIN: (Role.TRAIN, Role.BASELINE),
     Role.EVAL: (Role.EVAL,),
 }
-_MAX_VERSION: Final = 2**53
 _NO_METADATA: Final[Mapping[str, Any]] = {}
 
 #: Names and dtypes, in the order of writing.
@@ -116,7 +115,7 @@ def is_plain_group(group_id: Any, data_source: Any) -> bool:
         and " " not in group_id
         and (
             data_source is None
-            or (type(data_source) is str and len(data_source) <= 200 and data_source.isascii())
+            or (type(data_source) is str and len(data_source) <= MAX_SHORT_TEXT and data_source.isascii())
         )
     )
 
@@ -157,7 +156,7 @@ def _part(
         or status not in STATUSES
         or type(role) is not str
         or role not in _ROLES[defaults.role]
-        or not (version is None or (type(version) is int and 0 <= version < _MAX_VERSION))
+        or not (version is None or (type(version) is int and 0 <= version < MAX_VERSION))
     ):
         return None
     ids = record["input_ids"]

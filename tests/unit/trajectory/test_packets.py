@@ -299,8 +299,13 @@ def test_received_columns_are_views() -> None:
                 b'"agents":[1]',
                 b'"row_rewards":["x"]',
                 b'"row_rewards":[1e999]',
+                b'"row_rewards":[1%b]' % (b"0" * 400),
+                b'"row_rewards":[0.5,0.5]',
+                b'"metadata":{"a":1e999}',
+                b'"metadata":%b1%b' % (b'{"a":' * 40, b"}" * 40),
                 b'"model_version":-1',
                 b'"model_version":[1]',
+                b'"model_version":[2,1]',
                 b'"data_source":7',
             )
         ),
