@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -18,13 +18,9 @@ from ..algorithms.chain import ChainResult, run_chain
 from ..algorithms.packed import Level, PackedBatch
 from ..algorithms.packing import empty_column, pack_members
 from ..batch.carryover import running_of
-from ..batch.record import Death
-from ..batch.work import WorkItem
 from ..errors import TrajectoryError
-from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place
 from ..metrics import Sample
-from ..run.consumer import Entry
 from ..trajectory.columns import Array
 from .prepare import PreparedItem, worker_chain
 from .results import counts_of
@@ -33,24 +29,20 @@ from .results import counts_of
 SAMPLED_TOKENS: Final = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ComputedItem:
     """Results of one work item, as they will be published."""
 
-    entry: Entry
-    item: WorkItem
+    prepared: PreparedItem  # without its columns
+    published: Layout  # the members that the results are for: of the living groups of the item's shard
     header: str  # JSON of a ResultHeader
-    results: dict[str, bytes]  # one number per trajectory, row or step: travels in the results log
-    outputs: dict[str, memoryview]  # column -> one number per token: a hash of its own
+    results: dict[str, bytes] = field(
+        default_factory=dict
+    )  # a number per trajectory, row or step: in the log
+    outputs: dict[str, memoryview] = field(default_factory=dict)  # columns: in a hash of their own
     # For the metrics:
-    published: Layout = field(default_factory=lambda: Layout.of([]), compare=False)
-    advantages: Sample | None = field(default=None, compare=False)
-    is_weights: Sample | None = field(default=None, compare=False)
-    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
-    # For the traces:
-    since: int = field(default=0, compare=False)  # when its preparation began
-    groups: Sequence[LoggedGroup] = field(default=(), compare=False)  # of the item's shard, with dead ones
-    dead: Mapping[str, Death] = field(default_factory=dict, compare=False)
+    advantages: Sample | None = None
+    is_weights: Sample | None = None
 
 
 def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
@@ -59,37 +51,30 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
     A chain that has to see the whole batch gets the groups of all shards.
     """
     item, groups = prepared.item, prepared.living
-    chain = worker_chain(item)
-    layout = Layout.of(groups)
+    chain, layout = worker_chain(item), Layout.of(groups)
     in_shard = [group for group in groups if group.shard == item.shard]
     published = layout if len(in_shard) == len(groups) else Layout.of(in_shard)
     header: dict[str, Any] = {
         **{"unit": item.number, "level": chain.level, "dead": prepared.dead},
         **{"groups": counts_of(published), "columns": [], "metrics": {}, "weights": {}},
     }
-    of_shard = [group for group in prepared.groups if group.shard == item.shard]
-    for_traces: dict[str, Any] = {"since": prepared.since, "groups": of_shard, "dead": prepared.dead}
+    computed = replace(prepared, columns={})
     if not groups:
-        return ComputedItem(prepared.entry, item, json.dumps(header), {}, {}, **for_traces)
+        return ComputedItem(computed, published, json.dumps(header))
     batch = pack_members(layout, lay_out(layout, prepared.columns, chain.needs, device), device)
     result = run_chain(chain, batch, item.kl_coefficient, running_of(item))
     selection = Selection(batch, layout, item.shard)
     results, outputs = split_result(result, selection)
-    header |= {
-        **{"columns": sorted(outputs), "metrics": dict(result.metrics), "weights": dict(result.weights)}
-    }
+    header |= {"columns": sorted(outputs), "metrics": dict(result.metrics), "weights": dict(result.weights)}
     weights = result.columns.get("rollout_is_weights")
     return ComputedItem(
-        prepared.entry,
-        item,
+        computed,
+        published,
         json.dumps(header),
         results,
         outputs,
-        published=published,
-        advantages=None if result.advantages is None else selection.sample(result.level, result.advantages),
-        is_weights=None if weights is None else selection.sample("token", weights),
-        metrics=result.metrics,
-        **for_traces,
+        None if result.advantages is None else selection.sample(result.level, result.advantages),
+        None if weights is None else selection.sample("token", weights),
     )
 
 
@@ -130,14 +115,15 @@ class Selection:
 
     def pick(self, level: Level | Literal["trajectory"], values: Tensor) -> Array:
         """The published ones of `values` of a level, on the host."""
-        return self._values(values, self._mask(level))
+        mask = self._mask(level)
+        array: Array = (values if mask is None else values[mask]).cpu().numpy()
+        return np.ascontiguousarray(array)
 
     def sample(self, level: Level, values: Tensor) -> Sample:
         """The published ones of `values`, for the metrics; of tokens as `sample_tokens`."""
-        mask = self._mask(level)
         if level == "token":
-            return sample_tokens(self._batch, values, mask)
-        return Sample(self._values(values, mask))
+            return sample_tokens(self._batch, values, self._mask(level))
+        return Sample(self.pick(level, values))
 
     def _mask(self, level: Level | Literal["trajectory"]) -> Tensor | None:
         batch, mask = self._batch, self._trajectories
@@ -147,11 +133,6 @@ class Selection:
             return mask[batch.steps.trajectory]
         mask = mask[batch.row_trajectory]
         return mask if level == "row" else mask[batch.token_row]
-
-    @staticmethod
-    def _values(values: Tensor, mask: Tensor | None) -> Array:
-        array: Array = (values if mask is None else values[mask]).cpu().numpy()
-        return np.ascontiguousarray(array)
 
 
 def sample_tokens(batch: PackedBatch, values: Tensor, mask: Tensor | None = None) -> Sample:

@@ -30,7 +30,7 @@ def publish(run: Run, computed: ComputedItem) -> bool:
 
 def _publish(run: Run, computed: ComputedItem) -> Any:
     """One attempt; LOST if its output was gone before the script ran, because the server stood still."""
-    keys = run.keys.shard(computed.entry.shard)
+    keys = run.keys.shard(computed.prepared.entry.shard)
     output = keys.output(secrets.token_hex(12)) if computed.outputs else keys.void
     payloads = [(output, dict(computed.outputs))] if computed.outputs else []
     call = script_call("publish", keys, _arguments(computed, {}), output=output)
@@ -47,7 +47,7 @@ def _arguments(computed: ComputedItem, inline: Mapping[Any, Any]) -> list[Any]:
     output_bytes = sum(column.nbytes for column in computed.outputs.values())
     payload_bytes = sum(packet.size for packet in computed.published.packets)
     return [
-        *(ADVANTAGE, computed.entry.id, computed.item.batch, computed.header),
+        *(ADVANTAGE, computed.prepared.entry.id, computed.prepared.item.batch, computed.header),
         *(output_bytes, payload_bytes, len(inline)),
         *(part for pair in (*inline.items(), *computed.results.items()) for part in pair),
     ]
@@ -55,9 +55,10 @@ def _arguments(computed: ComputedItem, inline: Mapping[Any, Any]) -> list[Any]:
 
 def _trace(run: Run, computed: ComputedItem) -> None:
     """A span in the trace of the batch, and of each group of the item; it has failed where a group is dead."""
-    item, since = computed.item, computed.since
-    failed = {group_id: f"dead: {death.reason}" for group_id, death in computed.dead.items()}
-    traces = tracing.traces_of(computed.groups)
+    prepared = computed.prepared
+    item, since = prepared.item, prepared.since
+    failed = {group_id: f"dead: {death.reason}" for group_id, death in prepared.dead.items()}
+    traces = tracing.traces_of([group for group in prepared.groups if group.shard == item.shard])
     tracing.record_batch(tracing.COMPUTE, run.name, item.k, since, item.trace)
     tracing.record(tracing.COMPUTE, run.name, traces, since, k=item.k, batch=item.trace, failed=failed)
 

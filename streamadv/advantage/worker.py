@@ -204,7 +204,7 @@ class Worker:
             metrics.entries(STAGE, "acked" if is_first else "duplicate")
             if is_first:
                 observe(computed)
-            self._consumer.done([computed.entry])
+            self._consumer.done([computed.prepared.entry])
 
     # Shut down
 
