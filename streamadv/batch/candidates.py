@@ -26,7 +26,8 @@ class Candidates:
         self._groups: dict[int, list[LoggedGroup]] = {shard: [] for shard in self.cursors}  # in log order
         #: What was read behind them. Parsing many entries takes hardly longer than parsing one, so it waits.
         self._unparsed: dict[int, list[RawEntry]] = {shard: [] for shard in self.cursors}
-        self._read_to_end: set[int] = set()  # shards
+        #: By shard whose log was read to its end once, whether `look_again` was not called since.
+        self._at_end: dict[int, bool] = {}
 
     def __len__(self) -> int:
         return sum(map(self._count, self.cursors))
@@ -40,19 +41,22 @@ class Candidates:
     @property
     def has_read_all(self) -> bool:
         """Whether it has come to the end of every log, at least once."""
-        return len(self._read_to_end) == len(self.cursors)
+        return len(self._at_end) == len(self.cursors)
+
+    def look_again(self) -> None:
+        """More groups may have come: `read_on` reads on where a log ended."""
+        self._at_end = dict.fromkeys(self._at_end, False)
 
     def read_on(self, limit: int) -> None:
         """Read until there are `limit` candidates of each shard, or its log ends."""
         for shard, unparsed in self._unparsed.items():
-            while (missing := limit - self._count(shard)) > 0:
+            while (missing := limit - self._count(shard)) > 0 and not self._at_end.get(shard):
                 page = read_entries(self._run, shard, self.cursors[shard], missing)
                 if page:
                     self.cursors[shard] = page[-1][1].decode()
                 unparsed += [entry for entry in page if (shard, entry[1].decode()) not in self._named]
                 if len(page) < missing:
-                    self._read_to_end.add(shard)
-                    break
+                    self._at_end[shard] = True
 
     def remove(self, groups: Collection[LoggedGroup] | Collection[Pointer]) -> None:
         """Take groups off the list, which were seen on it: they were named, or dropped."""

@@ -172,6 +172,9 @@ class Follower(Session):
 
     # Rank 0 does the rest for all.
 
+    def look_again(self) -> None:
+        pass
+
     def name_ahead(self, ended: bool, max_groups: int | None = None) -> bool:
         return False
 

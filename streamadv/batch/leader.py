@@ -63,7 +63,12 @@ class Leader(Session):
 
     # Naming
 
+    def look_again(self) -> None:
+        self._candidates.look_again()
+
     def name_ahead(self, ended: bool, max_groups: int | None = None) -> bool:
+        if ended:  # the last groups may have come since the look before
+            self.look_again()
         is_new = False
         for k in range(self.version, self._last_nameable + 1):
             if k not in self.batches and not self._name(k, ended, max_groups):
@@ -163,6 +168,7 @@ class Leader(Session):
         )
 
     def could_name(self, max_groups: int | None = None) -> bool:
+        self.look_again()
         self._candidates.read_on(max_groups or self._settings.batch_groups)
         return self.missing_fraction(max_groups) < 0
 

@@ -89,6 +89,10 @@ class Session(ABC):
     # Naming
 
     @abstractmethod
+    def look_again(self) -> None:
+        """Read on in the groups logs, though they had ended, when a batch is to be named. Rank 0 does."""
+
+    @abstractmethod
     def name_ahead(self, ended: bool, max_groups: int | None = None) -> bool:
         """Name every batch that may be named now, and make the shards know it. True if one is new to this session.
 
@@ -102,7 +106,7 @@ class Session(ABC):
 
     @abstractmethod
     def could_name(self, max_groups: int | None = None) -> bool:
-        """Read on in the groups logs: whether there are enough groups for another batch."""
+        """Look into the groups logs again: whether there are enough groups for another batch."""
 
     @abstractmethod
     def missing_fraction(self, max_groups: int | None = None) -> float:

@@ -361,6 +361,8 @@ def read_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup]:
 
 def find_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup | None]:
     """The groups pointed at, None where the log has no such entry (any more)."""
+    if not pointers:
+        return []
     entries = _read_ranges(run, pointers)
     others = [pointer for pointer in pointers if (pointer.shard, pointer.entry) not in entries]
     pipe = run.connection.scripts.pipeline(transaction=False)
@@ -387,7 +389,7 @@ def _read_ranges(run: Run, pointers: Sequence[Pointer]) -> dict[tuple[int, str],
     for shard, in_shard in ids.items():
         in_shard.sort(key=lambda entry: [int(part) for part in entry.split("-")])
         pipe.xrange(run.keys.shard(shard).groups, in_shard[0], in_shard[-1], len(in_shard))
-    replies: Any = pipe.execute() if ids else []
+    replies: Any = pipe.execute()
     return {
         (shard, entry.decode()): fields
         for shard, reply in zip(ids, replies, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ class Piece(NamedTuple):
     source: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """M members of groups in batch order, in each group by rollout_index. Their columns lie in this order too."""
 
@@ -77,7 +78,7 @@ class Layout:
 
         All columns per token have the same pieces. A packet none of whose members is in the layout is not there.
         """
-        lengths, first_member = self._of_packets()
+        lengths, first_member = self._of_packets
         entry, first = offsets(lengths), first_member[self.packet]
         source = entry[first + self.position] - entry[first]
         return pieces(self.packet, source, self.members.table["tokens"])
@@ -85,10 +86,11 @@ class Layout:
     @property
     def packet_tokens(self) -> list[int]:
         """Tokens of each of `packets`, those of its other members among them."""
-        lengths, first_member = self._of_packets()
+        lengths, first_member = self._of_packets
         tokens: list[int] = np.diff(offsets(lengths)[first_member]).tolist()
         return tokens
 
+    @cached_property
     def _of_packets(self) -> tuple[Array, Positions]:
         """Tokens of each member of all packets, and which of them is each packet's first."""
         tables = [packet.members.table for packet in self.packets]

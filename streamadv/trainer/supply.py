@@ -76,6 +76,8 @@ class Supply:
     def _next_batch(self, timeout: float | None, max_groups: int | None) -> Batch | None:
         started = clock.now()
         patience = Patience(timeout, self._pause)
+        if self._reader is not None:
+            self._reader.session.look_again()  # waiting does it after that
         while True:
             try:
                 with self._lock:

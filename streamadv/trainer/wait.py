@@ -62,6 +62,7 @@ def wait_for_news(
     for shard in shards:
         if _wait_in_shard(session, shard, log, part_ms, polls):
             return
+    session.look_again()
     if clock.now() - started < block_ms / 2000:
         stop.wait(part_ms / 1000)  # a server that does not block must not be asked in a loop
 

@@ -32,7 +32,7 @@ class Session:
         self.missing = missing
         self.waits_for_groups = waits_for_groups
         self.cursors = {0: "0-0"}
-        self.looks = 0
+        self.looks, self.looks_again = 0, False
         self.taken: list[Any] = []
         keys = SimpleNamespace(results="results", groups="groups")
         connection = SimpleNamespace(blocking=lambda _: SimpleNamespace(xread=self.xread))
@@ -48,6 +48,9 @@ class Session:
         if reply is None:
             time.sleep(block / 1000)
         return None if reply is None else {reply.encode(): [(b"1-1", {})]}
+
+    def look_again(self) -> None:
+        self.looks_again = True
 
     def missing_fraction(self, _: int | None) -> float:
         return self.missing
@@ -108,6 +111,12 @@ def test_the_look_that_fills_a_batch_ends_the_wait() -> None:
     session = Session([None, "groups", None], found=[0.5, 0.5])
     assert [streams for streams, _ in waited(session)] == [{"results"}, {"results", "groups"}, {"results"}]
     assert session.looks == 2
+
+
+@pytest.mark.parametrize(("reply", "expected"), [("results", False), (None, True)])
+def test_after_a_wait_without_news_groups_are_looked_for(reply: str | None, expected: bool) -> None:
+    waited(session := Session([reply]), block_ms=20)
+    assert session.looks_again is expected
 
 
 def test_a_rank_that_names_nothing_waits_for_results_only() -> None:
