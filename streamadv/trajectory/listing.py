@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Any
-
-import numpy as np
 
 from ..errors import WireError
 from .member_table import read_table
-from .members import HAS_REWARD, HAS_VERSION, STATUSES, Members, role_of
+from .reference import references_of
 
 
 def list_table(table: bytes | memoryview, size: int) -> list[dict[str, Any]]:
     """Each member of the payload of `size` bytes as a JSON object; one with the `problem` if they cannot be read."""
     try:
-        return list_members(read_table(table, size)[0])
+        members, _ = read_table(table, size)
     except WireError as error:
         return [{"problem": str(error)}]
-
-
-def list_members(members: Members) -> list[dict[str, Any]]:
-    """Each member as a JSON object."""
-    rewards = {name: values.tolist() for name, values in members.rewards.items()}
-    listed = []
-    for position, record in enumerate(members.table):
-        flags = int(record["flags"])
-        named = {name: values[position] for name, values in rewards.items() if not np.isnan(values[position])}
-        listed.append(
-            {
-                "index": int(record["index"]),
-                "status": str(STATUSES[int(record["status"])]),
-                "role": str(role_of(flags)),
-                "rows": int(record["rows"]),
-                "tokens": int(record["tokens"]),
-                "trainable": int(record["trainable"]),
-                "reward": float(record["reward"]) if flags & HAS_REWARD else None,
-                **({"rewards": named} if named else {}),
-                "versions": [int(record["oldest"]), int(record["newest"])] if flags & HAS_VERSION else None,
-                "steps": int(record["steps"]),
-            }
-        )
-    return listed
+    return [
+        {
+            "index": member.rollout_index,
+            "status": str(member.status),
+            "role": str(member.role),
+            "rows": len(member.row_lengths),
+            "tokens": member.num_tokens,
+            "trainable": sum(member.row_trainable),
+            "reward": member.reward,
+            **({"rewards": member.rewards} if member.rewards else {}),
+            "versions": None if member.versions is None else list(member.versions),
+            "steps": len(member.steps),
+        }
+        for member in references_of(members, repeat(("", None), len(members)))
+    ]

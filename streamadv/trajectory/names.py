@@ -16,61 +16,35 @@ from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS
 
 logger = logging.getLogger(__name__)
 
-_ONE_SEQUENCE: Final = "prompt and response stand end to end in input_ids, response_mask tells them apart"
-_STATUS: Final = "say it by status: completed, truncated, aborted or failed"
-
 #: What other frameworks call a field -> what to do here.
-_OF_OTHERS: Final = {
-    **dict.fromkeys(
-        ("tokens", "token_ids", "sequences", "output_ids"), "use input_ids (prompt and response)"
+_ADVICE: Final = {
+    "tokens token_ids sequences output_ids": "use input_ids (prompt and response)",
+    "prompt_ids response_ids completion_ids prompt_token_ids response_token_ids prompts responses": (
+        "prompt and response stand end to end in input_ids, response_mask tells them apart"
     ),
-    **dict.fromkeys(
-        (
-            "prompt_ids",
-            "response_ids",
-            "completion_ids",
-            "prompt_token_ids",
-            "response_token_ids",
-            "prompts",
-            "responses",
-        ),
-        _ONE_SEQUENCE,
+    "loss_mask action_mask completion_mask assistant_masks mask labels": (
+        "use response_mask (1 = written by the policy, as long as input_ids)"
     ),
-    **dict.fromkeys(
-        ("loss_mask", "action_mask", "completion_mask", "assistant_masks", "mask", "labels"),
-        "use response_mask (1 = written by the policy, as long as input_ids)",
+    "attention_mask": (
+        "leave it out, rows are not padded: response_mask (1 = written by the policy) says what is trained on"
     ),
-    **dict.fromkeys(
-        ("attention_mask",),
-        "leave it out, rows are not padded: response_mask (1 = written by the policy) says what is trained on",
+    "logprobs log_probs logprob rollout_logprobs inference_logprobs sampling_logprobs logp": (
+        "use rollout_log_probs for those of the engine, old_log_probs for those made anew by the trainer's weights"
     ),
-    **dict.fromkeys(
-        (
-            "logprobs",
-            "log_probs",
-            "logprob",
-            "rollout_logprobs",
-            "inference_logprobs",
-            "sampling_logprobs",
-            "logp",
-        ),
-        "use rollout_log_probs for those of the engine, old_log_probs for those made anew by the trainer's weights",
-    ),
-    **dict.fromkeys(("old_logprobs", "prox_logp", "old_log_prob"), "use old_log_probs"),
-    **dict.fromkeys(("ref_logprobs", "ref_log_prob", "base_action_log_probs"), "use ref_log_probs"),
-    **dict.fromkeys(("teacher_logprobs", "teacher_log_prob"), "use teacher_log_probs"),
-    **dict.fromkeys(("token_level_scores", "token_rewards"), "use token_level_rewards"),
-    **dict.fromkeys(("weight_versions", "token_versions"), "use versions (one per token) or model_version"),
-    **dict.fromkeys(("policy_version", "weight_version", "version"), "use model_version"),
-    **dict.fromkeys(
-        ("uid", "group_index", "prompt_id", "instance_id", "task_id"), "use group_id, or metadata"
-    ),
-    **dict.fromkeys(("repetition_id", "trial"), "use rollout_index"),
-    **dict.fromkeys(("num_generations", "n_samples_per_prompt"), "use group_size"),
-    **dict.fromkeys(("domain", "env_name"), "use data_source"),
-    **dict.fromkeys(("score", "scores", "raw_reward"), "use reward, or rewards for named components"),
-    **dict.fromkeys(("finish_reason", "stop_reason", "truncated", "is_truncated"), _STATUS),
+    "old_logprobs prox_logp old_log_prob": "use old_log_probs",
+    "ref_logprobs ref_log_prob base_action_log_probs": "use ref_log_probs",
+    "teacher_logprobs teacher_log_prob": "use teacher_log_probs",
+    "token_level_scores token_rewards": "use token_level_rewards",
+    "weight_versions token_versions": "use versions (one per token) or model_version",
+    "policy_version weight_version version": "use model_version",
+    "uid group_index prompt_id instance_id task_id": "use group_id, or metadata",
+    "repetition_id trial": "use rollout_index",
+    "num_generations n_samples_per_prompt": "use group_size",
+    "domain env_name": "use data_source",
+    "score scores raw_reward": "use reward, or rewards for named components",
+    "finish_reason stop_reason truncated is_truncated": "say it by status: completed, truncated, aborted or failed",
 }
+_OF_OTHERS: Final = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 _FIELDS: Final = (
     *("reward", "rewards", "reward_later", "status", "role", "model_version", "metadata", "steps", "rows"),
     *("group_id", "group_size", "rollout_index", "data_source"),
