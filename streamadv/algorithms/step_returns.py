@@ -26,12 +26,7 @@ def state_groups(steps: Steps, group: Tensor) -> tuple[Tensor, Tensor]:
     `offsets` are the ranges of the state groups in it, the empty ones last. A step without state_key is alone. ROLL's
     state groups ignore the prompt group, so they pool equal states of different prompts.
     """
-    order = torch.argsort(steps.state, stable=True)
-    order = order[torch.argsort(group[order], stable=True)]
-    state, owner = steps.state[order], group[order]
-    begins = torch.ones(len(steps), dtype=torch.bool, device=state.device)
-    begins[1:] = (state[1:] != state[:-1]) | (owner[1:] != owner[:-1]) | (state[1:] < 0)
-    return order, offsets_of(torch.cumsum(begins, 0) - 1, len(steps))
+    return _compared(steps.state, group)
 
 
 def numbered_groups(steps: Steps, group: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,12 +34,15 @@ def numbered_groups(steps: Steps, group: Tensor) -> tuple[Tensor, Tensor]:
 
     `group` [S] is the group of a step. As `state_groups`, with the number in place of the state.
     """
-    count = len(steps)
-    index = torch.arange(count, device=group.device)
-    number = index - torch.searchsorted(steps.trajectory, steps.trajectory)
-    order = torch.argsort(number, stable=True)
+    index = torch.arange(len(steps), device=group.device)
+    return _compared(index - torch.searchsorted(steps.trajectory, steps.trajectory), group)
+
+
+def _compared(key: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """(order, offsets) of the steps with equal `key` [S] and `group` [S]; one with a key below 0 is alone."""
+    order = torch.argsort(key, stable=True)
     order = order[torch.argsort(group[order], stable=True)]
-    number, owner = number[order], group[order]
-    begins = torch.ones(count, dtype=torch.bool, device=group.device)
-    begins[1:] = (number[1:] != number[:-1]) | (owner[1:] != owner[:-1])
-    return order, offsets_of(torch.cumsum(begins, 0) - 1, count)
+    key, owner = key[order], group[order]
+    begins = torch.ones(len(key), dtype=torch.bool, device=key.device)
+    begins[1:] = (key[1:] != key[:-1]) | (owner[1:] != owner[:-1]) | (key[1:] < 0)
+    return order, offsets_of(torch.cumsum(begins, 0) - 1, len(key))

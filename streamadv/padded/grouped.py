@@ -30,7 +30,7 @@ from ..algorithms.registry import get_estimator
 from ..algorithms.token_rewards import row_rewards
 from ..algorithms.trainable import spread_rows
 from .entrance import check_numbers, checked_while_read, unchecked
-from .layout import as_batch
+from .layout import as_batch, ungrouped
 from .rewards import group_mean_std, group_scores
 
 Pair = tuple[Tensor, Tensor]
@@ -226,8 +226,7 @@ def _outcome(
         _check_tokens(token_level_rewards, response_mask)
     batch, order = as_batch(response_mask, rewards=scores, index=index, counted=name in COUNTING)
     rows = get_estimator(name).function(batch, **options).advantages
-    rows = torch.empty_like(rows).index_copy_(0, order, rows)
-    advantages, are_flags = spread_rows(rows, response_mask.reshape(-1), batch.cu_seqlens)
+    advantages, are_flags = spread_rows(ungrouped(rows, order), response_mask.reshape(-1), batch.cu_seqlens)
     if not are_flags:
         raise not_a_mask("response_mask")
     advantages = advantages.view(response_mask.shape)

@@ -13,7 +13,6 @@ from ..algorithms.labels import by_number, numbered, numbered_array
 from ..algorithms.packed import PackedBatch, Steps
 from ..algorithms.packed_checks import BUILT
 from ..algorithms.trainable import Trainable, as_bool, tokens_where
-from ..errors import ArgumentError
 
 
 def padded_offsets(mask: Tensor) -> Tensor:
@@ -45,6 +44,12 @@ def group_order(labels: Labels, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(order).to(device), torch.from_numpy(offsets).to(device)
 
 
+def ungrouped(values: Tensor, order: Tensor) -> Tensor:
+    """float32: `values` [B] or [B, T] that are in the `order` [B] of their groups, back in the order of the rows."""
+    rounded = values.to(torch.float32)
+    return torch.empty_like(rounded).index_copy_(0, order, rounded)
+
+
 def as_batch(
     mask: Tensor,
     columns: Mapping[str, Tensor] | None = None,
@@ -62,22 +67,13 @@ def as_batch(
       counted: False leaves row_trainable at -1 (unknown), which saves a pass over the mask.
 
     Returns:
-      The batch, and the order [B] of the padded rows in it, which `to_padded` needs.
-
-    Raises ArgumentError if shapes disagree.
+      The batch, and the order [B] of the padded rows in it, which `ungrouped` and `to_padded` need.
     """
     rows, width = mask.shape
     device = mask.device
-    for name, column in (columns or {}).items():
-        if column.shape != mask.shape:
-            raise ArgumentError(
-                f"{name} has shape {tuple(column.shape)}, response_mask {tuple(mask.shape)}: give both alike"
-            )
     offsets, row_numbers, not_known, is_baseline = _rows(rows, width, device)
     order, group, groups = row_numbers, row_numbers, rows
     if index is not None:
-        if len(index) != rows:
-            raise ArgumentError(f"index has {len(index)} labels, response_mask {rows} rows: one each")
         numbers = label_numbers(index).numpy()
         in_order, starts = by_number(numbers)
         order, group = (torch.from_numpy(array).to(device) for array in (in_order, numbers[in_order]))
@@ -120,5 +116,4 @@ def _no_steps(device: torch.device) -> Steps:
 
 def to_padded(values: Tensor, order: Tensor, shape: torch.Size) -> Tensor:
     """[B, T] float32: packed results, its rows in the order of the padded batch."""
-    rows = values.view(shape).to(torch.float32)
-    return torch.empty_like(rows).index_copy_(0, order, rows)
+    return ungrouped(values.view(shape), order)

@@ -18,7 +18,7 @@ from ..algorithms.trainable import spread_rows
 from ..errors import ArgumentError, OptionError
 from ..messages import brief
 from .entrance import check_numbers, checked
-from .layout import as_batch
+from .layout import as_batch, ungrouped
 
 Pair = tuple[Tensor, Tensor]
 
@@ -66,8 +66,8 @@ def compute_gdpo_outcome_advantage(
         singleton="raw" if peer_quirks else "zero",
         whiten_over="tokens",
     ).advantages
-    rows = torch.empty_like(rows).index_copy_(0, order, rows)
-    advantages = spread_rows(rows, response_mask.reshape(-1), packed.cu_seqlens)[0].view(response_mask.shape)
+    advantages, _ = spread_rows(ungrouped(rows, order), response_mask.reshape(-1), packed.cu_seqlens)
+    advantages = advantages.view(response_mask.shape)
     return advantages, advantages
 
 

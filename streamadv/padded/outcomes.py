@@ -27,9 +27,8 @@ from ..algorithms.arguments import (
 from ..algorithms.estimators.step_grpo import Baseline, against_group
 from ..algorithms.rewards import normalise
 from ..algorithms.segments import moments, segment_max, spread
-from ..errors import ArgumentError
 from .entrance import checked
-from .layout import group_order, pair_numbers
+from .layout import group_order, pair_numbers, ungrouped
 
 
 @checked
@@ -45,9 +44,9 @@ def compute_step_grpo_advantage(
 
     baseline "others" takes the mean over the other rows (PipelineRL, with epsilon 1e-4). A row alone gives 0.
     """
-    order, offsets = _groups(rewards, pair_numbers(index, step_index))
+    order, offsets = group_order(pair_numbers(index, step_index), rewards.device)
     stats = moments(rewards[order], offsets)
-    return _back(against_group(stats, baseline, norm_by_std, epsilon), order)
+    return ungrouped(against_group(stats, baseline, norm_by_std, epsilon), order)
 
 
 @checked
@@ -63,8 +62,8 @@ def compute_hierarchical_grpo_advantage(
         (group, agent, episode if agent in episode_agents else None)
         for group, agent, episode in zip(*map(_listed, (index, agents, episodes)), strict=True)
     ]
-    order, offsets = _groups(rewards, labels)
-    return _back(moments(rewards[order], offsets).centred, order)
+    order, offsets = group_order(labels, rewards.device)
+    return ungrouped(moments(rewards[order], offsets).centred, order)
 
 
 @checked
@@ -102,7 +101,7 @@ def compute_normalize_then_sum_advantage(
     `compute_gdpo_outcome_advantage` is verl's form.
     """
     rows, kinds = rewards.shape
-    order, offsets = _groups(rewards, index)
+    order, offsets = group_order(index, rewards.device)
     total = torch.zeros(rows, dtype=torch.float64, device=rewards.device)
     for kind in range(kinds):
         values = rewards[order, kind].double()
@@ -114,7 +113,7 @@ def compute_normalize_then_sum_advantage(
         total += weight * torch.where(has_verdict, scaled, 0.0)
     scorable = ~rewards.isnan().all(1)[order]
     whole = normalise(total, offsets, mean="batch", std="batch", epsilon=epsilon, weight=scorable.double())
-    return _back(torch.where(scorable, whole, 0.0), order)
+    return ungrouped(torch.where(scorable, whole, 0.0), order)
 
 
 @checked
@@ -129,25 +128,15 @@ def cost_penalty(
     costs: K tensors [B], e.g. tokens written, tokens read, turns; weights: K numbers. A cost that is 0 in the whole
     group takes nothing.
     """
-    order, offsets = _groups(rewards, index)
+    order, offsets = group_order(index, rewards.device)
     values = rewards.double()[order]
     share = torch.zeros_like(values)
     for cost, weight in zip(costs, weights, strict=True):
         ordered = cost.double()[order]
         greatest = spread(segment_max(ordered, offsets), offsets, len(order))
         share += torch.where(greatest > 0, weight * ordered / greatest, 0.0)
-    return _back(values - moments(values, offsets).mean * share, order)
+    return ungrouped(values - moments(values, offsets).mean * share, order)
 
 
 def _listed(labels: Labels) -> list[Any]:
     return labels.tolist() if hasattr(labels, "tolist") else list(labels)
-
-
-def _groups(rewards: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
-    if len(labels) != len(rewards):
-        raise ArgumentError(f"index has {len(labels)} labels, rewards {len(rewards)}: one each")
-    return group_order(labels, rewards.device)
-
-
-def _back(values: Tensor, order: Tensor) -> Tensor:
-    return torch.empty_like(values).scatter(0, order, values).to(torch.float32)

@@ -28,7 +28,7 @@ from ..algorithms.scan import scan_segments
 from ..algorithms.segments import moments
 from ..errors import ArgumentError, OptionError
 from .entrance import check_numbers, checked, take_columns, unchecked, with_results
-from .layout import group_order, label_numbers, pair_numbers
+from .layout import group_order, label_numbers, pair_numbers, ungrouped
 
 AdvEstimator = Literal["gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce"]
 Batch = Mapping[str, Tensor]
@@ -77,7 +77,7 @@ def reward_norm(
         std_floor=floor,
         running=running,
     )
-    return _ungrouped(result, order)
+    return ungrouped(result, order)
 
 
 @checked
@@ -126,7 +126,7 @@ def group_mean_std(
     mean, std = stats.mean, torch.where(alone, 1.0 if peer_quirks else 0.0, stats.std.clamp(min=eps**0.5))
     if peer_quirks:
         mean = torch.where(alone, 0.0, mean)
-    rows = [_ungrouped(value, order) for value in (mean, std, stats.size)]
+    rows = [ungrouped(value, order) for value in (mean, std, stats.size)]
     return rows[0], rows[1], rows[2]
 
 
@@ -146,7 +146,7 @@ def group_scores(scores: Tensor, n_sample: Count | None, index: Labels | None) -
     """(mean score, size) of the row's group, [B] float32."""
     values, order, offsets = _grouped(scores, n_sample, index)
     stats = moments(values, offsets)
-    return _ungrouped(stats.mean, order), _ungrouped(stats.size, order)
+    return ungrouped(stats.mean, order), ungrouped(stats.size, order)
 
 
 @checked
@@ -200,7 +200,7 @@ def compute_discounted_returns(step_scores: Rows, traj_id: Labels, step: Rows, g
     in_time = torch.argsort(step.cpu(), stable=True)
     order, offsets = group_order(label_numbers(traj_id)[in_time], step.device)
     order = in_time.to(step.device)[order]
-    return _ungrouped(scan_segments(step_scores[order].to(torch.float64), gamma, offsets), order)
+    return ungrouped(scan_segments(step_scores[order].to(torch.float64), gamma, offsets), order)
 
 
 @checked
@@ -305,7 +305,3 @@ def _grouped(rewards: Tensor, n_sample: Count | None, index: Labels | None) -> t
 def _one_each(name: str, labels: Labels, count: int) -> None:
     if len(labels) != count:
         raise ArgumentError(f"{name} has {len(labels)} labels, needs one for each of the {count} rows")
-
-
-def _ungrouped(values: Tensor, order: Tensor) -> Tensor:
-    return torch.empty_like(values).scatter(0, order, values).to(torch.float32)

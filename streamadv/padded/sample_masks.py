@@ -12,7 +12,7 @@ from ..algorithms.length_penalties import difficulty_factor, length_factor
 from ..algorithms.segments import segment_max, segment_min, spread
 from ..errors import OptionError
 from .entrance import checked, unchecked
-from .layout import group_order
+from .layout import group_order, ungrouped
 from .rewards import Metrics, group_scores
 
 
@@ -49,8 +49,7 @@ def dapo_filter_groups(rewards: Rows, index: Labels) -> Tensor:
     ordered = rewards[order]
     is_same = segment_max(ordered, offsets) == segment_min(ordered, offsets)
     kept = ~(is_same & (offsets.diff() > 1))
-    rows = spread(kept.double(), offsets, len(rewards))
-    return torch.empty_like(rows).scatter(0, order, rows).to(torch.float32)
+    return ungrouped(spread(kept.double(), offsets, len(rewards)), order)
 
 
 @checked

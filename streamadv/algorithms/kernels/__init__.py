@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def on_cpu(tensor: Tensor) -> bool:
     """Whether these loops can read `tensor`; on other devices torch computes."""
-    return tensor.device.type == "cpu"
+    return tensor.is_cpu
 
 
 def as_array(tensor: Tensor) -> Any:
