@@ -171,8 +171,9 @@ class Admission:
         """
         wait: Wait | None = None
         groups_elsewhere: int | None = None
+        request = GroupCall(lambda: call(self._arguments(spec, budget, groups_elsewhere)))
         while True:
-            reply = one_group((yield GroupCall(partial(self._attempt, call, spec, budget, groups_elsewhere))))
+            reply = one_group((yield request))
             if reply[0] == b"layout":
                 yield from self._membership.confirm_layout()
             elif reply is OUT_OF_MEMORY:
@@ -183,15 +184,6 @@ class Admission:
                 groups_elsewhere = sum(counts) - counts[self._membership.shard_of(spec.group_id)]
             else:
                 return reply
-
-    def _attempt(
-        self,
-        call: Callable[[list[Any]], ScriptCall | Push],
-        spec: GroupSpec,
-        budget: int | None,
-        groups_elsewhere: int | None,
-    ) -> ScriptCall | Push:
-        return call(self._arguments(spec, budget, groups_elsewhere))
 
     def admission_wait(self, timeout: float | None) -> Wait:
         """The wait of a new group for admission, so many seconds at most."""

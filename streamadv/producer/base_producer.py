@@ -65,16 +65,7 @@ class BaseProducer(Generic[GroupT, GroupsT]):
             TrajectoryError, SettingError: a wrong argument, or a group larger than the run's whole byte budget.
         """
         return self._begin(
-            GroupRequest(
-                size=size,
-                group_id=group_id,
-                data_source=data_source,
-                metadata=metadata,
-                deadline_s=deadline_s,
-                redundancy=redundancy,
-                timeout=timeout,
-                role=role,
-            )
+            GroupRequest(size, group_id, data_source, metadata, deadline_s, redundancy, timeout, role)
         )
 
     #: `begin_group` for use in a with block: on leaving it, rollouts not pushed are failed.
@@ -105,16 +96,7 @@ class BaseProducer(Generic[GroupT, GroupsT]):
         """
         if ahead not in (0, 1):
             raise SettingError(f"ahead is {brief(ahead)}, needs 0 or 1")
-        request = GroupRequest(
-            size=size,
-            group_id=None,
-            data_source=data_source,
-            metadata=metadata,
-            deadline_s=deadline_s,
-            redundancy=redundancy,
-            timeout=timeout,
-            role=role,
-        )
+        request = GroupRequest(size, None, data_source, metadata, deadline_s, redundancy, timeout, role)
         return self._groups(NextGroup(self._logic.admission, request), ahead)
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from redis.exceptions import NoScriptError
@@ -97,12 +99,13 @@ class NextGroup:
                     result: T = stop.value
                     return result
                 if isinstance(request, GroupCall):
-                    request = GroupCall(lambda make=request.make: self._with_companion(make()))  # type: ignore[misc]
+                    request = GroupCall(partial(self._with_companion, request.make))
                 reply = yield request
         finally:
             steps.close()
 
-    def _with_companion(self, attempt: ScriptCall | Push) -> ScriptCall | Push:
+    def _with_companion(self, make: Callable[[], ScriptCall | Push]) -> ScriptCall | Push:
+        attempt = make()
         if not isinstance(attempt, Push):
             return attempt
         with self._lock:

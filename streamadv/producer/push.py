@@ -186,19 +186,17 @@ class Pushes:
             codes: dict[int, str] = {}  # by position in the push
             for part in slices(packets, load_of):
                 server_id = self._resend.server_of(shard)
-                result = yield from self._send(spec, part, epoch, budget, waits=budget is None)
+                codes |= yield from self._send(spec, part, epoch, budget, waits=budget is None)
                 size = sum([load_of(packet).size for packet in part])
                 kept = tuple([packet.frozen() for packet in part])
                 self._resend.remember(shard, server_id, size, self._again, spec[:6], kept, epoch)
-                if len(part) == len(packets):
-                    return result
-                codes |= zip(sorted(_positions(part)), result.codes, strict=True)
             return _result(packets, codes)
 
     def _send_again(
         self, spec: tuple[Any, ...], packets: Sequence[tuple[Any, ...]], epoch: int
     ) -> Steps[PushResult]:
-        return self._send(GroupSpec(*spec), [Packet.thaw(packet) for packet in packets], epoch, None)
+        thawed = [Packet.thaw(packet) for packet in packets]
+        return _result(thawed, (yield from self._send(GroupSpec(*spec), thawed, epoch, None)))
 
     def _send(
         self,
@@ -208,9 +206,10 @@ class Pushes:
         budget: int | None,
         *,
         waits: bool = False,
-    ) -> Steps[PushResult]:
-        """Send what one call may bring. budget: as of `Admission.call_group_script`.
+    ) -> Steps[dict[int, str]]:
+        """Send what one call may bring, and return the codes by position in the push.
 
+        budget: as of `Admission.call_group_script`.
         waits: until the group is admitted again, if the server has forgotten it; else raises Busy. Raises
         TrajectoryError.
         """
@@ -230,7 +229,7 @@ class Pushes:
         metrics.producer_pushed(list(codes.values()))
         if refused := [position for position, code in codes.items() if code == "range"]:
             raise TrajectoryError(f"record {min(refused)}: group {spec.group_id} has no such slot left")
-        return _result(packets, codes)
+        return codes
 
     def _attempt(self, packets: Sequence[Packet], epoch: int, arguments: list[Any]) -> Push:
         """arguments: as `Admission.call_group_script` gives them."""
@@ -302,15 +301,13 @@ def _with_trace(packet: Packet, context: bytes) -> Packet:
     return packet._replace(table=with_trace(packet.table, context)) if packet.table else packet
 
 
-def _positions(packets: Sequence[Packet]) -> list[int]:
-    return [position for packet in packets for position in packet.positions]
-
-
 def _result(packets: Sequence[Packet], codes: Mapping[int, str]) -> PushResult:
     """The result for members of packets, in the order of the push. codes: by position in it."""
-    indices = [index for packet in packets for index in packet.indices]
-    members = sorted(zip(_positions(packets), indices, strict=True))
+    index_at: dict[int, int] = {}
+    for packet in packets:
+        index_at |= zip(packet.positions, packet.indices, strict=True)
+    positions = sorted(index_at)
     return PushResult(
-        [codes[position] for position, _ in members],
-        [index for position, index in members if codes[position] == "pushed"],
+        [codes[position] for position in positions],
+        [index_at[position] for position in positions if codes[position] == "pushed"],
     )

@@ -7,11 +7,19 @@ from typing import Any, NamedTuple
 
 from ..errors import StreamadvError
 from .encode import Push, Reply, join, shares, slices
-from .requests import OUT_OF_MEMORY, GroupCall, Request, Steps, T
+from .requests import OUT_OF_MEMORY, GroupCall, Steps, T
 
 
 class _Ended(NamedTuple):
     outcome: Any  # a result or an error
+
+
+class _Waiting(NamedTuple):
+    """Steps that have come to their first push."""
+
+    number: int
+    request: GroupCall
+    push: Push  # one attempt at it
 
 
 def together(pushes: Sequence[Steps[T]]) -> Steps[list[T | StreamadvError]]:
@@ -20,37 +28,40 @@ def together(pushes: Sequence[Steps[T]]) -> Steps[list[T | StreamadvError]]:
     Raises an error that comes before the first push, such as of a wrong argument, before anything is sent.
     """
     outcomes: dict[int, Any] = {}
-    lanes: dict[Any, list[tuple[int, GroupCall, Push]]] = {}
+    lanes: dict[Any, list[_Waiting]] = {}
     try:
         for number, steps in enumerate(pushes):
-            step = yield from _until_push(steps)
-            if isinstance(step, _Ended) and isinstance(step.outcome, StreamadvError):
+            step = yield from _advance(steps, None, number)
+            if isinstance(step, _Waiting):
+                lanes.setdefault(step.push.lane, []).append(step)
+            elif isinstance(step.outcome, StreamadvError):
                 raise step.outcome
-            if isinstance(step, _Ended):
-                outcomes[number] = step.outcome
             else:
-                request, push = step
-                lanes.setdefault(push.lane, []).append((number, request, push))
+                outcomes[number] = step.outcome
         for lane in lanes.values():
-            for part in slices(lane, lambda item: item[2].load):
-                replies = yield from _ask([request for _, request, _ in part])
+            for part in slices(lane, lambda waiting: waiting.push.load):
+                replies = yield from _ask([waiting.request for waiting in part])
                 for (number, *_), reply in zip(part, replies, strict=True):
-                    outcomes[number] = yield from _finish(pushes[number], reply)
+                    ended = yield from _advance(pushes[number], reply)
+                    outcomes[number] = ended.outcome
     finally:
         for steps in pushes:
             steps.close()
     return [outcomes[number] for number in range(len(pushes))]
 
 
-def _until_push(steps: Steps[Any]) -> Steps[tuple[GroupCall, Push] | _Ended]:
-    """Carry out what comes before the first push, which is returned with one attempt at it."""
-    step = _next(steps, None)
-    while not isinstance(step, _Ended):
-        if isinstance(step, GroupCall) and isinstance(push := step.make(), Push):
-            return step, push
-        reply = yield step
-        step = _next(steps, reply)
-    return step
+def _advance(steps: Steps[Any], reply: Any, number: int | None = None) -> Steps[Any]:
+    """Carry out what the steps ask for, after this reply: to their end, or with a number to their first push."""
+    while True:
+        try:
+            request = steps.send(reply)
+        except StopIteration as stop:
+            return _Ended(stop.value)
+        except StreamadvError as error:
+            return _Ended(error)
+        if number is not None and isinstance(request, GroupCall) and isinstance(push := request.make(), Push):
+            return _Waiting(number, request, push)
+        reply = yield request
 
 
 def _ask(requests: Sequence[GroupCall]) -> Steps[Sequence[Reply]]:
@@ -67,21 +78,3 @@ def _ask(requests: Sequence[GroupCall]) -> Steps[Sequence[Reply]]:
     return (
         [OUT_OF_MEMORY] * len(requests) if replies is OUT_OF_MEMORY else shares(attempt, joined[0], replies)
     )
-
-
-def _finish(steps: Steps[Any], reply: Reply) -> Steps[Any]:
-    """Carry out the rest, given the reply to the push, and return the outcome."""
-    step = _next(steps, reply)
-    while not isinstance(step, _Ended):
-        reply = yield step
-        step = _next(steps, reply)
-    return step.outcome
-
-
-def _next(steps: Steps[Any], reply: Any) -> Request | _Ended:
-    try:
-        return steps.send(reply)
-    except StopIteration as stop:
-        return _Ended(stop.value)
-    except StreamadvError as error:
-        return _Ended(error)
