@@ -179,9 +179,10 @@ def _part(position: int, trajectory: Trajectory, source: str | None, limit: int,
             f"trajectory {trajectory.group_id}/{index} has {size + steps_size} bytes, "
             f"max_trajectory_bytes is {limit}: drop {what} or raise it for the run"
         )
-    if len(head) + len(header) > MAX_HEADER_BYTES:
+    header_size = len(head) + len(_MEMBERS) + len(header) + 1  # as `_join_headers` makes it
+    if header_size > MAX_HEADER_BYTES:
         raise TrajectoryError(
-            f"metadata: header of {trajectory.group_id}/{index} has {len(head) + len(header)} bytes, "
+            f"metadata: header of {trajectory.group_id}/{index} has {header_size} bytes, "
             f"at most {MAX_HEADER_BYTES} are allowed: move large data into an extra column"
         )
     value = reward

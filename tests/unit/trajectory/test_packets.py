@@ -25,7 +25,12 @@ from streamadv.trajectory.packet import (
     check_column,
     decode_column,
 )
-from streamadv.trajectory.packet_encoding import encode_packets, ended_packets, select_members
+from streamadv.trajectory.packet_encoding import (
+    MAX_HEADER_BYTES,
+    encode_packets,
+    ended_packets,
+    select_members,
+)
 from streamadv.trajectory.payload import parse_header, payload_trajectory, payloads_of
 from streamadv.trajectory.reference import references_of
 from streamadv.trajectory.schema import Column, Trajectory, parse_trajectory
@@ -382,6 +387,18 @@ def test_what_is_too_large_is_refused_at_the_producer() -> None:
         encode_packets([trajectory(metadata={"text": "x" * (1 << 20)})], LIMIT)
     with pytest.raises(TrajectoryError, match=r"trajectory g/1 has .* bytes, max_trajectory_bytes is 1024"):
         encode_packets([trajectory(), trajectory(index=1, tokens=300)], 1024)
+
+
+def test_the_largest_header_that_is_sent_can_be_read() -> None:
+    def encode(text: str) -> Packet:
+        return encode_packets([trajectory(metadata={"text": text})], LIMIT)[0]
+
+    room = MAX_HEADER_BYTES - len(encode("").fields[HEADER])
+    packet = encode("x" * room)
+    assert len(packet.fields[HEADER]) == MAX_HEADER_BYTES
+    assert len(read(packet, {})[0].metadata["text"]) == room
+    with pytest.raises(TrajectoryError, match=f"has {MAX_HEADER_BYTES + 1} bytes"):
+        encode("x" * (room + 1))
 
 
 def test_rows_that_differ_in_an_extra_are_refused() -> None:
