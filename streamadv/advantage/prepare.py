@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
@@ -90,7 +90,9 @@ def prepare(run: Run, entry: Entry) -> PreparedItem:
         packets = [packet for group in groups for packet in group.packets]
         for group_id, fetched in zip(group_ids, fetch_columns(run, packets, needs), strict=True):
             columns[fetched.packet.key] = fetched.columns
-            problem = fetched.problem or _missing(needs, fetched.columns)
+            problem = fetched.problem
+            if problem is None and (missing := [name for name in needs if name not in fetched.columns]):
+                problem = f"column {missing[0]} is missing in the payload"
             if problem is not None:
                 dead.setdefault(group_id, Death("undecodable", f"{_name(fetched.packet)}: {problem}"))
     if dead:  # a batch that was committed meanwhile has no payloads any more, and nothing is wrong
@@ -113,11 +115,6 @@ def _living_groups(run: Run, item: WorkItem, pointers: Sequence[Pointer]) -> lis
 def _name(packet: StoredPacket) -> str:
     first, *others = packet.members.table["index"].tolist()
     return f"rollouts {first} to {others[-1]}" if others else f"rollout {first}"
-
-
-def _missing(names: Sequence[str], columns: Mapping[str, Array]) -> str | None:
-    missing = [name for name in names if name not in columns]
-    return f"column {missing[0]} is missing in the payload" if missing else None
 
 
 def _work_item_of(run: Run, entry: Entry) -> WorkItem:

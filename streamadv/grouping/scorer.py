@@ -180,11 +180,11 @@ class Scorer:
         # A score no longer counts: the group has ended.
         ended = [packet for packet, is_open in zip(packets, states, strict=True) if not is_open]
         self._hand_off(consumer, [(packet, unchanged(packet.entry)) for packet in ended])
-        return [item for fetched in self._fetch(waiting) for item in self._members_of(consumer, *fetched)]
-
-    def _fetch(self, packets: Sequence[WaitingPacket]) -> list[tuple[WaitingPacket, FetchedPacket]]:
-        fetched = fetch_columns(self._run, [packet.stored for packet in packets], self._columns, header=True)
-        return list(zip(packets, fetched, strict=True))
+        stored = [packet.stored for packet in waiting]
+        fetched = list(fetch_columns(self._run, stored, self._columns, header=True))
+        return [
+            item for pair in zip(waiting, fetched, strict=True) for item in self._members_of(consumer, *pair)
+        ]
 
     def _members_of(
         self, consumer: Consumer, packet: WaitingPacket, fetched: FetchedPacket

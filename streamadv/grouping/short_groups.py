@@ -89,7 +89,7 @@ class ShortGroups:
 
     def look(self) -> None:
         """Log a warning if many groups ended short since the last judgement. Groupers call it every second or so."""
-        now, current = clock.now(), self._read()
+        now, current = clock.now(), loss_of(read_counters(self._run))
         self._before = self._before or current
         lately = current.since(self._before)
         long_ago = now - self._since >= JUDGE_AFTER_S
@@ -98,6 +98,3 @@ class ShortGroups:
         if lately.is_much:
             logger.warning("%s", lately, extra=log_fields("groups_short", run=self._run.name, role=GROUPER))
         self._since, self._before = now, current
-
-    def _read(self) -> Loss:
-        return loss_of(read_counters(self._run))

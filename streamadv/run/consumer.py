@@ -70,10 +70,6 @@ class Cursor:
         self.check_due = -math.inf
         self.expired: list[tuple[str, Delivery]] = []  # to be taken over
 
-    def reread(self) -> None:
-        """Read again what is pending under its name, from the first entry."""
-        self.pending_from = FIRST
-
     def check_leases(
         self, pending: Mapping[str, Delivery], in_hand: set[tuple[int, str]], now: float
     ) -> None:
@@ -170,7 +166,7 @@ class Consumer:
     def reread_pending(self) -> None:
         """Give everything pending under this name again, except what is in hand."""
         for cursor in self._cursors:
-            cursor.reread()
+            cursor.pending_from = FIRST
 
     def give_back(self) -> None:
         """On shutdown: let others take what is in hand at once instead of after the lease, and leave the list."""
@@ -240,7 +236,7 @@ class Consumer:
                 self._make_group(cursor)
                 return []
         except RETRYABLE as error:
-            cursor.reread()  # a reply may have been lost
+            cursor.pending_from = FIRST  # a reply may have been lost
             self._outage.pause_after(error)
             return []
         self._outage.over()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Self, get_args
@@ -13,6 +14,9 @@ BEAT_S: Final = 10.0
 RANK_TIMEOUT_S: Final = 30.0
 FIELD: Final = "rank:"
 MAX_RANKS: Final = 1 << 20
+
+_FIELD: Final = re.compile(FIELD + "([0-9]{1,7})")
+_HEARTBEAT: Final = re.compile("[0-9]{1,15} ")  # when, by the server's clock; the report follows
 
 #: What a rank does: waits for its next batch, trains on one, has been closed.
 Doing = Literal["waits", "trains", "left"]
@@ -64,17 +68,8 @@ def heard_ranks(session: Mapping[str, str], now_ms: int) -> dict[int, HeardRank]
     """
     heard = {}
     for name, text in session.items():
-        rank = name.removeprefix(FIELD)
-        when, _, said = text.partition(" ")
-        if (
-            name.startswith(FIELD)
-            and rank.isdecimal()
-            and len(rank) < 8
-            and when.isdecimal()
-            and len(when) < 16
-        ):
-            report = RankReport.parse(said)
-            if report is not None:
-                heard[int(rank)] = HeardRank(report, max(0, now_ms - int(when)) / 1000)
+        field, when = _FIELD.fullmatch(name), _HEARTBEAT.match(text)
+        if field and when and (report := RankReport.parse(text[when.end() :])) is not None:
+            heard[int(field[1])] = HeardRank(report, max(0, now_ms - int(when[0])) / 1000)
     size = heard[0].report.world_size if 0 in heard else MAX_RANKS
     return {rank: heard[rank] for rank in sorted(heard) if rank < size}
