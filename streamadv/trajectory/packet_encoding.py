@@ -169,10 +169,8 @@ def _part(position: int, trajectory: Trajectory, source: str | None, limit: int,
         return Part(index, position, member_line(index, kind, reward, role))
     columns, header = _columns(rows), _header(fields, source)
     head = header_head(fields["group_size"], source)
-    size, steps_size = (
-        sum(map(NBYTES, columns.values())) + len(header),
-        _bytes_of_steps(steps) if steps else 0,
-    )
+    size = sum(map(NBYTES, columns.values())) + len(header)
+    steps_size = _bytes_of_steps(steps) if steps else 0
     if size + steps_size > limit:
         what = "columns" if size > limit else "steps"
         raise TrajectoryError(

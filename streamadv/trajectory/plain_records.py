@@ -66,7 +66,6 @@ def plain_packets(records: Sequence[Any], defaults: Defaults, limit: int) -> lis
     if columns is None or not _is_plain_ticket(defaults):
         return None
     keys, head = records[0].keys(), header_head(defaults.group_size, defaults.data_source)
-    width = sum([dtype.itemsize for _, dtype in columns])
     parts: dict[int, Part] = {}  # by rollout index
     metadata = header = None
     for position, record in enumerate(records):
@@ -75,8 +74,8 @@ def plain_packets(records: Sequence[Any], defaults: Defaults, limit: int) -> lis
         own = record.get("metadata", _NO_METADATA)
         if own is not metadata or header is None:  # records often share theirs
             metadata, header = own, _header(own, defaults.metadata)
-        part = None if header is None else _part(position, record, defaults, columns, width, head, header)
-        if part is None or part.size > limit or part.rollout_index in parts:
+        part = None if header is None else _part(position, record, defaults, columns, head, header, limit)
+        if part is None or part.rollout_index in parts:
             return None
         parts[part.rollout_index] = part
     packets = make_packets(parts.values())
@@ -136,11 +135,11 @@ def _part(
     record: Mapping[str, Any],
     defaults: Defaults,
     columns: Columns,
-    width: int,
     head: bytes,
     header: bytes,
+    limit: int,
 ) -> Part | None:
-    """What a record adds to its packet; the values of its columns are not checked. width: bytes of a token."""
+    """What a record adds to its packet; the values of its columns are not checked."""
     get = record.get
     index, reward = get("rollout_index", defaults.rollout_index), get("reward")
     status, role = get("status", "completed"), get("role", defaults.role)
@@ -162,14 +161,17 @@ def _part(
     ids = record["input_ids"]
     if type(ids) is not np.ndarray or ids.ndim != 1 or not len(ids):
         return None
-    arrays, shape = {}, ids.shape
+    arrays, shape, width = {}, ids.shape, 0  # bytes of a token
     for name, dtype in columns:
         arrays[name] = array = record[name]
+        width += dtype.itemsize
         if type(array) is not np.ndarray or array.shape != shape:
             return None
         if array.dtype is not dtype and array.dtype != dtype:
             return None
     size = len(ids) * width + len(header)
+    if size > limit:
+        return None
     versions = None if version is None else (version, version)
     ones = np.count_nonzero(arrays["response_mask"])
     packed = pack_record(index, status, role, reward, versions, size, len(ids), ones)

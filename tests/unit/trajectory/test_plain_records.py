@@ -200,6 +200,11 @@ def test_more_records_than_a_packet_holds() -> None:
     assert sent(packets) == full(found, ticket)
 
 
+def test_a_record_of_more_bytes_than_a_table_can_say_is_left_to_the_full_checks() -> None:
+    huge = {name: np.broadcast_to(array[:1], (1 << 30,)) for name, array in columns(1).items()}
+    assert plain_packets([{"reward": 0.5, **huge}], TICKET, LIMIT) is None
+
+
 def test_large_columns_are_sent_from_where_they_lie() -> None:
     tokens = LARGE_COLUMN // 8
     found = [columns(tokens, index) | {"rollout_index": index, "reward": 0.5} for index in range(2)]
