@@ -57,8 +57,6 @@ def points() -> list[str]:
 def hooked(reached: Hook, gate: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Call `reached(point)` around every script this process runs, and `gate()` before every command."""
     names = {scripts.load(name).sha: name for name in script_names()}
-    send: Any = redis.Redis.execute_command
-    execute = redis.client.Pipeline.execute
 
     def around(called: Sequence[str], call: Callable[[], Any]) -> Any:
         gate()
@@ -69,12 +67,9 @@ def hooked(reached: Hook, gate: Callable[[], object] = lambda: None) -> Iterator
             reached(f"after:{name}")
         return reply
 
-    def on_command(self: Any, *args: Any, **options: Any) -> Any:
-        return around(_called(names, args), lambda: send(self, *args, **options))
-
-    def on_pipeline(self: Any, *args: Any, **options: Any) -> Any:
-        called = [name for command, _ in self.command_stack for name in _called(names, command)]
-        return around(called, lambda: execute(self, *args, **options))
+    def on_commands(self: Any, commands: Any, *rest: Any) -> Any:
+        called = [name for command, _ in commands for name in _called(names, command)]
+        return around(called, lambda: send(self, commands, *rest))
 
     def on_cluster_command(self: Any, *args: Any, **options: Any) -> Any:
         return around(_called(names, args), lambda: cluster_send(self, *args, **options))
@@ -87,28 +82,21 @@ def hooked(reached: Hook, gate: Callable[[], object] = lambda: None) -> Iterator
         called = [*_called(names, call), *_called(names, also)]
         return around(called, lambda: push(self, payloads, call, also, *rest))
 
-    def on_script(self: Any, sha: str, *args: Any) -> Any:
-        return around([names[sha]], lambda: evalsha(self, sha, *args))
-
-    push, evalsha = Client.transact, Client.evalsha
+    push, send = Client.transact, Client.execute_together
     cluster_send: Any = redis.cluster.RedisCluster.execute_command
     transact: Any = TransactionStrategy.execute
     redis.cluster.RedisCluster.execute_command = on_cluster_command  # type: ignore[method-assign]
     TransactionStrategy.execute = on_transaction
     Client.transact = on_push  # type: ignore[method-assign]
-    Client.evalsha = on_script  # type: ignore[method-assign]
-    redis.Redis.execute_command = on_command  # type: ignore[method-assign]
-    redis.client.Pipeline.execute = on_pipeline  # type: ignore[method-assign]
+    Client.execute_together = on_commands  # type: ignore[method-assign]
     try:
         with _after_compute(reached):
             yield
     finally:
-        redis.Redis.execute_command = send  # type: ignore[method-assign]
-        redis.client.Pipeline.execute = execute  # type: ignore[method-assign]
         redis.cluster.RedisCluster.execute_command = cluster_send  # type: ignore[method-assign]
         TransactionStrategy.execute = transact
         Client.transact = push  # type: ignore[method-assign]
-        Client.evalsha = evalsha  # type: ignore[method-assign]
+        Client.execute_together = send  # type: ignore[method-assign]
 
 
 def _called(names: dict[str, str], command: Sequence[Any]) -> list[str]:

@@ -1,20 +1,22 @@
 -- Admission: whether a group may be opened now, and opening it.
 -- KEYS  open, groups, ledger, trainer, sizes
 
--- What admissions are judged by. limits: max_trajectory_bytes, max_bytes of this shard (-1 = open nothing), shards, groups that count in the other shards
--- ('-' = not known), max_staleness and batch_groups until a trainer says its own ('-' = no pacing), '1' if the group may
--- be new: one that was admitted before is opened again also after the trainer has ended the run.
+-- What the admissions of a call are judged by. limits: max_trajectory_bytes, max_bytes of this shard (-1 = open nothing),
+-- shards, groups that count in the other shards ('-' = not known), max_staleness and batch_groups until a trainer says its
+-- own ('-' = no pacing), '1' if the group may be new: one that was admitted before is opened again also after the trainer
+-- has ended the run.
 local function read_admission(limits)
   local max_trajectory_bytes, max_bytes, shards, elsewhere, max_staleness, batch_groups, is_new =
     string.match(limits, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
-  local trainer = redis.call('HMGET', keys.trainer, 'max_staleness', 'batch_groups', 'held', 'epoch', 'version', 'announced',
-    'finished', 'weights')
+  local trainer = redis.call('HMGET', keys.trainer, 'max_staleness', 'batch_groups', 'held', 'epoch', 'version',
+    'announced', 'finished', 'weights')
   local ledger = redis.call('HMGET', keys.ledger, 'shards', 'live_bytes', 'groups_eval', 'groups_abandoned')
   local sizes = read_sizes(keys.sizes)
-  return {max_bytes = tonumber(max_bytes), shards = tonumber(shards), elsewhere = tonumber(elsewhere), is_new = is_new == '1',
-    max_staleness = tonumber(trainer[1] or max_staleness), batch_groups = tonumber(trainer[2] or batch_groups),
-    ahead = groups_ahead(trainer[3], ledger[3], ledger[4]), epoch = trainer[4] or '0', version = trainer[5] or '0', announced = trainer[6] or '',
-    finished = trainer[7] == '1', weights = trainer[8] or '', sizes = sizes, slot_bytes = slot_bytes(sizes, tonumber(max_trajectory_bytes)),
+  return {max_bytes = tonumber(max_bytes), shards = tonumber(shards), elsewhere = tonumber(elsewhere),
+    is_new = is_new == '1', max_staleness = tonumber(trainer[1] or max_staleness),
+    batch_groups = tonumber(trainer[2] or batch_groups), ahead = groups_ahead(trainer[3], ledger[3], ledger[4]),
+    epoch = trainer[4] or '0', version = trainer[5] or '0', announced = trainer[6] or '', finished = trainer[7] == '1',
+    weights = trainer[8] or '', sizes = sizes, slot_bytes = slot_bytes(sizes, tonumber(max_trajectory_bytes)),
     known_shards = tonumber(ledger[1] or ''), live_bytes = tonumber(ledger[2] or '') or 0}
 end
 
@@ -39,7 +41,10 @@ local function no_room(spec)
   if admission.max_bytes >= 0 and needed > admission.max_bytes then
     return {'busy', 'group_bytes', string.format('%.17g', bytes), limit}
   end
-  local moving = count_of(keys.ledger, 'rollouts') + count_of(keys.ledger, 'scoring') + count_of(keys.ledger, 'in_flight')
+  local moving = 0
+  for _, number in ipairs(redis.call('HMGET', keys.ledger, 'rollouts', 'scoring', 'in_flight')) do
+    moving = moving + (tonumber(number or '') or 0)
+  end
   return {'busy', 'max_bytes', string.format('%.17g', used), limit, redis.call('ZCARD', keys.open),
     redis.call('XLEN', keys.groups), moving, admission.batch_groups or '', string.format('%.17g', bytes)}
 end

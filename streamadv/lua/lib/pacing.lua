@@ -1,10 +1,5 @@
 -- Pacing: how many groups of a shard count against max_staleness.
 -- KEYS  open, groups, ledger
--- HMGET, because store/acl.py allows producers no HGET of the ledger.
-local function count_of(key, field)
-  return tonumber(redis.call('HMGET', key, field)[1] or '') or 0
-end
-
 -- Groups begun and neither terminal nor trained on; `held` are trained and not committed. Evaluation groups do not count,
 -- and those of lost producers do not until somebody pushes to them or touches them: `eval` and `abandoned` of the ledger.
 local function groups_ahead(held, eval, abandoned)
