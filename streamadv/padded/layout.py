@@ -15,15 +15,10 @@ from ..algorithms.packed_checks import BUILT
 from ..algorithms.trainable import Trainable, as_bool, tokens_where
 
 
-def padded_offsets(mask: Tensor) -> Tensor:
-    """[B + 1] int64: where the rows of a padded `mask` [B, T] start in its flattened form."""
-    rows, width = mask.shape
-    return torch.arange(rows + 1, device=mask.device) * width
-
-
 def padded_tokens(mask: Tensor) -> Trainable:
     """The tokens where a padded `mask` [B, T] is not 0, its rows end to end with their padding."""
-    return tokens_where(mask.reshape(-1), padded_offsets(mask))
+    rows, width = mask.shape
+    return tokens_where(mask.reshape(-1), torch.arange(rows + 1, device=mask.device) * width)
 
 
 def label_numbers(labels: Labels) -> Tensor:
