@@ -131,7 +131,7 @@ class Payload:
             own.get("data_source", header.get("data_source")),
             tuple(version) if isinstance(version, list) else version,
             own.get("metadata", {}),
-            own.get("agents", ()),
+            tuple(own.get("agents", ())),
             own.get("row_rewards", ()),
         )
 
