@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .. import metrics, tracing
-from ..errors import Busy, TrajectoryError
+from ..errors import Busy, StreamadvError, TrajectoryError
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Wait
@@ -80,26 +80,21 @@ class Pushes:
         """
         check_seconds("timeout", timeout, zero=True)
         wait = self._admission.admission_wait(timeout)
-        results: dict[int, PushResult] = {}
-        missing, problem = list(range(len(groups))), None
+        outcomes: dict[int, PushResult | StreamadvError] = {}
+        missing: Sequence[int] = range(len(groups))
         while missing:
-            outcomes = yield from together([self.push(groups[number]) for number in missing])
-            refused: list[int] = []
-            refusal: Busy | None = None
-            for number, outcome in zip(missing, outcomes, strict=True):
-                if isinstance(outcome, PushResult):
-                    results[number] = outcome
-                elif isinstance(outcome, Busy) and not wait.expired:
-                    refused.append(number)
-                    refusal = outcome
-                else:
-                    problem = problem or outcome
-            missing = refused
-            if refusal is not None:
-                yield from self._admission.wait_for_room(wait, Reason(*refusal.reason))
-        if problem is not None:
-            raise problem
-        return [results[number] for number in range(len(groups))]
+            found = yield from together([self.push(groups[number]) for number in missing])
+            outcomes |= zip(missing, found, strict=True)
+            refusals = {number: item for number, item in outcomes.items() if isinstance(item, Busy)}
+            missing = [] if wait.expired else list(refusals)
+            if missing:
+                yield from self._admission.wait_for_room(wait, Reason(*refusals[missing[-1]].reason))
+        results = []
+        for outcome in outcomes.values():
+            if isinstance(outcome, StreamadvError):
+                raise outcome
+            results.append(outcome)
+        return results
 
     def end_slots(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that these rollouts ended without a trajectory: `kind` failed, aborted or cancelled."""

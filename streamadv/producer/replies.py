@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import chain, islice
 from typing import Any, Final
 
-from ..errors import Busy, GroupEndedError, RunEndedError, SettingError, StreamadvError, TrajectoryError
+from ..errors import Busy, GroupEndedError, RunEndedError, SettingError, TrajectoryError
 from ..store.reasons import Reason
 from ..trajectory.packet import Packet
 from ..trajectory.packet_encoding import select_members
@@ -43,36 +43,29 @@ def check_group_reply(reply: Reply, spec: GroupSpec) -> None:
     Raises RunEndedError, GroupEndedError (somebody else wrote into its hash), TrajectoryError (it is open with another
     size or role), SettingError (it needs more than the whole byte budget).
     """
-    error = _group_error(reply, spec)
-    if error is not None:
-        raise error
-
-
-def _group_error(reply: Reply, spec: GroupSpec) -> StreamadvError | None:
     if reply[0] == b"broken":
-        return GroupEndedError(
+        raise GroupEndedError(
             f"group {spec.group_id} is not what was opened, somebody wrote into it: begin another one"
         )
     if reply[0] == b"over":
-        return RunEndedError(
+        raise RunEndedError(
             f"group {spec.group_id} is not begun: the trainer has ended the run; stop, or start a trainer on it again"
         )
     if reply[0] == b"mismatch":
         size, role = int(reply[1]), reply[2].decode()
         if size == spec.size:
-            return TrajectoryError(
+            raise TrajectoryError(
                 f"role is {spec.role}, group {spec.group_id} is open with role {role}: evaluate in groups of their "
                 "own, begun with role='eval'"
             )
-        return TrajectoryError(f"group_size is {spec.size}, group {spec.group_id} is open with {size}")
+        raise TrajectoryError(f"group_size is {spec.size}, group {spec.group_id} is open with {size}")
     if list(reply[:2]) == [b"busy", b"group_bytes"]:
         slot_bytes, limit = int(float(reply[2])), int(float(reply[3]))
-        return SettingError(
+        raise SettingError(
             f"max_bytes allows {limit} bytes a shard, one group of {spec.slots} reserves {spec.slots * slot_bytes} "
             f"({slot_bytes} a rollout, by what the run's trajectories have needed, max_trajectory_bytes until some are "
             f"known): raise max_bytes, or lower max_trajectory_bytes or the group size"
         )
-    return None
 
 
 def refusal(reply: Reply, shard: int | None = None) -> Reason:
