@@ -175,9 +175,9 @@ def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
     if values.shape != (count,):
         raise ArgumentError(f"values of level {level!r} have shape {tuple(values.shape)}, need ({count},)")
     rounded = values.detach().to(torch.float32)
-    if level == "row":
-        return spread_rows(rounded, batch.column("response_mask"), batch.cu_seqlens)[0]
     tokens = batch.trainable_tokens
+    if level == "row":
+        return spread_rows(rounded, *tokens)[0]
     if level == "token":
         on_tokens = tokens.only(rounded)
         return on_tokens.clone() if on_tokens.data_ptr() == values.data_ptr() else on_tokens
