@@ -52,9 +52,10 @@ class Candidates:
         for shard, unparsed in self._unparsed.items():
             while (missing := limit - self._count(shard)) > 0 and not self._at_end.get(shard):
                 page = read_entries(self._run, shard, self.cursors[shard], missing)
-                if page:
-                    self.cursors[shard] = page[-1][1].decode()
-                unparsed += [entry for entry in page if (shard, entry[1].decode()) not in self._named]
+                cursor = page[-1][1].decode() if page else self.cursors[shard]
+                new = [entry for entry in page if (shard, entry[1].decode()) not in self._named]
+                unparsed += new  # with the cursor at once: an interrupt before it loses nothing
+                self.cursors[shard] = cursor
                 if len(page) < missing:
                     self._at_end[shard] = True
 

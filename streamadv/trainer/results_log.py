@@ -50,7 +50,9 @@ class ResultsLog:
     def take(self, shard: int, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
         """Keep the results of new entries of a shard, and on rank 0 note the strays."""
         session = self._session
-        keys, batches = session.run.keys.shard(shard), {named.record.id for named in session.batches.values()}
+        keys = session.run.keys.shard(shard)
+        named = list(session.batches.values())  # at once: another thread may commit some
+        batches = {batch.record.id for batch in named}
         for entry_id, fields in entries:
             entry = entry_id.decode()
             try:

@@ -15,14 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.algorithms import build_chain
+from streamadv.batch import candidates as batch_candidates
 from streamadv.batch import commit as batch_commit
 from streamadv.batch import exclusion, recovery, selection, work
 from streamadv.batch import record as batch_record
+from streamadv.batch.candidates import Candidates
 from streamadv.batch.record import BatchRecord, Death
 from streamadv.batch.selection import NamingRules
 from streamadv.batch.work import ITEM_BYTES, ITEM_TRAJECTORIES, apply, work_items
 from streamadv.errors import BatchLostError, EpochFencedError
-from streamadv.grouping.groups_log import LoggedGroup, Pointer, read_groups, read_log, sums_of
+from streamadv.grouping.groups_log import LoggedGroup, Pointer, read_entries, read_groups, read_log, sums_of
 from streamadv.run import Run
 from streamadv.run.run import Shard
 from streamadv.store.connection import Connection
@@ -179,6 +181,33 @@ def test_commit_counts_each_member_once(groups: list[LoggedGroup], budget: int |
         numbers = [states[state] for state in ("trained", "baseline", "oversize")]
         text = " ".join(map(str, [each.entry, *numbers, 100, 1]))
         assert found == (text, (f"payload-{each.group_id[1:]}",))
+
+
+@pytest.mark.parametrize("calls", range(7))
+def test_an_interrupt_while_groups_are_read_loses_none(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    run = pushed_run(fake, "r", 3)
+    group_all(run)
+    interrupts, read = itertools.chain([False] * calls, [True], itertools.repeat(False)), read_entries
+
+    class EntryId(bytes):
+        def decode(self, *args: Any) -> str:
+            if next(interrupts):
+                raise KeyboardInterrupt
+            return super().decode(*args)
+
+    def read_with_interrupts(*args: Any) -> Any:
+        return [(shard, EntryId(entry), fields) for shard, entry, fields in read(*args)]
+
+    monkeypatch.setattr(batch_candidates, "read_entries", read_with_interrupts)
+    candidates = Candidates(run, [])
+    with suppress(KeyboardInterrupt):
+        candidates.read_on(5)
+    candidates.read_on(5)
+    with suppress(KeyboardInterrupt):
+        list(candidates)
+    assert [each.group_id for each in candidates] == ["g0000", "g0001", "g0002"]
 
 
 def test_the_first_fit_groups_are_chosen_and_only_those_before_them_refused() -> None:

@@ -89,6 +89,22 @@ def test_strays_are_returned_to_the_rank_that_knows_the_batches(computed: Run) -
     assert other_rank.strays == []
 
 
+def test_another_thread_may_commit_while_results_are_taken(computed: Run) -> None:
+    ((k, record),) = read_records(computed).items()
+    log = log_of(computed)
+    batches: dict[int, Any] = log._session.batches
+
+    class Named:
+        @property
+        def record(self) -> Any:
+            batches.pop(k + 1, None)
+            return record
+
+    batches |= {k: Named(), k + 1: Named()}
+    log.read()
+    assert log.results_of(record.id, work_items(record)) is not None
+
+
 def test_strays_are_removed_although_the_server_was_away_at_first(
     computed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
