@@ -161,7 +161,7 @@ def _without_group(shard: Shard) -> list[bytes]:
     page: Any = shard.connection.scripts.zrange(shard.keys.open, start, start + EXPIRE_COUNT - 1)
     pipe = shard.connection.scripts.pipeline(transaction=False)
     for member in page:
-        pipe.hexists(shard.keys.group("").encode() + member, "size")
+        pipe.hexists(shard.keys.group("").encode() + member, "head")
     return [member for member, has_group in zip(page, replies_of(pipe), strict=True) if has_group != 1]
 
 

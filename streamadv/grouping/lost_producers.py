@@ -70,6 +70,6 @@ class LostProducers:
             pipe.hget(shard.keys.group("").encode() + member, "producer")
         groups: dict[bytes, list[str]] = {}
         for member, producer in zip(members, replies_of(pipe), strict=True):
-            if producer is not None:
+            if producer:  # "" = nobody plays it
                 groups.setdefault(producer, []).append(member.decode(errors="replace"))
         return groups

@@ -129,9 +129,9 @@ def _call_with_signals(call: Callable[[], T], limit: _Limit) -> T:
         _watcher = threading.Thread(target=_watch, args=arguments, name="streamadv-watch", daemon=True)
         _watcher.start()
     try:
-        _current = limit
-        signal.setitimer(signal.ITIMER_VIRTUAL, limit.timeout_s, REPEAT_S)
         try:
+            _current = limit
+            signal.setitimer(signal.ITIMER_VIRTUAL, limit.timeout_s, REPEAT_S)
             return call()
         finally:
             _current = None

@@ -88,7 +88,10 @@ def parse_members(text: bytes) -> list[MemberLine]:
             f"members is {brief(text)}, needs 1..{MAX_PACKET_MEMBERS} lines: index kind reward role"
         )
     words, before = text.decode().split(), -1
-    rewards = [None if word == "-" else float(word) for word in words[2::4]]
+    try:
+        rewards = [None if word == "-" else float(word) for word in words[2::4]]
+    except ValueError as error:
+        raise WireError(f"members has a reward that is no number: {error}") from None
     members = list(map(MemberLine, map(int, words[::4]), words[1::4], rewards, words[3::4]))
     for index, _, reward, _ in members:
         if not before < index < 2 * MAX_GROUP_SIZE:

@@ -144,13 +144,14 @@ class Client(_Classified, redis.Redis):
     ) -> list[Any]:
         """Results of commands sent in one piece, each given as its arguments and redis-py's options.
 
-        Raises the first error there is, or has each one among the results.
+        Raises the first error there is, or has each one among the results. ReadOnlyError is raised in any case, so that
+        the connection, which leads to a former primary, is given up.
         """
+        raised = Exception if raise_on_error else redis.exceptions.ReadOnlyError
 
         def results_of(replies: list[Any]) -> Any:
             results = [self._result_of(*pair) for pair in zip(replies, commands, strict=True)]
-            errors = (result for result in results if isinstance(result, Exception))
-            return next(errors, results) if raise_on_error else results
+            return next((result for result in results if isinstance(result, raised)), results)
 
         pieces = [piece for args, _ in commands for piece in Packer().pack(*args)]
         results: list[Any] = self._exchange(pieces, len(commands), results_of)

@@ -49,17 +49,21 @@ async def test_a_connection_to_a_former_master_is_given_up(sentinels: Sentinels)
             pipelined = other.pipelined
             assert pipelined is not None
             await pipelined.eval(*write)
+            reading = connection.blocking(100)
+            assert reading.get("key") == b"1"
             master.ask("REPLICAOF", "127.0.0.1", replica.port)  # keeps its connections, unlike a failover
             try:
                 with pytest.raises(redis.exceptions.ReadOnlyError):
                     connection.push.set("key", b"2")
+                with pytest.raises(redis.exceptions.ReadOnlyError):
+                    reading.pipeline(transaction=False).set("key", b"2").execute(raise_on_error=False)
                 with pytest.raises(redis.exceptions.ConnectionError, match="is now a slave"):
                     await other.push.set("key", b"3")
                 with pytest.raises(redis.exceptions.ReadOnlyError):
                     await pipelined.eval(*write)
                 with pytest.raises(redis.exceptions.ConnectionError, match="not yet, the master"):
                     await pipelined.eval(*write)
-                for client in (connection.push, connection.scripts):
+                for client in (connection.push, connection.scripts, reading):
                     with pytest.raises(redis.exceptions.ConnectionError, match="not yet, the master"):
                         client.get("key")
                 with pytest.raises(redis.exceptions.ConnectionError, match="not yet, the master"):

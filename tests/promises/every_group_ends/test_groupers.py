@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +13,7 @@ import streamadv.run.heartbeats
 from streamadv import cli
 from streamadv.errors import Busy, NoBatchError
 from streamadv.grouping import grouper, housekeeping
+from streamadv.grouping.lost_producers import LostProducers
 from streamadv.grouping.short_groups import Loss
 from streamadv.producer import Producer
 from streamadv.run.consumer import Consumer
@@ -166,6 +167,23 @@ def test_groups_of_a_lost_producer_do_not_count_in_pacing(
     assert problems(joined) == []
     killed.close()
     queue.close()
+
+
+def test_a_foreign_producer_without_a_name_has_no_groups(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamadv.run.heartbeats, "PRODUCER_TIMEOUT_S", 0.0)
+    with producing(redis_url, run, {"max_staleness": 1, "batch_groups": 2}) as producer:
+        producer.begin_group(2)
+        joined = join(redis_url, run)
+        scripts, producers = joined.connection.scripts, joined.keys.home.producers
+        (state,) = cast(Any, scripts.hvals(producers))
+        scripts.hset(producers, "", state)
+        lost = LostProducers(joined)
+        for _ in range(3):
+            lost.look()
+        assert read_status(joined).groups.abandoned == 1
+        assert problems(joined) == []
 
 
 def push_some_failed(producer: Producer, groups: int, failing: int) -> None:

@@ -16,7 +16,7 @@ from streamadv.grouping.housekeeping import Housekeeping
 from streamadv.grouping.scorer import Scorer
 from streamadv.grouping.unscored import UnscoredTrajectory
 from streamadv.producer import Producer
-from streamadv.run import Run
+from streamadv.run import Run, Shard
 from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
 from streamadv.run.malformed import list_malformed
 from streamadv.status import read_status
@@ -69,6 +69,7 @@ PACKETS: list[dict[str, Any]] = [
     packet(members="0 exploded 1.0 train\n"),
     packet(members="0 usable nan train\n"),
     packet(members="0 usable 1e999 train\n"),
+    packet(members="0 usable 1-2 train\n"),
     packet(members="0 usable 1.0 \x00\n"),
     packet(members="0 usable 1.0 train\n0 usable 1.0 train\n"),
     packet(members="1 usable 1.0 train\n0 usable 1.0 train\n"),
@@ -614,20 +615,31 @@ def test_foreign_groups_with_far_deadlines_do_not_keep_a_run_from_ending(
     assert not [key for keys in joined.keys.shards for key in scripts.keys(keys.group("*"))]
 
 
-def test_members_of_open_without_a_group_do_not_wait_for_their_deadline(redis_url: str, run: str) -> None:
+def test_members_of_open_without_a_group_do_not_wait_for_their_deadline(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until they are removed they count in pacing, and keep producers from beginning groups."""
+    due: list[Any] = []
+    call = Shard.call
+
+    def noted(shard: Shard, name: str, args: Sequence[Any] = (), **keys: Any) -> Any:
+        due.extend(args if name == "expire" else ())
+        return call(shard, name, args, **keys)
+
+    monkeypatch.setattr(Shard, "call", noted)
     with producing(redis_url, run) as producer:
         producer.push([trajectory("genuine", 0, 2)])
         joined = join(redis_url, run)
         keys, scripts = joined.keys.home, joined.connection.scripts
         in_an_hour = now_ms(joined) + 3_600_000
-        scripts.zadd(keys.open, {f"nobody{number}": in_an_hour for number in range(300)})
+        scripts.zadd(keys.open, {f"nobody{number}": in_an_hour for number in range(250)})
         housekeeping = Housekeeping(joined)
         for _ in range(100):
             housekeeping.round()
             if scripts.zcard(keys.open) == 1:
                 break
         assert scripts.zrange(keys.open, 0, -1) == [b"genuine"]
+        assert "genuine" not in due
         assert problems(joined) == []
 
 
