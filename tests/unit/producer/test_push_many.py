@@ -5,13 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
+from streamadv import metrics
 from streamadv.errors import Busy, TrajectoryError
 from streamadv.producer import Producer
 from streamadv.producer.encode import MAX_SLICE_BYTES, MAX_SLICE_MEMBERS, MAX_SLICE_PACKETS, Push
 from streamadv.producer.requests import Pause
 from streamadv.store.connection import Connection
-from tests.support import group_all, join, ledger, payload_keys, problems, producing, push_one, trajectory
+from tests.support import (
+    Forward,
+    group_all,
+    join,
+    ledger,
+    payload_keys,
+    problems,
+    producing,
+    push_one,
+    trajectory,
+)
 
 MB = 1 << 20
 
@@ -147,3 +159,27 @@ def test_a_wrong_group_costs_no_other_that_waits(fake: Connection, monkeypatch: 
                 producer.push_many([group_of("b"), group_of("c")], timeout=10)
         assert ledger(run)["pushed"] == 3
     assert problems(run) == []
+
+
+def test_a_producer_that_was_admitted_no_longer_waits(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    carry_out = Producer._carry_out
+
+    def admit_after_pauses(self: Producer, request: Any) -> Any:
+        if not isinstance(request, Pause):
+            return carry_out(self, request)
+        forward(2.0)
+        if next(pauses, None) is None:
+            fake.scripts.hincrby(run.keys.home.trainer, "batch_groups", 1)
+        return None
+
+    with producing(fake, "r") as producer, monkeypatch.context() as patch:
+        run = join(fake, "r")
+        fake.scripts.hset(run.keys.home.trainer, mapping={"max_staleness": "0", "batch_groups": "1"})
+        patch.setattr(Producer, "_carry_out", admit_after_pauses)
+        for name in ("ab", "c"):
+            pauses = iter(range(8))  # 18 seconds: too short to be told
+            producer.push_many([group_of(group) for group in name])
+            assert b"streamadv_blocked{" not in generate_latest(metrics.REGISTRY)
+    assert "not admitted" not in caplog.text
