@@ -57,6 +57,8 @@ LARGEST: Final = sys.float_info.max
 
 #: Entries of a mask that are summed faster than cut into blocks.
 _SHORT_MASK: Final = 1 << 16
+#: Bytes of a column up to which argmin and argmax are quicker than a reduction. They copy what is read-only.
+_SHORT_COLUMN: Final = 128 << 10
 
 Array = NDArray[Any]
 
@@ -110,12 +112,20 @@ def check_values(name: str, array: Array) -> None:
     """Raise ValueError for NaN and infinity, for `response_mask` other than 0 and 1, for positive log-probabilities."""
     if array.dtype.kind == "f" and array.size:
         most = LOG_PROB_ROUNDING if name in LOG_PROBS else LARGEST
-        # With a NaN both are NaN, and no comparison holds. Three times as fast as isfinite or maximum.reduce.
-        if not (array.item(array.argmin()) >= -LARGEST and array.item(array.argmax()) <= most):
+        # With a NaN both are NaN, and no comparison holds.
+        if not (_least(array) >= -LARGEST and _greatest(array) <= most):
             _raise_for_floats(array, most)
-    elif name == "response_mask" and array.size and array.item(array.argmax()) > 1:
+    elif name == "response_mask" and array.size and _greatest(array) > 1:
         first = int(np.flatnonzero(array > 1)[0])
         raise ValueError(f"is {array[first]} at token {first}, needs 0 or 1")
+
+
+def _least(array: Array) -> Any:
+    return array.item(array.argmin()) if array.nbytes <= _SHORT_COLUMN else np.minimum.reduce(array).item()
+
+
+def _greatest(array: Array) -> Any:
+    return array.item(array.argmax()) if array.nbytes <= _SHORT_COLUMN else np.maximum.reduce(array).item()
 
 
 def _raise_for_floats(array: Array, most: float) -> None:

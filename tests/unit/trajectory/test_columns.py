@@ -6,7 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamadv.trajectory.columns import EXTRA_DTYPES, KNOWN_COLUMNS, cast_array, extra_array, known_array
+from streamadv.trajectory.columns import (
+    EXTRA_DTYPES,
+    KNOWN_COLUMNS,
+    cast_array,
+    check_values,
+    extra_array,
+    known_array,
+)
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -133,3 +140,16 @@ def test_big_endian_extras_are_turned_round():
 def test_extras_that_are_no_arrays_of_numbers_are_refused(value):
     with pytest.raises(ValueError, match=r"needs|dimensions"):
         extra_array(value)
+
+
+@pytest.mark.parametrize("size", [1 << 10, (1 << 17) + 1])
+@pytest.mark.parametrize("is_read_only", [False, True])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_wrong_number_is_found_in_a_column_of_any_length(size, is_read_only, value):
+    for name, wrong in (("values", value), ("rollout_log_probs", value), ("response_mask", 2)):
+        array = np.zeros(size, KNOWN_COLUMNS[name])
+        check_values(name, array)
+        array[size - 2] = wrong
+        array.flags.writeable = not is_read_only
+        with pytest.raises(ValueError, match=f"is {wrong} at token {size - 2}, needs"):
+            check_values(name, array)
