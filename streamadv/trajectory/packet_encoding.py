@@ -231,7 +231,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, Array]:
     columns = []
     for row in rows:
         values = row.__dict__
-        columns.append({name: values[name] for name in KNOWN_COLUMNS if values[name] is not None})
+        columns.append({name: array for name in KNOWN_COLUMNS if (array := values[name]) is not None})
     for name in sorted(extras) if (extras := rows[0].extras) else ():
         if len({_kind_of_extra(row.extras[name]) for row in rows}) > 1:
             raise TrajectoryError(f"extra column {name} differs between rows in dtype, shape or per_token")
@@ -253,13 +253,16 @@ def _header(fields: Mapping[str, Any], source: str | None) -> bytes:
     """A trajectory's part of the header: what stands neither in the member table nor in a column."""
     rows, version = fields["rows"], fields["model_version"]
     header = {"metadata": fields["metadata"]} if fields["metadata"] else {}
+    first = rows[0].__dict__
     for name, field in (("agents", "agent"), ("row_rewards", "reward")):
-        values = [row.__dict__[field] for row in rows]
-        if values.count(None) < len(values):
-            header[name] = values
-    told = version_of(*version) if isinstance(version, tuple) else version  # by the member table
-    if version != (told if rows[0].__dict__["versions"] is None else None):
-        header["model_version"] = version
+        if len(rows) > 1 or first[field] is not None:
+            values = [row.__dict__[field] for row in rows]
+            if values.count(None) < len(values):
+                header[name] = values
+    if version is not None:
+        told = version_of(*version) if isinstance(version, tuple) else version  # by the member table
+        if first["versions"] is not None or version != told:
+            header["model_version"] = version
     if fields["data_source"] != source:
         header["data_source"] = fields["data_source"]
     return to_json(header) if header else b""
