@@ -242,6 +242,9 @@ class _Pipeline(redis.client.Pipeline):
 
     def execute(self, raise_on_error: bool = True) -> list[Any]:
         """As redis-py's, with errors as `classified`."""
+        if self.watching or self.explicit_transaction or self.scripts:
+            with not_now():
+                return super().execute(raise_on_error)
         commands, self.command_stack = self.command_stack, []
         return self._client.execute_together(commands, raise_on_error) if commands else []
 

@@ -147,6 +147,23 @@ def test_a_long_block_is_one_read(redis_url: str) -> None:
     assert stats["cmdstat_xreadgroup"]["calls"] == 1
 
 
+def test_a_pipeline_watches_keys_and_loads_scripts(redis_url: str) -> None:
+    """As redis-py's does."""
+    with Connection(redis_url) as connection, redis.Redis.from_url(redis_url) as other:
+        client = connection.scripts
+        pipe: Any = client.pipeline(transaction=False)
+        pipe.watch("n")
+        pipe.multi()
+        pipe.set("n", "mine")
+        other.set("n", "theirs")
+        with pytest.raises(redis.exceptions.WatchError):
+            pipe.execute()
+        assert other.get("n") == b"theirs"
+        client.register_script("return 7")(client=pipe)
+        other.script_flush()
+        assert pipe.execute() == [7]
+
+
 def test_replies_are_bytes_in_one_shape(redis_url: str) -> None:
     with Connection(redis_url) as connection:
         connection.scripts.xgroup_create("stream", "group", "0", mkstream=True)
