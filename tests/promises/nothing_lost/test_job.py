@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -785,26 +785,27 @@ def test_moments_go_back_with_the_checkpoint(server_of_job: Server, run: str) ->
     assert [count(given(third, joined)) for _ in range(2)] == [8, 10]
 
 
-def test_new_groups_are_progress(server_of_job: Server, run: str) -> None:
+def test_new_groups_are_progress(
+    server_of_job: Server, run: str, monkeypatch: pytest.MonkeyPatch, forward: Callable[[float], None]
+) -> None:
     """On any rank: as long as they come, there is something to wait for."""
     joined = filled(server_of_job.connection, run, 0, finish=False)
     ranks = ranks_of(joined, 2, batch_groups=7)
     pushed = iter(range(7))
-    wait = BatchReader.wait
+    wait, timeout = BatchReader.wait, 0.3
+
+    def push(self: Any, *arguments: Any) -> None:
+        """Every wait brings a group, and lasts longer than anybody is patient."""
+        for number in itertools.islice(pushed, 1):
+            begun_and_pushed(joined, 1, f"group{number}-")
+        compute_all(joined)
+        wait(self, *arguments)
+        forward(2 * timeout)
 
     for queue in ranks:
         assert queue.epoch
-    with pytest.MonkeyPatch.context() as patch:
-
-        def push(self: Any, *arguments: Any) -> None:
-            """Every wait brings a group, and lasts longer than anybody is patient."""
-            for number in itertools.islice(pushed, 1):
-                begun_and_pushed(joined, 1, f"group{number}-")
-            compute_all(joined)
-            wait(self, *arguments)
-
-        patch.setattr(BatchReader, "wait", push)
-        assert ranks[0].next_batch(timeout=0.02) is not None
+    monkeypatch.setattr(BatchReader, "wait", push)
+    assert ranks[0].next_batch(timeout=timeout) is not None
 
 
 # Where the job's id comes from
