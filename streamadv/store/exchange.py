@@ -135,10 +135,8 @@ def _received(sock: Any, values: Sequence[memoryview]) -> bool:
     heads = [b"\r\n$%d\r\n" % len(value) for value in values]
     heads[0] = b"*%d" % len(values) + heads[0]
     expected = b"".join([*heads, b"\r\n"])
-    frame, at = (
-        bytearray(expected),
-        0,
-    )  # what stands around the values: as expected where nothing has come yet
+    frame = bytearray(expected)  # what stands around the values: as expected where nothing has come yet
+    at = 0
     places = []
     for head, value in zip(heads, values, strict=True):
         places += [memoryview(frame)[at : at + len(head)], value]
