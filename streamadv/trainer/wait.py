@@ -82,6 +82,7 @@ def _wait_in_shard(session: Session, shard: int, log: ResultsLog, part_ms: int, 
         reply = _read_streams(session, streams, part_ms, min(left_ms, rest_ms or left_ms))
         if entries := reply.get(keys.results.encode()):
             log.take(shard, entries)
+            session.look_again()
             return True
         if reply and polls.look():
             return True

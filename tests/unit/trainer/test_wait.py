@@ -113,9 +113,9 @@ def test_the_look_that_fills_a_batch_ends_the_wait() -> None:
     assert session.looks == 2
 
 
-@pytest.mark.parametrize(("reply", "expected"), [("results", False), (None, True)])
-def test_after_a_wait_without_news_groups_are_looked_for(reply: str | None, expected: bool) -> None:
-    waited(session := Session([reply]), block_ms=20)
+@pytest.mark.parametrize(("reply", "expected"), [("results", True), (None, True), ("groups", False)])
+def test_groups_are_looked_for_after_a_wait_unless_it_did(reply: str | None, expected: bool) -> None:
+    waited(session := Session([reply], missing=0.0 if reply == "groups" else 1.0), block_ms=20)
     assert session.looks_again is expected
 
 
