@@ -227,7 +227,10 @@ async def test_a_refusal_is_an_error_at_once(redis_url: str) -> None:
     ("scheme", "path", "remedy"),
     [
         pytest.param(
-            "redis+cluster", "", r"this server is no cluster node: write redis://$", marks=needs_cluster_client
+            "redis+cluster",
+            "",
+            r"this server is no cluster node: write redis://$",
+            marks=needs_cluster_client,
         ),
         ("redis+sentinel", "/mymaster", r"no Sentinel .*addresses \(port 26379\), or write redis://$"),
     ],
