@@ -2,10 +2,10 @@
 
 In reading order:
 
-- `packed` is the batch, with `packing` (from trajectories to a batch; `packable` says what it reads of one), `parts`
-  (some of its trajectories), `packed_checks` (what must hold of one), `trainable` (which tokens count), `segments`
-  (sums and moments) and `scan` (reverse recurrences). `kernels` are the compiled loops on a CPU; the function that
-  calls a kernel has the same in torch, for other devices, beside it.
+- `packed` is the batch, with `packing` (from trajectories to a batch), `parts` (some of its trajectories),
+  `packed_checks` (what must hold of one), `trainable` (which tokens count), `segments` (sums and moments) and `scan`
+  (reverse recurrences). `kernels` are the compiled loops on a CPU; the function that calls a kernel has the same in
+  torch, for other devices, beside it.
 - The maths by subject: `rewards`, `token_rewards`, `length_penalties`, `running_moments`, `whitening`, `turns`,
   `step_returns`, `kl`, `off_policy` with `off_policy_metrics`, and `chain_metrics`.
 - `registry` and `estimators` turn rewards into advantages, one file per estimator.
@@ -30,7 +30,7 @@ from .chain.presets import preset_names
 from .chain.scope_check import check_estimator
 from .chain_metrics import merge_metrics
 from .packed import PackedBatch, Steps, expand
-from .packing import pack, pack_trajectories
+from .packing import pack_trajectories
 from .registry import Estimate, estimator, estimator_names
 from .running_moments import RunningMoments
 
@@ -48,7 +48,6 @@ __all__ = [
     "estimator_names",
     "expand",
     "merge_metrics",
-    "pack",
     "pack_trajectories",
     "preset_names",
     "run_chain",

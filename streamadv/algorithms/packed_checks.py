@@ -88,7 +88,7 @@ def check_shapes(batch: PackedBatch) -> None:
 def check_changed(batch: PackedBatch, layout: tuple[Any, ...]) -> None:
     """Check the values of what is not the object that was checked already. layout: of `batch`.
 
-    The host waits for a device here, so `pack` checks on the host and passes `BUILT` on.
+    The host waits for a device here, so `packing` checks on the host and passes `BUILT` on.
     """
     if batch.layout == BUILT or batch.rewards.is_meta:
         return

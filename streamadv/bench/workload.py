@@ -16,37 +16,16 @@ import torch
 from torch import Tensor
 
 from ..algorithms.packed import PackedBatch
-from ..algorithms.packing import pack
+from ..algorithms.packing import pack_trajectories
 from ..errors import SettingError
 from ..trajectory.columns import Array
+from ..trajectory.schema import Row, Step, Trajectory
 
 GROUP_SIZE: Final = 8
 TURNS: Final = 8
 STATES: Final = 5  # distinct observations a prompt group meets in a turn
 
 FLOAT_COLUMNS: Final = ("values", "old_log_probs", "rollout_log_probs", "ref_log_probs")
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    row: int
-    start: int
-    end: int
-    reward: float
-    state_key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One made-up trajectory of one row, as `pack` wants it."""
-
-    group_id: str
-    rollout_index: int
-    reward: float
-    row_lengths: Sequence[int]
-    row_trainable: Sequence[int]
-    steps: Sequence[Turn]
-    is_baseline: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +79,12 @@ def make_workload(
     rewards = rng.normal(size=sequences).astype(np.float32)
     order = np.arange(sequences).reshape(GROUP_SIZE, groups).T.reshape(-1)
 
-    members, columns = [], []
+    trajectories, columns = [], []
     for row in order:
         length, group = int(lengths[row]), int(row) % groups
         mask, bounds = _mask(length, turns)
         scores = rng.normal(size=turns).astype(np.float32)
         states = rng.integers(0, STATES, turns)
-        spans = [
-            Turn(0, int(bounds[k]), int(bounds[k + 1]), float(scores[k]), f"{group}/{k}/{states[k]}")
-            for k in range(turns)
-        ]
-        members.append(
-            Member(
-                f"{group:06d}", int(row) // groups, float(rewards[row]), [length], [int(mask.sum())], spans
-            )
-        )
         credited = np.zeros(length, np.float32)
         credited[np.flatnonzero(mask)[-1]] = rewards[row]
         drawn = rng.standard_normal((len(FLOAT_COLUMNS), length), dtype=np.float32)
@@ -126,10 +96,25 @@ def make_workload(
                 **dict(zip(FLOAT_COLUMNS, drawn, strict=True)),
             }
         )
+        trajectories.append(
+            Trajectory(
+                group_id=f"{group:06d}",
+                group_size=GROUP_SIZE,
+                rollout_index=int(row) // groups,
+                reward=float(rewards[row]),
+                rows=[Row(input_ids=np.zeros(length, np.int32), **columns[-1])],
+                steps=[
+                    Step(start=start, end=end, reward=score, state_key=f"{group}/{k}/{states[k]}")
+                    for k, ((start, end), score) in enumerate(
+                        zip(itertools.pairwise(bounds.tolist()), scores.tolist(), strict=True)
+                    )
+                ],
+            )
+        )
     labels = np.array([f"prompt-{row % groups}" for row in range(sequences)], dtype=object)
-    steps, step_order = _step_rows(members, order, labels, turns)
+    steps, step_order = _step_rows(trajectories, order, labels, turns)
     return Workload(
-        batch=pack(members, columns, device),
+        batch=pack_trajectories(trajectories, columns[0], device),
         padded=_padded(columns, order, tokens, device) if padded else {},
         rewards=torch.from_numpy(rewards).to(device),
         groups=labels,
@@ -161,16 +146,18 @@ def _padded(
     return padded
 
 
-def _step_rows(members: Sequence[Member], order: Array, labels: Array, turns: int) -> tuple[StepRows, Array]:
-    count = len(members)
+def _step_rows(
+    trajectories: Sequence[Trajectory], order: Array, labels: Array, turns: int
+) -> tuple[StepRows, Array]:
+    count = len(trajectories)
     number, member = np.divmod(np.arange(turns * count), count)
-    picked = [members[m].steps[k] for m, k in zip(member, number, strict=True)]
+    picked = [trajectories[m].steps[k] for m, k in zip(member, number, strict=True)]
     steps = StepRows(
         trajectory=np.array([f"trajectory-{order[m]}" for m in member], dtype=object),
         group=labels[order[member]],
         state=np.array([step.state_key for step in picked], dtype=object),
         number=number,
         scores=torch.tensor([step.reward for step in picked]),
-        episode_scores=torch.tensor([members[m].reward for m in member]),
+        episode_scores=torch.tensor([trajectories[m].reward for m in member]),
     )
     return steps, member * turns + number

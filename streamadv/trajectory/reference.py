@@ -23,7 +23,7 @@ class StepSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One trajectory, of a batch or for a scorer. Satisfies `algorithms.packable.Packable`."""
+    """One trajectory, of a batch or for a scorer."""
 
     group_id: str
     rollout_index: int

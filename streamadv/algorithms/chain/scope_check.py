@@ -28,7 +28,7 @@ def check_estimator(
 
     Args:
       estimator: the function, or its name.
-      batch: several uneven groups (`pack`), with the columns that the estimator needs.
+      batch: several uneven groups (`pack_trajectories`), with the columns that the estimator needs.
       options: the estimator's.
 
     Raises EstimatorError if numbers differ or a result is no valid `Estimate` (level, lengths, finite numbers),

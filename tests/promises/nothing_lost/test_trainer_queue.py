@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamadv.algorithms import build_chain, expand, pack, run_chain
+from streamadv.algorithms import build_chain, expand, run_chain
 from streamadv.errors import EpochFencedError, NoBatchError, SettingError
 from streamadv.producer import Producer
 from streamadv.run import Run
@@ -29,6 +29,7 @@ from tests.support import (
     push_groups,
     trajectory,
 )
+from tests.unit.algorithms.reference import pack
 
 
 def queue_of(run: Run, **options: Any) -> TrainerQueue:
@@ -219,7 +220,7 @@ def test_late_columns_give_what_the_chain_gives(producer: Producer, joined: Run,
         for item in items
     ]
     chain = build_chain(config)
-    packed = pack(batch.references, columns)  # type: ignore[arg-type]
+    packed = pack(batch.references, columns)
     result = run_chain(chain, packed)
     assert result.advantages is not None
     want = dict(zip(ids.tolist(), expand(packed, result.level, result.advantages).tolist(), strict=False))

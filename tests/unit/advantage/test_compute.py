@@ -12,7 +12,15 @@ import torch
 
 from streamadv.advantage.compute import ComputedItem, compute
 from streamadv.advantage.prepare import PreparedItem
-from streamadv.algorithms import Estimate, PackedBatch, build_chain, estimator, pack, registry, run_chain
+from streamadv.algorithms import (
+    Estimate,
+    PackedBatch,
+    build_chain,
+    estimator,
+    pack_trajectories,
+    registry,
+    run_chain,
+)
 from streamadv.batch.record import Death
 from streamadv.batch.work import WorkItem
 from streamadv.errors import EstimatorError, TrajectoryError
@@ -20,8 +28,7 @@ from streamadv.grouping.groups_log import Pointer
 from streamadv.run.consumer import Entry
 from streamadv.trajectory.columns import Array
 from tests.support import CPU
-from tests.unit.algorithms.test_packing import Packable
-from tests.unit.grouping.layouts import StoredGroups, columns_of
+from tests.unit.grouping.layouts import StoredGroups
 
 CHAINS: dict[str, Any] = {
     "rows": {"estimator": "grpo"},
@@ -57,26 +64,24 @@ def prepared_item(stored: StoredGroups, config: Any, shard: int, dead: list[int]
 
 
 def one_by_one(stored: StoredGroups, config: Any, shard: int, dead: list[int]) -> dict[str, bytes]:
-    """Every result of the shard's trajectories: the chain's on `pack`, cut into trajectories and put together."""
+    """Every result of the shard's trajectories: the chain's on whole ones, cut into trajectories and put together."""
     living = [number for number in range(len(stored.groups)) if number not in dead]
     trajectories = [trajectory for number in living for trajectory in stored.trajectories[number]]
     chain = build_chain(config)
-    members: list[Any] = [Packable(trajectory) for trajectory in trajectories]
-    columns = [{name: columns_of(trajectory)[name] for name in chain.needs} for trajectory in trajectories]
-    batch = pack(members, columns if chain.needs else None)
+    batch = pack_trajectories(trajectories, chain.needs)
     result = run_chain(chain, batch)
     published = [number % 2 == shard for number in living for _ in stored.trajectories[number]]
     bounds = {
-        "trajectory": np.arange(len(members) + 1),
+        "trajectory": np.arange(len(trajectories) + 1),
         "row": batch.row_offsets.numpy(),
         "token": batch.cu_seqlens[batch.row_offsets].numpy(),
-        "step": np.searchsorted(batch.steps.trajectory.numpy(), np.arange(len(members) + 1)),
+        "step": np.searchsorted(batch.steps.trajectory.numpy(), np.arange(len(trajectories) + 1)),
     }
 
     def cut(level: str, values: torch.Tensor) -> bytes:
         first = bounds[level].tolist()
         parts: list[Array] = [
-            values.numpy()[first[n] : first[n + 1]] for n in range(len(members)) if published[n]
+            values.numpy()[first[n] : first[n + 1]] for n in range(len(trajectories)) if published[n]
         ]
         return b"".join(part.tobytes() for part in parts)
 

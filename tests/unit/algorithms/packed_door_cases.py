@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,14 +16,13 @@ from streamadv.algorithms import (
     RunningMoments,
     build_chain,
     expand,
-    pack,
     preset_names,
     run_chain,
 )
 from streamadv.errors import StreamadvError
 from streamadv.trajectory.schema import Step
 
-from .reference import batch_of, member
+from .reference import batch_of, member, pack
 
 CHAINS: tuple[Any, ...] = (
     "grpo",
@@ -120,26 +118,9 @@ WRONG: dict[str, Callable[[PackedBatch], Any]] = {
     "expand long": lambda b: expand(b, "token", torch.zeros(10**6)),
     "expand a list": lambda b: expand(b, "row", [0.0] * 5),  # type: ignore[arg-type]
     "expand another level": lambda b: expand(b, "rows", torch.zeros(5)),  # type: ignore[arg-type]
-    "pack a row of negative length": lambda b: pack([Odd(row_lengths=(-1,))]),
-    "pack counts for other rows": lambda b: pack([Odd(row_trainable=(1, 2))]),
-    "pack more trainable than tokens": lambda b: pack([Odd(row_trainable=(9,))]),
-    "pack a reward that is NaN": lambda b: pack([Odd(reward=float("nan"))]),
-    "pack a step outside": lambda b: pack([Odd(steps=[Step(start=3, end=4000)])]),
-    "pack a step of another row": lambda b: pack([Odd(steps=[Step(row=3, start=0, end=1)])]),
-    "pack objects": lambda b: pack([Odd()], [{"values": np.asarray([None] * 4)}]),
-    "pack two dimensions": lambda b: pack([Odd()], [{"values": np.zeros((4, 1))}]),
     "moments below 0": lambda b: RunningMoments(-1.0),
     "moments of NaN": lambda b: RunningMoments.of(torch.tensor([float("nan")])),
 }
-
-
-class Odd:
-    """A member whose parts need not fit."""
-
-    def __init__(self, **parts: Any) -> None:
-        self.group_id, self.rollout_index, self.reward, self.is_baseline = "a", 0, 1.0, False
-        self.row_lengths, self.row_trainable, self.steps = (4,), (3,), ()
-        self.__dict__.update(parts)
 
 
 def wrong(make: Callable[[PackedBatch], Any]) -> list[str]:
@@ -167,7 +148,8 @@ def right() -> Iterator[tuple[str, list[str]]]:
             and torch.equal(first.advantages, again.advantages)
         )
         yield f"{chain}", [] if same else ["differs when rebuilt"]
-    empty = pack([], [], names=("response_mask", "token_level_rewards", *COLUMNS, "ref_log_probs"))
+    names = ("response_mask", "token_level_rewards", *COLUMNS, "ref_log_probs")
+    empty = pack([]).with_columns(**{name: torch.zeros(0) for name in names})
     for name in preset_names():
         try:
             for one in (

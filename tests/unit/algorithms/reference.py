@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 from hypothesis import strategies as st
 
-from streamadv.algorithms import PackedBatch, pack
+from streamadv.algorithms import PackedBatch
+from streamadv.algorithms.packing import pack_members
 from streamadv.trajectory.columns import Array
-from streamadv.trajectory.schema import Step
+from streamadv.trajectory.members import BASELINE, HAS_REWARD, MEMBER, NO_STATE, ROW, STATUSES, STEP, Members
+from streamadv.trajectory.schema import Status, Step
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,51 @@ def member(
 
 def batch_of(pairs: Sequence[Pair]) -> PackedBatch:
     return pack([info for info, _ in pairs], [columns for _, columns in pairs])
+
+
+def pack(
+    members: Sequence[Any], columns: Sequence[Mapping[str, Array]] = (), device: str = "cpu"
+) -> PackedBatch:
+    """Members one by one, with the columns of each if there are any, as a batch."""
+    names = list(columns[0]) if columns else []
+    end_to_end = {name: np.concatenate([given[name] for given in columns]) for name in names}
+    return pack_members(cast(Any, Laid(members)), end_to_end, device)
+
+
+class Laid:
+    """What `pack_members` reads of a layout, from members one by one."""
+
+    def __init__(self, members: Sequence[Any]) -> None:
+        ids = list(dict.fromkeys(member.group_id for member in members))
+        sources = {member.group_id: getattr(member, "data_source", None) for member in members}
+        self.groups = [SimpleNamespace(group_id=one, data_source=sources[one]) for one in ids]
+        self.group = np.array([ids.index(member.group_id) for member in members], np.int64)
+        self.members = arrays_of(members)
+
+
+def arrays_of(members: Sequence[Any]) -> Members:
+    table = np.zeros(len(members), MEMBER)
+    for record, member in zip(table, members, strict=True):
+        record["index"], record["rows"] = member.rollout_index, len(member.row_lengths)
+        record["reward"], record["steps"] = member.reward or 0.0, len(member.steps)
+        record["flags"] = HAS_REWARD * (member.reward is not None) | BASELINE * member.is_baseline
+        record["status"] = STATUSES.index(getattr(member, "status", Status.COMPLETED))
+    rows = [pair for member in members for pair in zip(member.row_lengths, member.row_trainable, strict=True)]
+    states: dict[str, int] = {}
+    steps = [
+        (
+            *(step.row, step.start, step.end),
+            NO_STATE if step.state_key is None else states.setdefault(step.state_key, len(states)),
+            step.reward,
+        )
+        for member in members
+        for step in member.steps
+    ]
+    named = [getattr(member, "rewards", {}) for member in members]
+    rewards = {
+        name: np.array([given.get(name, np.nan) for given in named]) for given in named for name in given
+    }
+    return Members(table, np.array(rows, ROW), np.array(steps, STEP), tuple(states), rewards)
 
 
 def random_pairs(seed: int, groups: int, most_members: int = 4, longest: int = 90) -> list[Pair]:

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from streamadv import padded
-from streamadv.algorithms import PackedBatch, RunningMoments, build_chain, merge_metrics, pack, run_chain
+from streamadv.algorithms import PackedBatch, RunningMoments, build_chain, merge_metrics, run_chain
 from streamadv.algorithms.rewards import normalise
 from streamadv.algorithms.segments import moments
 from streamadv.algorithms.trainable import tokens_where
 from streamadv.algorithms.whitening import whiten, whiten_weighted
 from streamadv.trajectory.schema import Step
 
-from .reference import Pair, batch_of, member
+from .reference import Pair, batch_of, member, pack
 
 MASK = torch.ones(1, 3)
 

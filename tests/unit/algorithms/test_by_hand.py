@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamadv.algorithms import PackedBatch, build_chain, pack, run_chain
+from streamadv.algorithms import PackedBatch, build_chain, run_chain
 from streamadv.trajectory.columns import Array
 from streamadv.trajectory.schema import Step
 
-from .reference import Member, Pair, batch_of, member
+from .reference import Member, Pair, batch_of, member, pack
 
 TINY = 1e-6  # rewards of the size of the usual epsilon, so that it shows
 

@@ -11,20 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamadv.advantage.compute import lay_out
 from streamadv.algorithms import PackedBatch, build_chain, chain, estimator_names, kernels, run_chain
 from streamadv.algorithms.estimators.gae import gae_scan
 from streamadv.algorithms.kernels import compiler
 from streamadv.algorithms.off_policy import at_level
-from streamadv.algorithms.packing import pack
+from streamadv.algorithms.packing import pack_members
 from streamadv.algorithms.registry import get_estimator
 from streamadv.algorithms.segments import moments
 from streamadv.algorithms.token_rewards import credited_rewards, row_rewards
 from streamadv.algorithms.trainable import spread_rows, tokens_where
 from streamadv.algorithms.turns import turn_mean, turn_returns
 from streamadv.algorithms.whitening import whiten
+from streamadv.grouping.layout import Layout
 from streamadv.padded.layout import padded_tokens
+from tests.unit.grouping.layouts import StoredGroups
 
-from .reference import batch_of, member, random_pairs
+from .reference import batch_of, member, pack, random_pairs
 
 CORRECTION = {
     "level": "token",
@@ -177,7 +180,7 @@ def test_a_chain_on_nothing_trainable_has_no_metrics_of_tokens() -> None:
 
 def test_columns_for_a_device_are_packed_in_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine without one: only what is asked of the allocator, and that the same values are laid down."""
-    pairs, empty, pinned = random_pairs(5, 3), torch.empty, []
+    stored, empty, pinned = StoredGroups(5, 3), torch.empty, []
 
     def ordinary(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         column = empty(*size, **options)
@@ -187,10 +190,11 @@ def test_columns_for_a_device_are_packed_in_pinned_memory(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "empty", ordinary)
     monkeypatch.setattr(torch.Tensor, "to", lambda column, *_, **__: column)
-    infos, columns = [info for info, _ in pairs], [columns for _, columns in pairs]
-    packed = pack(infos, columns, "cuda").columns
-    assert {id(column) for column in pinned} == {id(column) for column in packed.values()}
-    torch.testing.assert_close(packed, pack(infos, columns).columns, rtol=0, atol=0)
+    layout, names, cuda = Layout.of(stored.groups), ("response_mask", "ref_log_probs"), torch.device("cuda")
+    laid_out = lay_out(layout, stored.columns, names, cuda)
+    assert {id(column) for column in pinned} == {id(column) for column in laid_out.values()}
+    want = pack_members(layout, lay_out(layout, stored.columns, names, torch.device("cpu"))).columns
+    torch.testing.assert_close(pack_members(layout, laid_out, cuda).columns, want, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

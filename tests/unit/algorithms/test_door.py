@@ -103,7 +103,7 @@ def test_packed_batches_are_checked_where_they_are_made() -> None:
 
 #: Every public name of `streamadv.algorithms`, and where wrong arguments of it are tested.
 PACKED = {
-    "packed_door_cases": {"PackedBatch", "RunningMoments", "Steps", "expand", "pack", "run_chain"},
+    "packed_door_cases": {"PackedBatch", "RunningMoments", "Steps", "expand", "run_chain"},
     "test_own_estimators": {"Estimate", "check_estimator", "estimator", "pack_trajectories"},
     "test_chain": {"Chain", "ChainConfig", "ChainResult", "build_chain"},
     "here": {"merge_metrics"},

@@ -21,7 +21,7 @@ from streamadv.algorithms import (
 )
 from streamadv.algorithms.registry import get_estimator
 from streamadv.errors import EstimatorError, SettingError, StreamadvError, TrajectoryError
-from streamadv.trajectory.schema import Step, Trajectory
+from streamadv.trajectory.schema import Status, Step, Trajectory
 
 from .reference import batch_of, member, random_pairs
 
@@ -324,3 +324,5 @@ def test_whole_trajectories_are_packed_in_order() -> None:
         pack_trajectories([rollout("b", 0, values=[0.0] * 3), rollout("a", 0)], ["values"])
     with pytest.raises(TrajectoryError, match="follows"):
         pack_trajectories([rollout("a", 0), rollout("a", 0)])
+    with pytest.raises(TrajectoryError, match=r"\('a', 0\) has status failed: leave unusable members out"):
+        pack_trajectories([rollout("a", 0).model_copy(update={"status": Status.FAILED})])

@@ -1,4 +1,4 @@
-"""`pack` and `pack_members` make the same batch."""
+"""Batches of arrays and of whole trajectories are the same, and what their trajectories say."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from streamadv.algorithms.packed import PackedBatch, Steps
-from streamadv.algorithms.packing import pack, pack_members
+from streamadv.algorithms.packing import pack_members, pack_trajectories
 from streamadv.errors import TrajectoryError
 from streamadv.grouping.layout import Layout, place
 from streamadv.trajectory.columns import Array
-from streamadv.trajectory.schema import Trajectory
-from tests.unit.grouping.layouts import StoredGroups, columns_of
+from tests.unit.grouping.layouts import StoredGroups
 
 NAMES = ("response_mask", "rollout_log_probs", "ref_log_probs")
 
@@ -30,18 +29,6 @@ def end_to_end(stored: StoredGroups, layout: Layout) -> dict[str, Array]:
         for packet, parts in pieces.items():
             place(stored.columns[layout.packets[packet].key][name], parts, columns[name])
     return columns
-
-
-class Packable:
-    """A trajectory as `pack` reads one."""
-
-    def __init__(self, trajectory: Trajectory) -> None:
-        self.group_id, self.rollout_index = trajectory.group_id, trajectory.rollout_index
-        self.reward, self.rewards = trajectory.reward, trajectory.rewards
-        self.status, self.steps = trajectory.status, trajectory.steps
-        self.is_baseline = trajectory.role == "baseline"
-        self.row_lengths = [len(row) for row in trajectory.rows]
-        self.row_trainable = [int(np.count_nonzero(row.response_mask)) for row in trajectory.rows]
 
 
 def tensors_of(batch: PackedBatch) -> dict[str, Any]:
@@ -66,19 +53,49 @@ def assert_same(got: PackedBatch, expected: PackedBatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_same_batch_from_arrays_as_from_single_trajectories(seed: int) -> None:
+def test_the_same_batch_from_arrays_as_from_whole_trajectories(seed: int) -> None:
     stored = StoredGroups(seed, 5)
     trajectories = [trajectory for group in stored.trajectories for trajectory in group]
     layout = Layout.of(stored.groups)
     for positions in (np.arange(len(layout)), np.arange(1, len(layout), 3), np.zeros(0, np.int64)):
         part = layout.select(positions)
-        members: list[Any] = [Packable(trajectories[position]) for position in positions]
-        columns = [
-            {name: columns_of(trajectories[position])[name] for name in NAMES} for position in positions
-        ]
-        assert_same(pack_members(part), pack(members))
-        if members:
-            assert_same(pack_members(part, end_to_end(stored, part)), pack(members, columns))
+        chosen = [trajectories[position] for position in positions]
+        assert_same(pack_members(part), pack_trajectories(chosen[::-1], ()))
+        if chosen:
+            assert_same(pack_members(part, end_to_end(stored, part)), pack_trajectories(chosen, NAMES))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_says_what_its_trajectories_say(seed: int) -> None:
+    trajectories = [trajectory for group in StoredGroups(seed, 5).trajectories for trajectory in group]
+    batch = pack_trajectories(trajectories, NAMES)
+    bounds, states = batch.cu_seqlens.tolist(), dict[str, int]()
+    rows = [(m, row) for m, trajectory in enumerate(trajectories) for row in trajectory.rows]
+    assert batch.row_trajectory.tolist() == [m for m, _ in rows]
+    for number, (m, row) in enumerate(rows):
+        span, is_baseline = slice(bounds[number], bounds[number + 1]), trajectories[m].role == "baseline"
+        assert batch.columns["ref_log_probs"][span].tolist() == row.ref_log_probs.tolist()
+        mask = 0 * row.response_mask if is_baseline else row.response_mask
+        assert batch.columns["response_mask"][span].tolist() == mask.tolist()
+        assert batch.row_trainable[number] == mask.sum()
+    found = zip(
+        *(getattr(batch.steps, name).tolist() for name in ("trajectory", "row", "start", "end", "rewards")),
+        batch.steps.state.tolist(),
+        strict=True,
+    )
+    for m, trajectory in enumerate(trajectories):
+        first = batch.row_offsets[m]
+        for step in trajectory.steps:
+            start = bounds[first + step.row]
+            state = -1 if step.state_key is None else states.setdefault(step.state_key, len(states))
+            span = (start + step.start, start + step.end)
+            assert next(found) == (m, first + step.row, *span, step.reward, state)
+        named = {name: values[m].item() for name, values in batch.components.items()}
+        assert named == {name: trajectory.rewards.get(name, 0.0) for name in batch.components}
+    assert next(found, None) is None
+    ids = [trajectory.group_id for trajectory in trajectories]
+    assert batch.trajectory_group.tolist() == [list(dict.fromkeys(ids)).index(one) for one in ids]
+    assert batch.rewards.tolist() == [trajectory.reward for trajectory in trajectories]
 
 
 def test_errors_name_the_member() -> None:

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.algorithms import PackedBatch, build_chain, pack, run_chain
+from streamadv.algorithms import PackedBatch, build_chain, run_chain
 from streamadv.errors import SettingError
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.schema import Status
 from tests.support import delivered_batch, group_all, join, producing, trajectory
 
-from .reference import Member, batch_of, member, random_pairs
+from .reference import Member, batch_of, member, pack, random_pairs
 
 
 class Ended:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv import padded
-from streamadv.algorithms import build_chain, pack, run_chain
+from streamadv.algorithms import build_chain, run_chain
 from streamadv.algorithms.kl import adapted_coefficient, approx_kl, column_kl
 from streamadv.algorithms.length_penalties import overlong_penalty
 from streamadv.algorithms.running_moments import RunningMoments
@@ -19,7 +19,7 @@ from streamadv.algorithms.trainable import Trainable
 from streamadv.errors import SettingError, TrajectoryError
 from streamadv.padded.sample_masks import difficulty_mask, sample_weights
 
-from .reference import Member, batch_of, member
+from .reference import Member, batch_of, member, pack
 
 
 class Scored:
@@ -32,7 +32,7 @@ class Scored:
 
 
 def scored(rewards: list[dict[str, float]]) -> Any:
-    return pack([Scored(member("a", i, 0.0)[0], given) for i, given in enumerate(rewards)])  # type: ignore[misc]
+    return pack([Scored(member("a", i, 0.0)[0], given) for i, given in enumerate(rewards)])
 
 
 def test_named_rewards_are_summed_by_weight() -> None:

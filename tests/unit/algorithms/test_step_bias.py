@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamadv.algorithms import packing, registry
+from streamadv.algorithms import registry
 from streamadv.algorithms.packed import PackedBatch
+
+from .reference import pack
 
 PROBABILITY = (0.6, 0.3, 0.7)
 STOP = (0.2, -0.4)
@@ -45,7 +47,7 @@ def score(turn: int, action: int) -> float:
 
 def batch(states: tuple[str, str, str]) -> PackedBatch:
     """All groups. states: the state_key of each turn."""
-    return packing.pack(
+    return pack(
         [
             SimpleNamespace(
                 **{"group_id": f"{number:03d}", "rollout_index": index, "is_baseline": False},
@@ -172,7 +174,7 @@ def test_step_rloo_by_hand(compare: str) -> None:
                 )
             ]
             want.append(returns[own][n] - (sum(others) / len(others) if others else 0))
-    estimate = registry.get_estimator("step_rloo").function(packing.pack(members), compare=compare)
+    estimate = registry.get_estimator("step_rloo").function(pack(members), compare=compare)
     assert estimate.advantages.tolist() == pytest.approx(want)
     assert estimate.returns is not None
     assert estimate.returns.tolist() == [value for values in returns for value in values]
@@ -187,7 +189,7 @@ def test_steps_with_equal_returns_have_exactly_0() -> None:
         )
         for index in range(3)
     ]
-    assert registry.get_estimator("step_rloo").function(packing.pack(members)).advantages.tolist() == [
+    assert registry.get_estimator("step_rloo").function(pack(members)).advantages.tolist() == [
         0,
         0,
         0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -103,11 +103,3 @@ class StoredGroups:
         self.columns[key] = columns
         size = sum(column.nbytes for column in columns.values())
         return StoredPacket(key, size, 1, tuple(columns), members_of(trajectories, [0] * len(trajectories)))
-
-
-def columns_of(trajectory: Trajectory) -> Mapping[str, Array]:
-    """What `pack` takes of a trajectory."""
-    return {
-        name: np.concatenate([getattr(row, name) for row in trajectory.rows])
-        for name in ("input_ids", "response_mask", "rollout_log_probs", "ref_log_probs")
-    }
