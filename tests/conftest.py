@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,11 @@ import fakeredis
 import pytest
 import redis
 import redis.asyncio.cluster
+from hypothesis import HealthCheck, settings
 
 from streamadv import clock
 from streamadv.errors import ServerError
+from streamadv.grouping import housekeeping
 from streamadv.producer import Producer
 from streamadv.run import Run, consumer, open_run
 from streamadv.store import waiting
@@ -33,9 +36,15 @@ MARKERS: Final = {
     "servers": ("server",),
 }
 SERVERS: Final = ("redis-server", "valkey-server")
+#: Threads that end with the test.
+ENDED: Final = ("streamadv-heartbeat", "streamadv-read-ahead")
 
 
 def pytest_configure() -> None:
+    # Examples may take their time, and drawing them: the machine may be busy.
+    slow = [HealthCheck.too_slow, *settings.default.suppress_health_check]
+    settings.register_profile("tests", settings.default, deadline=None, suppress_health_check=slow)
+    settings.load_profile("tests")
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # before torch is imported; worker processes inherit it
     for name in ("chaos.harness", "flows", "support"):  # what tests share asserts too
@@ -87,6 +96,26 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def _idle_consumers_stop_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer with nothing to read looks at its stop event ten times a second, not once."""
     monkeypatch.setattr(consumer, "BLOCK_MS", 100)
+
+
+@pytest.fixture(autouse=True)
+def _rounds_of_housekeeping_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is: tests count on what one round ends."""
+    monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SLICE_S", 3600.0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_goes_on_after_a_test() -> Iterator[None]:
+    """Heartbeats of trainers that nobody closed, and what was being read ahead, would run into later tests' patches."""
+    waiting._live.clear()  # waits that an earlier test left
+    yield
+    left = [thread for thread in threading.enumerate() if thread.name in ENDED]
+    for thread in left:
+        for given in getattr(thread, "_args", ()):
+            if isinstance(given, threading.Event):  # with which `TrainerQueue.close` ends it
+                given.set()
+    for thread in left:
+        thread.join(30)
 
 
 @pytest.fixture
@@ -168,7 +197,6 @@ def fake() -> Connection:
 @pytest.fixture
 def forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets the clock of this process forward, and the fake server's."""
-    waiting._live.clear()  # waits that an earlier test left
     passed, now, wall = [0.0], clock.now, time.time
     monkeypatch.setattr(clock, "now", lambda: now() + passed[0])
     monkeypatch.setattr(time, "time", lambda: wall() + passed[0])

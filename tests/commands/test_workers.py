@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -35,11 +34,8 @@ def start(url: str, run: str, *words: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def port() -> int:
-    """A free one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number: int = free.getsockname()[1]
-    return number
+    """A free one, that no outgoing connection is given meanwhile."""
+    return free_port()
 
 
 @pytest.fixture

@@ -275,7 +275,7 @@ async def test_a_cancelled_caller_disturbs_nobody_else(redis_url: str) -> None:
 async def test_a_server_that_hangs_is_a_timeout_and_the_next_call_goes_on() -> None:
     with EmbeddedServer() as server:
         async with AsyncConnection(server.url) as connection:
-            pipelined = pipelined_of(connection, timeout=0.2)
+            pipelined = pipelined_of(connection, timeout=1.0)
             assert await echo(pipelined, "a") == b"a"
             pid = (await connection.push.info("server"))["process_id"]
             os.kill(pid, signal.SIGSTOP)

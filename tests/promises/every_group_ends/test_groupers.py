@@ -17,14 +17,17 @@ from streamadv.grouping.lost_producers import LostProducers
 from streamadv.grouping.short_groups import Loss
 from streamadv.producer import Producer
 from streamadv.run.consumer import Consumer
+from streamadv.run.heartbeats import PRODUCER_TIMEOUT_S
 from streamadv.status import read_status
 from streamadv.status.model import Bytes
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.support import (
+    Forward,
     ended,
     group_all,
+    heartbeat,
     identities,
     join,
     ledger,
@@ -129,9 +132,8 @@ def test_expiry_goes_on_while_full_pages_end(redis_url: str, run: str) -> None:
     assert problems(joined) == []
 
 
-@pytest.mark.slow
 def test_groups_of_a_lost_producer_do_not_count_in_pacing(
-    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, run: str, forward: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed with every admitted group open, it must not stop the others until the deadline."""
     monkeypatch.setattr(streamadv.producer.logic, "HEARTBEAT_S", 3600.0)
@@ -141,20 +143,25 @@ def test_groups_of_a_lost_producer_do_not_count_in_pacing(
         queue.next_batch(timeout=0)
     killed = Producer(redis_url, run).open()
     lost = [killed.begin_group(2, timeout=0) for _ in range(4)]
-    monkeypatch.setattr(streamadv.producer.logic, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(streamadv.run.heartbeats, "PRODUCER_TIMEOUT_S", 0.5)
-    with threads(lambda stop: grouper.run_grouper(joined, stop)), producing(redis_url, run) as other:
-        mine = [other.begin_group(2, timeout=30) for _ in range(4)]
+    rounds = housekeeping.Housekeeping(joined)
+    with producing(redis_url, run) as other:
+        rounds.round()
+        forward(PRODUCER_TIMEOUT_S)
+        heartbeat(other)
+        rounds.round()
+        mine = [other.begin_group(2, timeout=0) for _ in range(4)]
         with pytest.raises(Busy, match="4 groups begun"):
             other.begin_group(2, timeout=0)
         assert read_status(joined).groups.open == 8
         # What was handed on to a process that is alive counts again, and completes.
         for ticket in lost[0].tickets:
             other.rollout(ticket).push(input_ids=[1], response_mask=[1], reward=1.0)
-        until(lambda: joined.connection.scripts.xlen(joined.keys.home.groups) == 1, "it completes")
+        assert group_all(joined) == ["complete"]
         mine[0].cancel(2)
         mine[1].cancel(2)
-        until(lambda: read_status(joined).groups.open == 5, "two have ended")
+        group_all(joined)
+        rounds.round()
+        assert read_status(joined).groups.open == 5
         other.begin_group(2, timeout=0)
         with pytest.raises(Busy, match="4 groups begun"):
             other.begin_group(2, timeout=0)

@@ -16,17 +16,19 @@ import numpy as np
 import pytest
 import redis
 
-from streamadv import UnscoredTrajectory
+from streamadv import UnscoredTrajectory, clock
 from streamadv.errors import SettingError
 from streamadv.grouping import housekeeping
 from streamadv.grouping.groups_log import read_log
-from streamadv.grouping.scorer import Scorer
+from streamadv.grouping.scorer import TIMEOUT_S, Scorer
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.schema import Trajectory
+from tests.clusters import until
 from tests.support import (
+    Forward,
     consumer_of,
     ended,
     group_all,
@@ -280,19 +282,20 @@ def asleep() -> None:
 
 @pytest.mark.parametrize("hang", [busy, asleep])
 def test_a_function_that_does_not_return_keeps_nobody(
-    redis_url: str, run: str, hang: Callable[[], None]
+    redis_url: str, run: str, forward: Forward, hang: Callable[[], None]
 ) -> None:
     """Neither its neighbours nor the end of the process; a thread of a test's stands for the main one."""
 
     def judge(trajectories: Trajectories) -> list[float]:
         if any(reference.group_id == "g1" for reference in trajectories):
+            forward(2 * TIMEOUT_S)
             hang()
         return [1.0] * len(trajectories)
 
     with producing(redis_url, run, {"scorers": ("s",)}) as producer:
         joined = join(redis_url, run)
         push_alone(producer, EIGHT[:3])
-        scorer = Scorer(redis_url, run, "s", timeout_s=0.3, tries=1)
+        scorer = Scorer(redis_url, run, "s", tries=1)
         with threads(lambda stop: scorer.run(judge, stop)):
             wait_for_rollouts(joined, 3)
         assert sorted(group_all(joined)) == ["complete"] * 2 + ["incomplete"]
@@ -305,10 +308,13 @@ def test_the_main_thread_of_a_process_is_interrupted(redis_url: str, run: str) -
     hangs = (
         "[lambda: re.match('(x+x+)+y', 'x' * 60), lambda: time.sleep(1e9), lambda: exec('while True: pass')]"
     )
+    # By the clock only calls that hang last.
+    clock = "from streamadv import clock\nseconds = [0.0]\nclock.now = lambda: seconds[0]"
     code = CHILD.replace(
-        'if reference.group_id == "g3":\n            os._exit(9)', "HANGS.pop()() if HANGS else None"
+        'if reference.group_id == "g3":\n            os._exit(9)',
+        "if HANGS:\n            seconds[0] += 10.0\n            HANGS.pop()()",
     )
-    code = code.replace("import os", f"import re, os\nHANGS = {hangs}\nimport os", 1)
+    code = code.replace("import os", f"import re\n{clock}\nHANGS = {hangs}\nimport os", 1)
     code = code.replace("lease_s=0.3, tries=2", "timeout_s=0.4, tries=1, batch_size=1")
     assert "HANGS.pop" in code
     with producing(redis_url, run, {"scorers": ("s",)}) as producer:
@@ -319,21 +325,39 @@ def test_the_main_thread_of_a_process_is_interrupted(redis_url: str, run: str) -
     assert ledger(joined)["dropped"] == {"unscorable": 1}  # the third hang was of another, which scored alone
 
 
-def test_a_function_slower_than_the_lease_scores_everything_once(redis_url: str, run: str) -> None:
+def test_a_function_slower_than_the_lease_scores_everything_once(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[str, int]] = []
-    slow = threading.Event()
+    slow, now, lease_s = threading.Event(), [0.0], 0.2
+    monkeypatch.setattr(clock, "now", lambda: now[0])
 
     def judge(trajectories: Trajectories) -> list[float]:
         seen.extend((r.group_id, r.rollout_index) for r in trajectories)
-        slow.wait(1.5)
+        slow.wait(60)
         return [1.0] * len(trajectories)
+
+    def deliveries() -> list[int]:
+        pending: Any = joined.connection.scripts.xpending_range(
+            joined.keys.home.scoring("s"), "s", "-", "+", 10
+        )
+        return [item["times_delivered"] for item in pending]
+
+    def are_renewed() -> bool:
+        return all(after > before for before, after in zip(counts, deliveries(), strict=True))
 
     with producing(redis_url, run, {"scorers": ("s",)}) as producer:
         joined = join(redis_url, run)
         for index in range(6):
             producer.push([unscored("g", index, 6)])
-        scorers = [Scorer(redis_url, run, "s", lease_s=0.4, batch_size=3) for _ in range(3)]
+        scorers = [Scorer(redis_url, run, "s", lease_s=lease_s, batch_size=3) for _ in range(3)]
         with threads(*(lambda stop, scorer=scorer: scorer.run(judge, stop) for scorer in scorers)):
+            until(lambda: len(seen) == 6, "all are being scored")
+            for _ in range(12):
+                counts = deliveries()
+                until(are_renewed, "their leases are renewed")
+                now[0] += lease_s / 4  # so no lease is over, however slow this process is
+            slow.set()
             wait_for_rollouts(joined, 6)
         assert group_all(joined) == ["complete"]
     assert sorted(seen) == [("g", index) for index in range(6)]

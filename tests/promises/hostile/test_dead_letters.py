@@ -26,6 +26,7 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     CPU,
+    Forward,
     batches_read,
     consumer_of,
     delivered_batch,
@@ -268,11 +269,15 @@ def test_what_looks_like_a_fault_of_the_code_is_one_of_the_data_where_others_com
 
 
 def test_a_group_on_which_the_computation_does_not_end_is_left_out(
-    named: Run, monkeypatch: pytest.MonkeyPatch
+    named: Run, forward: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(brittle, "wait", threading.Event().wait)
+    def hang() -> None:
+        forward(2 * poison.TIMEOUT_S)
+        threading.Event().wait()
+
+    monkeypatch.setattr(brittle, "wait", hang)
     ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
-    computed = compute_safely(named, prepare(named, entry), CPU, timeout_s=0.5)
+    computed = compute_safely(named, prepare(named, entry), CPU)
     dead = json.loads(computed.header)["dead"]
     assert list(dead) == ["x0000"]
     assert "the chain (brittle)" in dead["x0000"][1]

@@ -18,7 +18,7 @@ from tests.support import Forward, consumer_of, ids, join, push_groups, pushed_r
 def heir_of(run: Run, name: str = "heir") -> Consumer:
     stop = threading.Event()
     stop.set()
-    return Consumer(run, GROUPER, lambda keys: keys.rollouts, lease_s=10.0, stop=stop, name=name)
+    return Consumer(run, GROUPER, lambda keys: keys.rollouts, lease_s=1000.0, stop=stop, name=name)
 
 
 @pytest.mark.parametrize("hours", [-1, 0, 1])
@@ -34,9 +34,9 @@ def test_leases_end_by_the_readers_clock_whatever_the_servers_says(
     scripts.xclaim(joined.keys.home.rollouts, GROUPER, "dead", 0, list(dead), time=delivered_ms, justid=True)
     heir = heir_of(joined)
     assert heir.read(100) == []
-    forward(9.0)
+    forward(900.0)
     assert heir.read(100) == [], "its lease goes on"
-    forward(5.0)
+    forward(500.0)
     assert sorted(ids(read_all(heir, 7))) == sorted(dead)
 
 
@@ -50,14 +50,14 @@ def test_whoever_takes_or_renews_an_entry_begins_its_lease_anew(
     rest = ids(read_all(heir, 2))
     assert len(held) == len(rest) == 2
     for _ in range(5):
-        forward(8.0)
+        forward(800.0)
         first.renew()
         assert heir.read(2) == []
     taken = ids(read_all(second, 2))
     assert set(held) <= set(taken)
-    forward(8.0)
+    forward(800.0)
     assert heir.read(2) == []
-    forward(20.0)
+    forward(2000.0)
     assert set(held) <= set(ids(read_all(heir, 4)))
 
 
@@ -66,7 +66,7 @@ def test_two_heirs_take_an_entry_once(redis_url: str, run: str, forward: Forward
     assert len(read_all(consumer_of(joined, name="dead"), 100)) == 60
     one, other = heir_of(joined), heir_of(joined, name="other")
     assert one.read(20) == other.read(20) == []
-    forward(20.0)
+    forward(2000.0)
     found = []
     for _ in range(9):  # the first read of each finds all 60 free
         found += ids(one.read(20)) + ids(other.read(20))

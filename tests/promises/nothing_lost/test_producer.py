@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import redis
 import streamadv
 from streamadv.errors import Busy, ProducerClosedError
 from streamadv.producer import Producer, logic
+from streamadv.producer import producer as producer_module
 from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
@@ -262,7 +265,7 @@ def scripts_run(client: redis.Redis) -> int:
 
 
 def open_groups(client: redis.Redis, run: str) -> int:
-    """What groupers leave open. Behind all that is written: joining waits for a paused server."""
+    """What groupers leave open."""
     joined = join(Connection.from_client(client), run)
     group_all(joined)
     return int(client.zcard(joined.keys.home.open))
@@ -345,6 +348,21 @@ async def test_closing_ends_the_tasks_that_wait(run: str) -> None:
         await asyncio.to_thread(until, lambda: connections_of(client) == 0, "disconnected")
 
 
+@contextmanager
+def holding(client: redis.Redis) -> Iterator[None]:
+    """The server answers no script meanwhile."""
+    client.client_pause(60_000, all=False)
+    try:
+        yield
+    finally:
+        client.client_unpause()
+
+
+def has_been_asked(client: redis.Redis) -> bool:
+    """Whether somebody waits for an answer that is held."""
+    return any("b" in each["flags"] for each in client.client_list())
+
+
 @pytest.mark.parametrize("group_id", [None, "mine"])
 async def test_a_group_whose_begin_was_cancelled_is_not_open(
     redis_url: str, run: str, group_id: str | None
@@ -352,14 +370,15 @@ async def test_a_group_whose_begin_was_cancelled_is_not_open(
     """The server opens it while nobody waits for the answer any more; the same call again begins it."""
     async with Producer(redis_url, run) as producer:
         with redis.Redis.from_url(redis_url) as client:
-            for pause_ms in (0, 100, 200):
+            for is_held in (False, True, True):
                 begin = asyncio.create_task(producer.begin_group(2, group_id=group_id))
-                if pause_ms:
-                    client.client_pause(pause_ms, all=False)
-                await asyncio.sleep(0 if not pause_ms else 0.02)
-                begin.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await begin
+                await asyncio.sleep(0)
+                with holding(client) if is_held else nullcontext():
+                    if is_held:
+                        await asyncio.to_thread(until, lambda: has_been_asked(client), "it has asked")
+                    begin.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await begin
                 await asyncio.to_thread(
                     until, lambda: open_groups(client, run) == 0, "the group is withdrawn"
                 )
@@ -375,24 +394,31 @@ async def test_a_cancelled_begin_leaves_the_tickets_of_others(redis_url: str, ru
     async with Producer(redis_url, run) as producer, Producer(redis_url, run) as other:
         with redis.Redis.from_url(redis_url) as client:
             group = await other.begin_group(2, group_id="shared")
-            client.client_pause(100, all=False)
-            with pytest.raises(TimeoutError):
+            with holding(client), pytest.raises(TimeoutError):
                 await asyncio.wait_for(producer.begin_group(2, group_id="shared"), 0.02)
             await producer.begin_group(1)  # behind what the cancelled call has left
             assert [await rollout.push(**COLUMNS) for rollout in group] == ["pushed"] * 2
 
 
-def test_a_group_whose_begin_was_under_way_at_the_close_is_not_open(redis_url: str, run: str) -> None:
+def test_a_group_whose_begin_was_under_way_at_the_close_is_not_open(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(producer_module, "CLOSE_S", 60.0)
+    held = threading.Event()
     with redis.Redis.from_url(redis_url) as client:
         producer = Producer(redis_url, run).open()
 
         def begin(stop: threading.Event) -> None:
+            held.wait(30)
             with pytest.raises(ProducerClosedError):
                 producer.begin_group(2)
 
-        client.client_pause(300, all=False)
-        with threads(begin):
-            until(lambda: any("b" in each["flags"] for each in client.client_list()), "it has asked")
+        def close(stop: threading.Event) -> None:
+            until(lambda: held.is_set() and has_been_asked(client), "it has asked")
             producer.close()
+
+        with threads(begin, close), holding(client):
+            held.set()
+            until(lambda: producer._logic.membership.closed, "it closes")
         assert open_groups(client, run) == 0
     assert problems(join(redis_url, run)) == []

@@ -50,10 +50,11 @@ def refusing_writes(folder: Path) -> Iterator[tuple[str, redis.Redis]]:
 
 
 @pytest.fixture
-def refusing() -> str:
-    """URL of a port where nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"redis://127.0.0.1:{taken.getsockname()[1]}/0"
+def refusing() -> Iterator[str]:
+    """URL of a port where nothing listens, and nothing else will."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"redis://127.0.0.1:{taken.getsockname()[1]}/0"
 
 
 @pytest.mark.parametrize("words", ONCE, ids=" ".join)

@@ -461,10 +461,10 @@ def test_a_probe_that_raises_is_not_ready() -> None:
 
 
 def test_a_question_that_hangs_has_no_answer_and_is_asked_once() -> None:
-    go_on, asked = threading.Event(), []
+    go_on, asked = threading.Event(), threading.Semaphore(0)
 
     def question() -> str:
-        asked.append(1)
+        asked.release()
         go_on.wait()
         return "answer"
 
@@ -472,7 +472,8 @@ def test_a_question_that_hangs_has_no_answer_and_is_asked_once() -> None:
     for _ in range(3):
         with pytest.raises(TimeoutError, match=r"^no answer within 0\.01 s$"):
             hanging.answer()
-    assert asked == [1]
+    assert asked.acquire(timeout=30)
+    assert not asked.acquire(blocking=False), "it is asked once"
     go_on.set()
     assert Asked(question, 60.0).answer() == "answer"
 

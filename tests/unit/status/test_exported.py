@@ -125,10 +125,10 @@ def test_a_run_that_does_not_exist_yet_cannot_be_read(fake: Connection) -> None:
 def test_a_server_that_hangs_does_not_hold_up_a_scrape(
     busy: Run, facts: RunFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, began = threading.Event(), []
+    go_on, began = threading.Event(), threading.Semaphore(0)
 
     def hang(_run: Run) -> Any:
-        began.append(1)
+        began.release()
         go_on.wait()
 
     monkeypatch.setattr(exported, "READ_S", 0.01)
@@ -136,8 +136,9 @@ def test_a_server_that_hangs_does_not_hold_up_a_scrape(
     hanging = RunFacts(busy.connection, busy.name)
     for _ in range(3):
         assert values(hanging) == {("readable",): 0}
+    assert began.acquire(timeout=30)
+    assert not began.acquire(blocking=False), "it is read once"
     go_on.set()
-    assert began == [1]
 
 
 @pytest.mark.parametrize(

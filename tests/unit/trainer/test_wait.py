@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,14 @@ from redis.exceptions import ResponseError
 
 from streamadv.trainer import wait
 from streamadv.trainer.wait import GroupPolls, wait_for_news
+
+now = [0.0]
+
+
+@pytest.fixture(autouse=True)
+def _only_waiting_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now[0] = 0.0
+    monkeypatch.setattr(wait.clock, "now", lambda: now[0])
 
 
 class Session:
@@ -46,7 +53,7 @@ class Session:
         if isinstance(reply, Exception):
             raise reply
         if reply is None:
-            time.sleep(block / 1000)
+            now[0] += block / 1000
         return None if reply is None else {reply.encode(): [(b"1-1", {})]}
 
     def look_again(self) -> None:
@@ -78,18 +85,16 @@ def test_a_result_that_ends_the_wait_is_taken() -> None:
     assert session.taken == [(0, [(b"1-1", {})])]
 
 
-def test_the_next_look_is_due_when_the_batch_will_be_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_look_is_due_when_the_batch_will_be_full() -> None:
     """As groups have come since the look before, and the sooner the less is missing."""
-    now = 0.0
-    monkeypatch.setattr(wait.clock, "now", lambda: now)
     session = Session([], found=[0.8, 0.1, 0.05])
     polls = GroupPolls(session, None)  # type: ignore[arg-type]
     rests = []
     for _ in range(2):
-        now += 0.1
+        now[0] += 0.1
         assert not polls.look()
         rests.append(polls.rest_ms)
-    now += 0.01
+    now[0] += 0.01
     polls.look()
     assert [*rests, polls.rest_ms] == [25, 40, 10]
 
