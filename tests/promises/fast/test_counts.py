@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import pytest
 import redis
 
+from streamadv import clock
 from streamadv.bench.lines import GROUP_SIZE, KINDS, Line, make_groups
 from streamadv.grouping import housekeeping
+from streamadv.producer import logic
 from streamadv.store import exchange, scripts
 from streamadv.store.clients import Client
 from streamadv.store.connection import Connection
 from streamadv.store.resp import Piece
+from streamadv.trainer.heartbeat import Heartbeat
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     compute_all,
@@ -59,6 +62,14 @@ BOUNDS = {
 #: Of each further trajectory in a packet. A call of a script takes a bounded number of them, so a few calls more.
 FURTHER = {"grpo": Cost(0.03, 0.01, 205, 315), "gae+kl": Cost(0.03, 0.01, 205, 315)}
 LARGE_GROUP = 48  # one packet still
+
+
+@pytest.fixture(autouse=True)
+def _time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done every second or so is not counted: that would go by how long the test takes."""
+    monkeypatch.setattr(clock, "now", lambda: 0.0)
+    monkeypatch.setattr(logic, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(Heartbeat, "start", lambda heartbeat, session: None)
 
 
 @pytest.fixture
