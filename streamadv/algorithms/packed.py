@@ -153,16 +153,17 @@ def offsets_of(labels: Tensor, count: int) -> Tensor:
     return torch.searchsorted(labels, torch.arange(count + 1, device=labels.device))
 
 
-def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
+def expand(batch: PackedBatch, level: Level, values: Tensor, out: Tensor | None = None) -> Tensor:
     """Spread `values` of a level over the trainable tokens that they belong to.
 
     Args:
       level: "row": a value per row, for its trainable tokens; "step": per step, for those of its span (the later step
         where spans overlap); "token": per token.
       values: [R], [S] or [N], real numbers on the batch's device.
+      out: [N] float32 on this device, to hold what level "row" makes.
 
     Returns:
-      [N] float32, 0 at all other tokens; memory of its own, no gradient.
+      [N] float32, 0 at all other tokens; memory of its own or `out`, no gradient.
 
     Raises ArgumentError for another number of values, OptionError for an unknown level, TrajectoryError if the batch
     lacks the column response_mask.
@@ -177,7 +178,7 @@ def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
     rounded = values.detach().to(torch.float32)
     tokens = batch.trainable_tokens
     if level == "row":
-        return spread_rows(rounded, *tokens)[0]
+        return spread_rows(rounded, *tokens, out)[0]
     if level == "token":
         on_tokens = tokens.only(rounded)
         return on_tokens.clone() if on_tokens.data_ptr() == values.data_ptr() else on_tokens

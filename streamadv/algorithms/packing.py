@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import TrajectoryError
 from ..extras import torch
-from ..trajectory.columns import Array, count_ones
+from ..trajectory.columns import Array
 from ..trajectory.members import NO_STATE, Members, Positions, members_of, offsets
 from ..trajectory.schema import Trajectory
 from .labels import numbered_array
@@ -48,8 +48,8 @@ def pack_members(
       device: where the tensors lie.
       rewards: [M] and [S] float64, of trajectories and steps as shaped so far. None = as pushed.
 
-    Raises TrajectoryError for another order, a missing reward, a column of another length than the rows, or a mask
-    with more ones than a row has trainable tokens.
+    Raises TrajectoryError for another order, a missing reward, or a column of another length than the rows. Whoever
+    has read a mask has compared it with the members' numbers.
     """
     present, group = np.unique(layout.group, return_inverse=True)
     owners = [(layout.groups[number].group_id, layout.groups[number].data_source) for number in present]
@@ -103,7 +103,7 @@ def _packed(
     trajectory = np.repeat(np.arange(len(members)), table["rows"])
     laid_out = {name: _column(name, column, int(cu_seqlens[-1])) for name, column in columns.items()}
     if "response_mask" in laid_out:
-        _check_mask(laid_out["response_mask"].numpy(), members, group, owners)
+        _clear_baselines(laid_out["response_mask"], members, cu_seqlens)
     scores = _tensor(table["reward"], np.float64)
     steps = _steps_of(members, cu_seqlens, first_row)
     if rewards is not None and len(steps):
@@ -225,23 +225,7 @@ def empty_column(
     return torch.empty((length, *shape), dtype=torch_dtype, pin_memory=device.type == "cuda")
 
 
-def _check_mask(mask: Array, members: Members, group: Positions, owners: Sequence[Owner]) -> None:
-    """Compare the mask with the members' numbers, and clear it for baseline members.
-
-    A mask with fewer ones is valid: a step of the chain may have narrowed it.
-    """
-    first_row, trainable, bounds = (
-        members.first_row,
-        members.rows["trainable"],
-        offsets(members.rows["tokens"]),
-    )
-    ones = count_ones((mask != 0).view(np.uint8), bounds)
-    if (ones > trainable).any():
-        row = int(np.flatnonzero(ones > trainable)[0])
-        member = int(np.searchsorted(first_row, row, side="right")) - 1
-        raise TrajectoryError(
-            f"member {_identity(members, group, owners, member)} row {row - first_row[member]}: "
-            f"response_mask has {ones[row]} ones, row_trainable says {trainable[row]}"
-        )
+def _clear_baselines(mask: Tensor, members: Members, cu_seqlens: Positions) -> None:
+    bounds = cu_seqlens[members.first_row]
     for member in np.flatnonzero(members.is_baseline).tolist():
-        mask[bounds[first_row[member]] : bounds[first_row[member + 1]]] = 0
+        mask[bounds[member] : bounds[member + 1]] = 0

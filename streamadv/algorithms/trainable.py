@@ -58,14 +58,16 @@ def tokens_where(mask: Tensor, offsets: Tensor) -> Trainable:
     return Trainable(as_bool(mask), offsets)
 
 
-def spread_rows(values: Tensor, mask: Tensor, offsets: Tensor) -> tuple[Tensor, bool]:
+def spread_rows(
+    values: Tensor, mask: Tensor, offsets: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, bool]:
     """([N] float32: `values` [R] at their row's tokens where `mask` [N] is not 0, else 0; whether it is all 0 and 1).
 
-    One pass; on a device the mask is not checked.
+    One pass; on a device the mask is not checked. out: memory for the result, used on a CPU.
     """
     if not kernels.on_cpu(values):
         return torch.where(mask != 0, spread(values.to(torch.float32), offsets, len(mask)), 0.0), True
-    column = torch.empty(len(mask), dtype=torch.float32)
+    column = torch.empty(len(mask), dtype=torch.float32) if out is None else out
     return column, kernels.spread_rows(*map(kernels.as_array, (values, mask, offsets, column)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ from .late_columns import LateColumn, make_late_columns
 from .memory import ColumnMemory
 from .microbatch import Batch, as_indices
 from .plan import Rank, Share, share_of
+
+FLOATS: Final = np.dtype("<f4")
 
 Metrics = tuple[Mapping[str, float], Mapping[str, float]]  # values, and the weights to merge them by
 
@@ -107,14 +110,14 @@ def _pack(
     batch = pack_members(share.own, columns, device, (rewards, step_rewards))
     per_token: dict[str, Tensor] = {}
     if len(share.trained):
-        per_token, suspect = _results_per_token(batch, results, share)
+        per_token, suspect = _results_per_token(batch, results, share, memory)
         _check_finite(batch, share, suspect, outputs)
     indices = as_indices(batch.columns, memory)
     return PackedShare(share, fetched, batch, batch.columns, indices, extras, fetched.row_extras(), per_token)
 
 
 def _results_per_token(
-    batch: PackedBatch, results: BatchResults, share: Share
+    batch: PackedBatch, results: BatchResults, share: Share, memory: ColumnMemory
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The workers' advantages and returns, [N] each; and those that may hold what is not finite."""
     per_token: dict[str, Tensor] = {}
@@ -122,7 +125,9 @@ def _results_per_token(
     for name in ("advantages", "returns"):
         if name in results.names:
             numbers = results.numbers(name, share.positions)
-            per_token[name] = expand(batch, results.level, torch.from_numpy(numbers).to(batch.device))
+            values = torch.from_numpy(numbers).to(batch.device)
+            place = memory.column(batch.num_tokens, FLOATS) if values.is_cpu else None
+            per_token[name] = expand(batch, results.level, values, place)
             if not np.isfinite(numbers).all():
                 suspect[name] = per_token[name]
         elif name in results.columns:

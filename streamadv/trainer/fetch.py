@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..advantage.results import BatchResults
@@ -35,7 +36,7 @@ from ..trajectory.columns import (
     check_values,
     count_ones,
 )
-from ..trajectory.members import offsets
+from ..trajectory.members import Members, offsets
 from ..trajectory.packet import (
     MAX_PACKET_BYTES,
     ColumnKind,
@@ -139,7 +140,10 @@ class FetchedShare:
                 problem = _problem(name, array[start:stop])
                 if problem is not None and own.packet[member] not in self.missing:
                     problems |= self._problems([member], problem)
-        problems = self._mask_problems() | problems
+        masked = _disagreeing(own.members, self.columns["response_mask"], np.not_equal) if len(own) else ()
+        read = [member for member in masked if own.packet[member] not in self.missing]
+        text = "column response_mask has other numbers of ones than its packet says"
+        problems = self._problems(read, text) | problems
         self._is_right = not problems and not self.missing
         return problems
 
@@ -225,17 +229,6 @@ class FetchedShare:
                 part = memoryview(whole)[first * width : (first + stop - start) * width]
             column[start * width : stop * width] = part
 
-    def _mask_problems(self) -> Problems:
-        own, members = self.share.own, self.share.own.members
-        if not len(own):
-            return {}
-        mask = self.columns["response_mask"].numpy()
-        ones = count_ones(mask, offsets(members.rows["tokens"]))
-        wrong_rows = np.flatnonzero(ones != members.rows["trainable"])
-        owner = np.unique(np.repeat(np.arange(len(members)), members.table["rows"])[wrong_rows])
-        read = [member for member in owner.tolist() if own.packet[member] not in self.missing]
-        return self._problems(read, "column response_mask has other numbers of ones than its packet says")
-
     def _problems(self, positions: Sequence[int] | Array, text: str) -> Problems:
         identities = [self.share.own.identity(int(position)) for position in positions]
         return {(group_id, index): f"rollout {index}: {text}" for group_id, index in identities}
@@ -274,6 +267,12 @@ def fetch_outputs(run: Run, results: BatchResults, share: Share, memory: ColumnM
                 group_id, index = own.identity(member)
                 text = f"output column {name} of rollout {index} has the wrong size or is missing"
                 problems[group_id, index] = text
+    if "response_mask" in columns and not problems:
+        narrowed = columns["response_mask"].bool().view(torch.uint8)
+        for member in _disagreeing(own.members, narrowed, np.greater):
+            group_id, index = own.identity(member)
+            text = f"output column response_mask of rollout {index} has more ones than what was pushed"
+            problems[group_id, index] = text
     if problems:
         raise UndecodableGroupError(problems)
     return columns
@@ -339,6 +338,16 @@ def _bytes_of(column: Tensor) -> memoryview:
 
 def _fields(names: Sequence[str]) -> list[bytes]:
     return [HEADER, *(name.encode() for name in names)]
+
+
+def _disagreeing(members: Members, mask: Tensor, disagree: np.ufunc) -> list[int]:
+    """Members with a row of which `disagree` holds, given the ones in its `mask` and its trainable tokens."""
+    is_wrong = disagree(count_ones(mask.numpy(), offsets(members.rows["tokens"])), members.rows["trainable"])
+    if not is_wrong.any():
+        return []
+    owner = np.repeat(np.arange(len(members)), members.table["rows"])
+    found: list[int] = np.unique(owner[is_wrong]).tolist()
+    return found
 
 
 def _problem(name: str, array: Array) -> str | None:

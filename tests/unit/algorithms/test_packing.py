@@ -127,13 +127,3 @@ def test_columns_that_do_not_fit_are_errors() -> None:
         pack_members(layout, columns | {"response_mask": np.ones(1, np.uint8)})
     with pytest.raises(TrajectoryError, match="has dtype object, needs numbers"):
         pack_members(layout, columns | {"values": np.array([None] * layout.num_tokens)})
-    mask = np.ones(layout.num_tokens, np.uint8)
-    full = layout.members.rows["tokens"] == layout.members.rows["trainable"]
-    row = int(np.flatnonzero(~full)[0])
-    member = int(np.searchsorted(layout.members.first_row, row, side="right")) - 1
-    group_id, index = layout.identity(member)
-    in_member = row - int(layout.members.first_row[member])
-    with pytest.raises(
-        TrajectoryError, match=rf"member \('{group_id}', {index}\) row {in_member}: response_mask has"
-    ):
-        pack_members(layout, columns | {"response_mask": mask})

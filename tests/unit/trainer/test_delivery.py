@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 
@@ -23,21 +25,33 @@ from tests.support import (
     trajectory,
 )
 
+VETO = {"estimator": "grpo", "correction": {"veto": 1e-4}}
 
-def test_a_group_whose_output_has_the_wrong_size_is_dead(fake: Connection) -> None:
-    run = pushed_run(fake, "r", 1)
-    queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain={"estimator": "reinforce"})
+
+@pytest.mark.parametrize(
+    ("chain", "column", "value", "detail"),
+    [
+        ("reinforce", "advantages", b"123", "advantages of rollout 0 has the wrong size or is missing"),
+        (VETO, "response_mask", None, "response_mask of rollout 0 has more ones than what was pushed"),
+    ],
+)
+def test_a_group_whose_output_is_wrong_is_dead(
+    chain: Any, column: str, value: bytes | None, detail: str, fake: Connection
+) -> None:
+    run = pushed_run(fake, "r", 1, old_log_probs=[-0.5] * 5, rollout_log_probs=[-0.5] * 5)
+    queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain=chain, pushed=["old_log_probs"])
     group_all(run)
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
     compute_all(run)
-    (key,) = [key for key in fake.scripts.keys("*") if b":output:" in key]
-    fake.scripts.hset(key.decode(), "advantages", b"123")
+    (key,) = [key.decode() for key in fake.scripts.keys("*") if b":output:" in key]
+    published = cast(bytes, fake.scripts.hget(key, column))
+    fake.scripts.hset(key, column, b"\x01" * len(published) if value is None else value)
     batch = queue.next_batch(timeout=0)
     assert batch is not None
     assert batch.num_trajectories == 0
     (dead,) = list_dead(run)
-    assert dead.detail == "output column advantages of rollout 0 has the wrong size or is missing"
+    assert dead.detail == f"output column {detail}"
 
 
 def test_numbers_per_step_land_on_the_tokens_of_the_step(fake: Connection) -> None:
