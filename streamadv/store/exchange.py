@@ -15,7 +15,7 @@ import redis
 import redis.exceptions
 
 from .resp import INCOMPLETE, Piece, gathered, make_reader
-from .retry import classified
+from .retry import classified, closed_under_way
 
 #: What one call of sendmsg may bring.
 MAX_PIECES: Final = 1024
@@ -68,7 +68,8 @@ class Pool(redis.BlockingConnectionPool):
             self.release(connection)
             if isinstance(error, redis.exceptions.ResponseError):
                 raise classified(error) from None
-            raise
+            with closed_under_way():
+                raise
         return connection
 
     def release(self, connection: Any) -> None:
@@ -99,8 +100,9 @@ def replies(connection: Any, pieces: Sequence[Piece], count: int) -> Generator[A
     try:
         if connection._sock is None:
             connection.connect()
-        _send(connection._sock, pieces)
-        yield from _receive(connection._sock, count, _reader_of(connection))
+        sock = _socket_of(connection)
+        _send(sock, pieces)
+        yield from _receive(sock, count, _reader_of(connection))
     except BaseException as error:  # after an interrupt too: what is not read yet would answer another call
         connection.disconnect()
         connection.streamadv_reader = None
@@ -108,7 +110,8 @@ def replies(connection: Any, pieces: Sequence[Piece], count: int) -> Generator[A
             raise redis.exceptions.TimeoutError(f"no reply: {error}") from error
         if isinstance(error, OSError):
             raise redis.exceptions.ConnectionError(f"connection lost: {error}") from error
-        raise
+        with closed_under_way():
+            raise
 
 
 def fill(connection: Any, pieces: Sequence[Piece], replies: Sequence[Sequence[memoryview]]) -> int:
@@ -119,15 +122,23 @@ def fill(connection: Any, pieces: Sequence[Piece], replies: Sequence[Sequence[me
     """
     filled = 0
     try:
-        _send(connection._sock, pieces)
-        while filled < len(replies) and _received(connection._sock, replies[filled]):
+        sock = _socket_of(connection)
+        _send(sock, pieces)
+        while filled < len(replies) and _received(sock, replies[filled]):
             filled += 1
-    except OSError:
+    except (OSError, redis.exceptions.ConnectionError):
         pass
     finally:
         if filled < len(replies):  # there may be a reply that nobody has read
             connection.disconnect()
     return filled
+
+
+def _socket_of(connection: Any) -> Any:
+    """The socket of an open connection. Raises redis' ConnectionError if another thread has closed it meanwhile."""
+    if (sock := connection._sock) is None:
+        raise redis.exceptions.ConnectionError("connection closed meanwhile")
+    return sock
 
 
 def _received(sock: Any, values: Sequence[memoryview]) -> bool:

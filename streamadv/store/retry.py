@@ -178,10 +178,10 @@ def not_now(sent: Sequence[Any] = ()) -> Iterator[None]:
 
 @contextmanager
 def closed_under_way() -> Iterator[None]:
-    """Raises ConnectionError when redis-py's asyncio client fails because its connection was closed meanwhile.
+    """Raises ConnectionError when a client of redis-py fails because its connection was closed meanwhile.
 
-    The server closed it, or another task that found the cluster's layout changed. redis-py or asyncio then raises an
-    AttributeError or a TypeError.
+    The server closed it, or another thread, or a task that found the cluster's layout changed. redis-py or asyncio then
+    raises an AttributeError or a TypeError.
     """
     try:
         yield
