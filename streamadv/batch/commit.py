@@ -52,14 +52,14 @@ def commit(
     record: BatchRecord,
     epoch: int,
     arguments: Mapping[str, CommitArguments] | None = None,
-    results: Sequence[StoredResult] | None = None,
+    results: Sequence[StoredResult] = (),
 ) -> None:
     """Count a batch as trained and delete what is stored of it.
 
-    arguments: by id, of groups that need not be read from the log again. results: `read_results`, if done already.
+    arguments: by id, of groups that need not be read from the log again. results: the batch's, likewise.
     The session hash must say already that the batch is committed (`commit_session.lua`).
     """
-    results = read_results(run) if results is None else results
+    results = results or read_results(run)
     for shard in reversed(run.shards):  # the record goes last, from the home shard
         pointers = record.in_shard(shard.index)
         if pointers or shard.index == run.home.index:
@@ -107,18 +107,22 @@ class StoredResult(NamedTuple):
 
 
 def read_results(run: Run) -> list[StoredResult]:
-    """The results logs of all shards: read once for all the batches that one commit ends."""
+    """The results logs of all shards."""
     results = []
-    for shard, keys in enumerate(run.keys.shards):
-        entries: Any = run.connection.scripts.xrange(keys.results)
-        for entry, fields in entries:
-            batch = fields.get(b"batch", b"").decode(errors="replace")
-            output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
-            if output.startswith(keys.output("").encode()) and size.isdigit():
-                results.append(StoredResult(shard, batch, entry, output.decode(errors="replace"), int(size)))
-            else:  # none, or it holds no results: the rank that reads it removes it
-                results.append(StoredResult(shard, batch, entry, keys.void, 0))
+    for shard in run.shards:
+        entries: Any = run.connection.scripts.xrange(shard.keys.results)
+        results += [stored_result(shard, *entry) for entry in entries]
     return results
+
+
+def stored_result(shard: Shard, entry: bytes, fields: Mapping[bytes, bytes]) -> StoredResult:
+    """An entry of a shard's results log, whatever it holds."""
+    keys, batch = shard.keys, fields.get(b"batch", b"").decode(errors="replace")
+    output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
+    if output.startswith(keys.output("").encode()) and size.isdigit():
+        return StoredResult(shard.index, batch, entry, output.decode(errors="replace"), int(size))
+    # No output, or no results: the rank that reads it removes it.
+    return StoredResult(shard.index, batch, entry, keys.void, 0)
 
 
 def results_of(

@@ -18,7 +18,7 @@ from ..store.reasons import Reason
 from . import traces
 from .candidates import Candidates
 from .carryover import running_with
-from .commit import commit, commit_arguments, read_results
+from .commit import commit, commit_arguments
 from .exclusion import dead_letter_groups, drop
 from .named import NamedBatch
 from .progress import Progress
@@ -216,10 +216,9 @@ class Leader(Session):
             self.run.home.call("commit_session", [self.epoch, version])
             self.progress.commit(version)
         committed = [k for k in sorted(self.batches) if k < self.progress.committed]
-        results = read_results(self.run) if committed else []
         for k in committed:
             batch, since = self.batches[k], tracing.now()
-            commit(self.run, batch.record, self.epoch, batch.commit_arguments, results)
+            commit(self.run, batch.record, self.epoch, batch.commit_arguments, batch.results)
             traces.committed(self.run, batch, since)
             del self.batches[k]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..grouping.groups_log import LoggedGroup, Pointer
-from .commit import CommitArguments
+from .commit import CommitArguments, StoredResult
 from .record import BatchRecord, Death
 
 
@@ -22,6 +22,8 @@ class NamedBatch:
     groups: dict[str, LoggedGroup] = field(default_factory=dict)
     #: What commit needs of them, once the batch is trained.
     commit_arguments: dict[str, CommitArguments] = field(default_factory=dict)
+    #: Entries of the results logs that are its own, as far as they were read: all of them from delivery on.
+    results: list[StoredResult] = field(default_factory=list)
     #: On rank 0, from delivery on: trace contexts of its groups, by id, and when it was delivered (`tracing.now`).
     traces: dict[str, bytes] = field(default_factory=dict)
     delivered_ns: int = 0

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..advantage.results import Result, parse_result
 from ..batch import recovery
+from ..batch.commit import stored_result
 from ..batch.selection import BATCH_ID
 from ..batch.session import Session
 from ..batch.work import WorkItem
@@ -50,13 +51,15 @@ class ResultsLog:
     def take(self, shard: int, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
         """Keep the results of new entries of a shard, and on rank 0 note the strays."""
         session = self._session
-        keys = session.run.keys.shard(shard)
+        where = session.run.shard(shard)
         named = list(session.batches.values())  # at once: another thread may commit some
-        batches = {batch.record.id for batch in named}
+        batches = {batch.record.id: batch for batch in named}
         for entry_id, fields in entries:
             entry = entry_id.decode()
             try:
-                result = parse_result(keys, fields)
+                result = parse_result(where.keys, fields)
+                if result.batch in batches:
+                    batches[result.batch].results.append(stored_result(where, entry_id, fields))
                 if not session.leads or result.batch in batches:
                     self._results[result.batch].append(result)
                 elif BATCH_ID.fullmatch(result.batch):

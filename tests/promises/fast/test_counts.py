@@ -55,9 +55,9 @@ class Cost(NamedTuple):
 
 #: Per trajectory, in groups of 8 pushed whole and batches of 16 groups.
 BOUNDS = {
-    "grpo": Cost(6.25, 0.66, 645, 660),
-    "grpo+kl": Cost(6.38, 0.665, 654, 669),
-    "gae+kl": Cost(6.42, 0.67, 651, 656),
+    "grpo": Cost(6.24, 0.62, 600, 585),
+    "grpo+kl": Cost(6.36, 0.625, 620, 595),
+    "gae+kl": Cost(6.4, 0.633, 612, 590),
 }
 #: Of each further trajectory in a packet. A call of a script takes a bounded number of them, so a few calls more.
 FURTHER = {"grpo": Cost(0.03, 0.01, 205, 315), "gae+kl": Cost(0.03, 0.01, 205, 315)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import redis
@@ -95,6 +95,8 @@ def test_another_thread_may_commit_while_results_are_taken(computed: Run) -> Non
     batches: dict[int, Any] = log._session.batches
 
     class Named:
+        results: ClassVar[list[Any]] = []
+
         @property
         def record(self) -> Any:
             batches.pop(k + 1, None)
