@@ -13,10 +13,10 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client.core import Metric
@@ -42,13 +42,7 @@ PLAIN: Final = "text/plain; charset=utf-8"
 NotReady = Callable[[], str | None]
 
 
-class Registry(Protocol):
-    """What `/metrics` needs of a registry."""
-
-    def collect(self) -> Iterable[Metric]: ...
-
-
-def serve_metrics(registry: Registry, port: int, run: str | None, host: str, not_ready: NotReady) -> int:
+def serve_metrics(registry: Collector, port: int, run: str | None, host: str, not_ready: NotReady) -> int:
     """Serve the endpoints from a daemon thread; returns the port. See `metrics.serve`."""
     try:
         server = _Server((host, port), _Handler)
@@ -74,7 +68,7 @@ class _View(Collector):
     names: only samples of these names; None: all.
     """
 
-    def __init__(self, registry: Registry, labels: dict[str, str], names: set[str] | None) -> None:
+    def __init__(self, registry: Collector, labels: dict[str, str], names: set[str] | None) -> None:
         self._registry, self._labels, self._names = registry, labels, names
 
     def collect(self) -> Iterator[Metric]:
@@ -95,7 +89,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
     allow_reuse_address = True
     daemon_threads = True
-    registry: Registry
+    registry: Collector
     labels: dict[str, str]
     readiness: Asked[str | None]
 

@@ -7,7 +7,7 @@ Counters with labels are born at 0 when a stage begins, so that their first incr
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import product
 from typing import Any, Final, Literal
@@ -52,6 +52,14 @@ PUSH_CODES: Final = ("pushed", "duplicate", "surplus", "late", "other")
 #: Data sources with a label of their own; those that come later are counted as "other".
 MAX_DATA_SOURCES: Final = 32
 SIGNS: Final = ("positive", "negative")
+#: Means of KL estimates, and shares of what was clipped, under verl's and ROLL's names.
+KL_ESTIMATES: Final = {"critic/kl": "penalty", "rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}
+CLIP_SHARES: Final = {
+    "critic/reward_clip_frac": "reward",
+    "critic/token_reward_clip_frac": "token_reward",
+    "critic/advantage_clip_frac": "advantage",
+    "rollout_corr/rollout_is_ratio_fraction_high": "is_weight",
+}
 
 # Upper bounds of the buckets.
 STEP_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -63,6 +71,9 @@ TURNS: Final = (1, 2, 3, 5, 8, 12, 20, 30, 50, 100)
 # Between whole versions, so that quantiles interpolate around a version and not below it.
 VERSIONS: Final = (0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 8.5, 10.5, 12.5, 16.5, 24.5, 32.5, 64.5)
 WEIGHTS: Final = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
+
+#: The value of a label `stage`: the stage that begins.
+THE_STAGE: Final = ("",)
 
 # The sets.
 PROCESS: Final = CollectorRegistry()
@@ -80,10 +91,17 @@ BATCHES: Final = CollectorRegistry()
 REGISTRY: Final = Registry()
 REGISTRY.add(PROCESS, STAGES)
 
+_born: Final[list[tuple[CollectorRegistry, Counter, tuple[Iterable[str], ...]]]] = []
 
-def _counter(of: CollectorRegistry, name: str, documentation: str, *labels: str) -> Counter:
-    """The client adds `_total` to the name."""
-    return Counter(name, documentation, labels, registry=of)
+
+def _counter(
+    of: CollectorRegistry, name: str, documentation: str, *labels: str, **born: Iterable[str]
+) -> Counter:
+    """The client adds `_total` to the name. born: labels with all their values, of a counter that is born at 0."""
+    counter = Counter(name, documentation, (*labels, *born), registry=of)
+    if born:
+        _born.append((of, counter, tuple(born.values())))
+    return counter
 
 
 def _histogram(
@@ -115,8 +133,8 @@ CONNECTION_ERRORS: Final = _counter(
     "Errors of the server or the network, after which the call is tried again: connection, timeout, "
     "loading, readonly, masterdown, clusterdown, tryagain, moved, ask, noreplicas, misconf, busy, "
     "streamend.",
-    "stage",
-    "reason",
+    stage=THE_STAGE,
+    reason=RETRY_REASONS,
 )
 LAST_SUCCESS: Final = Gauge(
     "streamadv_last_success_timestamp_seconds",
@@ -133,29 +151,32 @@ STAGE_DURATION: Final = Histogram(
     buckets=STEP_SECONDS,
     registry=WORKERS,
 )
-DELIVERED: Final = _counter(WORKERS, "streamadv_delivered", "Stream entries read.", "stage")
-ACKED: Final = _counter(WORKERS, "streamadv_acked", "Stream entries finished.", "stage")
+DELIVERED: Final = _counter(WORKERS, "streamadv_delivered", "Stream entries read.", stage=THE_STAGE)
+ACKED: Final = _counter(WORKERS, "streamadv_acked", "Stream entries finished.", stage=THE_STAGE)
 RECLAIMED: Final = _counter(
-    WORKERS, "streamadv_reclaimed", "Stream entries taken over from a consumer that fell silent.", "stage"
+    WORKERS,
+    "streamadv_reclaimed",
+    "Stream entries taken over from a consumer that fell silent.",
+    stage=THE_STAGE,
 )
 DUPLICATE: Final = _counter(
     WORKERS,
     "streamadv_duplicate",
     "Stream entries that another consumer had finished first; the result is thrown away, which is harmless.",
-    "stage",
+    stage=THE_STAGE,
 )
 NOGROUP: Final = _counter(
     WORKERS,
     "streamadv_nogroup_recreations",
     "Consumer groups created, at the start of a run or after the server lost them.",
-    "stage",
+    stage=THE_STAGE,
 )
 UNSCORABLE: Final = _counter(
     SCORERS,
     "streamadv_unscorable",
     "Trajectories that a scorer could not score: `exception`, `value` (no finite score), `hang`, `crash`.",
-    "stage",
-    "kind",
+    stage=THE_STAGE,
+    kind=UNSCORABLE_KINDS,
 )
 
 # Producers.
@@ -163,7 +184,7 @@ PUSHED: Final = _counter(
     PRODUCERS,
     "streamadv_pushed",
     "Records pushed: `pushed`, `duplicate`, `surplus`, `late`, `other`.",
-    "outcome",
+    outcome=PUSH_CODES,
 )
 
 # Groups that ended: the grouper and, when it names a batch, the trainer.
@@ -173,7 +194,7 @@ GROUPS: Final = _counter(
     "Groups ended. `complete` and `partial` go on to a batch. `stale`, `oversize`, `rolled_back`, "
     "`missing_column` are counted later, when rank 0 names a batch: the group was counted as complete "
     "or partial before.",
-    "outcome",
+    outcome=OUTCOMES,
 )
 
 # All groups, as the grouper sees them before filters take their part away.
@@ -243,7 +264,7 @@ NONFINITE: Final = _counter(
     CORRECTIONS,
     "streamadv_nonfinite",
     "NaN or infinite `advantage`, `is_weight`; the histograms exclude them.",
-    "quantity",
+    quantity=("advantage", "is_weight"),
 )
 IS_WEIGHT: Final = _histogram(
     CORRECTIONS,
@@ -297,20 +318,22 @@ KL_SUM: Final = _counter(
     "Sum over tokens of an estimate of a KL divergence, by sign: `penalty` is the chain's own to the reference policy "
     "(`critic/kl`), `k1` and `k3` are of the rollout policy to the trained one (`rollout_corr/kl`, "
     "`rollout_corr/k3_kl`). The mean is (positive - negative) / streamadv_kl_weight_total.",
-    "estimate",
-    "sign",
+    estimate=KL_ESTIMATES.values(),
+    sign=SIGNS,
 )
-KL_WEIGHT: Final = _counter(BATCHES, "streamadv_kl_weight", "Tokens in that sum.", "estimate")
+KL_WEIGHT: Final = _counter(
+    BATCHES, "streamadv_kl_weight", "Tokens in that sum.", estimate=KL_ESTIMATES.values()
+)
 CLIPPED: Final = _counter(
     BATCHES,
     "streamadv_clipped",
     "Numbers that were clipped: `reward` (`critic/reward_clip_frac`), `token_reward` "
     "(`critic/token_reward_clip_frac`), `advantage` (`critic/advantage_clip_frac`), `is_weight` (above the bound: "
     "`rollout_corr/rollout_is_ratio_fraction_high`).",
-    "what",
+    what=CLIP_SHARES.values(),
 )
 CLIP_CANDIDATES: Final = _counter(
-    BATCHES, "streamadv_clip_candidates", "Numbers that a bound was applied to.", "what"
+    BATCHES, "streamadv_clip_candidates", "Numbers that a bound was applied to.", what=CLIP_SHARES.values()
 )
 IS_WEIGHTS_SUM: Final = _counter(
     BATCHES,
@@ -334,14 +357,6 @@ EVENTS: Final[Mapping[str, Counter]] = {
     "acked": ACKED,
     "reclaimed": RECLAIMED,
     "duplicate": DUPLICATE,
-}
-#: Means of KL estimates, and shares of what was clipped, under verl's and ROLL's names.
-KL_ESTIMATES: Final = {"critic/kl": "penalty", "rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}
-CLIP_SHARES: Final = {
-    "critic/reward_clip_frac": "reward",
-    "critic/token_reward_clip_frac": "token_reward",
-    "critic/advantage_clip_frac": "advantage",
-    "rollout_corr/rollout_is_ratio_fraction_high": "is_weight",
 }
 
 _SETS: Final[Mapping[Kind, Sequence[CollectorRegistry]]] = {
@@ -368,31 +383,8 @@ def begin_stage(stage: str, kind: Kind) -> None:
             return
         _stages[stage] = None
         child(BUILD_INFO, __version__, stage).set(1)
-        for instrument, *labels in _born(stage, kind):
-            for values in product(*labels):
-                child(instrument, *values)
+        for of, counter, labels in _born:
+            if of in (STAGES, *_SETS[kind]):
+                for values in product(*((stage,) if label is THE_STAGE else label for label in labels)):
+                    child(counter, *values)
         REGISTRY.add(*_SETS[kind])
-
-
-def _born(stage: str, kind: Kind) -> Sequence[tuple[Any, ...]]:
-    """Counters with labels, each with the values of its labels."""
-    of_stage = (stage,)
-    workers = [(counter, of_stage) for counter in (*EVENTS.values(), NOGROUP)]
-    groups = [(GROUPS, OUTCOMES)]
-    corrections = [(NONFINITE, ("advantage", "is_weight"))]
-    batches = [
-        (KL_SUM, tuple(KL_ESTIMATES.values()), SIGNS),
-        (KL_WEIGHT, tuple(KL_ESTIMATES.values())),
-        (CLIPPED, tuple(CLIP_SHARES.values())),
-        (CLIP_CANDIDATES, tuple(CLIP_SHARES.values())),
-    ]
-    born: Mapping[Kind, Sequence[tuple[Any, ...]]] = {
-        "producer": [(PUSHED, PUSH_CODES)],
-        "grouper": [*workers, *groups],
-        "scorer": [*workers, (UNSCORABLE, of_stage, UNSCORABLE_KINDS)],
-        "advantage": [*workers, *corrections],
-        "trainer": [*groups, *batches, *corrections],
-        "rank": corrections,
-        "exporter": [],
-    }
-    return [(CONNECTION_ERRORS, of_stage, RETRY_REASONS), *born[kind]]

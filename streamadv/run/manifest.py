@@ -41,25 +41,6 @@ MAX_SHARDS: Final = 1024
 #: Longest time that a group may stay open.
 MAX_DEADLINE_S: Final = 30 * 86400
 
-#: Shared by every process of a run; None stands for "not given" and is never written.
-DEFAULTS: Final[dict[str, Any]] = {
-    "group_deadline_s": 3600.0,
-    "redundancy": 0,
-    "partial_min_usable": None,
-    "zero_variance_filter": False,
-    "difficulty_low": None,
-    "difficulty_high": None,
-    "filter_by": REWARD,
-    "scorers": (),
-    "max_trajectory_bytes": 4 << 20,
-    "max_bytes": None,
-    "dedupe_groups": 1_000_000,
-    "dead_bytes": 256 << 20,
-    "batch_groups": None,
-    "max_staleness": None,
-}
-
-
 #: What a message about settings of a run begins with.
 _OF_RUN: Final = "run settings: "
 
@@ -162,21 +143,22 @@ class Manifest(BaseModel):
     keys: RunKeys
     fields: dict[str, str]  # as they stand on the server, without those that are ignored
     ignored: tuple[str, ...]  # what somebody wrote that says nothing, one line each
-    group_deadline_s: float
-    redundancy: int
-    partial_min_usable: int | None
-    zero_variance_filter: bool
-    difficulty_low: float | None
-    difficulty_high: float | None
-    filter_by: str
-    scorers: tuple[str, ...]
-    max_trajectory_bytes: int
-    max_bytes: int | None
-    dedupe_groups: int
-    dead_bytes: int
-    batch_groups: int | None
-    max_staleness: int | None
     columns: dict[str, str]  # extra column -> JSON of [dtype, shape, per_token]
+    # The settings, with their defaults. None stands for "not given" and is never written.
+    group_deadline_s: float = 3600.0
+    redundancy: int = 0
+    partial_min_usable: int | None = None
+    zero_variance_filter: bool = False
+    difficulty_low: float | None = None
+    difficulty_high: float | None = None
+    filter_by: str = REWARD
+    scorers: tuple[str, ...] = ()
+    max_trajectory_bytes: int = 4 << 20
+    max_bytes: int | None = None
+    dedupe_groups: int = 1_000_000
+    dead_bytes: int = 256 << 20
+    batch_groups: int | None = None
+    max_staleness: int | None = None
 
     @property
     def policy_args(self) -> list[Any]:
@@ -192,6 +174,12 @@ class Manifest(BaseModel):
     def is_current(self, salts: bytes | None, count: int) -> bool:
         """Whether this can still be the manifest with these salts and so many fields: settings are only added."""
         return salts == self.fields["salts"].encode() and count == len(self.fields) + len(self.ignored)
+
+
+#: Shared by every process of a run.
+DEFAULTS: Final = {
+    name: field.default for name, field in Manifest.model_fields.items() if name in RunSettings.model_fields
+}
 
 
 def manifest_call(

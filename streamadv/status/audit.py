@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..run import Run
-from ..store.keys import RUNS, ShardKeys, manifest_key
+from ..store.keys import RUNS, SINGLE_KINDS, ShardKeys, manifest_key
 from .stored import PAGE, StoredData, counts_at, walk
 
 SLICE: Final = 64
@@ -110,13 +110,8 @@ def delete_run(run: Run) -> int:
 
 def _fixed_keys(run: Run, keys: ShardKeys) -> list[str]:
     """Keys of a shard that do not depend on its groups."""
-    return [
-        *(keys.rollouts, keys.open, keys.groups, keys.work, keys.results, keys.applied, keys.owners),
-        *(keys.ledger, keys.trainer, keys.ended, keys.ended_before, keys.garbage, keys.dead, keys.attempts),
-        *(keys.malformed, keys.sizes, keys.scored, keys.evals, keys.admission),
-        *(keys.scoring(scorer) for scorer in run.manifest.scorers),
-        *(keys.session, keys.batches, keys.producers),
-    ]
+    single = [getattr(keys, kind) for kind in SINGLE_KINDS]
+    return [*single, *map(keys.scoring, run.manifest.scorers)]
 
 
 def _group_keys(keys: ShardKeys, stored: StoredData) -> list[str]:

@@ -51,10 +51,21 @@ SCRIPT_RETRIES: Final = 1
 class _BaseConnection:
     """What the two kinds of connection share: the URL and how it is shown."""
 
-    def __init__(self, url: str, target: Target | None) -> None:
+    _target: Target | None = None  # of a connection of its own
+    _clients: dict[str, Any]  # by role
+
+    def __init__(self, url: str) -> None:
         self.url = url
         """The URL as given, with its password: for child processes, not for messages."""
-        self._target = target
+        self._target = parse_url(url)
+        self._clients = {}
+
+    @classmethod
+    def from_client(cls, client: Any) -> Self:
+        """A connection that uses this client in every role (fakeredis in tests); its owner closes it."""
+        self = cls.__new__(cls)
+        self.url, self._clients = "client://", {"any": client}
+        return self
 
     @property
     def is_cluster(self) -> bool:
@@ -139,19 +150,9 @@ class Connection(_BaseConnection):
     """
 
     def __init__(self, url: str, *, reply_timeout: float | None = None) -> None:
-        super().__init__(url, parse_url(url))
+        super().__init__(url)
         self._reply_timeout = reply_timeout
-        self._clients: dict[str, redis.Redis] = {}
         self._lock = threading.Lock()
-
-    @classmethod
-    def from_client(cls, client: Any) -> Self:
-        """A connection that uses this client in every role (fakeredis in tests); its owner closes it."""
-        self = cls.__new__(cls)
-        _BaseConnection.__init__(self, "client://", None)
-        self._clients = {"any": client}
-        self._lock = threading.Lock()
-        return self
 
     @property
     def scripts(self) -> redis.Redis:
@@ -228,12 +229,13 @@ class Connection(_BaseConnection):
 
     def close(self) -> None:
         """Close every client; the next use opens them again."""
+        if self._target is None:
+            return
         with self._lock:
-            if self._target is not None:
-                for client in self._clients.values():
-                    for closable in (client, *sentinels_of(client)):
-                        closable.close()
-                self._clients.clear()
+            for client in self._clients.values():
+                for closable in (client, *sentinels_of(client)):
+                    closable.close()
+            self._clients.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -245,9 +247,9 @@ class Connection(_BaseConnection):
 
     def _client(self, role: str, socket_timeout: float, retries: int) -> redis.Redis:
         if self._target is None:
-            return self._clients["any"]
+            return self._clients["any"]  # type: ignore[no-any-return]
         with self._lock:
-            client = self._clients.get(role)
+            client: redis.Redis | None = self._clients.get(role)
             if client is None:
                 if self._reply_timeout is not None:
                     socket_timeout, retries = min(socket_timeout, self._reply_timeout), 0
@@ -266,19 +268,7 @@ class Connection(_BaseConnection):
 class AsyncConnection(_BaseConnection):
     """`Connection` for asyncio: what producers need. Use it from one event loop."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url, parse_url(url))
-        self._clients: dict[str, redis.asyncio.Redis] = {}
-        self._pipelined: Pipelined | None = None
-
-    @classmethod
-    def from_client(cls, client: Any) -> Self:
-        """A connection that uses this client in every role (fakeredis in tests); its owner closes it."""
-        self = cls.__new__(cls)
-        _BaseConnection.__init__(self, "client://", None)
-        self._clients = {"any": client}
-        self._pipelined = None
-        return self
+    _pipelined: Pipelined | None = None
 
     @property
     def scripts(self) -> redis.asyncio.Redis:
@@ -367,8 +357,8 @@ class AsyncConnection(_BaseConnection):
 
     def _client(self, role: str, retries: int) -> redis.asyncio.Redis:
         if self._target is None:
-            return self._clients["any"]
-        client = self._clients.get(role)
+            return self._clients["any"]  # type: ignore[no-any-return]
+        client: redis.asyncio.Redis | None = self._clients.get(role)
         if client is None:
             client = self._clients[role] = make_async_client(self._target, retries)
         return client

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Final
+from typing import ClassVar, Final
 
 from redis.crc import key_slot
 
@@ -48,6 +48,8 @@ class EntryKeys:
     """Keys by which processes find a run, before they know its shards and salts."""
 
     run: str
+    runs: ClassVar[str] = RUNS
+    runs_void: ClassVar[str] = RUNS_VOID
 
     @property
     def manifest(self) -> str:
@@ -56,14 +58,6 @@ class EntryKeys:
     @property
     def manifest_void(self) -> str:
         return void_key(self.run)
-
-    @property
-    def runs(self) -> str:
-        return RUNS
-
-    @property
-    def runs_void(self) -> str:
-        return RUNS_VOID
 
 
 def find_salt(run: str, shard: int, shards: int) -> int:
