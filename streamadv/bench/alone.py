@@ -7,8 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 
@@ -28,8 +27,7 @@ from .lines import GROUP_SIZE, KINDS, Line, make_groups
 POLL_S: Final = 0.005
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """Of one trajectory, in microseconds: on the clock, of this process, of the server."""
 
     wall: float

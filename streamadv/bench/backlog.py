@@ -59,13 +59,8 @@ def measure_backlog(
 def whole_rounds(alone: Alone, repeat: int) -> Cost:
     """All stages together."""
     alone.round()
-    rounds = [list(alone.round().values()) for _ in range(repeat)]
-    return middle_cost(
-        [
-            Cost(sum(c.wall for c in costs), sum(c.client for c in costs), sum(c.server for c in costs))
-            for costs in rounds
-        ]
-    )
+    rounds = [alone.round().values() for _ in range(repeat)]
+    return middle_cost([Cost(*map(sum, zip(*costs, strict=True))) for costs in rounds])
 
 
 def open_more(alone: Alone, count: int) -> None:

@@ -41,7 +41,7 @@ def describe_server(url: str) -> dict[str, Any]:
         aof = "no"
         if info["aof_enabled"]:
             try:
-                aof = str(_text(connection.scripts.config_get("appendfsync")["appendfsync"]))
+                aof = str(connection.scripts.config_get("appendfsync")["appendfsync"])
             except ResponseError:  # not permitted
                 aof = "yes"
     return {
@@ -72,7 +72,3 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _text(value: Any) -> Any:
-    return value.decode() if isinstance(value, bytes) else value

@@ -118,7 +118,7 @@ def measure_pipeline(
     for kind, size, ways in cases:
         line = Line(kind, size, f"bench-{secrets.token_hex(6)}")
         with Watch(url) as watch:
-            windows, slowest = measure_line(url, line, ways, watch, seconds, repeat)
+            windows = measure_line(url, line, ways, watch, seconds, repeat)
         if python is not None and kind == PEERS_BESIDE:
             try:
                 windows |= measure_transferqueue(url, line, python, seconds, repeat)
@@ -126,13 +126,13 @@ def measure_pipeline(
                 say(f"TransferQueue is left out at {line.name}: {error}")
         own = {way: windows.pop(way) for way in ways}
         for way, window in own.items():
-            yield record(line, way, window, windows) | slowest[way]
+            yield record(line, way, window, windows) | watch.figures(way)
 
 
 def measure_line(
     url: str, line: Line, ways: Sequence[Way], watch: Watch, seconds: float, repeat: int
-) -> tuple[dict[str, Window], dict[str, dict[str, Any]]]:
-    """(a window for each way of pushing and for what is measured in turns with them; what the scripts took, by way)."""
+) -> dict[str, Window]:
+    """A window for each way of pushing and for what is measured in turns with them; `watch` notes what scripts took."""
     with ExitStack() as stack:
         stack.callback(clean_up, url, line)
         pipeline = pipeline_crew(url, line, ways)
@@ -154,7 +154,7 @@ def measure_line(
                 watch.end(way)
             for name, crew in others.items():
                 windows[name].append(crew.measure(seconds, seconds / 2))
-    return {name: middle(measured) for name, measured in windows.items()}, watch.figures(ways)
+    return {name: middle(measured) for name, measured in windows.items()}
 
 
 def measure_transferqueue(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, Self
 
@@ -65,11 +64,8 @@ class Watch:
                 name = self._names.get(words[1].decode(), "another")
                 self._slow[way].append((entry["duration"] / 1e3, name))
 
-    def figures(self, ways: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """For the records, by way."""
-        return {way: self._figures(way) for way in ways}
-
-    def _figures(self, way: str) -> dict[str, Any]:
+    def figures(self, way: str) -> dict[str, Any]:
+        """For the record of this way."""
         slow = sorted(self._slow[way], reverse=True)
         commands = {
             name: {"calls": calls, "microseconds_per_call": self._spent[way][name] / calls}

@@ -37,11 +37,7 @@ def measure_stages(
 
 def middle_cost(costs: Sequence[Cost]) -> Cost:
     """Medians."""
-    return Cost(
-        statistics.median(cost.wall for cost in costs),
-        statistics.median(cost.client for cost in costs),
-        statistics.median(cost.server for cost in costs),
-    )
+    return Cost(*map(statistics.median, zip(*costs, strict=True)))
 
 
 def _record(line: Line, stage: str, cost: Cost) -> dict[str, Any]:

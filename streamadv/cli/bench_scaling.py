@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,10 +62,6 @@ def run_scaling(arguments: argparse.Namespace) -> int:
     print(f"\nfor trajectories of {MIDDLE} tokens, each process using {UTILISATION:.0%} of a core")
     print(heading(PLANS))
     for plan in model["plans"]:
-        print(row(PLANS, _named(plan)))
+        print(row(PLANS, {**plan, "name": f"{plan['tokens_per_second']:.0e} tokens/s"}))
     write_json(arguments.json, machine, [*records, model])
     return 0
-
-
-def _named(plan: Mapping[str, Any]) -> dict[str, Any]:
-    return {**plan, "name": f"{plan['tokens_per_second']:.0e} tokens/s"}

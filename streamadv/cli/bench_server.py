@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,11 +90,7 @@ def run_pipeline(arguments: argparse.Namespace) -> int:
         if unknown := set(ways) - set(WAYS):
             raise SettingError(f"--way is {min(unknown)}, needs one of {', '.join(WAYS)}")
         cases = [(kind, size, ways) for kind in _chains(arguments) for size in _tokens(arguments, TOKENS)]
-    seconds, repeat = arguments.seconds, arguments.repeat
-
-    def say(text: str) -> None:
-        print(text, flush=True)
-
+    seconds, repeat, say = arguments.seconds, arguments.repeat, partial(print, flush=True)
     return _run(arguments, COLUMNS, lambda url: measure_pipeline(url, cases, seconds, repeat, say))
 
 
