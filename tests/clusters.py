@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,9 +20,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from streamadv.launcher import ending_with_parent
 from streamadv.store.addresses import free_port
 from streamadv.store.binary import find_server_binary
-from streamadv.store.embedded import LAUNCHER, EmbeddedServer
+from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.keys import CLUSTER_SLOTS
 from streamadv.store.retry import RETRYABLE
 from streamadv.store.waiting import Blocked, Wait
@@ -294,9 +294,7 @@ class Sentinels:
             f"sentinel down-after-milliseconds {MASTER} {CALM_MS}\n"
             f"sentinel failover-timeout {MASTER} 3000\n"
         )
-        command = [str(find_server_binary()), str(file), "--sentinel"]
-        if sys.platform == "linux":
-            command = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), *command]
+        command = ending_with_parent([str(find_server_binary()), str(file), "--sentinel"], signal.SIGTERM)
         with file.with_suffix(".log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         stack.callback(process.wait)

@@ -1,8 +1,8 @@
 """The command line: `streamadv COMMAND`. Each command is a module here with `add_parser(subparsers)`.
 
 `add_parser` sets the default `run`, a function that takes the parsed arguments and returns the exit status, and
-`packages`, those of extras that the command needs. A command
-reads its arguments, calls one function of another room and prints; it keeps nothing.
+`packages`, those of extras that the command needs. A command reads its arguments, calls one function of another room
+and prints; it keeps nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from .. import __version__, tracing
@@ -21,6 +22,7 @@ from ..extras import require
 from ..logs import announce, set_up_logging
 from ..messages import log_fields
 from ..plugins import import_module
+from ..run import Run, find_run
 from ..settings import Settings, likely_typos, load_settings
 from ..store.connection import Connection
 from ..store.retry import SERVER_ERRORS
@@ -122,8 +124,9 @@ def add_redis_options(parser: argparse.ArgumentParser) -> None:
     add_log_options(parser)
 
 
-def add_wait_option(parser: argparse.ArgumentParser) -> None:
-    """Option of commands that do one thing and end; they connect by `connect_once`."""
+def add_one_shot_options(parser: argparse.ArgumentParser) -> None:
+    """Options of commands that do one thing with a server and end; they connect by `connect_once` or `joined`."""
+    add_redis_options(parser)
     parser.add_argument(
         "--wait",
         type=seconds,
@@ -199,3 +202,10 @@ def connect_once(arguments: argparse.Namespace, *, reading: bool = False) -> Con
     connection = Connection(settings_from(arguments).url, reply_timeout=arguments.wait)
     connection.wait_until_ready(arguments.wait, reading=reading)
     return connection
+
+
+@contextmanager
+def joined(arguments: argparse.Namespace, *, reading: bool = False) -> Iterator[Run]:
+    """The run that --run or STREAMADV_RUN names, over `connect_once`. Raises SettingError if it does not exist."""
+    with connect_once(arguments, reading=reading) as connection:
+        yield find_run(connection, settings_from(arguments).run)

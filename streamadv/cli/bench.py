@@ -30,7 +30,6 @@ LARGE_FIGURES: Final = {"ms": "milliseconds", "share": "bandwidth_share", "waits
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command `bench`; its `run` takes the parsed arguments and returns the exit status."""
     parser = subparsers.add_parser(
         "bench",
         help="measures speed, as ratios in one run",

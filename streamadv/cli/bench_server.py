@@ -80,7 +80,6 @@ def add_parsers(kinds: Any) -> None:
 
 
 def run_pipeline(arguments: argparse.Namespace) -> int:
-    """Print the table line by line; exit status 0."""
     from ..bench.lines import TOKENS, WAYS
     from ..bench.pipeline import CASES, COLUMNS, measure_pipeline
 
@@ -95,7 +94,6 @@ def run_pipeline(arguments: argparse.Namespace) -> int:
 
 
 def run_stages(arguments: argparse.Namespace) -> int:
-    """Print the table line by line; exit status 0."""
     from ..bench.lines import TOKENS
     from ..bench.stages import COLUMNS, measure_stages
 
@@ -104,7 +102,6 @@ def run_stages(arguments: argparse.Namespace) -> int:
 
 
 def run_backlog(arguments: argparse.Namespace) -> int:
-    """Print the table line by line; exit status 0."""
     from ..bench.backlog import COLUMNS, OPEN_GROUPS, QUEUED, measure_backlog
 
     opened = sorted(arguments.open or OPEN_GROUPS)
@@ -115,7 +112,6 @@ def run_backlog(arguments: argparse.Namespace) -> int:
 
 
 def run_latency(arguments: argparse.Namespace) -> int:
-    """Print the table line by line; exit status 0."""
     from ..bench.latency import COLUMNS, measure_latency
 
     tokens = _tokens(arguments, [4096])
@@ -124,7 +120,6 @@ def run_latency(arguments: argparse.Namespace) -> int:
 
 
 def run_memory(arguments: argparse.Namespace) -> int:
-    """Print the table line by line; exit status 0."""
     from ..bench.memory import COLUMNS, SIZES, measure_memory
 
     tokens = _tokens(arguments, SIZES)

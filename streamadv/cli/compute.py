@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `compute`; its `run` takes the parsed arguments and returns the exit status."""
     parser = subparsers.add_parser(
         "compute",
         help="advantages for a file of trajectories, without Redis",

@@ -19,7 +19,6 @@ USER_PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the `config` command to the command line."""
     parser = subparsers.add_parser(
         "config",
         help="prints the effective settings and the advantage chain",

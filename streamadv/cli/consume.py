@@ -27,7 +27,6 @@ BATCH_GROUPS: Final = 64
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the `consume` command to the command line."""
     parser = subparsers.add_parser(
         "consume",
         help="takes finished trajectories out, with their advantages",

@@ -9,15 +9,14 @@ from typing import Any
 
 from ..errors import SettingError
 from ..messages import printable
-from ..run import Run, find_run
+from ..run import Run
 from ..run.dead_letters import MALFORMED, list_dead, purge, requeue, show_dead
 from ..units import counted, seconds_text, size_text
-from . import add_redis_options, add_wait_option, connect_once, settings_from
+from . import add_one_shot_options, joined
 from .progress import progress
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the `dead` command to the command line."""
     parser = subparsers.add_parser("dead", help="lists, shows, requeues or purges dead letters")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, action, text in (
@@ -34,15 +33,14 @@ def add_parser(subparsers: Any) -> None:
             sub.add_argument("--all", action="store_true", help="every dead group")
         else:
             sub.add_argument("--json", action="store_true", help="one JSON object for each group")
-        add_redis_options(sub)
-        add_wait_option(sub)
+        add_one_shot_options(sub)
         sub.set_defaults(run=action)
 
 
 def list_all(arguments: argparse.Namespace) -> int:
     """Print a line for each dead group."""
-    with connect_once(arguments, reading=True) as connection:
-        dead_groups = list(list_dead(find_run(connection, settings_from(arguments).run)))
+    with joined(arguments, reading=True) as run:
+        dead_groups = list(list_dead(run))
         if not dead_groups and not arguments.json:
             print("no dead letters")
         for dead in dead_groups:
@@ -61,16 +59,14 @@ def list_all(arguments: argparse.Namespace) -> int:
 
 def show(arguments: argparse.Namespace) -> int:
     """Print one dead group as JSON."""
-    with connect_once(arguments, reading=True) as connection:
-        dead = show_dead(find_run(connection, settings_from(arguments).run), arguments.group)
-        print(json.dumps(dataclasses.asdict(dead), indent=2))
+    with joined(arguments, reading=True) as run:
+        print(json.dumps(dataclasses.asdict(show_dead(run, arguments.group)), indent=2))
     return 0
 
 
 def requeue_some(arguments: argparse.Namespace) -> int:
     """Requeue the named groups."""
-    with connect_once(arguments) as connection:
-        run = find_run(connection, settings_from(arguments).run)
+    with joined(arguments) as run:
         groups, total = _named(run, arguments, requeueable=True), 0
         with progress("requeued", len(groups)) as advance:
             for group_id in groups:
@@ -84,8 +80,7 @@ def requeue_some(arguments: argparse.Namespace) -> int:
 
 def purge_some(arguments: argparse.Namespace) -> int:
     """Purge the named groups."""
-    with connect_once(arguments) as connection:
-        run = find_run(connection, settings_from(arguments).run)
+    with joined(arguments) as run:
         groups = _named(run, arguments)
         with progress("purged", len(groups)) as advance:
             for group_id in groups:

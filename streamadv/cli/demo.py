@@ -8,21 +8,20 @@ import secrets
 import signal
 import sys
 import threading
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from ..demo.settings import CORRECTIONS, DEFAULT_ESTIMATOR, DEFAULT_UPDATES, MAPS
+from ..demo.settings import CORRECTIONS, DEFAULT_ESTIMATOR, DEFAULT_UPDATES, MAPS, DemoSettings
 from ..errors import SettingError
 from ..extras import TO_COMPUTE
-from . import add_log_options, settings_from
+from . import INTERRUPTED, add_log_options, settings_from
 
 NEEDED: Final = (*TO_COMPUTE, "gymnasium", "matplotlib")
 SUPPLIED: Final = ("input_ids", "response_mask", "rollout_log_probs", "token_level_rewards")
-INTERRUPTED: Final = 130
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the `demo` command to the command line."""
     parser = subparsers.add_parser(
         "demo",
         help="the whole pipeline at work: real rollouts, all stages, a policy that learns",
@@ -83,19 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ..demo.picture import draw
-    from ..demo.settings import DemoSettings
     from ..demo.supervisor import demonstrate
     from ..demo.view import open_view, summary
 
-    settings = DemoSettings(
-        run=f"demo-{secrets.token_hex(4)}",
-        seed=arguments.seed,
-        maps=arguments.maps,
-        estimator=arguments.estimator,
-        correction=arguments.correction,
-        max_staleness=arguments.max_staleness,
-        updates=arguments.updates,
-    )
+    given = {
+        field.name: getattr(arguments, field.name) for field in fields(DemoSettings) if field.name != "run"
+    }
+    settings = DemoSettings(run=f"demo-{secrets.token_hex(4)}", **given)
     process = settings_from(arguments)
     console = Console()
     # `kill PID` ends like Ctrl-C: children first. An exception out of a handler can get lost in a finalizer.

@@ -8,9 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ..messages import printable
-from ..run import find_run
 from ..status.evaluations import Evaluation, read_evaluations
-from . import add_redis_options, add_wait_option, connect_once, settings_from
+from . import add_one_shot_options, joined
 
 COLUMNS = (
     "data source", "version", "mean", "std error", "best", "min", "max", "rollouts", "groups", "failed",
@@ -18,23 +17,20 @@ COLUMNS = (
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the `evals` command to the command line."""
     parser = subparsers.add_parser(
         "evals",
         help="shows what evaluation groups have shown, by data source and version",
         description="Shows the rewards of groups that were begun with role='eval' and have ended. 'std error' is that "
         "of the mean, between groups; 'best' is the mean over groups of the best reward in each.",
     )
-    add_redis_options(parser)
-    add_wait_option(parser)
+    add_one_shot_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object with a list")
     parser.set_defaults(run=show_evaluations)
 
 
 def show_evaluations(arguments: argparse.Namespace) -> int:
     """Print all that are stored of the run."""
-    with connect_once(arguments, reading=True) as connection:
-        run = find_run(connection, settings_from(arguments).run)
+    with joined(arguments, reading=True) as run:
         evaluations = read_evaluations(run)
     if arguments.json:
         print(json.dumps({"run": run.name, "evaluations": list(map(asdict, evaluations))}))

@@ -10,7 +10,6 @@ from . import add_metrics_option, add_redis_options, settings_from
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the `exporter` command to the command line."""
     parser = subparsers.add_parser(
         "exporter",
         help="serves the facts of a run as metrics",

@@ -26,7 +26,6 @@ MAX_SET_ASIDE: Final = 1024
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the `replay` command to the command line."""
     parser = subparsers.add_parser(
         "replay",
         help="pushes recorded trajectories",

@@ -20,19 +20,17 @@ from ..status.audit import delete_run
 from ..store.keys import RUNS
 from ..store.replies import as_texts, as_whole
 from ..units import counted, seconds_text, size_text
-from . import add_redis_options, add_wait_option, connect_once, settings_from
+from . import add_one_shot_options, connect_once, joined, settings_from
 from .parser import count, count_or_none
 from .status import STAGES
 from .worker import add_run_options, run_settings_from
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the `runs` command to the command line."""
     parser = subparsers.add_parser("runs", help="creates, shows, lists or deletes the runs of a server")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="names and ledgers of all runs")
-    add_redis_options(listing)
-    add_wait_option(listing)
+    add_one_shot_options(listing)
     listing.add_argument("--json", action="store_true", help="one JSON object for each run")
     listing.set_defaults(run=list_runs)
     create = actions.add_parser(
@@ -43,8 +41,7 @@ def add_parser(subparsers: Any) -> None:
     )
     show = actions.add_parser("show", help="the settings of the run given by --run")
     for parser, action in ((create, create_one), (show, show_one)):
-        add_redis_options(parser)
-        add_wait_option(parser)
+        add_one_shot_options(parser)
         parser.add_argument("--json", action="store_true", help="one JSON object")
         parser.set_defaults(run=action)
     add_run_options(create)
@@ -54,8 +51,7 @@ def add_parser(subparsers: Any) -> None:
         "--max-staleness", type=count_or_none, metavar="N", help="(N + 1) x batch_groups groups may be begun"
     )
     delete = actions.add_parser("delete", help="deletes all that is stored of the run given by --run")
-    add_redis_options(delete)
-    add_wait_option(delete)
+    add_one_shot_options(delete)
     delete.add_argument("--force", action="store_true", help="even if somebody is alive")
     delete.set_defaults(run=delete_one)
 
@@ -123,14 +119,15 @@ def _created(value: bytes) -> str | None:
 def create_one(arguments: argparse.Namespace) -> int:
     """Write the settings of a run and print them."""
     with connect_once(arguments) as connection:
-        _show(open_run(connection, _named(arguments), run_settings_from(arguments)), arguments)
+        run = open_run(connection, settings_from(arguments).run, run_settings_from(arguments))
+        _show(run, arguments)
     return 0
 
 
 def show_one(arguments: argparse.Namespace) -> int:
     """Print the settings of a run."""
-    with connect_once(arguments, reading=True) as connection:
-        _show(find_run(connection, _named(arguments)), arguments)
+    with joined(arguments, reading=True) as run:
+        _show(run, arguments)
     return 0
 
 
@@ -164,18 +161,11 @@ def _pacing(run: Run) -> dict[str, int | None]:
     return {name: as_whole(stored.get(name, "")) for name in ("batch_groups", "max_staleness", "drop_after")}
 
 
-def _named(arguments: argparse.Namespace) -> str:
-    """The run of --run or STREAMADV_RUN."""
-    name: str = settings_from(arguments).run
-    return name
-
-
 def delete_one(arguments: argparse.Namespace) -> int:
     """Delete one run, which must be named."""
     if arguments.run_name is None:
         raise SettingError("--run is not given: name the run to delete")
-    with connect_once(arguments) as connection:
-        run = find_run(connection, settings_from(arguments).run)
+    with joined(arguments) as run:
         alive = list(_alive(read_status(run)))
         if alive and not arguments.force:
             raise SettingError(f"run {run.name} is in use by {', '.join(alive)}: stop them, or use --force")

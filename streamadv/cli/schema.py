@@ -10,7 +10,6 @@ from ..trajectory.schema import trajectory_json_schema
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the `schema` command to the command line."""
     parser = subparsers.add_parser(
         "schema",
         help="prints the JSON schema of a trajectory",

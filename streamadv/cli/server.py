@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import ServerError
 from ..store.addresses import LOOPBACK
 from ..store.embedded import APPENDFSYNC, EmbeddedServer
 from . import add_log_options, settings_from
@@ -18,7 +17,6 @@ LOOK_SECONDS: Final = 0.5
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the `server` command to the command line."""
     parser = subparsers.add_parser(
         "server",
         help="runs a Redis or Valkey server on this machine",
@@ -66,6 +64,5 @@ def run(arguments: argparse.Namespace) -> int:
     ) as server:
         print(server.open_url, flush=True)
         while not stop.wait(LOOK_SECONDS):
-            if not server.running:
-                raise ServerError(f"the server ended: {server.log_tail()}")
+            server.check()
     return 0

@@ -13,28 +13,26 @@ from functools import partial
 from typing import Any, Final
 
 from ..messages import printable
-from ..run import Run, find_run
+from ..run import Run
 from ..run.manifest import Manifest
 from ..status import Status, read_status
 from ..status.audit import Audit, audit
 from ..status.causes import ordinary_wait, reasons_of
 from ..store.retry import RETRYABLE, Outage
 from ..units import counted, seconds_text, size_text
-from . import FAILED, INTERRUPTED, add_redis_options, add_wait_option, connect_once, settings_from
+from . import FAILED, INTERRUPTED, add_one_shot_options, joined
 
 WATCH_SECONDS: Final = 1.0
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the `status` command to the command line."""
     parser = subparsers.add_parser(
         "status",
         help="shows depths, ages, the ledger and who is alive",
         description="Shows where every trajectory of a run is. The ledger is in trajectories: "
         "pushed = trained + dropped + dead + queued + in_flight.",
     )
-    add_redis_options(parser)
-    add_wait_option(parser)
+    add_one_shot_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument(
         "--check", action="store_true", help="exit 1 unless the ledger adds up (holds while workers run)"
@@ -48,10 +46,8 @@ def add_parser(subparsers: Any) -> None:
 
 def show_status(arguments: argparse.Namespace) -> int:
     """Print the status; 1 when a check was asked for and failed."""
-    if arguments.deep and not arguments.check:
-        arguments.check = True
-    with connect_once(arguments, reading=True) as connection:
-        run = find_run(connection, settings_from(arguments).run)
+    arguments.check |= arguments.deep
+    with joined(arguments, reading=True) as run:
         if arguments.watch:
             return watch(run, arguments)
         text, is_balanced = text_of(run, arguments)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ..errors import ServerError, SettingError
+from ..errors import SettingError
 from ..extras import TO_COMPUTE
 from ..processes.machine import Plan, Signals, run_machine, say
 from ..settings import Settings
@@ -21,7 +21,6 @@ from .parser import count, size
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the `up` command to the command line."""
     parser = subparsers.add_parser(
         "up",
         help="server, grouper and advantage workers on this machine, in one command",
@@ -103,9 +102,4 @@ def _server(
             password=settings.password,
         )
     )
-
-    def check() -> None:
-        if not server.running:
-            raise ServerError(f"the server ended: {server.log_tail()}")
-
-    return server.url, server.open_url, check
+    return server.url, server.open_url, server.check

@@ -22,7 +22,6 @@ STAGES = {
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the `worker` command to the command line."""
     parser = subparsers.add_parser("worker", help="runs one worker process")
     stages = parser.add_subparsers(title="stages", metavar="STAGE", required=True)
     for stage, text in STAGES.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,21 +11,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
+from ..launcher import ending_with_parent, log_tail
 from . import messages
 
 STOP_SECONDS: Final = 5.0  # from SIGTERM to SIGKILL
 LOG_TAIL_LINES: Final = 3
-
-# Linux ends a child with its supervisor, however that one died. A process asks for this itself, and the request
-# survives exec: a small launcher makes it and then becomes the child. SIGKILL, because the supervisor's server is gone
-# too, and a child that finishes what it has begun would wait for that server for ever.
-_LAUNCHER: Final = (
-    "import ctypes, os, sys\n"
-    "parent, *command = sys.argv[1:]\n"
-    "ctypes.CDLL(None).prctl(1, 9)\n"  # PR_SET_PDEATHSIG, SIGKILL
-    "if os.getppid() != int(parent): sys.exit('the supervisor has ended')\n"
-    "os.execv(command[0], command)\n"
-)
 
 Message = tuple[str, dict[str, Any]]  # name of the child, and the message
 
@@ -75,11 +65,11 @@ class Child:
     def start(self) -> None:
         """Start it, or start it again after it has ended."""
         command = [sys.executable, *self._command, *([str(self.starts)] if self._numbered else [])]
-        if sys.platform == "linux":
-            command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
         with self._log.open("a") as log:
+            # SIGKILL, because the supervisor's server is gone too: a child that finishes what it has begun would wait
+            # for that server for ever.
             process = subprocess.Popen(
-                command,
+                ending_with_parent(command, signal.SIGKILL),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -125,8 +115,7 @@ class Child:
 
     def log_tail(self) -> str:
         """The last lines of its log, on one line."""
-        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
-        return " | ".join(line.strip() for line in lines[-LOG_TAIL_LINES:] if line.strip()) or "(empty log)"
+        return log_tail(self._log, LOG_TAIL_LINES)
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

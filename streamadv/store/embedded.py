@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -23,6 +23,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from ..errors import ServerError, SettingError
+from ..launcher import ending_with_parent, log_tail
 from ..units import parse_size
 from .acl import password_hash
 from .addresses import EVERYWHERE, LOOPBACK, check_bind, check_free, free_port
@@ -34,17 +35,7 @@ ANSWER_SECONDS: Final = 20.0  # from start to an answer; reading a large append-
 STOP_SECONDS: Final = 10.0  # from SIGTERM to SIGKILL
 POLL_SECONDS: Final = 0.01
 PORT_ATTEMPTS: Final = 8
-
-# Linux ends the server with the process that started it, also when that process is killed with SIGKILL. The
-# request belongs to the calling process and survives exec, so a small launcher makes it and then becomes the
-# server: nothing runs between fork and exec in a process that may have threads.
-LAUNCHER: Final = (
-    "import ctypes, os, sys\n"
-    "parent, *command = sys.argv[1:]\n"
-    "ctypes.CDLL(None).prctl(1, 15)\n"  # PR_SET_PDEATHSIG, SIGTERM
-    "if os.getppid() != int(parent): sys.exit('the parent process has ended')\n"
-    "os.execv(command[0], command)\n"
-)
+LOG_TAIL_LINES: Final = 5
 
 
 class EmbeddedServer:
@@ -122,6 +113,11 @@ class EmbeddedServer:
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def check(self) -> None:
+        """Raise ServerError, with the end of its log, if the server has ended."""
+        if not self.running:
+            raise ServerError(f"the server ended: {self.log_tail()}")
 
     def __enter__(self) -> Self:
         self.start()
@@ -213,13 +209,11 @@ class EmbeddedServer:
 
     def _spawn(self, port: int, folder: Path, lock: int) -> subprocess.Popen[bytes]:
         command = [str(self._binary), "-", *self._options(port, folder)]  # "-": reads the rest from stdin
-        if sys.platform == "linux":
-            command = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), *command]
         with open(self._log_path, "wb", opener=_private) as log:
             # A session of its own: Ctrl-C in the terminal is for the client processes. The server inherits
             # the lock's descriptor, so the lock lasts exactly as long as the server does.
             return subprocess.Popen(
-                command,
+                ending_with_parent(command, signal.SIGTERM),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -298,8 +292,7 @@ class EmbeddedServer:
 
     def log_tail(self) -> str:
         """The last lines of the server's log, on one line."""
-        lines = self._log_path.read_text(errors="replace").splitlines() if self._log_path.exists() else []
-        return " | ".join(line.strip() for line in lines[-5:] if line.strip()) or "(empty log)"
+        return log_tail(self._log_path, LOG_TAIL_LINES)
 
 
 def _make_private(folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 #: Earlier rooms first. ARCHITECTURE.md says what is in each.
 ROOMS = (
-    "version", "errors", "messages", "logs", "units", "clock", "extras", "tracing", "plugins", "program",
+    "version", "errors", "messages", "logs", "units", "clock", "launcher", "extras", "tracing", "plugins", "program",
     "weights", "trajectory", "metrics", "store", "settings", "run", "producer", "grouping", "algorithms",
     "losses", "padded", "batch", "advantage", "status", "trainer", "processes", "integrations", "demo",
     "bench", "cli",
