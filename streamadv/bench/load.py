@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..processes import messages
@@ -53,7 +53,12 @@ def _ahead(producer: Producer, groups: Sequence[Records], pace: Pace) -> None:
 
 
 def _together(producer: Producer, groups: Sequence[Records], pace: Pace) -> None:
-    pool = itertools.cycle([[_trajectory(record) for record in group] for group in groups])
+    pool = itertools.cycle(
+        [
+            [Trajectory(group_id="pool", group_size=GROUP_SIZE, **record) for record in group]
+            for group in groups
+        ]
+    )
     prefix = secrets.token_hex(6)
     for number in itertools.count():
         call = []
@@ -61,10 +66,6 @@ def _together(producer: Producer, groups: Sequence[Records], pace: Pace) -> None
             own = {"group_id": f"{prefix}-{number}-{place}", "metadata": {"ended": pace.wait_for_turn()}}
             call.append([trajectory.model_copy(update=own) for trajectory in next(pool)])
         producer.push_many(call)
-
-
-def _trajectory(record: Mapping[str, Any]) -> Trajectory:
-    return Trajectory(group_id="pool", group_size=GROUP_SIZE, **record)
 
 
 async def _one_by_one(line: Line, url: str, groups: Sequence[Records], pace: Pace) -> None:

@@ -43,11 +43,9 @@ def policy_loss(
 class UpdateMetrics:
     """Means over the trainable tokens of a batch."""
 
-    loss: float = 0.0
     kl: float = 0.0  # k3 estimate of KL(rollout policy, policy before the update): how stale the data is
     entropy: float = 0.0
     clip_fraction: float = 0.0
-    grad_norm: float = 0.0
 
 
 def new_optimizer(policy: Policy) -> torch.optim.AdamW:
@@ -78,11 +76,10 @@ def update(
         loss = (token_loss - ENTROPY_COEFFICIENT * entropy).sum() / num_tokens
         loss.backward()  # type: ignore[no-untyped-call]
         log_ratio = (log_probs - rollout_log_probs).detach()
-        metrics.loss += loss.item()
         metrics.kl += (log_ratio.exp() - 1 - log_ratio).sum().item() / num_tokens
         metrics.entropy += entropy.sum().item() / num_tokens
         metrics.clip_fraction += clipped.sum().item() / num_tokens
-    metrics.grad_norm = float(clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM))
+    clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
     optimizer.step()
     optimizer.zero_grad()
     return metrics

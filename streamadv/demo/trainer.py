@@ -89,8 +89,6 @@ def report(batch: Any, measured: Any) -> dict[str, Any]:
         "kl": measured.kl,
         "entropy": measured.entropy,
         "clip_fraction": measured.clip_fraction,
-        "loss": measured.loss,
-        "grad_norm": measured.grad_norm,
         "trajectories": len(staleness),
         "staleness_sum": sum(staleness),
         "staleness_max": max(staleness, default=0),

@@ -71,7 +71,8 @@ class Target:
     @property
     def options(self) -> Mapping[str, Any]:
         """Everything in the URL, under redis-py's names."""
-        return _options_of(self.url)
+        options: dict[str, Any] = redis.connection.parse_url(self.url)  # type: ignore[no-untyped-call]
+        return options
 
     @property
     def url_options(self) -> dict[str, Any]:
@@ -91,16 +92,11 @@ class Target:
         return self.url.startswith("rediss:")
 
 
-def _options_of(url: str) -> dict[str, Any]:
-    options: dict[str, Any] = redis.connection.parse_url(url)  # type: ignore[no-untyped-call]
-    return options
-
-
 def parse_url(url: str) -> Target:
     """The target of a URL. Raises SettingError on one line that shows no password."""
     try:
         target, kind = _target_of(url)
-        options = _options_of(target.url)
+        options = target.options
         _check_address(target, kind, options)
         # Makes the object only: an unknown option is an error now and not at the first command.
         redis.ConnectionPool.from_url(target.url, **target.shared_options).make_connection()

@@ -110,7 +110,7 @@ class EngineClient:
             parameters["max_new_tokens"] = parameters.pop("max_tokens")
         version = self.version
         asked = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": True}
-        return from_sglang(await self._post("/generate", asked), prompt, version=version)
+        return from_sglang(await self._request("POST", "/generate", asked), prompt, version=version)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -124,16 +124,13 @@ class EngineClient:
     async def _ask(self, path: str, asked: Mapping[str, Any], sampling: Mapping[str, Any]) -> Completion:
         version = self.version
         request = {"model": await self._name_of_model(), **self._sampling, **sampling, **asked}
-        return from_openai(await self._post(path, request), version=version)
+        return from_openai(await self._request("POST", path, request), version=version)
 
     async def _name_of_model(self) -> str:
         if self._model is None:
             listed = await self._request("GET", "/v1/models")
             self._model = str(listed["data"][0]["id"])
         return self._model
-
-    async def _post(self, path: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._request("POST", path, asked)
 
     async def _request(
         self, method: str, path: str, asked: Mapping[str, Any] | None = None
