@@ -70,18 +70,27 @@ def _with_gradient(value: Tensor, other: Tensor) -> Tensor:
 
 
 def column_kl(
-    log_probs: Tensor, ref_log_probs: Tensor, penalty: KLPenalty, tokens: Trainable
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    penalty: KLPenalty,
+    tokens: Trainable,
+    rewards: Tensor | None = None,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`approx_kl` of columns [N] at the tokens that count, without gradient; on a CPU k3 is computed in float64.
 
-    Returns ([N] float32, 0 at other tokens; its sum over each row, [R] float64).
+    Returns ([N] float32: it, 0 at other tokens, or `rewards` [N] plus `factor` times it; its sum over each row, [R]
+    float64).
     """
     if not kernels.on_cpu(log_probs) or penalty.removesuffix("+") not in K3:
         kl = tokens.only(approx_kl(log_probs.detach(), ref_log_probs.detach(), penalty).to(torch.float32))
-        return kl, tokens.row_sum(kl)
-    result, sums = np.empty(len(log_probs), np.float32), np.empty(len(tokens.offsets) - 1)
-    kernels.k3(*map(kernels.as_array, (log_probs, ref_log_probs, *tokens)), result, sums)
-    return torch.from_numpy(result), torch.from_numpy(sums)
+        result = kl if rewards is None else (rewards + factor * kl).to(torch.float32)
+        return result, tokens.row_sum(kl)
+    array, sums = np.empty(len(log_probs), np.float32), np.empty(len(tokens.offsets) - 1)
+    given = None if rewards is None else kernels.as_array(rewards)
+    columns = map(kernels.as_array, (log_probs, ref_log_probs, *tokens))
+    kernels.k3(*columns, given, float(factor), array, sums)
+    return torch.from_numpy(array), torch.from_numpy(sums)
 
 
 def full_kl(logits: Logits, ref_logits: Logits) -> Tensor:

@@ -26,6 +26,7 @@ class Summary(NamedTuple):
     squares: float  # sum of squared distances from the mean
     greatest: float  # -inf if nothing counts
     least: float  # inf if nothing counts
+    is_stray: bool = False  # a value that does not count is not 0
 
     @property
     def scale(self) -> float:
@@ -36,8 +37,10 @@ class Summary(NamedTuple):
         """Of the float32 values that `whiten` makes of these."""
         if self.size < 2:
             return self
-        ends = (float(np.float32((end - self.mean) * self.scale)) for end in (self.greatest, self.least))
-        return Summary(self.size, 0.0, self.squares * self.scale**2, *ends)
+        greatest, least = (
+            float(np.float32((end - self.mean) * self.scale)) for end in (self.greatest, self.least)
+        )
+        return Summary(self.size, 0.0, self.squares * self.scale**2, greatest, least)
 
 
 def summarise(values: Tensor, counted: Tensor) -> Summary | None:

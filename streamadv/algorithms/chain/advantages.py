@@ -13,7 +13,7 @@ from ..kl import column_kl
 from ..packed import Level, expand, span_sum
 from ..registry import Estimator, Scope, get_estimator
 from ..rewards import clip
-from ..whitening import summarise, whiten, whiten_weighted
+from ..whitening import Summary, summarise, whiten, whiten_weighted
 from .config import ChainConfig, DistillConfig
 from .estimating import estimate
 from .step import ChainStep, State
@@ -42,16 +42,23 @@ def _estimator_step(config: ChainConfig, definition: Estimator) -> ChainStep:
         result = estimate(definition, batch, options)
         weight = level_weight(state)
 
-        def at_level(values: Tensor) -> Tensor:
-            if level == "token":
-                return _on_tokens(state, definition.level, values)
-            return values.masked_fill((weight == 0) & ~values.isfinite(), 0)
+        def at_level(values: Tensor) -> tuple[Tensor, Summary | None]:
+            if level != "token":
+                values = values.masked_fill((weight == 0) & ~values.isfinite(), 0)
+            elif definition.level != "token":
+                values = expand(batch, definition.level, values)
+            else:
+                values = values.to(torch.float32)
+            known = summarise(values, weight)
+            is_masked = level != "token" or (known is not None and not known.is_stray)
+            return values if is_masked else state.tokens.only(values), known
 
-        advantages = at_level(result.advantages)
-        returns = None if result.returns is None else at_level(result.returns)
-        known = summarise(advantages, weight)
+        advantages, known = at_level(result.advantages)
         of_advantages = summary("advantages", advantages, weight, known)
-        of_returns = of_advantages if returns is None else summary("returns", returns, weight)
+        returns, of_returns = None, of_advantages
+        if result.returns is not None:
+            returns, known_returns = at_level(result.returns)
+            of_returns = summary("returns", returns, weight, known_returns)
         metrics = {
             **summary("critic/rewards", batch.rewards, ~batch.baseline),
             **{f"critic/returns/{_ending(name)}": metric for name, metric in of_returns.items()},
@@ -145,10 +152,3 @@ def level_weight(state: State) -> Tensor:
 
 def _ending(name: str) -> str:
     return name.rpartition("/")[2]
-
-
-def _on_tokens(state: State, level: Level, values: Tensor) -> Tensor:
-    """[N] float32: values of an estimate on the tokens that they belong to, 0 where masked."""
-    if level == "token":
-        return state.tokens.only(values.to(torch.float32))
-    return expand(state.batch, level, values)

@@ -120,7 +120,12 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
         batch, coefficient = state.batch, state.kl_coefficient
         tokens = state.tokens
         log_probs, ref_log_probs = batch.column(config.log_probs), batch.column("ref_log_probs")
-        kl, row_kl = column_kl(log_probs, ref_log_probs, config.penalty, tokens)
+        against = (log_probs, ref_log_probs, config.penalty, tokens)
+        if by_token:
+            shaped, row_kl = column_kl(*against, batch.column("token_level_rewards"), -coefficient)
+            state = state.with_columns(token_level_rewards=shaped)
+        if by_step or not by_token:
+            kl, row_kl = column_kl(*against)
         rewards = batch.rewards - coefficient * segment_sum(row_kl, batch.row_offsets)
         counted = batch.row_trainable > 0
         per_row = torch.where(counted, row_kl / batch.row_trainable.clamp(min=1), 0.0)
@@ -135,9 +140,6 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
         if by_step:
             steps = batch.steps.rewards - coefficient * span_sum(batch, kl)
             state = replace(state, batch=state.batch.with_step_rewards(steps))
-        if by_token:  # last, as it takes the memory of the KL
-            shaped = kl.mul_(-coefficient).add_(batch.column("token_level_rewards"))
-            state = state.with_columns(token_level_rewards=shaped)
         return state
 
     makes = ("token_level_rewards",) if by_token else ()

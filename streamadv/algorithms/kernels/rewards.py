@@ -41,10 +41,10 @@ def credit(rewards, mask, offsets, result):
 
 
 @kernel
-def k3(log_probs, ref_log_probs, mask, offsets, result, sums):
+def k3(log_probs, ref_log_probs, mask, offsets, rewards, factor, result, sums):
     """exp(x) - 1 - x, x = ref_log_probs - log_probs, bounded as in `kl.approx_kl`; 0 at tokens that do not count.
 
-    sums [R]: of a row. In lanes, as `tokens.statistics`.
+    sums [R]: of a row. In lanes, as `tokens.statistics`. result: `rewards` plus `factor` times it; None = it alone.
     """
     lanes = np.empty(LANES)
     for row in range(len(offsets) - 1):
@@ -53,6 +53,7 @@ def k3(log_probs, ref_log_probs, mask, offsets, result, sums):
             last = min(first + LANES, offsets[row + 1])
             log_prob, ref = log_probs[first:last], ref_log_probs[first:last]
             counted, kept = mask[first:last], result[first:last]
+            reward = None if rewards is None else rewards[first:last]
             for lane in range(last - first):
                 difference = np.float64(ref[lane] - log_prob[lane])
                 x = 20.0 if difference > 20 else -20.0 if difference < -20 else difference  # NaN stays NaN
@@ -64,7 +65,7 @@ def k3(log_probs, ref_log_probs, mask, offsets, result, sums):
                     e *= e + 2
                 kl = 10.0 if e - x > 10 else e - x
                 kl = kl if counted[lane] else 0.0
-                kept[lane] = kl
+                kept[lane] = kl if reward is None else reward[lane] + factor * kl
                 lanes[lane] += kl
         sums[row] = lanes.sum()
 

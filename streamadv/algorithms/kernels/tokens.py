@@ -263,8 +263,17 @@ def rescale_masked(values, mask, centre, factor, offset, result):
 
 
 @kernel
+def has_values_outside(values, mask):
+    """Whether a token that does not count has a value other than 0."""
+    outside = False
+    for t in range(len(values)):
+        outside |= (values[t] != 0) & (not mask[t])
+    return outside
+
+
+@kernel
 def statistics(values, mask):
-    """(count, mean, sum of squared deviations, greatest, least) of the elements that count; -inf and inf if none does.
+    """Of the elements that count, and whether another one is not 0; see `whitening.Summary`.
 
     In LANES lanes, which the processor works on side by side: in one lane each addition waits for the one before.
     """
@@ -272,11 +281,11 @@ def statistics(values, mask):
     while first < end and not mask[first]:
         first += 1
     if first == end:
-        return 0, 0.0, 0.0, -math.inf, math.inf
+        return 0, 0.0, 0.0, -math.inf, math.inf, has_values_outside(values, mask)
     pivot = values[first]  # distances from it, so that equal values give exactly 0
     above, squares = np.zeros(LANES), np.zeros(LANES)
     greatest, least = np.full(LANES, pivot), np.full(LANES, pivot)
-    count = 0
+    count, is_stray = 0, False
     for first in range(0, end, LANES):
         value, counted = values[first : first + LANES], mask[first : first + LANES]
         for lane in range(len(counted)):
@@ -288,18 +297,10 @@ def statistics(values, mask):
             squares[lane] += distance * distance
         for lane in range(len(counted)):
             count += counted[lane]
+        is_stray |= has_values_outside(value, counted)
     total = above.sum()
     spread = max(squares.sum() - total * total / count, 0.0)
-    return count, pivot + total / count, spread, np.float64(greatest.max()), np.float64(least.min())
-
-
-@kernel
-def has_values_outside(values, mask):
-    """Whether a token that does not count has a value other than 0."""
-    outside = False
-    for t in range(len(values)):
-        outside |= (values[t] != 0) & (not mask[t])
-    return outside
+    return count, pivot + total / count, spread, np.float64(greatest.max()), np.float64(least.min()), is_stray
 
 
 @kernel
