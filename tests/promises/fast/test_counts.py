@@ -55,9 +55,9 @@ class Cost(NamedTuple):
 
 #: Per trajectory, in groups of 8 pushed whole and batches of 16 groups.
 BOUNDS = {
-    "grpo": Cost(6.24, 0.62, 600, 585),
-    "grpo+kl": Cost(6.36, 0.625, 620, 595),
-    "gae+kl": Cost(6.4, 0.633, 612, 590),
+    "grpo": Cost(6.24, 0.63, 645, 590),
+    "grpo+kl": Cost(6.36, 0.63, 654, 595),
+    "gae+kl": Cost(6.4, 0.635, 651, 590),
 }
 #: Of each further trajectory in a packet. A call of a script takes a bounded number of them, so a few calls more.
 FURTHER = {"grpo": Cost(0.03, 0.01, 205, 315), "gae+kl": Cost(0.03, 0.01, 205, 315)}
