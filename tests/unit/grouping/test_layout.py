@@ -8,7 +8,7 @@ import pytest
 from streamadv.grouping.layout import Layout, place
 from streamadv.trajectory.columns import Array
 
-from .layouts import StoredGroups, columns_of
+from .layouts import StoredGroups
 
 
 def batch_column(stored: StoredGroups, layout: Layout, name: str) -> Array:
@@ -30,7 +30,7 @@ def test_columns_come_to_the_places_of_their_members(seed: int) -> None:
         members = [trajectories[position] for position in positions]
         identities = [(member.group_id, member.rollout_index) for member in members]
         assert [part.identity(number) for number in range(len(part))] == identities
-        expected = [columns_of(member)["rollout_log_probs"] for member in members]
+        expected = [row.rollout_log_probs for member in members for row in member.rows]
         column = batch_column(stored, part, "rollout_log_probs")
         assert np.array_equal(column, np.concatenate([np.zeros(0), *expected]))
         assert part.num_tokens == len(column)
