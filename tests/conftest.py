@@ -195,6 +195,14 @@ def fake() -> Connection:
 
 
 @pytest.fixture
+def standing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets time stand still in this process, and on the fake server, but for `forward`."""
+    now, wall = clock.now(), time.time()
+    monkeypatch.setattr(clock, "now", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: wall)
+
+
+@pytest.fixture
 def forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets the clock of this process forward, and the fake server's."""
     passed, now, wall = [0.0], clock.now, time.time

@@ -54,7 +54,11 @@ class ReplyEater:
     def _serve(self, client: socket.socket) -> None:
         target = urlsplit(self.target_url)
         eat = False
-        with client, socket.create_connection((target.hostname, target.port)) as server:
+        with (
+            suppress(OSError),  # of whoever has gone
+            client,
+            socket.create_connection((target.hostname, target.port)) as server,
+        ):
             while True:
                 for ready in select.select([client, server], [], [])[0]:
                     data = ready.recv(65536)

@@ -20,6 +20,8 @@ from streamadv.trainer import heartbeat
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import consumer_of, group_all, join, next_batch, producing, push_groups
 
+pytestmark = pytest.mark.usefixtures("standing")
+
 
 @pytest.fixture(autouse=True)
 def _beats_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from streamadv.store.retry import NotNowError, Outage, server_reason
 from streamadv.store.waiting import REPORT_S, Blocked, Wait
 from tests.support import Forward
 
+pytestmark = pytest.mark.usefixtures("standing")
+
 
 def blocked() -> set[str]:
     families = text_string_to_metric_families(generate_latest(metrics.REGISTRY).decode())
