@@ -196,6 +196,7 @@ def test_evaluation_goes_with_the_next_batch_once(fake: Connection) -> None:
         assert next_metrics() == {}
 
 
+@pytest.mark.usefixtures("standing")
 def test_times_begin_with_the_second_batch(fake: Connection, forward: Any) -> None:
     queue = queue_of(fake)
     with producing(fake, "r") as producer:
