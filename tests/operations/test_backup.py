@@ -117,17 +117,19 @@ def test_what_is_lost_and_what_is_trained_on_twice(
 
 def test_a_backup_of_a_server_at_work_is_of_one_moment(server: EmbeddedServer, tmp_path: Path) -> None:
     with Producer(server.url, "exp1") as producer:
-        done = threading.Event()
+        begun, done = threading.Event(), threading.Event()
 
         def push() -> None:
             number = 0
             while not done.is_set():
                 push_groups(producer, 4, prefix=f"batch{number}-")
+                begun.set()
                 number += 1
 
         pushing = threading.Thread(target=push)
         pushing.start()
         try:
+            begun.wait(WAIT_S)
             back_up(server, tmp_path)
         finally:
             done.set()
