@@ -67,7 +67,7 @@ class Push(NamedTuple):
     def load(self) -> Load:
         """Of all its packets."""
         loads = [load_of(packet) for group in self.groups for packet in group.packets]
-        return Load(len(loads), sum(load.members for load in loads), sum(load.size for load in loads))
+        return Load(*map(sum, zip(*loads, strict=True)))
 
     def transaction(self) -> tuple[Payloads, ScriptCall]:
         """The payloads and the call that registers them. Never to be sent twice."""

@@ -302,11 +302,8 @@ def _with_trace(packet: Packet, context: bytes) -> Packet:
 
 def _result(packets: Sequence[Packet], codes: Mapping[int, str]) -> PushResult:
     """The result for members of packets, in the order of the push. codes: by position in it."""
-    index_at: dict[int, int] = {}
-    for packet in packets:
-        index_at |= zip(packet.positions, packet.indices, strict=True)
-    positions = sorted(index_at)
+    members = sorted([pair for packet in packets for pair in zip(*packet[:2], strict=True)])
     return PushResult(
-        [codes[position] for position in positions],
-        [index_at[position] for position in positions if codes[position] == "pushed"],
+        [codes[position] for position, _ in members],
+        [index for position, index in members if codes[position] == "pushed"],
     )

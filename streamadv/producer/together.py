@@ -19,7 +19,7 @@ class _Waiting(NamedTuple):
 
     number: int
     request: GroupCall
-    push: Push  # one attempt at it
+    push: Push  # the first attempt at it
 
 
 def together(pushes: Sequence[Steps[T]]) -> Steps[list[T | StreamadvError]]:
@@ -40,7 +40,7 @@ def together(pushes: Sequence[Steps[T]]) -> Steps[list[T | StreamadvError]]:
                 outcomes[number] = step.outcome
         for lane in lanes.values():
             for part in slices(lane, lambda waiting: waiting.push.load):
-                replies = yield from _ask([waiting.request for waiting in part])
+                replies = yield from _ask(part)
                 for (number, *_), reply in zip(part, replies, strict=True):
                     ended = yield from _advance(pushes[number], reply)
                     outcomes[number] = ended.outcome
@@ -64,17 +64,14 @@ def _advance(steps: Steps[Any], reply: Any, number: int | None = None) -> Steps[
         reply = yield request
 
 
-def _ask(requests: Sequence[GroupCall]) -> Steps[Sequence[Reply]]:
+def _ask(waiting: Sequence[_Waiting]) -> Steps[Sequence[Reply]]:
     """The replies to pushes that are sent together."""
-    attempt: list[Any] = []
-    joined: list[Push] = []
+    last: list[tuple[list[Any], Push]] = []  # attempt: its pushes, and these as one
 
     def make() -> Push:
-        attempt[:] = [request.make() for request in requests]
-        joined[:] = [join(attempt)]
-        return joined[0]
+        pushes: list[Any] = [one.request.make() if last else one.push for one in waiting]
+        last[:] = [(pushes, join(pushes))]
+        return last[0][1]
 
     replies = yield GroupCall(make)
-    return (
-        [OUT_OF_MEMORY] * len(requests) if replies is OUT_OF_MEMORY else shares(attempt, joined[0], replies)
-    )
+    return [OUT_OF_MEMORY] * len(waiting) if replies is OUT_OF_MEMORY else shares(*last[0], replies)

@@ -134,6 +134,8 @@ def merge_packets(packets: Sequence[Packet]) -> list[Packet]:
 
     Packets with an index that stands in several of them stay as they are, in their order.
     """
+    if len(packets) == 1:
+        return list(packets)
     times = Counter([index for packet in packets for index in packet.indices])
     merged, parts = [], []
     for packet in packets:
