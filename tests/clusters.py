@@ -29,7 +29,7 @@ from streamadv.store.retry import RETRYABLE
 from streamadv.store.waiting import Blocked, Wait
 
 PRIMARIES: Final = 3
-PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 120.0  # bounds a hang
 #: A node silent for longer is taken for dead by the others. Tests that promote by hand set it high.
 NODE_TIMEOUT_MS: Final = 4_000
 FORMING_TIMEOUT_MS: Final = 500  # sets how often they talk

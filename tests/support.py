@@ -286,7 +286,7 @@ def threads(*targets: Callable[[threading.Event], object]) -> Iterator[threading
     finally:
         stop.set()
         for thread in running:
-            thread.join(30)
+            thread.join(120)
     frames = sys._current_frames()
     alive = ["".join(traceback.format_stack(frames[t.ident or 0])) for t in running if t.is_alive()]
     assert not alive, "\n".join(alive)

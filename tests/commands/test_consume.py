@@ -79,13 +79,13 @@ def test_consume_continues_a_file(stages: Run, redis_url: str, tmp_path: Path) -
             write_trajectory(file, trajectory("g0001", 0))
             write_trajectory(file, trajectory("g0002", 1))
             file.write(b'{"group_id":"g0002","rollou')
-        assert call(stages, "consume", "-o", out, "--max-groups", 4, "--timeout", 20) == 0
+        assert call(stages, "consume", "-o", out, "--max-groups", 4, "--timeout", 120) == 0
         found = identities_of(out)
         assert len(found) == len(set(found)) == 8
         assert ledger(stages)["trained"] == 8
         assert call(stages, "consume", "-o", out, "--max-groups", 4) == 0
         push_groups(producer, 3, prefix="more")
-        assert call(stages, "consume", "-o", out, "--max-groups", 6, "--timeout", 20) == 0
+        assert call(stages, "consume", "-o", out, "--max-groups", 6, "--timeout", 120) == 0
     assert len({group_id for group_id, _ in identities_of(out)}) == 6
     assert problems(stages) == []
 

@@ -56,7 +56,7 @@ def test_a_small_run_with_kills_accounts_for_every_trajectory(tmp_path: Path) ->
         trainer = re.search(r"trainer \((\d+)\)", output)
         assert trainer is not None
         os.kill(int(trainer[1]), signal.SIGKILL)
-        rest, errors = demo.communicate(timeout=110)
+        rest, errors = demo.communicate(timeout=240)
     output += rest
     assert demo.returncode == 0, output + errors
     assert "trainer ended with exit status -9" in output
@@ -92,7 +92,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
             assert line, demo.stderr.read() if demo.stderr else ""
             output += line
         demo.send_signal(signal.SIGINT)
-        rest, errors = demo.communicate(timeout=60)
+        rest, errors = demo.communicate(timeout=240)
     assert demo.returncode == 130, rest + errors
     assert "interrupted" in errors
     assert "Traceback" not in errors
@@ -101,7 +101,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
 
 def test_a_wrong_setting_is_one_line_before_anything_starts() -> None:
     command = [*COMMAND, "--json", "no/such/folder/demo.json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 1
     assert "no/such/folder" in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1

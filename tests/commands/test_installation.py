@@ -285,7 +285,7 @@ def grouped(environment: Environment, url: str, run: str) -> Run:
             pause.wait(0.05)
     finally:
         worker.terminate()
-        _, log = worker.communicate(timeout=60)
+        _, log = worker.communicate(timeout=240)
     assert worker.returncode == 0, log
     return joined
 
@@ -321,7 +321,7 @@ def test_with_torch_everything_computes(with_torch: Environment, redis_url: str,
         )
     finally:
         worker.terminate()
-        _, log = worker.communicate(timeout=60)
+        _, log = worker.communicate(timeout=240)
     assert worker.returncode == 0, log
     assert ledger(joined)["trained"] == 4
     with_torch.output("streamadv", "compute", "out.jsonl", "-o", "again.jsonl")

@@ -76,7 +76,7 @@ def streamadv(folder: Path, *words: str) -> subprocess.Popen[str]:
 def outcomes(folder: Path, *commands: Sequence[str]) -> list[tuple[int, str, str]]:
     """Exit status, stdout and stderr of commands that run side by side: each imports torch."""
     children = [streamadv(folder, *words) for words in commands]
-    printed = [child.communicate(timeout=60) for child in children]
+    printed = [child.communicate(timeout=240) for child in children]
     return [(child.returncode, *texts) for child, texts in zip(children, printed, strict=True)]
 
 
@@ -207,17 +207,17 @@ def test_a_worker_leaves_a_chain_that_it_does_not_know(
             assert status == 1
             (error,) = [line for line in err.splitlines() if "error" in line]
             assert f"batch 0 of run {run}: estimator 'mine' is unknown: bring it with --import" in error
-            batch = queue.next_batch(timeout=60)
+            batch = queue.next_batch(timeout=240)
         finally:
             knowing.terminate()
-            _, log = knowing.communicate(timeout=30)
+            _, log = knowing.communicate(timeout=240)
         assert knowing.returncode == 0, log
         assert batch is not None
         assert [mb.advantages.max().item() for mb in batch] == [3.0]
         assert early.poll() is None
     finally:
         early.terminate()
-        _, log = early.communicate(timeout=30)
+        _, log = early.communicate(timeout=240)
         queue.close()
     assert early.returncode == 0, log
     assert ledger(joined)["dead"] == {}
@@ -234,7 +234,7 @@ def test_a_worker_in_a_computation_that_does_not_end_ends_on_a_signal(
     assert worker.stdout is not None
     assert worker.stdout.readline() == "stuck\n"
     worker.terminate()
-    _, log = worker.communicate(timeout=60)
+    _, log = worker.communicate(timeout=240)
     assert worker.returncode == 0, log
     assert "the chain (stuck) on batch 0-" in log
     assert "because this process ends" in log
@@ -261,7 +261,7 @@ def test_a_scorer_from_the_command_line(redis_url: str, run: str, folder: Path) 
                 pause.wait(0.02)
     finally:
         scorer.terminate()
-        _, err = scorer.communicate(timeout=30)
+        _, err = scorer.communicate(timeout=240)
     assert scorer.returncode == 0, err
     assert [member.reward for member in references(log[0])] == [2.5, 3.0]
     assert [member.rewards for member in references(log[0])] == [{"judge": 2.5}, {"judge": 3.0}]

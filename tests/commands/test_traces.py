@@ -67,13 +67,13 @@ def test_a_trace_goes_through_all_processes(
     with Producer(redis_url, run) as producer:
         group = producer.begin_group(2, group_id="g")
         group.push([{**ROW, "rollout_index": index, "reward": 1.0} for index in range(2)])
-        words = ("consume", "-o", str(tmp_path / "out"), "--max-groups", "1", "--timeout", "60")
+        words = ("consume", "-o", str(tmp_path / "out"), "--max-groups", "1", "--timeout", "240")
         consumer = start(redis_url, run, outputs["consume"], *words)
-        _, log = consumer.communicate(timeout=90)
+        _, log = consumer.communicate(timeout=240)
     assert consumer.returncode == 0, log
     for worker in workers:
         worker.send_signal(signal.SIGTERM)
-        _, log = worker.communicate(timeout=30)
+        _, log = worker.communicate(timeout=240)
         assert worker.returncode == 0, log
     spans = {name: spans_in(output) for name, output in outputs.items()}
     steps = {

@@ -64,7 +64,7 @@ def test_workers_wait_for_the_server_work_and_stop(
     with producing(later.url, run) as producer:
         push_groups(producer, 3)
         consumed = subprocess.run(
-            [*command, "--timeout", "30", "--redis", url, "--run", run],
+            [*command, "--timeout", "240", "--redis", url, "--run", run],
             check=False,
             capture_output=True,
             text=True,
@@ -74,7 +74,7 @@ def test_workers_wait_for_the_server_work_and_stop(
     assert join(Connection(url), run).manifest.redundancy == 1
     for worker, number in zip(workers, (signal.SIGTERM, signal.SIGINT), strict=True):
         worker.send_signal(number)
-        _, log = worker.communicate(timeout=30)
+        _, log = worker.communicate(timeout=240)
         assert worker.returncode == 0, log
         assert "finishing what is in hand" in log
         assert "Traceback" not in log
@@ -89,7 +89,7 @@ def test_a_worker_waits_for_a_server_that_does_not_write(later: EmbeddedServer, 
         while "waiting for the server: NOREPLICAS" not in (line := worker.stderr.readline()):
             assert line
         worker.terminate()
-        _, log = worker.communicate(timeout=30)
+        _, log = worker.communicate(timeout=240)
     assert worker.returncode == 130, log
     assert "Traceback" not in log
 
@@ -100,7 +100,7 @@ def test_every_line_of_a_worker_that_logs_json_is_a_record(redis_url: str, run: 
         assert worker.stderr is not None
         first = worker.stderr.readline()
         worker.terminate()
-        _, log = worker.communicate(timeout=60)
+        _, log = worker.communicate(timeout=240)
     records = [json.loads(line) for line in [first, *log.splitlines()]]
     assert {(record["run"], record["role"]) for record in records} == {(run, "grouper")}
     assert len({record["process"] for record in records}) == 1
@@ -110,7 +110,7 @@ def test_every_line_of_a_worker_that_logs_json_is_a_record(redis_url: str, run: 
 def test_a_worker_with_another_setting_is_refused(redis_url: str, run: str) -> None:
     with producing(redis_url, run, {"redundancy": 2}):
         worker = start(redis_url, run, "grouper", "--redundancy", "3")
-        _, log = worker.communicate(timeout=60)
+        _, log = worker.communicate(timeout=240)
     assert worker.returncode == 1
     error = next(line for line in log.splitlines() if "error" in line)
     assert f"redundancy is 3, run {run} was created with 2" in error
@@ -131,7 +131,7 @@ def test_a_worker_that_cannot_begin_never_says_that_it_is_ready(
         pytest.skip("this machine has CUDA")
     with producing(redis_url, run, {"scorers": ("judge",)}):
         worker = start(redis_url, run, *words)
-        _, log = worker.communicate(timeout=60)
+        _, log = worker.communicate(timeout=240)
     assert worker.returncode == 1
     assert problem in log
     assert "ready" not in log
@@ -168,7 +168,7 @@ def test_a_worker_is_alive_without_the_server_and_ready_with_it(
         assert f'streamadv_run_readable{{run="{run}"}} 1.0' in text
         assert f'streamadv_acked_total{{run="{run}",stage="grouper"}} 0.0' in text
         worker.terminate()
-        assert worker.wait(30) == 0
+        assert worker.wait(240) == 0
     finally:
         worker.kill()
         worker.stderr.close() if worker.stderr else None
@@ -191,4 +191,4 @@ def test_an_exporter_tells_of_a_run_that_no_grouper_serves(redis_url: str, run: 
         assert f'streamadv_run_blocked{{reason="no_grouper",run="{run}"}} 1.0' in text
         assert asked(probes, "/readyz") == (200, "ready\n")
         exporter.send_signal(signal.SIGTERM)
-        assert exporter.wait(30) == 0
+        assert exporter.wait(240) == 0

@@ -279,7 +279,7 @@ def test_the_command_prints_its_url_and_stops_cleanly(
     with redis.Redis.from_url(url) as client:
         client.set("key", b"value")
         process.send_signal(number)
-        assert process.wait(60) == 0
+        assert process.wait(240) == 0
         with pytest.raises(redis.exceptions.ConnectionError):
             client.ping()
     again = command("--data-dir", str(tmp_path), "--appendfsync", "always", "--maxmemory", "64mb")
@@ -295,6 +295,6 @@ def test_the_command_fails_when_its_server_dies(command: Callable[..., subproces
     assert process.stdout is not None
     with redis.Redis.from_url(process.stdout.readline().strip()) as client:
         os.kill(client.info("server")["process_id"], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 1
     assert errors.startswith("streamadv: error: the server ended")

@@ -204,6 +204,6 @@ def test_the_server_command_has_its_password_from_the_environment(tmp_path: Path
             assert client.ping()
     finally:
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=240)
     assert clean(errors)
     assert process.returncode == 0

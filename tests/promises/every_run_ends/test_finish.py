@@ -207,7 +207,6 @@ SETTINGS = RunSettings(shards=2)
 
 
 @pytest.mark.server
-@pytest.mark.timeout(60)
 def test_threads_that_wait_for_admission_are_woken(
     url: str, run: str, never_polls: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +234,6 @@ def test_threads_that_wait_for_admission_are_woken(
 
 
 @pytest.mark.server
-@pytest.mark.timeout(60)
 async def test_tasks_that_wait_for_admission_are_woken(
     url: str, run: str, never_polls: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +277,6 @@ def cut_off(url: str) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.timeout(60)
 def test_a_thread_hears_of_room_after_its_connection_broke(
     redis_url: str, run: str, never_polls: None
 ) -> None:
@@ -294,7 +291,6 @@ def test_a_thread_hears_of_room_after_its_connection_broke(
 
 
 @pytest.mark.server
-@pytest.mark.timeout(60)
 async def test_a_task_hears_of_room_after_its_connection_broke(
     redis_url: str, run: str, never_polls: None
 ) -> None:
@@ -315,7 +311,6 @@ def is_listened_to(url: str) -> bool:
 
 
 @pytest.mark.server
-@pytest.mark.timeout(60)
 def test_an_announcement_that_the_server_has_lost_ends_no_more_waits(
     redis_url: str, forward: Callable[[float], None]
 ) -> None:
@@ -335,7 +330,6 @@ def test_an_announcement_that_the_server_has_lost_ends_no_more_waits(
 
 
 @pytest.mark.server
-@pytest.mark.timeout(60)
 async def test_an_announcement_that_the_server_has_lost_ends_no_more_waits_of_tasks(
     redis_url: str, forward: Callable[[float], None]
 ) -> None:
@@ -355,7 +349,6 @@ async def test_an_announcement_that_the_server_has_lost_ends_no_more_waits_of_ta
 
 
 @pytest.mark.server
-@pytest.mark.timeout(60)
 def test_a_producer_that_may_not_read_announcements_says_so_and_asks(
     redis_url: str, run: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -373,7 +366,6 @@ def test_a_producer_that_may_not_read_announcements_says_so_and_asks(
 
 
 @pytest.mark.server
-@pytest.mark.timeout(60)
 def test_who_waits_for_admission_is_not_held_up_when_the_producer_closes(
     redis_url: str, run: str, never_polls: None
 ) -> None:

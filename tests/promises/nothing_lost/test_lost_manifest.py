@@ -89,7 +89,7 @@ class Roles:
         finally:
             stop.set()
             for thread in threads:
-                thread.join(30)
+                thread.join(120)
         assert not any(thread.is_alive() for thread in threads)
 
     def join(self) -> Run:

@@ -149,7 +149,7 @@ def test_a_restart_of_the_server_stops_nobody(tmp_path: Path, run: str) -> None:
                 taken.release()
                 server.kill()
                 server.start()
-            assert finished.wait(60)
+            assert finished.wait(240)
         joined = join(Connection(url), run)
         assert len(seen) == len(set(seen)) == 48
         assert ledger(joined)["trained"] == 48

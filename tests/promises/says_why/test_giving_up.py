@@ -164,7 +164,7 @@ def test_a_process_that_starts_while_the_server_refuses_writes_waits(
                 while "ready: run" not in (line := process.stderr.readline()):
                     assert line, "it has ended"
                 process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(240) == 0
         finally:
             process.kill()
             process.communicate()

@@ -135,7 +135,7 @@ def test_an_interrupted_trainer_ends_at_once_and_shows_its_own_line(redis_url: s
         while not joined.connection.scripts.hexists(joined.keys.home.session, "settled"):
             assert trainer.poll() is None
         trainer.send_signal(signal.SIGINT)
-        _, error = trainer.communicate(timeout=60)
+        _, error = trainer.communicate(timeout=240)
     assert trainer.returncode == -signal.SIGINT
     lines = error.splitlines()
     assert lines[-1] == "KeyboardInterrupt"
