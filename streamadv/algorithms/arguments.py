@@ -147,9 +147,7 @@ class LabelsOf:
             raise ArgumentError(
                 f"{name}[{index}] is {_what(items[index])}, which cannot be compared: use text or a number"
             ) from None
-        for label in labels:
-            if isinstance(label, str):  # the usual label is the quickest to check
-                continue
+        for label in labels if set(map(type, labels)) != {str} else ():  # the usual ones are checked at once
             if isinstance(label, Tensor):
                 raise ArgumentError(f"{name} holds tensors, each equal to itself only: use one tensor")
             if label != label:

@@ -1,10 +1,10 @@
-"""Metrics of a chain: 0-d tensors while it runs, fetched in one transfer, then merged over the parts of a batch."""
+"""Metrics of a chain: numbers or 0-d tensors, which are fetched in one transfer, then merged over a batch's parts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..errors import ArgumentError
 from ..extras import torch
@@ -24,15 +24,15 @@ Pair = tuple[float, float]
 class Metric(NamedTuple):
     """A value and the weight behind it. By its name `merge_metrics` knows a maximum or minimum from a mean."""
 
-    value: Tensor  # 0-d
-    weight: Tensor  # 0-d: number of trajectories, rows or tokens behind it
+    value: Any  # 0-d tensor, or a number
+    weight: Any  # likewise: how many trajectories, rows or tokens are behind it
 
 
 def mean(values: Tensor, weight: Tensor) -> Metric:
-    """The mean of `values` [K] that count `weight` [K] times (0 = not at all, whatever the value)."""
+    """The mean of `values` [K] that count `weight` [K] times (0 = not at all, whatever the value), as tensors."""
     known = summarise(values, weight)
     if known is not None:
-        return _metrics(known)[0]
+        return Metric(*torch.tensor([known.mean, known.size], dtype=torch.float64))
     weight = weight.to(torch.float64)
     total = weight.sum()
     counted = torch.where(weight > 0, values.to(torch.float64) * weight, 0.0)
@@ -43,17 +43,14 @@ def summary(name: str, values: Tensor, weight: Tensor, known: Summary | None = N
     """`name`/mean, /max and /min of `values` [K] that count `weight` [K] times (0 = not at all), if not `known`."""
     known = known or summarise(values, weight)
     if known is not None:
-        average, greatest, least = _metrics(known)
+        average, greatest, least = Metric(known.mean, known.size), known.greatest, known.least
     else:
         average = mean(values, weight)
-        greatest, least = (
-            extreme(values, weight > 0, largest=True),
-            extreme(values, weight > 0, largest=False),
-        )
+        greatest, least = (extreme(values, weight > 0, largest=which).value for which in (True, False))
     return {
         f"{name}/mean": average,
-        f"{name}/max": Metric(greatest.value, average.weight),
-        f"{name}/min": Metric(least.value, average.weight),
+        f"{name}/max": Metric(greatest, average.weight),
+        f"{name}/min": Metric(least, average.weight),
     }
 
 
@@ -72,19 +69,13 @@ def extreme(values: Tensor, where: Tensor, *, largest: bool) -> Metric:
     return Metric(candidates.amax() if largest else candidates.amin(), where.sum())
 
 
-def _metrics(known: Summary) -> tuple[Metric, Metric, Metric]:
-    """Mean, greatest and least."""
-    numbers = torch.tensor([known.mean, known.greatest, known.least, known.size], dtype=torch.float64)
-    return Metric(numbers[0], numbers[3]), Metric(numbers[1], numbers[3]), Metric(numbers[2], numbers[3])
-
-
 def fetch(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str, float]]:
     """(values, weights) as plain numbers, by name, without metrics of weight 0."""
-    if not metrics:
-        return {}, {}
-    device = next(iter(metrics.values())).value.device
-    flat = [number.to(device, torch.float64) for metric in metrics.values() for number in metric]
-    numbers = torch.stack(flat).tolist()
+    flat = [number for metric in metrics.values() for number in metric]
+    tensors = [number for number in flat if isinstance(number, torch.Tensor)]
+    stacked = [number.to(tensors[0].device, torch.float64) for number in tensors]
+    there = iter(torch.stack(stacked).tolist() if stacked else ())
+    numbers = [next(there) if isinstance(number, torch.Tensor) else float(number) for number in flat]
     fetched = [
         (name, numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(metrics) if numbers[2 * i + 1] > 0
     ]

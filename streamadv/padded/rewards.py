@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -197,7 +198,7 @@ def compute_discounted_returns(step_scores: Rows, traj_id: Labels, step: Rows, g
     step_scores and step [K], traj_id K labels; the result is in the order of the rows. A gap in the step numbers does
     not discount.
     """
-    in_time = torch.argsort(step.cpu(), stable=True)
+    in_time = torch.from_numpy(np.argsort(step.cpu().numpy(), kind="stable"))  # quick where it is sorted
     order, offsets = group_order(label_numbers(traj_id)[in_time], step.device)
     order = in_time.to(step.device)[order]
     return ungrouped(scan_segments(step_scores[order].to(torch.float64), gamma, offsets), order)

@@ -67,8 +67,13 @@ def _estimator_step(config: ChainConfig, definition: Estimator) -> ChainStep:
             returns = advantages if returns is None else returns
         else:
             metrics |= {f"critic/{name}": metric for name, metric in of_advantages.items()}
-        state = replace(state.with_metrics(metrics), estimated={**of_advantages, **of_returns})
-        return replace(state, advantages=advantages, returns=returns, summary=known)
+        return replace(
+            state.with_metrics(metrics),
+            advantages=advantages,
+            returns=returns,
+            summary=known,
+            estimated={**of_advantages, **of_returns},
+        )
 
     needs = definition.needs
     if level == "token" and "response_mask" not in needs:

@@ -133,7 +133,7 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
         state = state.with_metrics(
             {
                 MEAN_KL: Metric(segment_sum(per_row, whole(per_row))[0] / rows.clamp(min=1), rows),
-                "critic/kl_coef": Metric(rewards.new_full((), coefficient), rows),
+                "critic/kl_coef": Metric(coefficient, rows),
             }
         )
         state = replace(state, batch=replace(state.batch, rewards=rewards))

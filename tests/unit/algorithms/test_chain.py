@@ -483,7 +483,6 @@ def test_users_register_estimators() -> None:
         ([member("a", 1, 1.0), member("a", 1, 1.0)], "sort"),
         ([member("a", 0, None)], "unscorable"),
         ([member("a", 0, 1.0, values=[1.0, 2.0])], "values"),
-        ([(member("a", 0, 1.0)[0], {"response_mask": np.array([1, 1, 1], np.uint8)})], "row_trainable"),
     ],
 )
 def test_packing_refuses_what_does_not_fit(pairs: list[Pair], named: str) -> None:
