@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 
 from ..errors import SettingError
 from . import tls
+from .urls import SCHEMES
 
 PREFIX: Final = "STREAMADV_"
 
@@ -43,10 +44,12 @@ def secret_from(name: str, environment: Mapping[str, str]) -> str | None:
 def complete_url(url: str, password: str | None, files: Mapping[str, Path | None]) -> str:
     """`url` with the password and the TLS `files` (by the options' names of `tls.FILES`) that it does not have.
 
-    The URL's own values win, so a complete URL stays as it is. Raises SettingError for TLS files with a URL without
-    TLS.
+    The URL's own values win, so a complete URL stays as it is; so does one with a scheme that nobody knows, for
+    `urls.parse_url` to refuse. Raises SettingError for TLS files with a URL without TLS.
     """
     scheme, separator, rest = url.partition("://")
+    if scheme not in SCHEMES:
+        return url
     end = min((rest.find(mark) for mark in "/?#" if mark in rest), default=len(rest))
     user, _, host = rest[:end].rpartition("@")
     query = rest.partition("?")[2]

@@ -51,6 +51,31 @@ def test_any_password_arrives_as_it_is_and_is_not_shown(password: str, user: str
     assert repr(Connection(url)) == f"Connection({shown!r})"
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        " redis://u:hush@h",
+        "REDIS://u:hush@h",
+        "u:hush@h",
+        "redis:/u:hush@h",
+        "redis//u:hush@h",
+        "redis:u:hush@h",
+        "//u:hu/hush@h",
+        "http://u:hush@h",
+    ],
+)
+def test_no_password_is_shown_of_a_url_without_a_known_scheme(url: str) -> None:
+    assert "hush" not in hide_password(url)
+    with pytest.raises(SettingError, match="start it with one of redis://") as raised:
+        Connection(url)
+    assert "hush" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["localhost:7392", "redis:/h", "http://h", ""])
+def test_a_url_without_a_known_scheme_gets_no_password(url: str) -> None:
+    assert complete_url(url, "hush", CA) == url
+
+
 def test_tls_files_become_options_of_the_url() -> None:
     url = complete_url("rediss://host?db=1", None, CA)
     assert url == "rediss://host?db=1&ssl_ca_certs=%2Fetc%2Fmy+ca.pem"
