@@ -90,7 +90,7 @@ class Scorer:
                 raise SettingError(f"{setting} is {value}, needs 1 or more")
         if not 0 < timeout_s < threading.TIMEOUT_MAX:
             raise SettingError(f"timeout_s is {timeout_s:g}, needs seconds above 0")
-        connection = Connection(connection) if isinstance(connection, str) else connection
+        connection = Connection.of(connection)
         connection.wait_until_ready()
         self._run = patiently(lambda: open_run(connection, run, settings), f"scorer {name}")
         order = self._run.manifest.scorers

@@ -68,7 +68,7 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         settings: RunSettings | None = None,
         resend_window: float = RESEND_WINDOW_S,
     ) -> None:
-        self._connection = Connection(connection) if isinstance(connection, str) else connection
+        self._connection = Connection.of(connection)
         self._owned = isinstance(connection, str)
         self._logic = ProducerLogic(run, name, settings, resend_window)
         self._closing = threading.Event()

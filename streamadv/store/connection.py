@@ -154,6 +154,18 @@ class Connection(_BaseConnection):
         self._reply_timeout = reply_timeout
         self._lock = threading.Lock()
 
+    @classmethod
+    def of(cls, connection: str | Connection) -> Connection:
+        """The connection of a URL, or the one given. Raises SettingError for anything else."""
+        if isinstance(connection, str):
+            return cls(connection)
+        if not isinstance(connection, Connection):
+            kind = type(connection).__name__  # bytes may hold a password
+            raise SettingError(
+                f"connection is {kind}, needs a URL (streamadv.redis_url() has it) or a Connection"
+            )
+        return connection
+
     @property
     def scripts(self) -> redis.Redis:
         """For reads and for scripts that may run twice: sends again when a reply is lost."""

@@ -28,7 +28,7 @@ RUNS_VOID: Final = "{streamadv:runs}:void"  # never exists, see `ShardKeys.void`
 
 def check_run_name(run: str) -> str:
     """`run` if it may name a run. Raises SettingError."""
-    if not RUN_NAME.fullmatch(run):
+    if not isinstance(run, str) or not RUN_NAME.fullmatch(run):
         raise SettingError(f"run is {brief(run)}: use letters, digits, '.', '_', '-' and '/', at most 100")
     return run
 

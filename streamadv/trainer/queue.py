@@ -151,7 +151,7 @@ class TrainerQueue(IterableDataset[Batch]):
             keep_groups=keep_groups,
         )
         _warn_of_early_drops(run, max_staleness, naming.drop_after)
-        self._connection = Connection(connection) if isinstance(connection, str) else connection
+        self._connection = Connection.of(connection)
         self._owns_connection = isinstance(connection, str)
         self._run_name = run
         self._rank = Rank(rank, world_size, choose_device(device))

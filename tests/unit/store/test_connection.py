@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -10,9 +11,12 @@ import redis.exceptions
 from hypothesis import given
 from hypothesis import strategies as st
 
+import streamadv as sa
 from streamadv.errors import SettingError
+from streamadv.grouping.scorer import Scorer
 from streamadv.metrics.instruments import RETRY_REASONS
 from streamadv.store.connection import AsyncConnection, Connection
+from streamadv.store.keys import check_run_name
 from streamadv.store.retry import RETRYABLE, NotNowError, reason_of
 from streamadv.store.urls import hide_password, parse_url
 
@@ -89,6 +93,18 @@ def test_no_message_shows_a_password(text: str) -> None:
             shown = str(error)
         assert "pw-" not in shown
         assert "pw-" not in hide_password(f"unix:///run/redis.sock?password={quote(password, safe='')}&db=1")
+
+
+@pytest.mark.parametrize("connection", [None, b"redis://h", 6379])
+def test_what_is_no_url_is_an_error_of_one_line(connection: Any) -> None:
+    for make in (sa.Producer, sa.TrainerQueue, lambda given: Scorer(given, "run", "name")):
+        with pytest.raises(SettingError, match=f"connection is {type(connection).__name__}, needs a URL"):
+            make(connection)
+
+
+def test_a_run_without_a_name_is_an_error_of_one_line() -> None:
+    with pytest.raises(SettingError, match="run is None: use letters"):
+        check_run_name(None)  # type: ignore[arg-type]
 
 
 def test_what_is_not_a_password_stays_readable() -> None:
