@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import BatchLostError
+from ..errors import BatchLostError, SettingError
 from ..run import Run
 from ..store.reasons import Reason
 from .hold import Hold, NotHeldError, as_hold, ask_hold, fenced, founded, read_hold
@@ -33,7 +33,11 @@ class JobKey:
 
 
 def join(run: Run, settings: NamingSettings, progress: Progress, job_key: JobKey) -> Follower:
-    """Join the job's session. Raises NotHeldError while rank 0 has not taken the run (again), EpochFencedError."""
+    """Join the job's session.
+
+    Raises NotHeldError while rank 0 has not taken the run (again), EpochFencedError, and SettingError for another world
+    size than rank 0's.
+    """
     server_ids = run.server_ids()
     hold = read_hold(run)
     _check_session(run, progress, hold, job_key)
@@ -67,6 +71,12 @@ def _check_session(run: Run, progress: Progress, hold: Hold, job_key: JobKey) ->
         raise NotHeldError(f"the run is at epoch {hold.epoch}: waiting for rank 0 of {job_key}")
     elif job_key.job is not None and hold.job != job_key.job:
         raise NotHeldError(f"job {hold.job} has the run: waiting for rank 0 of {job_key}")
+    # Each rank takes its part of a plan for its world size; an older release does not write rank 0's.
+    if hold.world_size not in (0, progress.world_size):
+        raise SettingError(
+            f"world_size is {progress.world_size}, rank 0 of job {hold.job} has {hold.world_size}: give every rank the "
+            "same one, and each start of the job another id"
+        )
     if hold.settled != hold.epoch:
         raise NotHeldError(f"rank 0 of job {hold.job} is taking the run over: waiting for it")
 

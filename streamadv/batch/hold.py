@@ -18,7 +18,17 @@ from ..store.replies import as_count
 from .progress import Progress
 
 _SESSION: Final = re.compile(r"([0-9]+)-[0-9a-f]+")
-_FIELDS: Final = ("job", "session", "epoch", "settled", "branch", "loaded", "began", "committed")
+_FIELDS: Final = (
+    "job",
+    "session",
+    "epoch",
+    "settled",
+    "branch",
+    "loaded",
+    "began",
+    "committed",
+    "world_size",
+)
 
 
 class NotHeldError(StreamadvError):
@@ -37,6 +47,7 @@ class Hold:
     loaded: int  # the same if it loaded a checkpoint
     began: int  # version the branch began at
     committed: int
+    world_size: int  # of rank 0's job
 
     @property
     def founded(self) -> int:
@@ -83,6 +94,7 @@ def take(run: Run, progress: Progress) -> tuple[int, bool]:
         "" if begins else progress.branch,
         "" if progress.began is None else progress.began,
         "1" if progress.loaded else "0",
+        progress.world_size,
     ]
     reply: Any = run.home.call("take_epoch", args)
     if reply == -1:

@@ -29,8 +29,10 @@ class Progress:
     was committed and the same servers have not been seen `window` seconds later.
     """
 
-    def __init__(self, window: float = DURABILITY_WINDOW_S) -> None:
+    def __init__(self, window: float = DURABILITY_WINDOW_S, world_size: int = 1) -> None:
+        """world_size: ranks of the job, as this rank was told."""
         self._window = window
+        self.world_size = world_size
         # The trainer session: '' and 0 before there is one.
         self.job = ""  # id
         self.session = ""  # id

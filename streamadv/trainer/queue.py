@@ -157,7 +157,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._rank = Rank(rank, world_size, choose_device(device))
         metrics.begin_stage(STAGE, "trainer" if rank == 0 else "rank")
         self._stop = threading.Event()
-        self._progress = Progress(durability_window)
+        self._progress = Progress(durability_window, world_size)
         self._sessions = Sessions(
             self._connection, run, settings, naming, self._rank, job, epoch, self._progress
         )

@@ -3,7 +3,8 @@
 -- ARGV  version to go on from ('' = the one after the last commit), epoch known to the job (its own, or of its
 --       checkpoint: after data loss the server's epoch may be lower), the job, its session and the epoch
 --       that founded it ('' = a new session: it takes the run from anybody), a nonce for a new session, epoch of its branch
---       ('' = it begins one), version at which that began ('' = that one to go on from), '1' if from a checkpoint
+--       ('' = it begins one), version at which that began ('' = that one to go on from), '1' if from a checkpoint,
+--       world size of the job
 -- Returns  {epoch, session, version, committed, branch before}, or -1: a session founded later has the run
 local found = redis.call('HMGET', keys.session, 'epoch', 'committed', 'job', 'session', 'branch')
 local current, committed = tonumber(found[1] or '') or 0, found[2] or '0'
@@ -19,6 +20,7 @@ end
 local branch = ARGV[7] ~= '' and ARGV[7] or epoch
 local version = ARGV[1] ~= '' and ARGV[1] or committed
 redis.call('HSET', keys.session, 'epoch', epoch, 'job', ARGV[3], 'session', session, 'version', version,
-  'branch', branch, 'loaded', ARGV[9] == '1' and branch or '', 'began', ARGV[8] ~= '' and ARGV[8] or version)
+  'branch', branch, 'loaded', ARGV[9] == '1' and branch or '', 'began', ARGV[8] ~= '' and ARGV[8] or version,
+  'world_size', ARGV[10])
 redis.call('HDEL', keys.session, 'end', 'ends')
 return {tonumber(epoch), session, tonumber(version), tonumber(committed), tonumber(found[5] or '') or 0}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streamadv.batch.exclusion import leave_out
 from streamadv.batch.record import read_records
-from streamadv.errors import StreamadvError
+from streamadv.errors import SettingError, StreamadvError
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
@@ -84,6 +84,17 @@ def test_another_world_size_after_a_restart(redis_url: str, run: str, before: in
     second[0].commit(second[0].state_dict())
     assert ledger(joined)["trained"] == 18
     assert problems(joined) == []
+
+
+def test_a_rank_of_another_world_size_is_refused(fake: Connection) -> None:
+    leader = TrainerQueue(fake, "r", rank=0, world_size=2, job="job1").open()
+    other = TrainerQueue(fake, "r", rank=1, world_size=3, job="job1")
+    with pytest.raises(SettingError, match="world_size is 3, rank 0 of job job1 has 2: give every rank"):
+        other.next_batch(timeout=0)
+    same = TrainerQueue(fake, "r", rank=1, world_size=2, job="job1").open()
+    assert same.epoch == leader.epoch
+    for queue in (leader, other, same):
+        queue.close()
 
 
 @pytest.fixture

@@ -278,7 +278,7 @@ def named(fake: Connection) -> tuple[Run, BatchRecord]:
     """A run of two shards with batch 0 named and epoch 1 taken."""
     run = pushed_run(fake, "r", 8, settings={"shards": 2})
     group_all(run)
-    run.home.call("take_epoch", ["", 0, "job", "", "", "0123456789ab", "", "", "0"])
+    run.home.call("take_epoch", ["", 0, "job", "", "", "0123456789ab", "", "", "0", 1])
     logged = [each for shard in range(2) for each in read_log(run, shard, "0-0", 100)]
     record = selection.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
     assert batch_record.name_batch(run, record, record.epoch)
@@ -428,7 +428,7 @@ def test_a_group_has_one_owner(named: tuple[Run, BatchRecord], seed: int) -> Non
 
 def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
-    run.home.call("take_epoch", ["", 0, "job", "", "", "0123456789ab", "", "", "0"])
+    run.home.call("take_epoch", ["", 0, "job", "", "", "0123456789ab", "", "", "0", 1])
     for shard in run.shards:
         shard.call("set_trainer", [2, 0, "", 1, "", "", "", "0"])
     before = ledger(run)

@@ -81,7 +81,7 @@ def test_a_trainer_is_alive_waits_trains_and_leaves(fake: Connection, run: Run) 
 def test_a_silent_trainer_is_dead_and_a_reason(
     fake: Connection, run: Run, forward: Callable[[float], None]
 ) -> None:
-    run.home.call("take_epoch", ["", 0, "job", "", "", "nonce", "", "", ""])
+    run.home.call("take_epoch", ["", 0, "job", "", "", "nonce", "", "", "", 1])
     attend(run, 0, RankReport(2, "waits", None, None))
     attend(run, 1, RankReport(2, "waits", None, None))
     assert read_status(run).trainer.ranks_alive == 2
@@ -97,7 +97,7 @@ def test_a_silent_trainer_is_dead_and_a_reason(
 
 def test_a_rank_of_a_job_that_lost_the_run_is_not_heard(run: Run) -> None:
     for _ in range(2):
-        run.home.call("take_epoch", ["", 0, "job", "", "", "nonce", "", "", ""])
+        run.home.call("take_epoch", ["", 0, "job", "", "", "nonce", "", "", "", 1])
     attend(run, 0, RankReport(1, "waits", None, None), epoch=2)
     with pytest.raises(EpochFencedError):
         attend(run, 0, RankReport(9, "waits", None, None), epoch=1)
