@@ -147,21 +147,23 @@ def _received(sock: Any, values: Sequence[memoryview]) -> bool:
     heads[0] = b"*%d" % len(values) + heads[0]
     expected = b"".join([*heads, b"\r\n"])
     frame = bytearray(expected)  # what stands around the values: as expected where nothing has come yet
-    at = 0
-    places = []
+    view, at = memoryview(frame), 0
+    places: list[memoryview] = []
     for head, value in zip(heads, values, strict=True):
-        places += [memoryview(frame)[at : at + len(head)], value]
+        places += (view[at : at + len(head)], value)
         at += len(head)
-    places.append(memoryview(frame)[at:])
-    while places:
+    places.append(view[at:])
+    missing = len(frame) + sum(map(len, values))
+    while missing:
         count = sock.recv_into(places[0]) if isinstance(sock, ssl.SSLSocket) else sock.recvmsg_into(places)[0]
         if not count:
             raise ConnectionResetError
         if frame != expected:
             return False
-        while places and count >= len(places[0]):
+        missing -= count
+        while missing and count >= len(places[0]):
             count -= len(places.pop(0))
-        if count:
+        if missing and count:
             places[0] = places[0][count:]
     return True
 
