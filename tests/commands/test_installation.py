@@ -317,7 +317,7 @@ def test_with_torch_everything_computes(with_torch: Environment, redis_url: str,
     worker = with_torch.start("streamadv", "worker", "advantage", "--device", "cpu", *named, url=redis_url)
     try:
         with_torch.output(
-            "streamadv", "consume", "-o", "out.jsonl", "--timeout", "120", *named, url=redis_url
+            "streamadv", "consume", "-o", "out.jsonl", "--timeout", "240", *named, url=redis_url
         )
     finally:
         worker.terminate()
