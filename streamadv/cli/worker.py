@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from ..extras import TO_COMPUTE
 from ..plugins import function_of
-from ..run.manifest import RunSettings, run_settings
+from ..run.manifest import DEFAULTS, RunSettings, run_settings
 from ..trajectory.columns import KNOWN_COLUMNS
 from ..trajectory.names import check_names
+from ..units import size_text
 from . import add_import_option, add_metrics_option, add_redis_options, settings_from
 from .parser import size
 
@@ -65,47 +67,12 @@ def add_scorer_options(parser: argparse.ArgumentParser) -> None:
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """What the run is created with; a run that has another value refuses it."""
     group = parser.add_argument_group("settings of the run (the first process given one fixes it)")
-    group.add_argument("--shards", type=int, metavar="N", help="spread the run over N slots (default 1)")
-    group.add_argument(
-        "--group-deadline-s", type=float, metavar="S", help="from opening a group (default 3600)"
-    )
-    group.add_argument("--redundancy", type=int, metavar="N", help="slots beyond group_size (default 0)")
-    group.add_argument(
-        "--partial-min-usable",
-        type=int,
-        metavar="K",
-        help="train short groups from K usable on (default: drop)",
-    )
-    group.add_argument(
-        "--zero-variance-filter",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="drop groups whose rewards are all equal (default off)",
-    )
-    group.add_argument("--difficulty-low", type=float, metavar="R", help="drop groups with mean reward <= R")
-    group.add_argument("--difficulty-high", type=float, metavar="R", help="drop groups with mean reward >= R")
-    group.add_argument(
-        "--filter-by",
-        metavar="NAME",
-        help="what these filters judge: a named reward, or a number in metadata",
-    )
-    group.add_argument("--scorers", type=_names, metavar="A,B", help="visited in this order (default none)")
-    group.add_argument("--max-trajectory-bytes", type=size, metavar="SIZE", help="default 4 MiB")
-    group.add_argument(
-        "--max-bytes",
-        type=size,
-        metavar="SIZE",
-        help="of the run, such as 4gb (default: from the server's memory)",
-    )
-    group.add_argument(
-        "--dedupe-groups", type=int, metavar="N", help="ended groups remembered per shard (default 1000000)"
-    )
-    group.add_argument(
-        "--dead-bytes",
-        type=size,
-        metavar="SIZE",
-        help="payloads of dead letters kept per shard (default 256 MiB)",
-    )
+    for name, options in _RUN_OPTIONS.items():
+        default = {"shards": 1, **DEFAULTS}[name]
+        shown = size_text(default) if name.endswith("_bytes") and default else str(default).removesuffix(".0")
+        text = RunSettings.model_fields[name].description
+        more = f" (default {shown})" if default is not None and default != () else ""
+        group.add_argument(f"--{name.replace('_', '-')}", help=f"{text}{more}", **options)
 
 
 def _names(text: str) -> list[str]:
@@ -124,6 +91,24 @@ def _columns(text: str) -> list[str]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return names
+
+
+#: How the settings of a run are given as options.
+_RUN_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "shards": {"type": int, "metavar": "N"},
+    "group_deadline_s": {"type": float, "metavar": "S"},
+    "redundancy": {"type": int, "metavar": "N"},
+    "partial_min_usable": {"type": int, "metavar": "K"},
+    "zero_variance_filter": {"action": argparse.BooleanOptionalAction},
+    "difficulty_low": {"type": float, "metavar": "R"},
+    "difficulty_high": {"type": float, "metavar": "R"},
+    "filter_by": {"metavar": "NAME"},
+    "scorers": {"type": _names, "metavar": "A,B"},
+    "max_trajectory_bytes": {"type": size, "metavar": "SIZE"},
+    "max_bytes": {"type": size, "metavar": "SIZE"},
+    "dedupe_groups": {"type": int, "metavar": "N"},
+    "dead_bytes": {"type": size, "metavar": "SIZE"},
+}
 
 
 def run_settings_from(arguments: argparse.Namespace) -> RunSettings:

@@ -132,10 +132,11 @@ class _BaseConnection:
         return Reason("name_resolution", text) if hosts else None
 
     def _check_single_node(self, info: dict[str, Any]) -> None:
-        if self._target is None or self._target.cluster or not info.get("cluster_enabled"):
-            return
-        remedy = self.safe_url.replace("://", "+cluster://", 1)
-        raise SettingError(f"redis URL {self.safe_url!r}: this server is a cluster node, write {remedy!r}")
+        if info.get("cluster_enabled"):
+            remedy = self.safe_url.replace("://", "+cluster://", 1)
+            raise SettingError(
+                f"redis URL {self.safe_url!r}: this server is a cluster node, write {remedy!r}"
+            )
 
 
 class Connection(_BaseConnection):
@@ -189,7 +190,9 @@ class Connection(_BaseConnection):
         """
         try:
             self.push.ping()
-            self._check_single_node(self._cluster_info())
+            if self._target is not None and not self._target.cluster:
+                with suppress(redis.exceptions.NoPermissionError):
+                    self._check_single_node(self.push.info("cluster"))
         except _PING_ERRORS as error:
             self._raise_if_permanent(error)
             raise
@@ -268,14 +271,6 @@ class Connection(_BaseConnection):
                 client = self._clients[role] = make_client(self._target, socket_timeout, retries)
         return client
 
-    def _cluster_info(self) -> dict[str, Any]:
-        if self._target is None or self.is_cluster:
-            return {}
-        try:
-            return self.push.info("cluster")
-        except redis.exceptions.NoPermissionError:
-            return {}
-
 
 class AsyncConnection(_BaseConnection):
     """`Connection` for asyncio: what producers need. Use it from one event loop."""
@@ -310,7 +305,9 @@ class AsyncConnection(_BaseConnection):
         """As `Connection.check`."""
         try:
             await self.push.ping()
-            self._check_single_node(await self._cluster_info())
+            if self._target is not None and not self._target.cluster:
+                with suppress(redis.exceptions.NoPermissionError):
+                    self._check_single_node(await self.push.info("cluster"))
         except _PING_ERRORS as error:
             self._raise_if_permanent(error)
             raise
@@ -374,11 +371,3 @@ class AsyncConnection(_BaseConnection):
         if client is None:
             client = self._clients[role] = make_async_client(self._target, retries)
         return client
-
-    async def _cluster_info(self) -> dict[str, Any]:
-        if self._target is None or self.is_cluster:
-            return {}
-        try:
-            return await self.push.info("cluster")
-        except redis.exceptions.NoPermissionError:
-            return {}
