@@ -30,7 +30,6 @@ from streamadv.producer import Producer
 from streamadv.producer.tickets import PushResult
 from streamadv.run import Run, open_run
 from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer, Entry
-from streamadv.run.counters import read_counters
 from streamadv.run.manifest import RunSettings
 from streamadv.status import Status, problems_of, read_shards, read_status
 from streamadv.status.audit import audit
@@ -225,7 +224,7 @@ def problems(run: Run, deep: bool = True) -> list[str]:
 
 def ledger(run: Run) -> dict[str, Any]:
     """The ledger of all shards: of the whole status it is the cheap part, and tests read it after every step."""
-    return asdict(Ledger.of(read_counters(run)))
+    return asdict(Ledger.of(run.counters()))
 
 
 def empty_status() -> Status:

@@ -16,7 +16,6 @@ from .. import clock
 from ..messages import log_fields
 from ..run import Run
 from ..run.consumer import GROUPER
-from ..run.counters import read_counters
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class ShortGroups:
 
     def look(self) -> None:
         """Log a warning if many groups ended short since the last judgement. Groupers call it every second or so."""
-        now, current = clock.now(), loss_of(read_counters(self._run))
+        now, current = clock.now(), loss_of(self._run.counters())
         self._before = self._before or current
         lately = current.since(self._before)
         long_ago = now - self._since >= JUDGE_AFTER_S

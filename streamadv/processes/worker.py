@@ -7,12 +7,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from .. import clock
 from ..errors import ProcessEndedError
 from .kept import Kept
-from .restarts import Restarts
 
 #: Exit statuses of a worker that refuses its settings: it would refuse them again.
 REFUSALS: Final = (1, 2)
+#: Seconds before a worker is started again: at first, doubled with every further end in a row, and at most.
+FIRST_S: Final = 0.5
+LONGEST_S: Final = 30.0
+#: A worker that ran for so many seconds has worked: its next end is a new accident.
+WORKED_S: Final = 60.0
+#: Ends in a row, each soon after its start, that are a fault and no accident.
+MOST_ENDS: Final = 8
 
 
 class Worker:
@@ -31,17 +38,19 @@ class Worker:
     ) -> None:
         self.name = name
         self._process = Kept(name, [sys.executable, "-m", "streamadv", "worker", *words], environment, show)
-        self._restarts = Restarts()
         self.starts = 0
+        self._started = 0.0
+        self._ends = 0  # in a row, without WORKED_S in between
+        self._due: float | None = None  # when it has ended and is to be started again
 
     @property
     def waits(self) -> bool:
         """Whether it has ended and is started again later."""
-        return self._restarts.waits
+        return self._due is not None
 
     def start(self) -> None:
         self._process.start()
-        self._restarts.started()
+        self._started, self._due = clock.now(), None
         self.starts += 1
 
     def look_after(self) -> str | None:
@@ -49,17 +58,20 @@ class Worker:
 
         Raises ProcessEndedError for a worker that refuses to start, or keeps ending.
         """
-        if self.waits:
-            if self._restarts.is_due:
+        now = clock.now()
+        if self._due is not None:
+            if now >= self._due:
                 self.start()
             return None
         status = self._process.exit_status
         if status is None:
             return None
         self._process.wait()
-        delay = self._restarts.ended()
-        if delay is None or (status in REFUSALS and self.starts == 1):
+        self._ends = 1 if now - self._started >= WORKED_S else self._ends + 1
+        if self._ends >= MOST_ENDS or (status in REFUSALS and self.starts == 1):
             raise ProcessEndedError(f"{self.name} ended with status {status}: its last lines say why")
+        delay = min(LONGEST_S, FIRST_S * 2.0 ** (self._ends - 1))
+        self._due = now + delay
         return f"{self.name} ended with status {status}, is started again in {delay:g} s"
 
     def terminate(self) -> None:

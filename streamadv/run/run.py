@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from ..errors import EpochFencedError, SettingError
 from ..store.calls import run_script, server_ids_with
 from ..store.connection import Connection
 from ..store.keys import RunKeys, ShardKeys, check_run_name, manifest_key
+from ..store.replies import as_count
 from ..store.scripts import FENCED, script_call
 from .manifest import Manifest, RunSettings, given_settings, manifest_call, parse_manifest, register_call
 
@@ -115,6 +117,17 @@ class Run:
         """The server's clock, in milliseconds since 1970."""
         seconds, microseconds = self.connection.scripts.time()
         return int(seconds) * 1000 + int(microseconds) // 1000
+
+    def counters(self) -> Counter[str]:
+        """The counters of the ledger, of all shards together; one that is no number counts as 0."""
+        pipe: Any = self.connection.scripts.pipeline(transaction=False)
+        for keys in self.keys.shards:
+            pipe.hgetall(keys.ledger)
+        total = Counter[str]()
+        for ledger in pipe.execute():
+            for name, value in ledger.items():
+                total[name.decode(errors="replace")] += as_count(value)
+        return total
 
     def server_ids(self) -> list[str | None]:
         """Which server has each shard, see `calls.server_ids`."""

@@ -13,7 +13,6 @@ from .. import clock
 from ..errors import BatchBudgetError, StarvedError, UncommittedBudgetError
 from ..messages import log_fields
 from ..run import Run
-from ..run.counters import read_counters
 from ..store.reasons import REASONS, Reason, listed
 from ..store.retry import RETRYABLE
 from ..store.waiting import Blocked
@@ -103,7 +102,7 @@ class Watchdog:
     def _read_counters(self) -> None:
         self.counters = self._ended_before = None
         with suppress(*RETRYABLE):
-            self.counters = read_counters(self._run)
+            self.counters = self._run.counters()
             self._ended_before = Counter(by_reason(self.counters, "outcome"))
 
     def _check_losses(self, status: Status, ended: Mapping[str, int]) -> None:

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from streamadv.run import Run
-from streamadv.run.counters import read_counters
 from streamadv.status import problems_of, read_shards
 from streamadv.status.model import Ledger
 from streamadv.store.keys import manifest_key
@@ -37,7 +36,7 @@ def registered(run: Run) -> set[Identity]:
 
 def total(run: Run) -> dict[str, Any]:
     """The ledger of all shards."""
-    counters = read_counters(run)
+    counters = run.counters()
     return {**asdict(Ledger.of(counters)), "counters": dict(counters)}
 
 

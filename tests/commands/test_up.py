@@ -14,8 +14,9 @@ import pytest
 
 from streamadv.cli import main
 from streamadv.cli.parser import split_commands
+from streamadv.errors import ProcessEndedError
 from streamadv.processes import machine
-from streamadv.processes.restarts import MOST_ENDS, WORKED_S, Restarts
+from streamadv.processes.worker import LONGEST_S, MOST_ENDS, WORKED_S, Worker
 from streamadv.store.connection import Connection
 from streamadv.trajectory.interchange import write_trajectory
 from tests.children import descendants, runs, worker_of
@@ -198,27 +199,59 @@ def test_workers_serve_their_metrics_at_ports_that_follow_one_another(
     assert set(started) == ports
 
 
-def test_restarts_become_rarer_and_end(forward: Callable[[float], None]) -> None:
-    restarts = Restarts()
+class _Process:
+    """Stands in for the process of a worker: it ends with status 9 when it is told to."""
+
+    def __init__(self, *_: object) -> None:
+        self.exit_status: int | None = None
+
+    def start(self) -> None:
+        self.exit_status = None
+
+    def wait(self) -> None:
+        assert self.exit_status is not None
+
+
+@pytest.fixture
+def crashing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Worker]:
+    """A worker that was started; calling it has it end, and the worker look after it."""
+    process = _Process()
+    monkeypatch.setattr("streamadv.processes.worker.Kept", lambda *_: process)
+    crashing = Worker("grouper", ["grouper"], {}, print)
+    crashing.start()
+
+    def crash() -> Worker:
+        process.exit_status = 9
+        assert crashing.look_after() is not None
+        return crashing
+
+    return crash
+
+
+def test_restarts_become_rarer_and_end(
+    crashing: Callable[[], Worker], forward: Callable[[float], None]
+) -> None:
     delays = []
     for _ in range(MOST_ENDS - 1):
-        restarts.started()
-        assert not restarts.waits
-        delay = restarts.ended()
-        assert delay is not None
-        delays.append(delay)
-        assert not restarts.is_due
-        forward(delay)
-        assert restarts.is_due
+        worker = crashing()
+        delays.append(0.0)
+        while worker.waits:
+            forward(0.25)
+            delays[-1] += 0.25
+            worker.look_after()
+    assert worker.starts == MOST_ENDS
     assert delays == sorted(delays)
     assert delays[-1] > 10 * delays[0]
-    restarts.started()
-    assert restarts.ended() is None
+    with pytest.raises(ProcessEndedError, match="grouper ended with status 9"):
+        crashing()
 
 
-def test_a_worker_that_has_worked_may_end_again(forward: Callable[[float], None]) -> None:
-    restarts = Restarts()
+def test_a_worker_that_has_worked_may_end_again(
+    crashing: Callable[[], Worker], forward: Callable[[float], None]
+) -> None:
     for _ in range(3 * MOST_ENDS):
-        restarts.started()
         forward(WORKED_S)
-        assert restarts.ended() is not None
+        worker = crashing()
+        forward(LONGEST_S)
+        worker.look_after()
+        assert not worker.waits

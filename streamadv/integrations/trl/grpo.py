@@ -70,10 +70,10 @@ class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
         **keywords: Any,
     ) -> None:
         for name in ("train_dataset", "rollout_func", "environment_factory"):
-            if keywords.get(name) is not None:
-                raise SettingError(
-                    f"{name} is given: rollouts come from the producers of the run, leave it out"
-                )
+            refuse(
+                keywords.get(name) is not None,
+                f"{name} is given: rollouts come from the producers of the run, leave it out",
+            )
         check_config(args)
         refuse(
             args.reward_weights and reward_funcs is None,
@@ -89,11 +89,10 @@ class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
             train_dataset=Dataset.from_dict({"prompt": [""]}),  # GRPOTrainer wants one
             **keywords,
         )
-        if self.aux_loss_enabled:
-            raise SettingError(
-                "router_aux_loss_coef is above 0: the balancing loss of experts depends on how a batch is cut; set it "
-                "to 0"
-            )
+        refuse(
+            self.aux_loss_enabled,
+            "router_aux_loss_coef is above 0: the balancing loss of experts depends on how a batch is cut; set it to 0",
+        )
 
     def inputs_of(self, micro_batch: MicroBatch, batch: Batch) -> dict[str, Any]:
         """What TRL's loss reads of a micro-batch, see the class."""
