@@ -130,9 +130,7 @@ def redis_url(url: str | None = None) -> str:
     return complete
 
 
-def shown_settings(
-    flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ
-) -> dict[str, ShownSetting]:
+def shown_settings(flags: Mapping[str, Any] | None = None) -> dict[str, ShownSetting]:
     """Every setting with its source, passwords hidden."""
     flags_given = _given(flags)
     values = load_settings(flags).model_dump()
@@ -140,7 +138,7 @@ def shown_settings(
         values["redis_url"] = hide_password(values["redis_url"])
     if values["redis_password"] is not None:
         values["redis_password"] = "***"
-    upper = {name.upper() for name, value in environment.items() if value}
+    upper = {name.upper() for name, value in os.environ.items() if value}
 
     def source(name: str) -> str:
         variable = f"{PREFIX}{name.upper()}"

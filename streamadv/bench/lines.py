@@ -111,9 +111,9 @@ def make_columns(line: Line, rng: np.random.Generator) -> dict[str, Array]:
     return columns
 
 
-def make_groups(line: Line, seed: int = 0) -> list[list[dict[str, Any]]]:
+def make_groups(line: Line) -> list[list[dict[str, Any]]]:
     """POOL_GROUPS groups of records for `Group.push`."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     return [
         [
             {"rollout_index": index, "reward": float(rng.normal()), **make_columns(line, rng)}

@@ -70,10 +70,8 @@ class Outage(Wait):
     stage: who waits, in the log and in the metric of failures.
     """
 
-    def __init__(
-        self, stage: str, *, cap: float = 2.0, sleep: Callable[[float], object] = time.sleep
-    ) -> None:
-        super().__init__(Blocked(stage, "waiting for the server", first_s=0.0), cap=cap, sleep=sleep)
+    def __init__(self, stage: str, *, sleep: Callable[[float], object] = time.sleep) -> None:
+        super().__init__(Blocked(stage, "waiting for the server", first_s=0.0), sleep=sleep)
         self._stage = stage
 
     def delay_after(self, error: Exception) -> float:
