@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Self
 
@@ -142,26 +143,17 @@ class Alone:
 
     def _work(self, target: Callable[[threading.Event], object], stream: str) -> Cost:
         """Run `target` until the stream is empty."""
-        failures: list[BaseException] = []
         stop = threading.Event()
-
-        def body() -> None:
+        with ThreadPoolExecutor(1) as thread:
             try:
-                target(stop)
-            except BaseException as error:  # raised below, in the thread that waits
-                failures.append(error)
-
-        thread = threading.Thread(target=body, daemon=True)
-        with self._cost(self.groups) as cost:
-            thread.start()
-            while self.connection.scripts.xlen(stream) and thread.is_alive():
-                stop.wait(POLL_S)
-        first = cost()
-        stop.set()
-        thread.join()
-        if failures:
-            raise failures[0]
-        return first
+                with self._cost(self.groups) as cost:
+                    work = thread.submit(target, stop)
+                    while self.connection.scripts.xlen(stream) and not work.done():
+                        stop.wait(POLL_S)
+            finally:
+                stop.set()
+            work.result()
+        return cost()
 
     @contextmanager
     def _cost(self, groups: int) -> Iterator[Callable[[], Cost]]:

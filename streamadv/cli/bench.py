@@ -68,10 +68,8 @@ def run_algorithms(arguments: argparse.Namespace) -> int:
     from ..bench.others import NO_PEERS
     from ..bench.report import heading, row
 
-    if arguments.repeat < 1:
-        raise SettingError(f"--repeat is {arguments.repeat}, needs 1 at least")
-    if arguments.threads < 1:
-        raise SettingError(f"--threads is {arguments.threads}, needs 1 at least")
+    for name in ("repeat", "threads"):
+        bench_server.check_least(f"--{name}", getattr(arguments, name), 1)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device cuda: torch finds no CUDA device here, use --device cpu")
     keep_freed_memory()  # as the advantage worker does; the peers have it too

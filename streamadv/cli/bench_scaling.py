@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import SettingError
 from . import add_log_options, settings_from
+from .bench_server import check_least
 
 #: Heading and key of each column of the plans.
 PLANS: Final = {
@@ -48,8 +48,7 @@ def run_scaling(arguments: argparse.Namespace) -> int:
     from ..bench.scaling import COLUMNS, KIND, MIDDLE, UTILISATION, measure_scaling
 
     for name in ("seconds", "repeat"):
-        if (value := getattr(arguments, name)) < 1:
-            raise SettingError(f"--{name} is {value:g}, needs 1 at least")
+        check_least(f"--{name}", getattr(arguments, name), 1)
     binary = settings_from(arguments).server_binary
     with measured_server(None, "no", binary) as url:
         machine = describe_server(url)

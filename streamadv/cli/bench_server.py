@@ -106,8 +106,8 @@ def run_backlog(arguments: argparse.Namespace) -> int:
 
     opened = sorted(arguments.open or OPEN_GROUPS)
     queued = QUEUED if arguments.queued is None else arguments.queued
-    _check("--open", opened[0], 1)
-    _check("--queued", queued, 1000)
+    check_least("--open", opened[0], 1)
+    check_least("--queued", queued, 1000)
     return _run(arguments, COLUMNS, lambda url: measure_backlog(url, opened, queued, arguments.repeat))
 
 
@@ -137,7 +137,7 @@ def _chains(arguments: argparse.Namespace) -> list[str]:
 
 def _tokens(arguments: argparse.Namespace, default: Sequence[int]) -> Sequence[int]:
     tokens: Sequence[int] = arguments.tokens or default
-    _check("--tokens", min(tokens), 16)
+    check_least("--tokens", min(tokens), 16)
     return tokens
 
 
@@ -190,8 +190,8 @@ def _run(
     from ..bench.machine import describe_server, measured_server
     from ..bench.report import heading, row, write_json
 
-    _check("--seconds", getattr(arguments, "seconds", 1), 0.1)
-    _check("--repeat", getattr(arguments, "repeat", 1), 1)
+    check_least("--seconds", getattr(arguments, "seconds", 1), 0.1)
+    check_least("--repeat", getattr(arguments, "repeat", 1), 1)
     settings = settings_from(arguments)
     if settings.redis_url is not None and arguments.aof is not None:
         raise SettingError(
@@ -209,6 +209,7 @@ def _run(
     return 0
 
 
-def _check(name: str, value: float, least: float) -> None:
+def check_least(name: str, value: float, least: float) -> None:
+    """Raise SettingError for a value of an option that is too small."""
     if value < least:
         raise SettingError(f"{name} is {value:g}, needs {least} at least")

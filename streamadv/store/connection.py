@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, Self, cast
 
 import redis
@@ -255,9 +254,7 @@ class Connection(_BaseConnection):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _client(self, role: str, socket_timeout: float, retries: int) -> redis.Redis:
@@ -359,9 +356,7 @@ class AsyncConnection(_BaseConnection):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _client(self, role: str, retries: int) -> redis.asyncio.Redis:
