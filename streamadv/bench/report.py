@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 NAME_WIDTH = 26
 
 
-def heading(columns: Mapping[str, str]) -> str:
-    """`columns`: heading and key of each figure."""
-    return f"{'':{NAME_WIDTH}}" + "".join(f"{name:>{_width(name)}}" for name in columns)
+def print_table(columns: Mapping[str, str], records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Print a line for each record as soon as it is there; returns all. A figure that a record lacks is a dash.
 
-
-def row(columns: Mapping[str, str], record: Mapping[str, Any]) -> str:
-    """One line; a figure that the record lacks is a dash."""
-    cells = (_cell(record.get(key), _width(name)) for name, key in columns.items())
-    return f"{record['name']:{NAME_WIDTH}}" + "".join(cells)
+    columns: heading and key of each figure.
+    """
+    print(f"{'':{NAME_WIDTH}}" + "".join(f"{name:>{_width(name)}}" for name in columns), flush=True)
+    printed = []
+    for record in records:
+        cells = (_cell(record.get(key), _width(name)) for name, key in columns.items())
+        print(f"{record['name']:{NAME_WIDTH}}" + "".join(cells), flush=True)
+        printed.append(record)
+    return printed
 
 
 def write_json(path: Path | None, machine: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:

@@ -66,7 +66,7 @@ def run_algorithms(arguments: argparse.Namespace) -> int:
     from ..bench.cases import ABSENT
     from ..bench.measure import describe_machine, measure_all, measure_large
     from ..bench.others import NO_PEERS
-    from ..bench.report import heading, row
+    from ..bench.report import print_table
 
     for name in ("repeat", "threads"):
         bench_server.check_least(f"--{name}", getattr(arguments, name), 1)
@@ -81,20 +81,13 @@ def run_algorithms(arguments: argparse.Namespace) -> int:
         print(f"{arguments.sequences} sequences of up to {arguments.tokens} tokens; medians in ms")
         if ABSENT:
             print(NO_PEERS)
-        print(heading(FIGURES), flush=True)
-        records = []
-        for measurement in measure_all(
-            arguments.sequences, arguments.tokens, arguments.repeat, arguments.device
-        ):
-            records.append(measurement.record())
-            print(row(FIGURES, records[-1]), flush=True)
+        measured = measure_all(arguments.sequences, arguments.tokens, arguments.repeat, arguments.device)
+        records = print_table(FIGURES, (measurement.record() for measurement in measured))
         large = []
         if arguments.device == "cuda":
             print(f"{LARGE_TOKENS} tokens: the share is of the copy bandwidth, and the host waits so often")
-            print(heading(LARGE_FIGURES), flush=True)
-            for measurement in measure_large(LARGE_TOKENS, 4096, arguments.repeat, arguments.device):
-                large.append(measurement.record())
-                print(row(LARGE_FIGURES, large[-1]), flush=True)
+            measured = measure_large(LARGE_TOKENS, 4096, arguments.repeat, arguments.device)
+            large = print_table(LARGE_FIGURES, (measurement.record() for measurement in measured))
     finally:
         torch.set_num_threads(before)
     if arguments.json is not None:

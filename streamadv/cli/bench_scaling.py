@@ -44,7 +44,7 @@ def add_parser(kinds: Any) -> None:
 def run_scaling(arguments: argparse.Namespace) -> int:
     """Print both tables; exit status 0."""
     from ..bench.machine import describe_server, measured_server
-    from ..bench.report import heading, row, write_json
+    from ..bench.report import print_table, write_json
     from ..bench.scaling import COLUMNS, KIND, MIDDLE, UTILISATION, measure_scaling
 
     for name in ("seconds", "repeat"):
@@ -55,12 +55,10 @@ def run_scaling(arguments: argparse.Namespace) -> int:
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     print(f"chain {KIND}; processor time in microseconds per trajectory")
     *records, model = measure_scaling(arguments.seconds, arguments.repeat, binary)
-    print(heading(COLUMNS))
-    for record in records:
-        print(row(COLUMNS, record))
+    print_table(COLUMNS, records)
     print(f"\nfor trajectories of {MIDDLE} tokens, each process using {UTILISATION:.0%} of a core")
-    print(heading(PLANS))
-    for plan in model["plans"]:
-        print(row(PLANS, {**plan, "name": f"{plan['tokens_per_second']:.0e} tokens/s"}))
+    print_table(
+        PLANS, ({**plan, "name": f"{plan['tokens_per_second']:.0e} tokens/s"} for plan in model["plans"])
+    )
     write_json(arguments.json, machine, [*records, model])
     return 0

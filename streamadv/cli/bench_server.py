@@ -188,7 +188,7 @@ def _run(
 ) -> int:
     """Print a line for each record that `measure(url)` yields; write them all."""
     from ..bench.machine import describe_server, measured_server
-    from ..bench.report import heading, row, write_json
+    from ..bench.report import print_table, write_json
 
     check_least("--seconds", getattr(arguments, "seconds", 1), 0.1)
     check_least("--repeat", getattr(arguments, "repeat", 1), 1)
@@ -200,11 +200,7 @@ def _run(
     with measured_server(settings.redis_url, arguments.aof or "no", settings.server_binary) as url:
         machine = describe_server(url)
         print(", ".join(f"{name} {value}" for name, value in machine.items()))
-        print(heading(columns), flush=True)
-        records = []
-        for record in measure(url):
-            print(row(columns, record), flush=True)
-            records.append(record)
+        records = print_table(columns, measure(url))
     write_json(arguments.json, machine, records)
     return 0
 

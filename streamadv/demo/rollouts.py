@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -35,8 +34,13 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     directory, index, start = Path(arguments[0]), int(arguments[1]), int(arguments[2])
     settings = DemoSettings.read(directory)
-    stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+
+    signal.signal(signal.SIGTERM, stop)
     messages.send("ready")
     metrics.serve(load_settings().metrics_port, settings.run)
     # a restarted process plays on, it repeats nothing
@@ -46,7 +50,7 @@ def main(arguments: list[str]) -> int:
     with sa.Producer(
         os.environ["STREAMADV_REDIS_URL"], run=settings.run, name=f"rollouts-{index}"
     ) as producer:
-        while groups := begin_round(producer, stopped.is_set):
+        while groups := begin_round(producer, lambda: stopped):
             version = loader.refresh(policy)
             maps = [lake for _ in groups for lake in [draw_map(settings.maps, chance)] * GROUP_SIZE]
             episodes = play(policy, lakes, maps, generator)
