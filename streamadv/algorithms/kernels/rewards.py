@@ -60,7 +60,7 @@ def k3(log_probs, ref_log_probs, mask, offsets, rewards, factor, result, sums):
                 # exp(x) - 1 from its series at x / 16, doubled four times: without branches and calls the loop
                 # vectorises.
                 y = x / 16
-                e = y + y * y * (1 / 2 + y * (1 / 6 + y * (1 / 24 + y * (1 / 120 + y / 720))))
+                e = y + y * y * (1 / 2 + y * (1 / 6 + y * (1 / 24 + y * (1 / 120 + y * (1 / 720)))))
                 for _ in range(4):
                     e *= e + 2
                 kl = 10.0 if e - x > 10 else e - x
