@@ -1,4 +1,4 @@
-"""`streamadv runs create`, `show`, `list` and `delete`: the runs of a server."""
+"""`streamadv runs create`, `change`, `show`, `list` and `delete`: the runs of a server."""
 
 from __future__ import annotations
 
@@ -39,17 +39,28 @@ def add_parser(subparsers: Any) -> None:
         description="Writes the settings of the run given by --run, and shows them. A run that has another value "
         "refuses it; processes started later need not be given any.",
     )
+    change = actions.add_parser(
+        "change",
+        help="other values for settings of the run given by --run, while nobody uses it",
+        description="Writes other values of settings that the run given by --run has, and shows all. Stop its "
+        "processes first: who knows the old values would stop. shards, redundancy, filter_by and scorers stay as they "
+        "are.",
+    )
     show = actions.add_parser("show", help="the settings of the run given by --run")
-    for parser, action in ((create, create_one), (show, show_one)):
+    for parser, action in ((create, create_one), (change, change_one), (show, show_one)):
         add_one_shot_options(parser)
         parser.add_argument("--json", action="store_true", help="one JSON object")
         parser.set_defaults(run=action)
-    add_run_options(create)
-    pacing = create.add_argument_group("pacing until a trainer says its own")
-    pacing.add_argument("--batch-groups", type=count, metavar="N", help="groups of a batch")
-    pacing.add_argument(
-        "--max-staleness", type=count_or_none, metavar="N", help="(N + 1) x batch_groups groups may be begun"
-    )
+    for parser in (create, change):
+        add_run_options(parser)
+        pacing = parser.add_argument_group("pacing until a trainer says its own")
+        pacing.add_argument("--batch-groups", type=count, metavar="N", help="groups of a batch")
+        pacing.add_argument(
+            "--max-staleness",
+            type=count_or_none,
+            metavar="N",
+            help="(N + 1) x batch_groups groups may be begun",
+        )
     delete = actions.add_parser("delete", help="deletes all that is stored of the run given by --run")
     add_one_shot_options(delete)
     delete.add_argument("--force", action="store_true", help="even if somebody is alive")
@@ -120,6 +131,18 @@ def create_one(arguments: argparse.Namespace) -> int:
     """Write the settings of a run and print them."""
     with connect_once(arguments) as connection:
         run = open_run(connection, settings_from(arguments).run, run_settings_from(arguments))
+        _show(run, arguments)
+    return 0
+
+
+def change_one(arguments: argparse.Namespace) -> int:
+    """Write other values of settings of a run that nobody uses, and print all."""
+    with joined(arguments) as run:
+        if alive := list(_alive(read_status(run))):
+            raise SettingError(
+                f"run {run.name} is in use by {', '.join(alive)}: stop them (one that was killed counts for 30 s)"
+            )
+        run.change(run_settings_from(arguments))
         _show(run, arguments)
     return 0
 

@@ -45,6 +45,10 @@ MAX_DEADLINE_S: Final = 30 * 86400
 _OF_RUN: Final = "run settings: "
 
 
+#: Settings that what is stored was made with.
+FIXED: Final = frozenset({"shards", "redundancy", "filter_by", "scorers"})
+
+
 class RunSettings(BaseModel):
     """Settings of a run, as given by one process. A field left at None takes what the manifest says.
 
@@ -274,14 +278,16 @@ def _check_settings(run: str, expected: Mapping[str, Any], values: Mapping[str, 
     """Raise ManifestMismatchError when a setting is not what this process was given."""
     for name, value in expected.items():
         if value != _jsonable(values[name]):
+            has, remedy = "has", "stop the run's processes and use `streamadv runs change`"
+            if name in FIXED:
+                has, remedy = "was created with", "use another run name"
             raise ManifestMismatchError(
-                f"{name} is {value}, run {run} was created with {_jsonable(values[name])}: "
-                f"leave it out, or use another run name"
+                f"{name} is {value}, run {run} {has} {_jsonable(values[name])}: leave it out, or {remedy}"
             )
 
 
 _ANEW: Final = (
-    "its manifest was lost and another process, which did not know it, wrote a new one; "
+    "it was changed, or its manifest was lost and another process, which did not know it, wrote a new one; "
     "stop all processes of the run"
 )
 
@@ -326,6 +332,17 @@ def _setting(name: str, text: bytes) -> tuple[Any, str | None]:
 
 def _jsonable(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def changed_fields(manifest: Manifest, settings: RunSettings) -> dict[str, str]:
+    """The fields of the manifest that other values of settings need. Raises SettingError for those that are fixed."""
+    given = settings.model_dump(exclude_none=True)
+    if fixed := sorted(given.keys() & FIXED):
+        raise SettingError(f"{fixed[0]} cannot be changed: leave it out, or use another run name")
+    if not given:
+        raise SettingError("no setting is given: name those to change, `streamadv runs show` has them")
+    run_settings(**{name: getattr(manifest, name) for name in DEFAULTS} | given)  # do they go together?
+    return {name: json.dumps(value) for name, value in settings.manifest_values.items()}
 
 
 def register_call(run: str) -> ScriptCall:

@@ -14,7 +14,16 @@ from ..store.connection import Connection
 from ..store.keys import RunKeys, ShardKeys, check_run_name, manifest_key
 from ..store.replies import as_count
 from ..store.scripts import FENCED, script_call
-from .manifest import Manifest, RunSettings, given_settings, manifest_call, parse_manifest, register_call
+from .budget import byte_budget
+from .manifest import (
+    Manifest,
+    RunSettings,
+    changed_fields,
+    given_settings,
+    manifest_call,
+    parse_manifest,
+    register_call,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,16 @@ class Run:
             run_script(scripts, register_call(self.name))
         return manifest
 
+    def change(self, settings: RunSettings) -> None:
+        """Write other values of settings. Nobody may be using the run: whoever knows the old ones stops.
+
+        Raises SettingError for a setting that is fixed, or a budget above the server's memory.
+        """
+        fields: Any = changed_fields(self.manifest, settings)
+        byte_budget(settings.max_bytes, self.connection.memory())
+        self.connection.scripts.hset(manifest_key(self.name), mapping=fields)
+        self.refresh()
+
     @property
     def keys(self) -> RunKeys:
         return self.manifest.keys
@@ -140,7 +159,10 @@ class Run:
 
 def open_run(connection: Connection, name: str, settings: RunSettings | None = None) -> Run:
     """Create the run, or join it. Raises SettingError and ManifestMismatchError."""
-    return Run(name, connection, given_settings(settings))
+    settings = given_settings(settings)
+    if settings.max_bytes is not None:
+        byte_budget(settings.max_bytes, connection.memory())  # before other processes read it
+    return Run(name, connection, settings)
 
 
 def find_run(connection: Connection, name: str) -> Run:

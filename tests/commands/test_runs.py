@@ -12,6 +12,7 @@ import pytest
 from streamadv.cli import main
 from streamadv.grouping.grouper import run_grouper
 from streamadv.status import read_status
+from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import join, producing, push_groups, threads
 
@@ -56,6 +57,58 @@ def test_settings_say_where_they_come_from(
     shown = json.loads(capsys.readouterr().out)
     assert shown["settings"]["batch_groups"] == 8
     assert shown["trainer"] == {"batch_groups": 3, "max_staleness": 1, "drop_after": 2}
+
+
+def test_settings_change_while_nobody_uses_the_run(
+    redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--max-bytes", "64mb", "--zero-variance-filter", "--difficulty-low", "0.2"]
+    assert call(redis_url, run, "runs", "create", *given) == 0
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 2)
+        assert call(redis_url, run, "runs", "change", "--max-bytes", "32mb") == 1
+        assert f"run {run} is in use by producer " in capsys.readouterr().err
+        producer.finish()
+    changed = ["--max-bytes", "32mb", "--no-zero-variance-filter", "--group-deadline-s", "60"]
+    assert call(redis_url, run, "runs", "change", *changed) == 0
+    assert "  max_bytes 33554432 (32.0 MiB)\n" in capsys.readouterr().out
+    manifest = join(redis_url, run).manifest
+    assert (manifest.max_bytes, manifest.zero_variance_filter) == (32 << 20, False)
+    assert (manifest.group_deadline_s, manifest.difficulty_low) == (60.0, 0.2)
+    for words, message in (
+        (["--shards", "2"], "shards cannot be changed"),
+        (["--scorers", "a"], "scorers cannot be changed"),
+        (["--difficulty-high", "0.1"], "difficulty_low 0.2 is not below difficulty_high 0.1"),
+        ([], "no setting is given"),
+    ):
+        assert call(redis_url, run, "runs", "change", *words) == 1
+        assert message in capsys.readouterr().err
+    assert join(redis_url, run).manifest == manifest
+
+
+@pytest.mark.server
+def test_a_budget_above_the_servers_memory_is_refused_before_it_is_written(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with EmbeddedServer(maxmemory="64mb") as small:
+        assert call(small.url, run, "runs", "create", "--max-bytes", "100mb") == 1
+        assert "max_bytes is 104857600, more than 0.7 of the server's maxmemory" in capsys.readouterr().err
+        assert call(small.url, run, "runs", "create", "--max-bytes", "40mb") == 0
+        assert call(small.url, run, "runs", "change", "--max-bytes", "100mb") == 1
+        assert join(small.url, run).manifest.max_bytes == 40 << 20
+
+
+def test_another_value_says_how_to_change_it(
+    redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(redis_url, run, "runs", "create", "--max-bytes", "64mb", "--redundancy", "1") == 0
+    assert call(redis_url, run, "runs", "create", "--max-bytes", "32mb") == 1
+    error = capsys.readouterr().err
+    assert (
+        f"run {run} has 67108864: leave it out, or stop the run's processes and use `streamadv runs" in error
+    )
+    assert call(redis_url, run, "runs", "create", "--redundancy", "2") == 1
+    assert f"run {run} was created with 1: leave it out, or use another run name" in capsys.readouterr().err
 
 
 def test_a_run_in_use_is_not_deleted(redis_url: str, run: str, capsys: pytest.CaptureFixture[str]) -> None:
