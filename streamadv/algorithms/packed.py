@@ -165,8 +165,8 @@ def expand(batch: PackedBatch, level: Level, values: Tensor, out: Tensor | None 
     Returns:
       [N] float32, 0 at all other tokens; memory of its own or `out`, no gradient.
 
-    Raises ArgumentError for another number of values, OptionError for an unknown level, TrajectoryError if the batch
-    lacks the column response_mask.
+    Raises ArgumentError for another number of values or another `out`, OptionError for an unknown level,
+    TrajectoryError if the batch lacks the column response_mask.
     """
     count = batch.count(level)
     if not isinstance(values, torch.Tensor) or values.is_complex() or values.device != batch.device:
@@ -175,6 +175,11 @@ def expand(batch: PackedBatch, level: Level, values: Tensor, out: Tensor | None 
         raise ArgumentError(f"values is {kind}, needs a tensor of real numbers on {batch.device}")
     if values.shape != (count,):
         raise ArgumentError(f"values of level {level!r} have shape {tuple(values.shape)}, need ({count},)")
+    needed = ((batch.num_tokens,), torch.float32, batch.device)
+    if out is not None and (out.shape, out.dtype, out.device) != needed:
+        raise ArgumentError(
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}, needs {needed[1]} {needed[0]} on {needed[2]}"
+        )
     rounded = values.detach().to(torch.float32)
     tokens = batch.trainable_tokens
     if level == "row":
