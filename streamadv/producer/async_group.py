@@ -178,7 +178,7 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
 
     async def push(self, records: Sequence[Trajectory | Mapping[str, Any]]) -> PushResult:
         """As `Group.push`."""
-        return await self._producer._drive(self._slots.push(records, self._slots.ticket))
+        return await self._producer._drive(self._slots.push(records))
 
     async def cancel(self, count: int | None = None, *, indices: Iterable[int] | None = None) -> PushResult:
         """As `Group.cancel`."""

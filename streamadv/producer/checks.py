@@ -11,10 +11,11 @@ from typing import Any, Final, NamedTuple
 from ..errors import SettingError, TrajectoryError
 from ..messages import brief
 from ..run.manifest import MAX_DEADLINE_S
+from ..trajectory.columns import OUTPUT_COLUMNS
 from ..trajectory.fields import is_plain
 from ..trajectory.plain_records import is_plain_group
 from ..trajectory.schema import MAX_GROUP_SIZE, Role, Trajectory, parse_trajectory
-from .tickets import GROUP_ROLES, GroupSpec, Ticket, new_group_id
+from .tickets import ANY_SLOT, GROUP_ROLES, GroupSpec, Ticket, new_group_id
 
 MAX_METADATA_BYTES: Final = 1 << 16
 
@@ -114,7 +115,8 @@ def check_records(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Tic
         index = trajectory.rollout_index
         if index >= ticket.slots:
             raise TrajectoryError(
-                f"rollout_index is {index}, group {ticket.group_id} has {ticket.slots} slots"
+                f"rollout_index is {index}, group {ticket.group_id} has {ticket.slots} slots "
+                f"(0 to {ticket.slots - 1})"
             )
         first = position_of.setdefault(index, position)
         if first != position:
@@ -143,7 +145,10 @@ def check_roles(trajectories: Sequence[Trajectory], role: str | None = None) -> 
 
 
 def _with_ticket(record: Trajectory | Mapping[str, Any], ticket: Ticket, where: str) -> Trajectory:
-    """A record as a trajectory, with what the ticket knows and the record does not say."""
+    """A record as a trajectory, with what the ticket knows and the record does not say.
+
+    Raises TrajectoryError for one that does not say its place where the ticket is of any slot.
+    """
     if not isinstance(record, Mapping):
         trajectory, given = parse_trajectory(record, where), record.model_fields_set
         known: dict[str, Any] = {}
@@ -152,6 +157,8 @@ def _with_ticket(record: Trajectory | Mapping[str, Any], ticket: Ticket, where: 
         if "role" not in given and ticket.role != Role.TRAIN:
             known["role"] = Role(ticket.role)
         return trajectory.model_copy(update=known) if known else trajectory
+    if ticket.rollout_index == ANY_SLOT and record.get("rollout_index") is None:
+        raise TrajectoryError(f"{where}: rollout_index is missing, needs one of 0 to {ticket.slots - 1}")
     defaults: dict[str, Any] = {
         "group_id": ticket.group_id,
         "group_size": ticket.group_size,
@@ -166,7 +173,13 @@ def _with_ticket(record: Trajectory | Mapping[str, Any], ticket: Ticket, where: 
     metadata = {} if metadata is None else metadata
     if isinstance(metadata, Mapping):
         metadata = {**ticket.metadata, **metadata}
-    return parse_trajectory({**defaults, **record, "metadata": metadata}, where)
+    trajectory = parse_trajectory({**defaults, **record, "metadata": metadata}, where)
+    for row in trajectory.rows[:1]:  # all have the same columns
+        if computed := [name for name in OUTPUT_COLUMNS if name in row.columns]:
+            raise TrajectoryError(
+                f"{where}: {computed[0]} is what the chain computes, nobody pushes it: leave it out or rename it"
+            )
+    return trajectory
 
 
 def check_one_group(trajectories: Sequence[Trajectory]) -> None:

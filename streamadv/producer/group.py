@@ -187,7 +187,7 @@ class Group(BaseGroup[Rollout]):
 
     def push(self, records: Sequence[Trajectory | Mapping[str, Any]]) -> PushResult:
         """Push several rollouts of the group in one round trip; mappings name their `rollout_index`."""
-        return self._producer._drive(self._slots.push(records, self._slots.ticket))
+        return self._producer._drive(self._slots.push(records))
 
     def cancel(self, count: int | None = None, *, indices: Iterable[int] | None = None) -> PushResult:
         """State that rollouts will not come: `count` of those that nobody plays, or those with these indices.

@@ -153,7 +153,8 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
             timeout: seconds to wait for admission; None = for ever, 0 = ask once.
 
         Raises TrajectoryError for a wrong trajectory before anything is pushed; after all others are pushed, Busy for a
-        group not admitted within `timeout` and TrajectoryError for one that is open with another size.
+        group not admitted within `timeout` and TrajectoryError for one that is open with another size, or has no slot
+        for a rollout_index.
         """
         return self._drive(self._logic.pushes.push_many(groups, timeout))
 

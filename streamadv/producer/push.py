@@ -23,7 +23,7 @@ from .checks import check_one_group, check_roles, check_score, check_seconds
 from .encode import MAX_SLICE_MEMBERS, GroupPush, Push, load_of, slices
 from .extra_columns import conform, kinds_of
 from .membership import Membership
-from .replies import cancelled_slots, push_codes, unregistered
+from .replies import NO_ROOM, cancelled_slots, push_codes, unregistered
 from .requests import Steps
 from .resend import ResendWindow
 from .tickets import GroupSpec, PushResult, Ticket
@@ -42,7 +42,8 @@ class Pushes:
     def push(self, trajectories: Sequence[Trajectory], ticket: Ticket | None = None) -> Steps[PushResult]:
         """Push trajectories of one group.
 
-        Without a ticket the group may be unknown: it is opened, or Busy raised. Raises TrajectoryError.
+        Without a ticket the group may be unknown: it is opened, or Busy raised. Raises TrajectoryError; an index that
+        the group would not have opens none.
         """
         if not trajectories:
             return PushResult([])
@@ -58,8 +59,16 @@ class Pushes:
         packets = encode_packets(trajectories, manifest.max_trajectory_bytes, manifest.filter_by)
         if ticket is not None:
             return (yield from self._send_all(spec, packets, ticket.epoch, None, ticket.trace))
-        budget = self._admission.budget_for_new(spec.group_id)
-        return (yield from self._send_all(spec, packets, 0, budget))
+        highest = max([trajectory.rollout_index for trajectory in trajectories])
+        if highest < slots:
+            budget = self._admission.budget_for_new(spec.group_id)
+            return (yield from self._send_all(spec, packets, 0, budget))
+        try:  # its group may have been begun with more slots
+            return (yield from self._send_all(spec, packets, 0, NO_ROOM))
+        except Busy:
+            raise TrajectoryError(
+                f"rollout_index is {highest}, group {spec.group_id} has {slots} slots (0 to {slots - 1})"
+            ) from None
 
     def plain_packets(self, records: Sequence[Any], ticket: Ticket) -> list[Packet] | None:
         """For `push_plain`; None if the records of the ticket's group are not all plain."""
@@ -227,7 +236,13 @@ class Pushes:
                 yield from self._admission.wait_for_room(wait, Reason(*busy.reason))
         metrics.producer_pushed(list(codes.values()))
         if refused := [position for position, code in codes.items() if code == "range"]:
-            raise TrajectoryError(f"record {min(refused)}: group {spec.group_id} has no such slot left")
+            index_of: dict[int, int] = {}
+            for packet in packets:
+                index_of |= zip(packet.positions, packet.indices, strict=True)
+            first = min(refused)
+            raise TrajectoryError(
+                f"record {first}: rollout_index is {index_of[first]}, group {spec.group_id} has no such slot"
+            )
         return codes
 
     def _attempt(self, packets: Sequence[Packet], epoch: int, arguments: list[Any]) -> Push:

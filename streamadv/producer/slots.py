@@ -16,7 +16,7 @@ from .failures import CANCELLED, NOT_PUSHED, Outcome, describe
 from .logic import ProducerLogic
 from .next_group import NextGroup
 from .requests import Steps
-from .tickets import PushResult, Ticket
+from .tickets import ANY_SLOT, PushResult, Ticket
 
 
 class Slots:
@@ -59,6 +59,11 @@ class Slots:
         ]
         return [ticket.watched_by(self.handed_out) for ticket in tickets]
 
+    @cached_property
+    def _of_any_slot(self) -> Ticket:
+        """What all rollouts of the group share; a group of one slot leaves no choice."""
+        return self.ticket if self.ticket.slots == 1 else replace(self.ticket, rollout_index=ANY_SLOT)
+
     @property
     def free(self) -> list[int]:
         """Slots that nobody plays."""
@@ -71,8 +76,11 @@ class Slots:
         gone = self.ended | self.handed_out
         return [index for index in self.indices if index not in gone]
 
-    def push(self, records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket) -> Steps[PushResult]:
-        """Push rollouts of the group; `ticket` fills in what a record leaves out."""
+    def push(
+        self, records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket | None = None
+    ) -> Steps[PushResult]:
+        """Push rollouts of the group; `ticket` fills in what a record leaves out. Without it each names its slot."""
+        ticket = ticket or self._of_any_slot
         packets = self.logic.pushes.plain_packets(records, ticket)
         if packets is not None:
             pushing = self.logic.pushes.push_plain(packets, ticket)

@@ -19,6 +19,8 @@ from ..trajectory.schema import MAX_GROUP_SIZE, Role
 
 #: A group's rollouts are for training, with baselines among them, or for evaluation.
 GROUP_ROLES: Final = (str(Role.TRAIN), str(Role.EVAL))
+#: The rollout_index of a ticket for records that say their own. It leaves no process.
+ANY_SLOT: Final = -1
 
 
 class _Watched:

@@ -12,6 +12,7 @@ from ..algorithms.chain import Chain
 from ..errors import LateColumnError, SettingError
 from ..messages import brief, one_line
 from ..trajectory.columns import COLUMN_NAME, OUTPUT_COLUMNS
+from ..trajectory.names import TAKEN_NAMES
 from .cut import RowExtras, cut, token_spans
 from .microbatch import MicroBatch, with_other_columns
 from .plan import Share
@@ -30,6 +31,8 @@ def check_late(late: Mapping[str, LateColumn]) -> None:
     for name, function in late.items():
         if not isinstance(name, str) or not COLUMN_NAME.fullmatch(name):
             raise SettingError(f"late: {brief(name)} is no column's name")
+        if name in TAKEN_NAMES:
+            raise SettingError(f"late: {name} is what every micro-batch has by itself: use another name")
         if name in NEVER_LATE:
             raise SettingError(f"late: {name} is pushed or computed, it cannot be made late: leave it out")
         if not callable(function):

@@ -49,6 +49,22 @@ _FIELDS: Final = (
     *("reward", "rewards", "reward_later", "status", "role", "model_version", "metadata", "steps", "rows"),
     *("group_id", "group_size", "rollout_index", "data_source"),
 )
+#: What a micro-batch or one of its layouts has under these names would hide a column.
+TAKEN_NAMES: Final = frozenset(
+    (
+        *(
+            "position_ids",
+            "cu_seqlens",
+            "row_lengths",
+            "row_numbers",
+            "references",
+            "version_spans",
+            "num_rows",
+        ),
+        *("num_tokens", "columns", "extras", "padded", "prompt_response", "prompt_mask"),
+        "response_attention_mask",
+    )
+)
 #: How alike two names are (0 to 1) of which one is taken for a typing error of the other.
 _ALIKE: Final = 0.87
 
@@ -56,8 +72,8 @@ _ALIKE: Final = 0.87
 def check_names(names: Iterable[str]) -> None:
     """Raise ValueError for the name of an extra column that means something else; warn once of one that may.
 
-    An error: another framework's name, or a known one but for case, underscores and a plural. A warning: a name close
-    to a known one by spelling.
+    An error: another framework's name, one of TAKEN_NAMES, or a known one but for case, underscores and a plural. A
+    warning: a name close to a known one by spelling.
     """
     for name in names:
         problem, close = _judge(name)
@@ -75,6 +91,11 @@ def _judge(name: str) -> tuple[str | None, str | None]:
         return f"{brief(name)} is another framework's name: {advice}", None
     if name in _FIELDS:
         return f"{brief(name)} is a field of the trajectory, needs to stand outside its rows", None
+    if name in TAKEN_NAMES:
+        return (
+            f"{brief(name)} is what every micro-batch has by itself, needs another name, such as own_{name}",
+            None,
+        )
     same = {_plain(each): each for each in known}.get(_plain(name))
     if same is not None:
         return f"{brief(name)} is no column that is interpreted, needs to be {same}", None

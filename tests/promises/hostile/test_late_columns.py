@@ -128,6 +128,7 @@ def test_what_a_function_writes_into_its_micro_batch_stays_there(joined: Run) ->
         ({"values": None}, "values .* needs a function"),
         ({"response_mask": one}, "response_mask .* cannot be made late"),
         ({"advantages": one}, "advantages .* cannot be made late"),
+        ({"position_ids": one}, "position_ids is what every micro-batch has by itself"),
         ({"no name": one}, "no name"),
     ],
 )

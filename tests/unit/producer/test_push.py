@@ -69,7 +69,7 @@ def test_what_comes_after_completion_is_counted_and_not_kept(
         assert push_one(producer, item) == "duplicate"
         assert payload_keys(run) == kept
         assert ledger(run)["dropped"] == {reason: 1}
-        with pytest.raises(TrajectoryError, match="no such slot"):
+        with pytest.raises(TrajectoryError, match="rollout_index is 4, group g has no such slot"):
             push_one(producer, trajectory("g", 4))
     assert problems(run) == []
 
@@ -113,6 +113,51 @@ def test_what_does_not_fit_its_group_is_refused_without_a_trace(fake: Connection
     assert ledger(run)["pushed"] == 1
     assert len(payload_keys(run)) == 1
     assert problems(run) == []
+
+
+def test_an_index_that_no_such_group_has_opens_none(fake: Connection) -> None:
+    with producing(fake, "r", {"redundancy": 1}) as producer:
+        run = join(fake, "r")
+        with pytest.raises(TrajectoryError, match=r"rollout_index is 5, group g has 3 slots \(0 to 2\)"):
+            push_one(producer, trajectory("g", 5))
+        counted_from_1 = [
+            [trajectory(f"g{number}", index, 4) for index in range(2, 6)] for number in range(2)
+        ]
+        with pytest.raises(TrajectoryError, match=r"rollout_index is 5, group g0 has 5 slots \(0 to 4\)"):
+            producer.push_many(counted_from_1)
+        assert read_status(run).groups.open == 0
+        assert ledger(run)["pushed"] == 0
+        assert payload_keys(run) == []
+        producer.begin_group(2, group_id="wide", redundancy=3)
+        assert push_one(producer, trajectory("wide", 4)) == "pushed"
+    assert problems(run) == []
+
+
+def test_records_of_a_whole_group_name_their_slots(fake: Connection) -> None:
+    record = {"input_ids": np.arange(3, dtype=np.int32), "response_mask": np.ones(3, np.uint8), "reward": 1.0}
+    with producing(fake, "r") as producer:
+        group = producer.begin_group(2, group_id="g")
+        for records in (
+            [record],
+            [{**record, "input_ids": [1, 2, 3]}],
+            [{**record, "rollout_index": 0}, record],
+        ):
+            with pytest.raises(TrajectoryError, match="rollout_index is missing, needs one of 0 to 1"):
+                group.push(records)
+        assert group.push([{**record, "rollout_index": index} for index in range(2)]).codes == ["pushed"] * 2
+        assert next(iter(producer.begin_group(2))).push(**record) == "pushed"
+        assert producer.begin_group(1).push([record]).codes == ["pushed"]
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_what_the_chain_computes_is_not_pushed(fake: Connection, in_rows: bool) -> None:
+    row = {"input_ids": [1, 2], "response_mask": [0, 1], "returns": [0.0, 1.0]}
+    with producing(fake, "r") as producer:
+        rollout = next(iter(producer.begin_group(1)))
+        with pytest.raises(
+            TrajectoryError, match="returns is what the chain computes, nobody pushes it: leave"
+        ):
+            rollout.push(reward=1.0, **({"rows": [row]} if in_rows else row))
 
 
 def test_one_push_is_for_one_group(fake: Connection) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import MicroBatch
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.columns import EXTRA_DTYPES
+from streamadv.trajectory.columns import EXTRA_DTYPES, KNOWN_COLUMNS
+from streamadv.trajectory.names import check_names
 from tests.support import delivered_batch, join, producing, push_groups
 
 
@@ -62,6 +63,17 @@ def test_a_micro_batch_prints_its_sizes() -> None:
     )
     padded = micro_batch([2, 3]).padded()
     assert repr(padded).startswith("PaddedBatch(shape=(2, 3), columns=['input_ids', 'extra',")
+
+
+def test_a_column_cannot_have_the_name_of_what_a_micro_batch_has_itself() -> None:
+    mb = MicroBatch(
+        {"input_ids": torch.arange(2), "response_mask": torch.ones(2, dtype=torch.bool)}, [2], [], {}
+    )
+    for made in (mb, mb.padded(), mb.prompt_response()):
+        names = {name for name in dir(made) if not name.startswith("_")} | made.columns.keys()
+        for name in names - KNOWN_COLUMNS.keys():
+            with pytest.raises(ValueError, match=name):
+                check_names([name])
 
 
 def test_an_empty_micro_batch_keeps_ranks_in_step() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from streamadv.errors import TrajectoryError
+from streamadv.trajectory.names import TAKEN_NAMES
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
 
 COLUMNS: dict[str, Any] = {"input_ids": [1, 2], "response_mask": [0, 1]}
@@ -49,6 +50,14 @@ def test_a_name_of_another_framework_is_an_error_that_has_the_right_one(
         parse_trajectory({**head, "rows": [row]} if in_rows else {**head, **row})
     assert f"{name!r} is " in str(error.value)
     assert right in str(error.value).partition(name)[2]
+
+
+@pytest.mark.parametrize("name", sorted(TAKEN_NAMES))
+def test_a_name_that_a_micro_batch_has_itself_is_an_error(name: str) -> None:
+    with pytest.raises(
+        TrajectoryError, match=f"'{name}' is what every micro-batch has by itself, needs another"
+    ):
+        parse_trajectory({**RECORD, name: [1, 1]})
 
 
 def test_an_alias_in_place_of_a_required_column_is_named() -> None:
