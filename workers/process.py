@@ -15,8 +15,10 @@ from streamadv.logs import announcement
 from streamadv.messages import log_fields
 from streamadv.processes.garbage import collect_rarely
 from streamadv.run import Run, open_run
+from streamadv.run.consumer import GROUPER
 from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
+from streamadv.status.admission import read_server
 from streamadv.store.connection import Connection
 from streamadv.store.retry import RETRYABLE, Outage
 
@@ -75,6 +77,7 @@ def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Eve
         connection.wait_until_ready(on_wait=on_wait)
         try:
             run = open_run(connection, settings.run, wanted)
+            warn_of_server(run, stage)
             outage.over()
             break
         except RETRYABLE as error:  # gone again by now, or it answers but does not write for a while
@@ -82,6 +85,14 @@ def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Eve
             outage.pause_after(error)
     has_joined = True
     return run
+
+
+def warn_of_server(run: Run, stage: str) -> None:
+    """Say that the server may lose data: every stage if it evicts, the grouper if it keeps nothing on disk."""
+    server = read_server(run)
+    for risk in (server.evicts, server.forgets if stage == GROUPER else None):
+        if risk is not None:
+            logger.warning("the server %s", risk, extra=log_fields("server_loses_data", run=run.name))
 
 
 def say_ready(run: Run) -> None:

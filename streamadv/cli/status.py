@@ -35,7 +35,9 @@ def add_parser(subparsers: Any) -> None:
     add_one_shot_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument(
-        "--check", action="store_true", help="exit 1 unless the ledger adds up (holds while workers run)"
+        "--check",
+        action="store_true",
+        help="exit 1 unless the ledger adds up (holds while workers run), or if the server may evict keys",
     )
     parser.add_argument(
         "--deep", action="store_true", help="with --check: walk over everything stored (for a quiet run)"
@@ -50,9 +52,9 @@ def show_status(arguments: argparse.Namespace) -> int:
     with joined(arguments, reading=True) as run:
         if arguments.watch:
             return watch(run, arguments)
-        text, is_balanced = text_of(run, arguments)
+        text, is_right = text_of(run, arguments)
         print(text, flush=True)
-        return FAILED if arguments.check and not is_balanced else 0
+        return FAILED if arguments.check and not is_right else 0
 
 
 def watch(run: Run, arguments: argparse.Namespace) -> int:
@@ -87,12 +89,13 @@ def _in_place() -> Iterator[Callable[[str], object]]:
 
 
 def text_of(run: Run, arguments: argparse.Namespace) -> tuple[str, bool]:
-    """The status as it is printed, and whether the run is balanced."""
+    """The status as it is printed, and whether the run is balanced, on a server that evicts nothing."""
     run.refresh()
     status = read_status(run)
     audited = audit(run) if arguments.deep else None
     if audited is not None:
         status = replace(status, problems=[*status.problems, *audited.problems])
+    is_right = status.balanced and not status.server.evicts
     if arguments.json:
         reasons = reasons_of(status)
         more = {
@@ -101,8 +104,8 @@ def text_of(run: Run, arguments: argparse.Namespace) -> tuple[str, bool]:
             "ignored": run.manifest.ignored,
             **({"payloads": audited.payloads, "uncounted": audited.uncounted} if audited else {}),
         }
-        return json.dumps({**status.to_json(), **more}), status.balanced
-    return "\n".join(map(printable, lines_of(status, run.manifest, audited))), status.balanced
+        return json.dumps({**status.to_json(), **more}), is_right
+    return "\n".join(map(printable, lines_of(status, run.manifest, audited))), is_right
 
 
 def lines_of(status: Status, manifest: Manifest, audited: Audit | None = None) -> list[str]:
@@ -113,6 +116,7 @@ def lines_of(status: Status, manifest: Manifest, audited: Audit | None = None) -
         *_stream_lines(status),
         *_people_lines(status),
         *(f"IGNORED {what}" for what in manifest.ignored),
+        *(f"SERVER {risk}" for risk in (status.server.evicts, status.server.forgets) if risk),
         *(f"WAITING {reason}" for reason in reasons_of(status)),
     ]
     if status.balanced:

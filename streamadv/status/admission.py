@@ -15,7 +15,10 @@ from ..store.retry import RETRYABLE, NotNowError
 from .model import Admission, Server
 from .shard import ShardState
 
-MEMORY_FIELDS: Final = ("used_memory", "maxmemory", "total_system_memory", "min_slaves_good_slaves")
+INFO_FIELDS: Final = (
+    *("used_memory", "maxmemory", "total_system_memory", "min_slaves_good_slaves"),
+    *("maxmemory_policy", "aof_enabled"),
+)
 
 
 def admission_of(run: Run, shards: Sequence[ShardState], server: Server) -> Admission:
@@ -62,7 +65,7 @@ def _is_full(shard: ShardState, budget: int) -> bool:
 
 
 def read_server(run: Run) -> Server:
-    """Memory of the server, and why it refuses writes, if it does."""
+    """Memory of the server, why it refuses writes, if it does, and whether it may lose data."""
     scripts = run.connection.scripts
     refusal = None
     try:
@@ -77,4 +80,4 @@ def read_server(run: Run) -> Server:
         return Server(refusal)
     if all(isinstance(node, dict) for node in info.values()):  # a cluster: of each node
         info = min(info.values(), key=lambda node: node.get("maxmemory", 0), default={})
-    return Server(refusal, **{name: info[name] for name in MEMORY_FIELDS if name in info})
+    return Server(refusal, **{name: info[name] for name in INFO_FIELDS if name in info})

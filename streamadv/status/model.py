@@ -195,6 +195,25 @@ class Server:
     maxmemory: int | None = None
     total_system_memory: int | None = None
     min_slaves_good_slaves: int | None = None
+    maxmemory_policy: str | None = None
+    aof_enabled: int | None = None  # 1 = it writes an append-only file
+
+    @property
+    def evicts(self) -> str | None:
+        """What to do about a server that deletes data when its memory is full; None if it does not."""
+        if not self.maxmemory or self.maxmemory_policy in (None, "noeviction"):
+            return None
+        return (
+            f"deletes keys when its memory is full (maxmemory-policy {self.maxmemory_policy}): "
+            "CONFIG SET maxmemory-policy noeviction"
+        )
+
+    @property
+    def forgets(self) -> str | None:
+        """What to do about a server whose restart loses everything; None if it does not."""
+        if self.aof_enabled != 0:
+            return None
+        return "keeps nothing on disk (appendonly no), a restart loses the run: CONFIG SET appendonly yes"
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""

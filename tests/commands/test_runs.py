@@ -15,6 +15,7 @@ from streamadv.status import read_status
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import join, producing, push_groups, threads
+from workers.process import warn_of_server
 
 
 def call(url: str, run: str, *words: str) -> int:
@@ -96,6 +97,38 @@ def test_a_budget_above_the_servers_memory_is_refused_before_it_is_written(
         assert call(small.url, run, "runs", "create", "--max-bytes", "40mb") == 0
         assert call(small.url, run, "runs", "change", "--max-bytes", "100mb") == 1
         assert join(small.url, run).manifest.max_bytes == 40 << 20
+
+
+@pytest.mark.server
+def test_a_server_that_may_lose_data_is_told_of(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = {"maxmemory-policy": "allkeys-lru"}
+    with EmbeddedServer(maxmemory="64mb", extra_options=policy) as evicting:
+        join(evicting.url, run)
+        assert call(evicting.url, run, "status") == 0
+        shown = capsys.readouterr().out
+        assert "  SERVER deletes keys when its memory is full (maxmemory-policy allkeys-lru)" in shown
+        assert "  SERVER keeps nothing on disk (appendonly no)" in shown
+        assert call(evicting.url, run, "status", "--check") == 1
+        server = read_status(join(evicting.url, run)).server
+        assert (server.maxmemory_policy, server.aof_enabled) == ("allkeys-lru", 0)
+        evicting_client = join(evicting.url, run).connection.scripts
+        evicting_client.config_set("maxmemory-policy", "noeviction")
+        evicting_client.config_set("appendonly", "yes")
+        capsys.readouterr()
+        assert call(evicting.url, run, "status", "--check") == 0
+        assert "SERVER" not in capsys.readouterr().out
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(("stage", "lines"), [("grouper", 2), ("advantage", 1)])
+def test_a_worker_warns_of_a_server_that_may_lose_data(
+    run: str, stage: str, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with EmbeddedServer(maxmemory="64mb", extra_options={"maxmemory-policy": "allkeys-lru"}) as evicting:
+        warn_of_server(join(evicting.url, run), stage)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == lines
+    assert "the server deletes keys" in said[0]
 
 
 def test_another_value_says_how_to_change_it(
