@@ -16,7 +16,7 @@ from ..messages import printable
 from ..run import Run, find_run, open_run
 from ..run.manifest import DEFAULTS
 from ..status import Status, read_status
-from ..status.audit import delete_run
+from ..status.audit import delete_run, delete_unread
 from ..store.keys import RUNS
 from ..store.replies import as_texts, as_whole
 from ..units import counted, seconds_text, size_text
@@ -63,7 +63,9 @@ def add_parser(subparsers: Any) -> None:
         )
     delete = actions.add_parser("delete", help="deletes all that is stored of the run given by --run")
     add_one_shot_options(delete)
-    delete.add_argument("--force", action="store_true", help="even if somebody is alive")
+    delete.add_argument(
+        "--force", action="store_true", help="even if somebody is alive, or its manifest cannot be read"
+    )
     delete.set_defaults(run=delete_one)
 
 
@@ -188,7 +190,16 @@ def delete_one(arguments: argparse.Namespace) -> int:
     """Delete one run, which must be named."""
     if arguments.run_name is None:
         raise SettingError("--run is not given: name the run to delete")
-    with joined(arguments) as run:
+    with connect_once(arguments) as connection:
+        name = settings_from(arguments).run
+        try:
+            run = find_run(connection, name)
+        except SettingError:  # another release's, or somebody wrote over its manifest
+            count = delete_unread(connection, name) if arguments.force else 0
+            if not count:
+                raise
+            print(f"deleted run {name}, whose manifest cannot be read: {counted(count, 'key')}")
+            return 0
         alive = list(_alive(read_status(run)))
         if alive and not arguments.force:
             raise SettingError(f"run {run.name} is in use by {', '.join(alive)}: stop them, or use --force")

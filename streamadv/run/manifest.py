@@ -313,8 +313,8 @@ def _layout(run: str, stored: Mapping[str, bytes]) -> tuple[int, ...]:
     if version != SCHEMA_VERSION:
         raise SettingError(
             f"run {run} has schema version {version}, this release reads {SCHEMA_VERSION}: finish it with a release of "
-            f"version {version}, or write it to files with that (`streamadv dead requeue --all`, `streamadv consume`) and "
-            f"`streamadv replay` them into another run"
+            f"version {version}, or write it to files with that (`streamadv dead requeue --all`, `streamadv consume`) "
+            f"and `streamadv replay` them into another run"
         )
     return salts
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..run import Run
-from ..store.keys import RUNS, SINGLE_KINDS, ShardKeys, manifest_key
+from ..store.connection import Connection
+from ..store.keys import RUNS, SINGLE_KINDS, ShardKeys, check_run_name, manifest_key
 from .stored import PAGE, StoredData, counts_at, walk
 
 SLICE: Final = 64
@@ -105,6 +106,16 @@ def delete_run(run: Run) -> int:
             count += scripts.unlink(*names[start : start + SLICE])
     count += scripts.unlink(manifest_key(run.name))
     scripts.hdel(RUNS, run.name)
+    return count
+
+
+def delete_unread(connection: Connection, name: str) -> int:
+    """`delete_run` for a run whose manifest cannot be read: it looks at every key of the server."""
+    scripts, count = connection.scripts, 0
+    for key in scripts.scan_iter(match=f"{{{check_run_name(name)}:*", count=PAGE):
+        count += scripts.unlink(key)
+    count += scripts.unlink(manifest_key(name))
+    scripts.hdel(RUNS, name)
     return count
 
 

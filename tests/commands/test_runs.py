@@ -13,6 +13,7 @@ from streamadv.cli import main
 from streamadv.grouping.grouper import run_grouper
 from streamadv.status import read_status
 from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.keys import RUNS, manifest_key
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import join, producing, push_groups, threads
 from workers.process import warn_of_server
@@ -152,6 +153,26 @@ def test_a_run_in_use_is_not_deleted(redis_url: str, run: str, capsys: pytest.Ca
         assert call(redis_url, run, "runs", "delete") == 1
         assert f"run {run} is in use by grouper " in capsys.readouterr().err
     assert call(redis_url, run, "runs", "delete") == 0  # it has left
+
+
+@pytest.mark.parametrize("broken", [{"schema_version": "1"}, {"salts": "no"}], ids=str)
+def test_a_run_whose_manifest_cannot_be_read_is_deleted_by_force(
+    redis_url: str, run: str, broken: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (run, f"{run}2"):
+        with producing(redis_url, name, {"shards": 2}) as producer:
+            push_groups(producer, 3)
+    other = join(redis_url, f"{run}2")
+    client = other.connection.scripts
+    theirs = {key for key in client.scan_iter() if f"{{{other.name}".encode() in key}
+    client.hset(manifest_key(run), mapping=broken)
+    assert call(redis_url, run, "runs", "delete") == 1
+    assert call(redis_url, run, "runs", "delete", "--force") == 0
+    assert f"deleted run {run}, whose manifest cannot be read: " in capsys.readouterr().out
+    assert {key for key in client.scan_iter() if run.encode() in key} == theirs
+    assert list(client.hkeys(RUNS)) == [other.name.encode()]
+    assert call(redis_url, run, "runs", "delete", "--force") == 1
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_a_run_with_a_trainer_is_deleted_by_force_only(
