@@ -15,16 +15,20 @@ as the engine prefers; `queue.trained(batch, weights=URI)` takes any URI.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from . import extras
 from .errors import SettingError, WeightsMissingError
-from .messages import brief
+from .messages import brief, log_fields
+
+logger = logging.getLogger(__name__)
 
 #: Versions that `publish` keeps: readers may still be about to open them.
 KEEP: Final = 8
@@ -46,8 +50,10 @@ def publish(
 ) -> str:
     """Make a version readable for everybody, whole or not at all. Returns its `file:` URI, for `queue.trained`.
 
+    A newer version in the folder is a warning: loaders take the newest one.
+
     Args:
-        folder: is created if need be.
+        folder: of one run; is created if need be.
         version: of the weights: `batch.version + 1` after training on `batch`.
         tensors: torch tensors on any device, or numpy arrays, by name: `model.state_dict()`. Names may share memory.
         keep: how many versions stay, this one and those before it.
@@ -67,10 +73,23 @@ def publish(
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    for old in versions(folder):
+    there = versions(folder)
+    for old in there:
         if old <= version - keep and not (keep_every and old % keep_every == 0):
             path_of(folder, old).unlink(missing_ok=True)
+    if there[-1] > version:
+        _warn_of_newer(path.parent.absolute(), there[-1], version)
     return path.absolute().as_uri()
+
+
+@lru_cache(256)
+def _warn_of_newer(folder: Path, newest: int, version: int) -> None:
+    """Once for each version that is published below another one."""
+    text = (
+        "%s holds weights of version %d, and version %d is published there: loaders take the newest one. Give each run "
+        "a folder of its own, or after going back to a checkpoint call weights.withdraw(folder, above=its version)"
+    )
+    logger.warning(text, folder, newest, version, extra=log_fields("weights_newer"))
 
 
 def withdraw(folder: str | Path, above: int) -> None:

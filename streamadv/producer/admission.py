@@ -85,7 +85,9 @@ class Admission:
                     self._membership.check_open()
                 return self.traced(self.first_ticket(spec, reply), since)
             if reply[0] == b"ended":
-                raise GroupEndedError(f"group {spec.group_id} has ended: begin another one")
+                raise GroupEndedError(
+                    f"group {spec.group_id} has ended: a run has each group_id once, begin another one under another id"
+                )
             check_group_reply(reply, spec)
             shard = self._membership.shard_of(spec.group_id) if self._membership.shards > 1 else None
             reason = refusal(reply, shard)

@@ -43,7 +43,13 @@ from .tickets import PushResult, Ticket
 class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
     """What `async with Producer(...)` gives. Any number of tasks may use it at once."""
 
-    def __init__(self, connection: AsyncConnection, logic: ProducerLogic) -> None:
+    def __init__(
+        self, connection: AsyncConnection, logic: ProducerLogic | None = None, **options: object
+    ) -> None:
+        if logic is None:  # somebody's own call, with the options of a Producer
+            raise TypeError(
+                "AsyncProducer is not made by itself: write `async with sa.Producer(...) as producer`"
+            )
         self._connection = connection
         self._logic = logic
         self._sender = Sender(self._call)

@@ -114,7 +114,8 @@ class ResendWindow:
         if in_doubt:
             logger.log(
                 logging.WARNING if lost or not self.behind else logging.DEBUG,
-                "the server is not the one it was: of %d things sent again %d trajectories were lost, %d are refused",
+                "the server is not the one it was: calls sent again: %d; trajectories that it had lost, now back: %d; "
+                "calls that wait for admission: %d",
                 len(in_doubt),
                 lost,
                 len(refused),

@@ -132,6 +132,11 @@ class RunSettings(BaseModel):
         return self.model_dump(mode="json", exclude_none=True, exclude={"shards"})
 
 
+RunSettings.__doc__ = "\n".join(
+    [f"{RunSettings.__doc__}\n"]
+    + [f"{name}: {field.description}." for name, field in RunSettings.model_fields.items()]
+)
+
 _SALTS: Final = TypeAdapter(
     Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1, max_length=MAX_SHARDS)]
 )

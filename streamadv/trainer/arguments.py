@@ -25,6 +25,9 @@ def check_arguments(
     for name, (value, least) in counts.items():
         if value is not None and value < least:
             raise SettingError(f"{name} is {value}, needs {least} or more")
+    (min_groups, _), (batch_groups, _) = counts["min_groups"], counts["batch_groups"]
+    if min_groups and batch_groups and min_groups > batch_groups:
+        raise SettingError(f"min_groups is {min_groups}, needs batch_groups ({batch_groups}) or less")
     if mark not in ("auto", "explicit"):
         raise SettingError(f"mark is {mark!r}, needs 'auto' or 'explicit'")
     if commit not in ("each_batch", "manual"):

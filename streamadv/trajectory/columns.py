@@ -109,7 +109,7 @@ def extra_array(value: Any) -> Array:
 
 
 def check_values(name: str, array: Array) -> None:
-    """Raise ValueError for NaN and infinity, for `response_mask` other than 0 and 1, for positive log-probabilities."""
+    """Raise ValueError for NaN, infinity, negative ids, a mask other than 0 and 1, positive log-probabilities."""
     if array.dtype.kind == "f" and array.size:
         most = LOG_PROB_ROUNDING if name in LOG_PROBS else LARGEST
         # With a NaN both are NaN, and no comparison holds.
@@ -118,6 +118,9 @@ def check_values(name: str, array: Array) -> None:
     elif name == "response_mask" and array.size and _greatest(array) > 1:
         first = int(np.flatnonzero(array > 1)[0])
         raise ValueError(f"is {array[first]} at token {first}, needs 0 or 1")
+    elif name == "input_ids" and array.size and _least(array) < 0:
+        first = int(np.flatnonzero(array < 0)[0])
+        raise ValueError(f"is {array[first]} at token {first}, needs an id from 0 on: rows are not padded")
 
 
 def _least(array: Array) -> Any:

@@ -109,6 +109,8 @@ class TokenColumn:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
         dtype = KNOWN_COLUMNS.get(self.name) or OUTPUT_COLUMNS[self.name]
         item: dict[str, Any] = {"type": "number"} if dtype.kind == "f" else {"type": "integer"}
+        if self.name == "input_ids":
+            item["minimum"] = 0
         if self.name == "response_mask":
             item = {"enum": [0, 1, False, True]}
         kind = "array" if self.name in REQUIRED_COLUMNS else ["array", "null"]

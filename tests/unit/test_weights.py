@@ -115,6 +115,20 @@ def test_versions_that_are_taken_back_are_gone(tmp_path: Path) -> None:
     assert target.weight[0, 0] == 7
 
 
+def test_newer_weights_in_the_folder_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for version in range(3):
+        weights.publish(tmp_path, version, {"w": np.zeros(1)})
+    assert caplog.messages == []
+    weights.publish(tmp_path, 0, {"w": np.zeros(1)})  # of another run
+    (message,) = caplog.messages
+    assert (
+        "holds weights of version 2, and version 0 is published there: loaders take the newest one" in message
+    )
+    weights.withdraw(tmp_path, above=0)
+    weights.publish(tmp_path, 1, {"w": np.zeros(1)})
+    assert len(caplog.messages) == 1
+
+
 @pytest.mark.parametrize(
     ("version", "options", "message"),
     [

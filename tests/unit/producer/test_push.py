@@ -94,7 +94,7 @@ def test_what_comes_after_expiry_is_late(fake: Connection) -> None:
         assert push_one(producer, trajectory("g", 1)) == "late"
         assert push_one(producer, trajectory("g", 1)) == "duplicate"
         assert push_one(producer, trajectory("g", 0)) == "duplicate"
-        with pytest.raises(GroupEndedError, match="g has ended"):
+        with pytest.raises(GroupEndedError, match="g has ended: a run has each group_id once"):
             producer.begin_group(2, group_id="g")
     assert ledger(run)["dropped"] == {"expired": 1, "late": 1}
     assert payload_keys(run) == []
@@ -147,6 +147,15 @@ def test_records_of_a_whole_group_name_their_slots(fake: Connection) -> None:
         assert group.push([{**record, "rollout_index": index} for index in range(2)]).codes == ["pushed"] * 2
         assert next(iter(producer.begin_group(2))).push(**record) == "pushed"
         assert producer.begin_group(1).push([record]).codes == ["pushed"]
+
+
+def test_what_needs_no_full_validation_is_refused_as_by_it(fake: Connection) -> None:
+    record = {"rollout_index": 0, "response_mask": np.ones(3, np.uint8), "reward": 1.0}
+    with producing(fake, "r") as producer:
+        group = producer.begin_group(2)
+        for ids in (np.array([1, -1, 2], np.int32), [1, -1, 2]):
+            with pytest.raises(TrajectoryError, match="input_ids: is -1 at token 1, needs an id from 0 on"):
+                group.push([{**record, "input_ids": ids}])
 
 
 @pytest.mark.parametrize("in_rows", [False, True])

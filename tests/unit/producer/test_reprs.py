@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import re
 
-from streamadv.producer import Producer
+import pytest
+
+from streamadv.producer import AsyncProducer, Producer
 from streamadv.store.connection import Connection
+
+
+def test_an_asyncio_producer_made_by_itself_says_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r"write `async with sa\.Producer\(\.\.\.\) as producer`"):
+        AsyncProducer("redis://localhost:6379", run="exp1")  # type: ignore[arg-type]
 
 
 def test_a_producer_a_group_and_a_rollout_say_where_they_stand(fake: Connection) -> None:

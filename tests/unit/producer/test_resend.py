@@ -6,6 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import pytest
+
+from streamadv.errors import Busy
 from streamadv.producer.requests import Pause, ServerIds, Steps
 from streamadv.producer.resend import ResendWindow
 from streamadv.producer.tickets import PushResult
@@ -43,6 +46,22 @@ def check(window: ResendWindow, server: str) -> None:
     steps = window.check(SHARDS)
     assert isinstance(next(steps), ServerIds)
     finish(steps, [server])
+
+
+def test_what_was_lost_and_what_waits_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def refused() -> Steps[PushResult]:
+        yield Pause(0)
+        raise Busy("no room")
+
+    window = ResendWindow(WINDOW_S)
+    check(window, "a")
+    Sender(window).push("first")
+    window.remember(0, "a", 1, refused)
+    check(window, "b")
+    (message,) = caplog.messages
+    assert message.endswith(
+        "calls sent again: 2; trajectories that it had lost, now back: 1; calls that wait for admission: 1"
+    )
 
 
 def test_a_second_loss_while_the_first_one_is_repaired(forward: Callable[[float], None]) -> None:

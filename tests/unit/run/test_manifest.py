@@ -32,6 +32,11 @@ VALUES: dict[str, tuple[Any, Any]] = {
 }
 
 
+def test_help_tells_what_each_setting_is() -> None:
+    for name, field in RunSettings.model_fields.items():
+        assert f"\n{name}: {field.description}.\n" in f"{RunSettings.__doc__}\n"
+
+
 def test_every_setting_of_a_run_is_tried_here() -> None:
     assert VALUES.keys() == DEFAULTS.keys() == RunSettings.model_fields.keys() - {"shards"}
 

@@ -17,6 +17,7 @@ from streamadv.trainer.queue import TrainerQueue
         ({"rank": 2, "world_size": 2}, "rank is 2"),
         ({"batch_groups": 0}, "batch_groups is 0, needs 1 or more"),
         ({"min_groups": 0}, "min_groups is 0"),
+        ({"min_groups": 5, "batch_groups": 2}, r"min_groups is 5, needs batch_groups \(2\) or less"),
         ({"tokens_per_micro_batch": -3}, "tokens_per_micro_batch is -3"),
         ({"max_staleness": -1}, "max_staleness is -1, needs 0 or more"),
         ({"drop_after": -1}, "drop_after is -1"),

@@ -21,7 +21,7 @@ FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @given(st.lists(INT32, min_size=1))
 def test_integers_keep_their_values(values):
-    array = known_array("input_ids", values)
+    array = known_array("versions", values)
     assert array.dtype == np.int32
     assert array.tolist() == values
 
@@ -71,6 +71,8 @@ def test_strided_arrays_become_contiguous():
         ("input_ids", [float("nan")], "fractions"),
         ("input_ids", [float("inf")], "outside"),
         ("input_ids", [2**31], "outside"),
+        ("input_ids", [1, -100], "is -100 at token 1, needs an id from 0 on"),
+        ("input_ids", np.array([3, -1], np.int32), "is -1 at token 1"),
         ("input_ids", [10**5000], "needs numbers"),
         ("input_ids", [1, None], "needs numbers"),
         ("input_ids", ["1", "2"], "text"),
