@@ -43,10 +43,10 @@ RESERVED_OPTIONS: Final = (
 
 def hide_password(url: str) -> str:
     """The URL as it may be shown: passwords replaced by `***`; where no known scheme says what is a user, users too."""
-    if url.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
-        shown = re.sub(r"^([a-z+]*://)([^:@/]*):(.*)@", r"\1\2:***@", url, flags=re.DOTALL)
-    else:
-        shown = re.sub(r"^.*@", "***@", url, flags=re.DOTALL)
+    is_known = url.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
+    user = r"[a-z+]*://[^:]*:" if is_known else ""
+    # Up to the last @, which may be one of a password among the options: then on to its end.
+    shown = re.sub(rf"^({user})(?:.*password=[^&]*@[^&]*|.*(?=@))", r"\1***", url, flags=re.DOTALL)
     return re.sub(r"((?:^|[?&])(?:ssl_|sentinel_)?password=)[^&]*", r"\1***", shown)
 
 

@@ -62,11 +62,33 @@ def test_any_password_arrives_as_it_is_and_is_not_shown(password: str, user: str
         "redis:u:hush@h",
         "//u:hu/hush@h",
         "http://u:hush@h",
+        "http://h?password=a@hush",
     ],
 )
 def test_no_password_is_shown_of_a_url_without_a_known_scheme(url: str) -> None:
     assert "hush" not in hide_password(url)
     with pytest.raises(SettingError, match="start it with one of redis://") as raised:
+        Connection(url)
+    assert "hush" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://me@example.com:hush@h:1/0", "redis://me@example.com:***@h:1/0"),
+        ("redis://team/me:hush@h", "redis://team/me:***@h"),
+        ("redis://h:1/0?password=a@hush", "redis://h:***"),
+        ("redis://h/0?password=a@hush&db=1", "redis://h/0?password=***&db=1"),
+        ("redis://u@h:1/0?db=1&ssl_password=a@hush", "redis://u@h:***"),
+        ("redis://u:hu?password=sh@hush", "redis://u:***"),
+        ("redis+sentinel://u:hush@a:1,b/m?sentinel_password=x@hush&db=1", "redis+sentinel://u:***&db=1"),
+    ],
+)
+def test_no_piece_of_a_password_is_shown_where_special_characters_are_not_quoted(
+    url: str, shown: str
+) -> None:
+    assert hide_password(url) == shown
+    with pytest.raises(SettingError, match=r"write special characters .* as %xx") as raised:
         Connection(url)
     assert "hush" not in str(raised.value)
 
