@@ -160,7 +160,7 @@ def expand(batch: PackedBatch, level: Level, values: Tensor, out: Tensor | None 
       level: "row": a value per row, for its trainable tokens; "step": per step, for those of its span (the later step
         where spans overlap); "token": per token.
       values: [R], [S] or [N], real numbers on the batch's device.
-      out: [N] float32 on this device, to hold what level "row" makes.
+      out: [N] float32 on this device, contiguous, to hold what level "row" makes.
 
     Returns:
       [N] float32, 0 at all other tokens; memory of its own or `out`, no gradient.
@@ -175,10 +175,11 @@ def expand(batch: PackedBatch, level: Level, values: Tensor, out: Tensor | None 
         raise ArgumentError(f"values is {kind}, needs a tensor of real numbers on {batch.device}")
     if values.shape != (count,):
         raise ArgumentError(f"values of level {level!r} have shape {tuple(values.shape)}, need ({count},)")
-    needed = ((batch.num_tokens,), torch.float32, batch.device)
-    if out is not None and (out.shape, out.dtype, out.device) != needed:
+    needed = ((batch.num_tokens,), torch.float32, batch.device, True)
+    if out is not None and (out.shape, out.dtype, out.device, out.is_contiguous()) != needed:
         raise ArgumentError(
-            f"out is {out.dtype} {tuple(out.shape)} on {out.device}, needs {needed[1]} {needed[0]} on {needed[2]}"
+            f"out is {out.dtype} {tuple(out.shape)} of strides {out.stride()} on {out.device}, "
+            f"needs contiguous {needed[1]} {needed[0]} on {needed[2]}"
         )
     rounded = values.detach().to(torch.float32)
     tokens = batch.trainable_tokens

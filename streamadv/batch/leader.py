@@ -218,7 +218,7 @@ class Leader(Session):
         committed = [k for k in sorted(self.batches) if k < self.progress.committed]
         for k in committed:
             batch, since = self.batches[k], tracing.now()
-            commit(self.run, batch.record, self.epoch, batch.commit_arguments, batch.results)
+            commit(self.run, batch.record, self.epoch, batch.commit_arguments, batch.results or ())
             traces.committed(self.run, batch, since)
             del self.batches[k]
 

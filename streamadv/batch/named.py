@@ -22,8 +22,9 @@ class NamedBatch:
     groups: dict[str, LoggedGroup] = field(default_factory=dict)
     #: What commit needs of them, once the batch is trained.
     commit_arguments: dict[str, CommitArguments] = field(default_factory=dict)
-    #: Entries of the results logs that are its own, as far as they were read: all of them from delivery on.
-    results: list[StoredResult] = field(default_factory=list)
+    #: Entries of the results logs that are its own, as far as they were read: all of them from delivery on. None: an
+    #: earlier session may have delivered it, and this one need not read them all.
+    results: list[StoredResult] | None = field(default_factory=list)
     #: On rank 0, from delivery on: trace contexts of its groups, by id, and when it was delivered (`tracing.now`).
     traces: dict[str, bytes] = field(default_factory=dict)
     delivered_ns: int = 0
@@ -35,4 +36,6 @@ class NamedBatch:
 
     def on_other_servers(self) -> NamedBatch:
         """The part that holds in a session on other servers."""
-        return NamedBatch(self.record, self.dead, traces=self.traces, delivered_ns=self.delivered_ns)
+        return NamedBatch(
+            self.record, self.dead, results=None, traces=self.traces, delivered_ns=self.delivered_ns
+        )

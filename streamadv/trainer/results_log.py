@@ -58,8 +58,8 @@ class ResultsLog:
             entry = entry_id.decode()
             try:
                 result = parse_result(where.keys, fields)
-                if result.batch in batches:
-                    batches[result.batch].results.append(stored_result(where, entry_id, fields))
+                if result.batch in batches and (known := batches[result.batch].results) is not None:
+                    known.append(stored_result(where, entry_id, fields))
                 if not session.leads or result.batch in batches:
                     self._results[result.batch].append(result)
                 elif BATCH_ID.fullmatch(result.batch):

@@ -119,6 +119,9 @@ WRONG: dict[str, Callable[[PackedBatch], Any]] = {
     "expand into float64": lambda b: expand(
         b, "row", torch.zeros(b.num_rows), torch.zeros(b.num_tokens, dtype=torch.float64)
     ),
+    "expand into every other place": lambda b: expand(
+        b, "row", torch.zeros(b.num_rows), torch.zeros(2 * b.num_tokens)[::2]
+    ),
     "expand long": lambda b: expand(b, "token", torch.zeros(10**6)),
     "expand a list": lambda b: expand(b, "row", [0.0] * 5),  # type: ignore[arg-type]
     "expand another level": lambda b: expand(b, "rows", torch.zeros(5)),  # type: ignore[arg-type]

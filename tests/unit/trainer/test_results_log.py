@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 import pytest
 import redis
 
+from streamadv.batch.commit import read_results
 from streamadv.batch.named import NamedBatch
 from streamadv.batch.record import read_records
 from streamadv.batch.session import Session
@@ -17,9 +18,13 @@ from streamadv.errors import NoBatchError
 from streamadv.run import Run, Shard
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.trainer.reader import BatchReader
 from streamadv.trainer.results_log import ResultsLog
 
-from ...support import compute_all, group_all, pushed_run
+from ...support import compute_all, delivered_batch, group_all, problems, pushed_run
+
+#: One work item for each shard.
+WHITENED = {"estimator": "grpo", "whiten_advantages": True}
 
 
 @pytest.fixture
@@ -142,3 +147,28 @@ def test_results_of_more_tokens_than_any_batch_has_are_refused(computed: Run, co
     (stray,) = log.strays
     assert stray.problem is not None
     assert stray.problem.startswith("header: groups.0")
+
+
+def test_a_commit_removes_all_results_of_a_batch_that_a_session_before_delivered(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits reads the log entry by entry: the session on another server has read one of several so far."""
+    server = "first"
+    monkeypatch.setattr(Run, "server_ids_with", lambda _, pipe: ([server, server], pipe.execute()))
+    run = pushed_run(fake, "r", 8, settings={"shards": 2})
+    queue = TrainerQueue(fake, "r", batch_groups=8, commit="manual", chain=WHITENED)
+    batch = delivered_batch(queue, run)
+    queue.trained(batch)
+    server = "second"
+    wait = BatchReader.wait
+
+    def wait_once(self: Any, *arguments: Any) -> None:
+        wait(self, *arguments)
+        raise NoBatchError("no more")
+
+    monkeypatch.setattr(BatchReader, "wait", wait_once)
+    with pytest.raises(NoBatchError, match="no more"):
+        queue.next_batch(timeout=5)
+    queue.commit(queue.state_dict())
+    assert read_results(run) == []
+    assert problems(run) == []
