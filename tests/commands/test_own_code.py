@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import streamadv as sa
+from streamadv.algorithms import registry
 from streamadv.cli import main
 from streamadv.errors import NoBatchError
 from streamadv.grouping.groups_log import read_log
@@ -168,8 +169,10 @@ def name_batch(
     url: str, run: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **chain: float | str
 ) -> TrainerQueue:
     """A queue of this chain whose first batch is named."""
+    monkeypatch.setattr(registry, "_REGISTRY", {**registry._REGISTRY})  # forgets it again
     monkeypatch.syspath_prepend(folder)
     __import__("my_estimators")
+    del sys.modules["my_estimators"]
     with producing(url, run) as producer:
         push_groups(producer, 2)
     group_all(join(url, run))
