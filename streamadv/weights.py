@@ -77,8 +77,8 @@ def publish(
     for old in there:
         if old <= version - keep and not (keep_every and old % keep_every == 0):
             path_of(folder, old).unlink(missing_ok=True)
-    if there[-1] > version:
-        _warn_of_newer(path.parent.absolute(), there[-1], version)
+    if there and there[-1] > version:
+        _warn_of_newer(folder.absolute(), there[-1], version)
     return path.absolute().as_uri()
 
 
