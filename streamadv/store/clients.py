@@ -83,7 +83,7 @@ class _Classified:
     """A client that raises errors as `retry.classified` has them, also out of a pipeline."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        with not_now(args):
+        with closed_under_way(), not_now(args):
             return super().execute_command(*args, **options)  # type: ignore[misc]
 
     def pipeline(self, *args: Any, **options: Any) -> Any:
@@ -91,7 +91,7 @@ class _Classified:
         execute = pipe.execute
 
         def execute_classified(*args: Any, **options: Any) -> list[Any]:
-            with not_now():
+            with closed_under_way(), not_now():
                 replies = execute(*args, **options)
             refusal = redis.exceptions.ResponseError
             return [classified(reply) if isinstance(reply, refusal) else reply for reply in replies]

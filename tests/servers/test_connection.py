@@ -329,6 +329,28 @@ def test_a_connection_closed_by_another_thread_is_an_outage(
         assert client.ping()
 
 
+def test_a_transaction_whose_connection_another_thread_closes_is_an_outage(redis_url: str) -> None:
+    """One that redis-py sends, as a status does that is read while its trainer ends."""
+    with Connection(redis_url) as connection:
+        client = connection.scripts
+        pool: Any = client.connection_pool
+        is_ready = threading.Event()
+
+        class Closed(pool.connection_class):  # type: ignore[misc]
+            def check_health(self) -> None:  # what redis-py does last before it sends
+                if is_ready.is_set():
+                    connection.close()
+
+        pool.connection_class = Closed
+        client.ping()
+        is_ready.set()
+        pipe = client.pipeline(transaction=True)
+        pipe.get("n")
+        with pytest.raises(redis.exceptions.ConnectionError):
+            pipe.execute()
+        assert connection.scripts.ping()
+
+
 @pytest.mark.parametrize("turns", range(24))
 async def test_a_connection_closed_at_any_moment_is_an_outage(redis_url: str, turns: int) -> None:
     """As a cluster's client closes all its connections when one task finds its layout changed."""
