@@ -141,7 +141,11 @@ def _brakes(status: Status) -> Iterator[Reason]:
     if admission.full:
         all_full = len(admission.full) == status.shards
         where = "" if all_full else f", shard {_listed(admission.full)} is full"
-        yield budget_reason(status) or Reason(
+        reason = budget_reason(status)
+        if all_full and not used.live + used.reserved:
+            text = f"no group fits: a rollout reserves {status.place_bytes} bytes of max_bytes {admission.max_bytes}"
+            reason = Reason("batch_over_budget", text)
+        yield reason or Reason(
             "max_bytes",
             f"{used.live} bytes live and {used.reserved} reserved of max_bytes {admission.max_bytes}{where}",
         )

@@ -161,7 +161,8 @@ def _not_permitted(text: str, sent: Sequence[Any]) -> str:
         run, place = key[1], f" of run {key[1]}"
     return one_line(
         f"{command}{place} is not permitted: {text.rstrip('.')}: use the user of the role that does this, "
-        f"`streamadv config acl --run {run}` prints roles and users"
+        f"`streamadv config acl --run {run}` prints roles and users (producer: rollouts, replay; pipeline: workers, "
+        "trainer, consume, dead, runs create; observer: status, exporter, evals; the owner: runs change and delete)"
     )
 
 

@@ -64,10 +64,14 @@ class Blocked:
         logger.warning("%s: %s%s: %s", *self._subject, waited, listed(reasons), extra=fields)
 
     def over(self) -> None:
-        """The wait has ended: the next `because` begins another one."""
+        """The wait has ended, which is told if the wait was: the next `because` begins another one."""
         with _lock:
             _live.discard(self)
-            self._last = -math.inf
+            since, self._since, self._last = self._since, math.inf, -math.inf
+            if self._reported < since:
+                return
+        fields = log_fields("waited", role=self._subject[0])
+        logger.info("%s: %s: goes on after %.0f s", *self._subject, clock.now() - since, extra=fields)
 
     @property
     def who(self) -> str:

@@ -269,6 +269,8 @@ def test_an_observer_can_look_and_needs_all_it_is_allowed(
             ["status", "--json", "--check"],
             ["dead", "list"],
             ["dead", "show", "g0000"],
+            ["evals"],
+            ["runs", "show"],
         ):
             assert cli.main(words) == 0, words
         assert cli.main(["runs", "list"]) == 0
@@ -281,6 +283,7 @@ def test_an_observer_can_look_and_needs_all_it_is_allowed(
         assert cli.main([*words, "--run", RUN]) == 1, words
         assert "permission" in capsys.readouterr().err
     assert dump(empty) == before
+    assert cli.main(["runs", "create", "--dead-bytes", "8", "--redis", empty.url("pipeline")]) == 0
     run.connection.close()
 
 

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from streamadv import cli
-from streamadv.errors import BatchBudgetError, NoBatchError, StarvedError, UncommittedBudgetError
+from streamadv.errors import (
+    BatchBudgetError,
+    NoBatchError,
+    SettingError,
+    StarvedError,
+    UncommittedBudgetError,
+)
 from streamadv.producer import Producer
 from streamadv.store.connection import Connection
 from streamadv.store.waiting import REPORT_S
@@ -481,6 +487,18 @@ def test_bytes_that_open_groups_hold_are_named(fake: Connection, blocked: Blocke
         assert "[max_bytes]" in line
         assert "[incomplete_groups]" in line
         assert blocked() == ["max_bytes", "incomplete_groups"]
+
+
+def test_a_budget_below_one_rollout_is_not_waited_for(fake: Connection, status: Callable[..., Any]) -> None:
+    with producing(fake, "r", {"max_trajectory_bytes": 4 << 20, "max_bytes": 2 << 20}) as producer:
+        with pytest.raises(SettingError, match="max_bytes"):
+            producer.begin_group(1)
+        shown = status()
+    assert (
+        "WAITING no group fits: a rollout reserves 4194304 bytes of max_bytes 2097152: raise max_bytes"
+        in shown
+    )
+    assert "wait for commits" not in shown
 
 
 def test_a_batch_larger_than_the_budget_is_an_error(

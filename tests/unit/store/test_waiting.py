@@ -51,6 +51,26 @@ def test_a_wait_is_told_after_a_while_and_then_at_a_bounded_rate(
     )
 
 
+def test_the_end_of_a_wait_is_told_if_the_wait_was(
+    forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    wait = Blocked("producer p", "not admitted")
+    wait.over()
+    wait.because(Reason("max_bytes", ""))
+    forward(REPORT_S - 1)
+    wait.because(Reason("max_bytes", ""))
+    wait.over()
+    assert caplog.messages == []
+    wait.because(Reason("max_bytes", ""))
+    forward(REPORT_S)
+    wait.because(Reason("max_bytes", ""))
+    forward(1.0)
+    wait.over()
+    wait.over()
+    assert caplog.messages[1:] == [f"producer p: not admitted: goes on after {REPORT_S + 1:g} s"]
+
+
 def test_the_gauge_shows_the_reasons_of_waits_that_last(forward: Forward) -> None:
     assert blocked() == set()
     one, other = Blocked("a", "x"), Blocked("b", "y")
