@@ -268,11 +268,15 @@ def fetch_outputs(run: Run, results: BatchResults, share: Share, memory: ColumnM
                 text = f"output column {name} of rollout {index} has the wrong size or is missing"
                 problems[group_id, index] = text
     if "response_mask" in columns and not problems:
-        narrowed = columns["response_mask"].bool().view(torch.uint8)
-        for member in _disagreeing(own.members, narrowed, np.greater):
+        mask = columns["response_mask"]
+        strange = np.flatnonzero(mask.numpy() > 1)
+        strangers = np.searchsorted(offsets(own.members.table["tokens"]), strange, side="right") - 1
+        wrong = dict.fromkeys(strangers.tolist(), "holds values other than 0 and 1")
+        widened = _disagreeing(own.members, mask.bool().view(torch.uint8), np.greater)
+        wrong |= dict.fromkeys(widened, "has more ones than what was pushed")
+        for member, problem in wrong.items():
             group_id, index = own.identity(member)
-            text = f"output column response_mask of rollout {index} has more ones than what was pushed"
-            problems[group_id, index] = text
+            problems[group_id, index] = f"output column response_mask of rollout {index} {problem}"
     if problems:
         raise UndecodableGroupError(problems)
     return columns

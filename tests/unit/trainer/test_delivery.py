@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,11 +32,17 @@ VETO = {"estimator": "grpo", "correction": {"veto": 1e-4}}
     ("chain", "column", "value", "detail"),
     [
         ("reinforce", "advantages", b"123", "advantages of rollout 0 has the wrong size or is missing"),
-        (VETO, "response_mask", None, "response_mask of rollout 0 has more ones than what was pushed"),
+        (VETO, "response_mask", b"\1" * 10, "response_mask of rollout 0 has more ones than what was pushed"),
+        (
+            VETO,
+            "response_mask",
+            b"\0\0\2\2\2" * 2,
+            "response_mask of rollout 0 holds values other than 0 and 1",
+        ),
     ],
 )
 def test_a_group_whose_output_is_wrong_is_dead(
-    chain: Any, column: str, value: bytes | None, detail: str, fake: Connection
+    chain: Any, column: str, value: bytes, detail: str, fake: Connection
 ) -> None:
     run = pushed_run(fake, "r", 1, old_log_probs=[-0.5] * 5, rollout_log_probs=[-0.5] * 5)
     queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain=chain, pushed=["old_log_probs"])
@@ -45,8 +51,8 @@ def test_a_group_whose_output_is_wrong_is_dead(
         queue.next_batch(timeout=0)
     compute_all(run)
     (key,) = [key.decode() for key in fake.scripts.keys("*") if b":output:" in key]
-    published = cast(bytes, fake.scripts.hget(key, column))
-    fake.scripts.hset(key, column, b"\x01" * len(published) if value is None else value)
+    assert fake.scripts.hexists(key, column)
+    fake.scripts.hset(key, column, value)
     batch = queue.next_batch(timeout=0)
     assert batch is not None
     assert batch.num_trajectories == 0
