@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ..algorithms.packed import Level
+from ..batch.commit import is_size
 from ..batch.record import Death
 from ..batch.work import WorkItem
 from ..errors import WireError
@@ -83,8 +84,8 @@ def parse_result(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Result:
         batch, output = fields[b"batch"].decode(), fields[b"output"].decode()
     except ValueError as error:
         raise WireError(f"header: {first_problem(error)}") from error
-    if not fields[b"output_bytes"].isdigit():
-        raise WireError(f"output_bytes is {brief(fields[b'output_bytes'])}, needs a whole number")
+    if not is_size(fields[b"output_bytes"]):
+        raise WireError(f"output_bytes is {brief(fields[b'output_bytes'])}, needs a number of bytes")
     if not output.startswith(keys.output("")) and (output or header.columns):
         raise WireError(f"output is {brief(output)}, needs the key of an output")
     return Result(batch, header, output, _parse_numbers(header, fields))

@@ -18,6 +18,7 @@ from ..trajectory.members import Members
 from .record import BatchRecord
 
 COMMIT_SLICE: Final = 64  # packets deleted in one call
+SIZE_DIGITS: Final = 15  # of a size in bytes: scripts count exactly up to 2^53
 
 
 def is_oversize(members: Members, tokens_per_micro_batch: int | None) -> NDArray[np.bool_]:
@@ -119,10 +120,15 @@ def stored_result(shard: Shard, entry: bytes, fields: Mapping[bytes, bytes]) -> 
     """An entry of a shard's results log, whatever it holds."""
     keys, batch = shard.keys, fields.get(b"batch", b"").decode(errors="replace")
     output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
-    if output.startswith(keys.output("").encode()) and size.isdigit():
+    if output.startswith(keys.output("").encode()) and is_size(size):
         return StoredResult(shard.index, batch, entry, output.decode(errors="replace"), int(size))
     # No output, or no results: the rank that reads it removes it.
     return StoredResult(shard.index, batch, entry, keys.void, 0)
+
+
+def is_size(text: bytes) -> bool:
+    """Whether this is a number of bytes that scripts can count."""
+    return text.isdigit() and len(text) <= SIZE_DIGITS
 
 
 def results_of(

@@ -172,3 +172,18 @@ def test_a_commit_removes_all_results_of_a_batch_that_a_session_before_delivered
     queue.commit(queue.state_dict())
     assert read_results(run) == []
     assert problems(run) == []
+
+
+def test_a_size_that_no_output_has_is_no_size(computed: Run) -> None:
+    """Python reads no number of so many digits, and a script none beyond 2^53."""
+    scripts, key = computed.connection.scripts, computed.keys.home.results
+    ((entry, fields),) = scripts.xrange(key)
+    scripts.xdel(key, entry)
+    output = computed.keys.home.output("0")
+    scripts.xadd(key, {**fields, b"output": output, b"output_bytes": b"9" * 5000})
+    assert [result.output_bytes for result in read_results(computed)] == [0]
+    log = log_of(computed)
+    log.read()
+    (stray,) = log.strays
+    assert stray.problem is not None
+    assert stray.problem.startswith("output_bytes is ")
