@@ -9,11 +9,12 @@ from typing import Annotated, Any, Final, NamedTuple
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from ..algorithms.chain_metrics import merge_metrics
 from ..algorithms.packed import Level
 from ..batch.commit import is_size
 from ..batch.record import Death
 from ..batch.work import WorkItem
-from ..errors import WireError
+from ..errors import ArgumentError, WireError
 from ..grouping.layout import Layout, Piece, pieces
 from ..messages import brief, first_problem, one_line
 from ..store.keys import ShardKeys
@@ -88,6 +89,10 @@ def parse_result(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Result:
         raise WireError(f"output_bytes is {brief(fields[b'output_bytes'])}, needs a number of bytes")
     if not output.startswith(keys.output("")) and (output or header.columns):
         raise WireError(f"output is {brief(output)}, needs the key of an output")
+    try:
+        merge_metrics([(header.metrics, header.weights)] * 2)
+    except (ArgumentError, ArithmeticError, KeyError) as error:
+        raise WireError(f"header: its metrics cannot be merged: {one_line(str(error))}") from error
     return Result(batch, header, output, _parse_numbers(header, fields))
 
 
@@ -97,15 +102,14 @@ def _parse_numbers(header: ResultHeader, fields: Mapping[bytes, bytes]) -> dict[
         "trajectory": sum(group.trajectories for group in header.groups),
         "row": sum(group.rows for group in header.groups),
         "step": sum(group.steps for group in header.groups),
-        "token": 0,  # those are in the output hash
     }
     numbers: dict[str, Array] = {}
     for field, raw in fields.items():
         if field in _RESULT_FIELDS:
             continue
         name = field.decode(errors="replace")
-        if name not in _RESULTS:
-            raise WireError(f"result {one_line(name)} is unknown")
+        if name not in _RESULTS or _level_of(name, header.level) == "token":
+            raise WireError(f"result {one_line(name)} is unknown at level {header.level}")
         dtype = _RESULTS[name]
         size = counts[_level_of(name, header.level)] * dtype.itemsize
         if len(raw) != size:

@@ -187,3 +187,32 @@ def test_a_size_that_no_output_has_is_no_size(computed: Run) -> None:
     (stray,) = log.strays
     assert stray.problem is not None
     assert stray.problem.startswith("output_bytes is ")
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        ({"level": "token"}, "result advantages is unknown at level token"),
+        (
+            {"metrics": {"a": 1.0}, "weights": {}},
+            "header: its metrics cannot be merged: metric a has weight None",
+        ),
+        (
+            {"metrics": {"a_eff_sample_size": 1.0}, "weights": {"a_eff_sample_size": 1.0}},
+            "header: its metrics",
+        ),
+    ],
+)
+def test_results_that_do_not_fit_together_are_strays(
+    computed: Run, header: dict[str, Any], problem: str
+) -> None:
+    scripts, key = computed.connection.scripts, computed.keys.home.results
+    ((entry, fields),) = scripts.xrange(key)
+    scripts.xdel(key, entry)
+    changed = {**fields, b"header": json.dumps(json.loads(fields[b"header"]) | header)}
+    scripts.xadd(key, changed | ({b"advantages": b""} if "level" in header else {}))
+    log = log_of(computed)
+    log.read()
+    (stray,) = log.strays
+    assert stray.problem is not None
+    assert stray.problem.startswith(problem)
