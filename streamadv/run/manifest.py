@@ -181,7 +181,10 @@ class Manifest(BaseModel):
         ]
 
     def is_current(self, salts: bytes | None, count: int) -> bool:
-        """Whether this can still be the manifest with these salts and so many fields: settings are only added."""
+        """Whether this can still be the manifest with these salts and so many fields.
+
+        Settings are only added while anybody uses the run.
+        """
         return salts == self.fields["salts"].encode() and count == len(self.fields) + len(self.ignored)
 
 

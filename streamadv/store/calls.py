@@ -63,7 +63,7 @@ def run_transaction(
 
 def _run_in_pipeline(connection: Connection, client: Any, payloads: Payloads, call: ScriptCall) -> Any:
     try:
-        with not_now():
+        with closed_under_way(), not_now():
             try:
                 return _fill(client.pipeline(transaction=True), payloads, call).execute()[-1]
             except NoScriptError:

@@ -238,7 +238,7 @@ class Connection(_BaseConnection):
         """
         client = self._clients.get("push")
         if client is not None and self.is_cluster:
-            with suppress(*RETRYABLE):
+            with suppress(*RETRYABLE), closed_under_way():
                 cast(redis.cluster.RedisCluster, client).nodes_manager.initialize()
 
     def close(self) -> None:

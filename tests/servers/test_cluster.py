@@ -78,6 +78,15 @@ def test_what_a_lost_reply_brought_is_read_again_at_once(
         assert consumer.read(128)
 
 
+def test_a_push_goes_on_while_another_thread_reads_the_layout_again(cluster: Cluster, run: str) -> None:
+    with Producer(cluster.url, run) as producer:
+        push_groups(producer, 1)
+        client: Any = producer._connection.push
+        client.nodes_manager.default_node = None  # as redis-py has it in between
+        push_groups(producer, 1, prefix="more")
+    assert ledger(open_run(Connection(cluster.url), run))["pushed"] == 4
+
+
 def test_what_a_dead_consumer_had_is_taken_over_on_every_shard(cluster: Cluster, run: str) -> None:
     with Connection(cluster.url) as connection:
         settings = RunSettings(shards=3)
