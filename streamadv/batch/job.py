@@ -54,8 +54,8 @@ def _from_torchrun() -> str | None:
     # Every job without --rdzv-id has the id "none", on the same port as the job before.
     if not run_id or run_id == "none":
         return None
-    # A change of membership restarts workers on another port with the same restart count.
-    names = ("TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    # A change of membership restarts workers with the same restart count, and on the same port while rank 0 stays.
+    names = ("TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
     return "-".join(["torchrun", run_id, *(os.environ.get(name, "0") for name in names)])
 
 
