@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,10 +106,13 @@ class Run:
     def change(self, settings: RunSettings) -> None:
         """Write other values of settings. Nobody may be using the run: whoever knows the old ones stops.
 
+        The new field `changed.MS` (the server's time) tells those who look only at the number of fields.
+
         Raises SettingError for a setting that is fixed, or a budget above the server's memory.
         """
         fields: Any = changed_fields(self.manifest, settings)
         byte_budget(settings.max_bytes, self.connection.memory())
+        fields[f"changed.{self.now_ms()}"] = json.dumps(sorted(fields))
         self.connection.scripts.hset(manifest_key(self.name), mapping=fields)
         self.refresh()
 

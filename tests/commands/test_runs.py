@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from streamadv.cli import main
+from streamadv.errors import ManifestMismatchError
 from streamadv.grouping.grouper import run_grouper
 from streamadv.status import read_status
 from streamadv.store.embedded import EmbeddedServer
@@ -86,6 +87,15 @@ def test_settings_change_while_nobody_uses_the_run(
         assert call(redis_url, run, "runs", "change", *words) == 1
         assert message in capsys.readouterr().err
     assert join(redis_url, run).manifest == manifest
+
+
+def test_who_joined_before_a_change_stops(redis_url: str, run: str) -> None:
+    assert call(redis_url, run, "runs", "create", "--max-bytes", "64mb") == 0
+    for size in ("32mb", "16mb"):
+        joined = join(redis_url, run)
+        assert call(redis_url, run, "runs", "change", "--max-bytes", size) == 0
+        with pytest.raises(ManifestMismatchError, match="max_bytes is .* it was changed"):
+            joined.keep_up()
 
 
 @pytest.mark.server
