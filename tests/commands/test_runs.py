@@ -94,7 +94,7 @@ def test_who_joined_before_a_change_stops(redis_url: str, run: str) -> None:
     for size in ("32mb", "16mb"):
         joined = join(redis_url, run)
         assert call(redis_url, run, "runs", "change", "--max-bytes", size) == 0
-        with pytest.raises(ManifestMismatchError, match="max_bytes is .* it was changed"):
+        with pytest.raises(ManifestMismatchError, match=r"max_bytes is .* it was changed"):
             joined.keep_up()
 
 
