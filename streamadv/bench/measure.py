@@ -155,8 +155,7 @@ def measure(case: Case, workload: Workload, repeat: int) -> Measurement:
 
 
 def _host_clock(way: Way, workload: Workload, times: int) -> float:
-    if times > 1:  # the way before has left its own columns in the caches
-        way(workload)
+    way(workload)  # the way before has left its own columns in the caches
     begin = time.perf_counter_ns()
     for _ in range(times):
         way(workload)
