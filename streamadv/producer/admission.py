@@ -23,7 +23,6 @@ from .checks import GroupRequest, check_deadline, check_group
 from .encode import Push
 from .membership import Membership
 from .replies import (
-    ABOVE_MAXMEMORY,
     NO_ROOM,
     Reply,
     announcement,
@@ -165,11 +164,14 @@ class Admission:
         spec: GroupSpec,
         call: Callable[[list[Any]], ScriptCall | Push],
         budget: int | None = None,
+        *,
+        waits: bool = False,
     ) -> Steps[Reply]:
-        """The reply of a script that writes into a group, and opens it if need be.
+        """The reply of a script that has written into a group, which it opens if need be.
 
         call: makes one attempt, given the arguments of the admission. budget: the byte budget for a group that may be
-        new; None for one that was admitted before. Waits while the server is above its maxmemory.
+        new; None for one that was admitted before. waits: until the group is admitted; else raises Busy, except while
+        the server is above its maxmemory. Raises what `check_group_reply` raises.
         """
         wait: Wait | None = None
         groups_elsewhere: int | None = None
@@ -178,22 +180,23 @@ class Admission:
             reply = one_group((yield request))
             if reply[0] == b"layout":
                 yield from self._membership.confirm_layout()
-            elif reply is OUT_OF_MEMORY:
-                wait = wait or self.push_wait()
-                yield from self.wait_for_room(wait, ABOVE_MAXMEMORY)
-            elif groups_elsewhere is None and self._membership.shards > 1 and is_over_share(reply):
+                continue
+            check_group_reply(reply, spec)
+            if reply[0] != b"busy":
+                return reply
+            if groups_elsewhere is None and self._membership.shards > 1 and is_over_share(reply):
                 counts = yield from self._groups_ahead()
                 groups_elsewhere = sum(counts) - counts[self._membership.shard_of(spec.group_id)]
+            elif waits or reply is OUT_OF_MEMORY:
+                wait = wait or Wait(Blocked(self._membership.who, "a push waits"))
+                yield from self.wait_for_room(wait, refusal(reply))
+                groups_elsewhere = None
             else:
-                return reply
+                raise busy_error(refusal(reply))
 
     def admission_wait(self, timeout: float | None) -> Wait:
         """The wait of a new group for admission, so many seconds at most."""
         return Wait(self._not_admitted, timeout=timeout, base=ADMISSION_WAIT_S)
-
-    def push_wait(self) -> Wait:
-        """The wait of a push for room."""
-        return Wait(Blocked(self._membership.who, "a push waits"))
 
     def wait_for_room(self, wait: Wait, reason: Reason) -> Steps[None]:
         """One pause of such a wait."""

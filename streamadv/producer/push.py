@@ -12,7 +12,6 @@ from .. import metrics, tracing
 from ..errors import Busy, StreamadvError, TrajectoryError
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
-from ..store.waiting import Wait
 from ..trajectory.member_table import with_trace
 from ..trajectory.packet import REWARD, Packet
 from ..trajectory.packet_encoding import encode_packets, ended_packets
@@ -123,7 +122,7 @@ class Pushes:
         calls = [(secrets.token_hex(8), part) for part in counts]  # under one nonce a call may be repeated
         allowed = "".join("1" if slot in free else "0" for slot in range(ticket.slots))
         send = partial(self._send_cancels, GroupSpec.of(ticket), calls, allowed)
-        return (yield from self._send_and_remember(ticket.group_id, self._until_admitted(send), send))
+        return (yield from self._send_and_remember(ticket.group_id, send(waits=True), send))
 
     def score(
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
@@ -149,10 +148,7 @@ class Pushes:
         return result.codes[0]
 
     def _send_and_remember(
-        self,
-        group_id: str,
-        first_send: Steps[PushResult],
-        send: Callable[[], Steps[PushResult]],
+        self, group_id: str, first_send: Steps[PushResult], send: Callable[[], Steps[PushResult]]
     ) -> Steps[PushResult]:
         """Send something without payload, and keep how for a server that comes back without it."""
         shard = self._membership.shard_of(group_id)
@@ -160,16 +156,6 @@ class Pushes:
         result = yield from first_send
         self._resend.remember(shard, server_id, 0, send)
         return result
-
-    def _until_admitted(self, send: Callable[[], Steps[PushResult]]) -> Steps[PushResult]:
-        """Send to a group that was admitted before: if the server has forgotten it, wait until it is admitted again."""
-        wait: Wait | None = None
-        while True:
-            try:
-                return (yield from send())
-            except Busy as busy:
-                wait = wait or self._admission.push_wait()
-                yield from self._admission.wait_for_room(wait, Reason(*busy.reason))
 
     def _send_all(
         self,
@@ -207,33 +193,18 @@ class Pushes:
         return _result(thawed, (yield from self._send(GroupSpec(*spec), thawed, epoch, None)))
 
     def _send(
-        self,
-        spec: GroupSpec,
-        packets: Sequence[Packet],
-        epoch: int,
-        budget: int | None,
-        *,
-        waits: bool = False,
+        self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None, waits: bool = False
     ) -> Steps[dict[int, str]]:
         """Send what one call may bring, and return the codes by position in the push.
 
-        budget: as of `Admission.call_group_script`.
-        waits: until the group is admitted again, if the server has forgotten it; else raises Busy. Raises
-        TrajectoryError.
+        budget, waits: as of `Admission.call_group_script`. Raises Busy, TrajectoryError.
         """
         codes: dict[int, str] = {}
         waiting: Sequence[Packet] = packets
-        wait: Wait | None = None
         while waiting:
             call = partial(self._attempt, waiting, epoch)
-            reply = yield from self._admission.call_group_script(spec, call, budget)
-            try:
-                waiting = unregistered(waiting, push_codes(reply, spec, waiting), codes)
-            except Busy as busy:
-                if not waits:
-                    raise
-                wait = wait or self._admission.push_wait()
-                yield from self._admission.wait_for_room(wait, Reason(*busy.reason))
+            reply = yield from self._admission.call_group_script(spec, call, budget, waits=waits)
+            waiting = unregistered(waiting, push_codes(reply, waiting), codes)
         metrics.producer_pushed(list(codes.values()))
         if refused := [position for position, code in codes.items() if code == "range"]:
             index_of: dict[int, int] = {}
@@ -253,14 +224,14 @@ class Pushes:
         return Push(keys, scorers[0] if scorers else "", tuple(arguments[SPEC_ARGS:]), [group])
 
     def _send_cancels(
-        self, spec: GroupSpec, calls: Sequence[tuple[str, int]], allowed: str
+        self, spec: GroupSpec, calls: Sequence[tuple[str, int]], allowed: str, *, waits: bool = False
     ) -> Steps[PushResult]:
         """Cancel slots, so many by each call, of those for which `allowed` has a '1'. Raises Busy, TrajectoryError."""
         codes: list[str] = []
         indices: list[int] = []
         for nonce, count in calls:
             below = allowed[: min(indices, default=len(allowed))]
-            cancelled, after_end = yield from self._send_cancel(spec, nonce, count, below)
+            cancelled, after_end = yield from self._send_cancel(spec, nonce, count, below, waits)
             indices += cancelled
             if after_end is None and len(cancelled) < count:
                 wanted = sum(count for _, count in calls)
@@ -274,14 +245,14 @@ class Pushes:
         return PushResult(codes, indices)
 
     def _send_cancel(
-        self, spec: GroupSpec, nonce: str, count: int, allowed: str
+        self, spec: GroupSpec, nonce: str, count: int, allowed: str, waits: bool
     ) -> Steps[tuple[list[int], str | None]]:
         keys = self._membership.keys_of(spec.group_id)
 
         def call(arguments: list[Any]) -> ScriptCall:
             return script_call("cancel", keys, [*arguments, nonce, count, allowed], group=spec.group_id)
 
-        return cancelled_slots((yield from self._admission.call_group_script(spec, call)), spec)
+        return cancelled_slots((yield from self._admission.call_group_script(spec, call, waits=waits)))
 
     def _check_rewards(self, trajectories: Iterable[Trajectory]) -> Steps[None]:
         """Raise TrajectoryError for a reward that nobody brings: it would keep its group open until the deadline."""

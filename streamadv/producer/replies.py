@@ -24,7 +24,6 @@ LOST_GROUPS_FIRST: Final = Reason(
     "lost_groups_first", "there is no room yet for groups that the server has lost"
 )
 NO_WEIGHTS: Final = Reason("no_weights", "no trainer has named weights yet")
-ABOVE_MAXMEMORY: Final = Reason("maxmemory", "the server is above its maxmemory")
 
 
 def announcement(reply: Reply) -> bytes:
@@ -73,7 +72,7 @@ def refusal(reply: Reply, shard: int | None = None) -> Reason:
     name, used, limit, *figures = (part.decode() if isinstance(part, bytes) else part for part in reply[1:-1])
     where = "" if shard is None else f"shard {shard}: "
     if name == "maxmemory":
-        return ABOVE_MAXMEMORY
+        return Reason("maxmemory", "the server is above its maxmemory")
     if name == "max_staleness":
         return Reason("pacing", f"{used} groups begun and not yet trained, max_staleness allows {limit}")
     if float(limit) == NO_ROOM:
@@ -101,16 +100,11 @@ def one_group(reply: Reply) -> Reply:
     return first if isinstance(first, list) else reply
 
 
-def push_codes(reply: Reply, spec: GroupSpec, packets: Sequence[Packet]) -> list[str]:
-    """What a reply of `push` says of each member of a group's packets, in the order of sending.
+def push_codes(reply: Reply, packets: Sequence[Packet]) -> list[str]:
+    """What a reply `ok` of `push` says of each member of a group's packets, in the order of sending.
 
     pushed, duplicate, surplus, late, range; again or lost: see `unregistered`.
-
-    Raises Busy, and what `check_group_reply` raises.
     """
-    check_group_reply(reply, spec)
-    if reply[0] == b"busy":
-        raise busy_error(refusal(reply))
     if len(reply) == 1:
         return ["pushed"] * sum([len(packet.indices) for packet in packets])
     return [code.decode() for code in reply[1:]]
@@ -142,14 +136,8 @@ def unregistered(packets: Sequence[Packet], replied: Sequence[str], codes: dict[
     return waiting
 
 
-def cancelled_slots(reply: Reply, spec: GroupSpec) -> tuple[list[int], str | None]:
-    """Slots that a reply of `cancel` has cancelled; for a group that had ended none, and why: surplus or late.
-
-    Raises Busy, and what `check_group_reply` raises.
-    """
-    check_group_reply(reply, spec)
-    if reply[0] == b"busy":
-        raise busy_error(refusal(reply))
+def cancelled_slots(reply: Reply) -> tuple[list[int], str | None]:
+    """Slots that a reply of `cancel` has cancelled; for a group that had ended none, and why: surplus or late."""
     if reply[0] == b"ended":
         return [], reply[1].decode()
     return [int(index) for index in reply[1:]], None
