@@ -22,6 +22,7 @@ from ..grouping.layout import Layout
 from ..metrics import importance_weights
 from ..run import Run
 from ..trajectory.columns import OUTPUT_COLUMNS
+from ..trajectory.members import offsets, spans
 from ..trajectory.schema import TOKEN_COLUMNS
 from .cut import RowExtras, cut
 from .delivered import delivered
@@ -82,7 +83,7 @@ def deliver(
     fetched = fetch(run, share, memory, ahead)
     outputs = fetch_outputs(run, computed.results, share, memory)
     packed = _pack(computed.results, fetched, outputs, rank.device, memory)
-    packed, late_metrics = _run_late_part(record, packed, late, rank.world_size)
+    packed, late_metrics = _run_late_part(computed, packed, late, rank.world_size)
     return _cut(computed, packed, late_metrics)
 
 
@@ -164,13 +165,14 @@ def _check_finite(
 
 
 def _run_late_part(
-    record: BatchRecord,
+    computed: ComputedBatch,
     packed: PackedShare,
     late: Mapping[str, LateColumn],
     world_size: int,
 ) -> tuple[PackedShare, Metrics | None]:
     """Make the late columns and run the steps of the chain after them; the batch gets advantages and returns."""
-    columns, results, metrics = dict(packed.columns), dict(packed.results), None
+    record, metrics = computed.record, None
+    columns, results = dict(packed.columns), dict(packed.results)
     extras = {name: column for name, column in packed.extras.items() if name not in late}
     if len(packed.share.trained):  # else all groups are dead: no rank has a micro-batch
         all_columns = {**columns, **packed.indices, **packed.extras}
@@ -179,19 +181,42 @@ def _run_late_part(
         if chain.steps:
             _check_scope(chain, record, world_size)
             needed = {name: extras[name] for name in chain.needs if name in extras}
-            batch = packed.batch.with_columns(**columns, **needed)
+            columns |= needed
+            batch = packed.batch.with_columns(**columns)
+            own: Tensor | slice = slice(None)
+            if chain.scope != "row" and len(packed.share.own) < len(computed.layout):
+                batch, own = _with_untrained(batch, packed.share, computed.results)
             result = run_chain(chain, batch, record.kl_coefficient)
             metrics = (result.metrics, result.weights)
             if "rollout_is_weights" in result.columns:
                 importance_weights(sample_tokens(batch, result.columns["rollout_is_weights"]))
+            columns |= {name: values[own] for name, values in result.columns.items()}
             batch = batch.with_columns(**result.columns)
-            columns = dict(batch.columns)
             for name, values in (("advantages", result.advantages), ("returns", result.returns)):
                 if values is not None:
-                    results[name] = expand(batch, result.level, values)
+                    results[name] = expand(batch, result.level, values)[own]
     if "advantages" in results:
         results.setdefault("returns", results["advantages"])
     return replace(packed, columns={**columns, **results}, extras=extras, results=results), metrics
+
+
+def _with_untrained(batch: PackedBatch, share: Share, results: BatchResults) -> tuple[PackedBatch, Tensor]:
+    """The batch of a share with all members of its groups, and where the share's tokens are in it.
+
+    Those that nobody trains on have no trainable tokens, and columns of 0.
+    """
+    members = share.batch.members
+    own = torch.from_numpy(spans(offsets(members.table["tokens"]), share.positions)).to(batch.device)
+    index = own.new_full((share.batch.num_tokens,), batch.num_tokens)
+    index[own] = torch.arange(batch.num_tokens, device=batch.device)
+    # Gathered from the tokens and a 0 after the last one: torch cannot write unsigned integers by index.
+    columns = {
+        name: torch.cat([values, values.new_zeros((1, *values.shape[1:]))])[index]
+        for name, values in batch.columns.items()
+    }
+    everybody = range(len(members))
+    rewards = results.numbers("rewards", everybody), results.numbers("step_rewards", everybody)
+    return pack_members(share.batch, None, batch.device, rewards).with_columns(**columns), own
 
 
 def _check_scope(chain: Chain, record: BatchRecord, world_size: int) -> None:

@@ -234,6 +234,22 @@ def test_late_columns_give_what_the_chain_gives(producer: Producer, joined: Run,
         assert torch.equal(mb.old_log_probs, log_probs_of(mb))
 
 
+@pytest.mark.parametrize(("estimator", "wanted"), [("remax", [-0.5, 0.5]), ("rloo", [-3.0, -1.5])])
+def test_who_is_not_trained_on_counts_in_his_group_after_a_late_column(
+    estimator: str, wanted: list[float], producer: Producer, joined: Run
+) -> None:
+    """A baseline, and a trajectory above the token budget."""
+    for index, reward in enumerate([0.0, 1.0, 5.0, 0.5]):
+        tokens, role = 9 if index == 2 else 5, "baseline" if index == 3 else "train"
+        fields = {"reward": reward, "role": role, "ref_log_probs": tokens * [-1.0]}
+        producer.push([trajectory("g", index, 4, tokens, **fields)])
+    chain = {"estimator": estimator, "kl": {"log_probs": "old_log_probs", "coefficient": 0.0}}
+    late = {"old_log_probs": log_probs_of}
+    queue = queue_of(joined, batch_groups=1, chain=chain, late=late, tokens_per_micro_batch=7)
+    batch = delivered_batch(queue, joined)
+    assert [mb.advantages[mb.response_mask].tolist() for mb in batch] == [3 * [value] for value in wanted]
+
+
 def test_a_late_column_is_there_although_the_chain_does_not_need_it(producer: Producer, joined: Run) -> None:
     push_groups(producer, 2)
     batch = delivered_batch(queue_of(joined, late={"old_log_probs": log_probs_of}), joined)
