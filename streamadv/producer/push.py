@@ -15,13 +15,13 @@ from ..store.scripts import ScriptCall, script_call
 from ..trajectory.member_table import with_trace
 from ..trajectory.packet import REWARD, Packet
 from ..trajectory.packet_encoding import encode_packets, ended_packets
-from ..trajectory.plain_records import plain_packets
 from ..trajectory.schema import Role, Trajectory
 from .admission import SPEC_ARGS, Admission
 from .checks import check_one_group, check_roles, check_score, check_seconds
 from .encode import MAX_SLICE_MEMBERS, GroupPush, Push, load_of, slices
 from .extra_columns import conform, kinds_of
 from .membership import Membership
+from .plain_records import plain_packets
 from .replies import NO_ROOM, cancelled_slots, push_codes, unregistered
 from .requests import Steps
 from .resend import ResendWindow

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from streamadv.errors import TrajectoryError
 from streamadv.producer.checks import check_records
+from streamadv.producer.plain_records import plain_packets
 from streamadv.producer.tickets import Ticket
 from streamadv.trajectory.columns import KNOWN_COLUMNS
 from streamadv.trajectory.packet import LARGE_COLUMN, MAX_PACKET_BYTES, Packet
 from streamadv.trajectory.packet_encoding import encode_packets, merge_packets
-from streamadv.trajectory.plain_records import plain_packets
 
 LIMIT = 1 << 20
 FLOATS = [name for name, dtype in KNOWN_COLUMNS.items() if dtype.kind == "f"]

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import isfinite
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from pydantic_core import to_json
 
-from .columns import KNOWN_COLUMNS, REQUIRED_COLUMNS, check_values
-from .fields import MAX_SHORT_TEXT, MAX_VERSION, is_plain
-from .members import STATUSES, pack_record
-from .packet import Packet, member_line, parts_of
-from .packet_encoding import MAX_HEADER_BYTES, Part, header_head, make_packets
-from .schema import MAX_GROUP_SIZE, Role
+from ..trajectory.columns import KNOWN_COLUMNS, REQUIRED_COLUMNS, check_values
+from ..trajectory.fields import MAX_SHORT_TEXT, MAX_VERSION, is_plain
+from ..trajectory.members import STATUSES, pack_record
+from ..trajectory.packet import Packet, member_line, parts_of
+from ..trajectory.packet_encoding import MAX_HEADER_BYTES, Part, header_head, make_packets
+from ..trajectory.schema import MAX_GROUP_SIZE, Role
+from .tickets import Ticket
 
 #: Fields of a plain record beside its columns.
 _SCALARS: Final = frozenset(
@@ -37,35 +38,14 @@ _NO_METADATA: Final[Mapping[str, Any]] = {}
 Columns = tuple[tuple[str, np.dtype[Any]], ...]
 
 
-class Defaults(Protocol):
-    """What a ticket says of the records of its group."""
-
-    @property
-    def group_id(self) -> str: ...
-    @property
-    def rollout_index(self) -> int: ...
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def slots(self) -> int: ...
-    @property
-    def model_version(self) -> int | None: ...
-    @property
-    def role(self) -> str: ...
-    @property
-    def data_source(self) -> str | None: ...
-    @property
-    def metadata(self) -> dict[str, Any]: ...
-
-
-def plain_packets(records: Sequence[Any], defaults: Defaults, limit: int) -> list[Packet] | None:
+def plain_packets(records: Sequence[Any], ticket: Ticket, limit: int) -> list[Packet] | None:
     """The packets of plain records with different slots, at most `limit` bytes each; None if they are not all that."""
     if type(records) not in (list, tuple) or not records or type(records[0]) is not dict:
         return None
     columns = _columns_of(tuple(records[0]))
-    if columns is None or not _is_plain_ticket(defaults):
+    if columns is None or not _is_plain_ticket(ticket):
         return None
-    keys, head = records[0].keys(), header_head(defaults.group_size, defaults.data_source)
+    keys, head = records[0].keys(), header_head(ticket.group_size, ticket.data_source)
     parts: dict[int, Part] = {}  # by rollout index
     metadata = header = None
     for position, record in enumerate(records):
@@ -73,8 +53,8 @@ def plain_packets(records: Sequence[Any], defaults: Defaults, limit: int) -> lis
             return None
         own = record.get("metadata", _NO_METADATA)
         if own is not metadata or header is None:  # records often share theirs
-            metadata, header = own, _header(own, defaults.metadata)
-        part = None if header is None else _part(position, record, defaults, columns, head, header, limit)
+            metadata, header = own, _header(own, ticket.metadata)
+        part = None if header is None else _part(position, record, ticket, columns, head, header, limit)
         if part is None or part.rollout_index in parts:
             return None
         parts[part.rollout_index] = part
@@ -119,7 +99,7 @@ def is_plain_group(group_id: Any, data_source: Any) -> bool:
     )
 
 
-def _is_plain_ticket(ticket: Defaults) -> bool:
+def _is_plain_ticket(ticket: Ticket) -> bool:
     return (
         is_plain_group(ticket.group_id, ticket.data_source)
         and type(ticket.group_size) is int
@@ -133,7 +113,7 @@ def _is_plain_ticket(ticket: Defaults) -> bool:
 def _part(
     position: int,
     record: Mapping[str, Any],
-    defaults: Defaults,
+    ticket: Ticket,
     columns: Columns,
     head: bytes,
     header: bytes,
@@ -141,12 +121,12 @@ def _part(
 ) -> Part | None:
     """What a record adds to its packet; the values of its columns are not checked."""
     get = record.get
-    index, reward = get("rollout_index", defaults.rollout_index), get("reward")
-    status, role = get("status", "completed"), get("role", defaults.role)
-    version = get("model_version", defaults.model_version)
+    index, reward = get("rollout_index", ticket.rollout_index), get("reward")
+    status, role = get("status", "completed"), get("role", ticket.role)
+    version = get("model_version", ticket.model_version)
     if (
         type(index) is not int
-        or not 0 <= index < defaults.slots
+        or not 0 <= index < ticket.slots
         or index >= 2 * MAX_GROUP_SIZE
         or type(reward) is not float
         or not isfinite(reward)
@@ -154,7 +134,7 @@ def _part(
         or type(status) is not str
         or status not in STATUSES
         or type(role) is not str
-        or role not in _ROLES[defaults.role]
+        or role not in _ROLES[ticket.role]
         or not (version is None or (type(version) is int and 0 <= version < MAX_VERSION))
     ):
         return None
