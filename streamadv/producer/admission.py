@@ -62,7 +62,7 @@ class Admission:
         self._has_warned_unpaced = False
         self._has_said_sizes = False
         self._unclaimed: dict[str, str] = {}  # nonce of a begin that nobody waits for any more -> group id
-        self._ahead: dict[str, str] = {}  # likewise of a group that is open before anybody has asked for it
+        self._ahead: dict[str, Ticket] = {}  # nonce -> first ticket of a group that nobody has asked for yet
 
     def begin(self, request: GroupRequest, call: BeginCall | None = None) -> Steps[Ticket]:
         """Admit a group and return its first ticket, waiting up to `request.timeout` seconds (None = for ever).
@@ -251,19 +251,19 @@ class Admission:
         """Note that nobody waits for the group that this call may have opened: `withdraw` undoes it."""
         self._unclaimed[call.nonce] = group_id
 
-    def keep_ahead(self, call: BeginCall, group_id: str) -> None:
-        """Note that this call has opened a group before anybody has asked for it."""
-        self._ahead[call.nonce] = group_id
+    def keep_ahead(self, call: BeginCall, ticket: Ticket) -> None:
+        """Keep the first ticket of a group that this call has opened before anybody has asked for it."""
+        self._ahead[call.nonce] = ticket
 
-    def take_ahead(self, call: BeginCall) -> bool:
-        """Whether the group of this call is still there for whoever asks now."""
-        return self._ahead.pop(call.nonce, None) is not None
+    def take_ahead(self, call: BeginCall) -> Ticket | None:
+        """The ticket that is kept for this call, once."""
+        return self._ahead.pop(call.nonce, None)
 
     def leave_ahead(self) -> None:
         """Nobody will ask for the groups that are open ahead: `withdraw` undoes them."""
         while self._ahead:
-            nonce, group_id = self._ahead.popitem()
-            self._unclaimed[nonce] = group_id
+            nonce, ticket = self._ahead.popitem()
+            self._unclaimed[nonce] = ticket.group_id
 
     def withdraw(self) -> Steps[None]:
         """Undo the opening of groups by calls whose callers no longer wait."""

@@ -115,4 +115,4 @@ class ProducerLogic:
         if self.membership.is_joined:
             self.admission.leave_ahead()
             yield from self.admission.withdraw()
-            yield from self.membership.leave()
+            yield from self.membership.send_heartbeat("gone")

@@ -135,24 +135,24 @@ class Membership:
     def _set_budget(self, memory: Mapping[str, Any]) -> None:
         self.max_bytes = byte_budget(self.manifest.max_bytes, memory) // self.shards
 
-    def send_heartbeat(self) -> Steps[None]:
-        """Write a heartbeat, and learn the newest model version."""
-        yield from self._send_heartbeat("finished" if self.finished else "open")
-
-    def leave(self) -> Steps[None]:
-        """The last heartbeat: a producer that has finished stays on the list, any other leaves it."""
-        yield from self._send_heartbeat("finished" if self.finished else "gone")
-
     def reopen(self) -> Steps[None]:
         """A producer that had finished has more to push."""
         if self.finished:
             self.finished = False
             yield from self.send_heartbeat()
 
-    def _send_heartbeat(self, state: str) -> Steps[None]:
+    def send_heartbeat(self, state: str = "open") -> Steps[None]:
+        """Write a heartbeat, and learn the newest model version.
+
+        state: open, or gone: off the list of producers. One that has finished stays on it.
+        """
         if self.is_forked:
             return
-        args = [self.name, state, "" if self._instance is None else self._instance]
+        args = [
+            self.name,
+            "finished" if self.finished else state,
+            "" if self._instance is None else self._instance,
+        ]
         reply = yield script_call("heartbeat", self.manifest.keys.home, args)
         version, drop_after, instance, finished, weights = reply
         self.has_run_ended = finished == b"1"

@@ -27,7 +27,6 @@ class _Asked:
         self._spec = spec
         self._call = BeginCall()
         self._lock = threading.Lock()
-        self._ticket: Ticket | None = None
         self._is_answered = False
         self.since = tracing.now()
 
@@ -45,8 +44,7 @@ class _Asked:
             if not is_error and reply[0] not in (b"ok", b"open"):
                 return
             if self._call.wanted and not is_error:
-                self._ticket = self._admission.first_ticket(self._spec, reply)
-                self._admission.keep_ahead(self._call, self._spec.group_id)
+                self._admission.keep_ahead(self._call, self._admission.first_ticket(self._spec, reply))
             else:
                 self.withdraw()
 
@@ -54,7 +52,7 @@ class _Asked:
         """The first ticket if it has come, once; a group that is opened later is withdrawn."""
         with self._lock:
             self._call.wanted = False
-            return self._ticket if self._admission.take_ahead(self._call) else None
+            return self._admission.take_ahead(self._call)
 
     def withdraw(self) -> None:
         self._admission.leave_unclaimed(self._call, self._spec.group_id)
@@ -76,8 +74,7 @@ class NextGroup:
     def begin(self) -> Steps[Ticket]:
         """The first ticket of the next group: at once if a push has brought it, else as `Admission.begin`."""
         asked = self._forget()
-        ticket = asked.take() if asked is not None else None
-        if asked is not None and ticket is not None:
+        if asked is not None and (ticket := asked.take()) is not None:
             return self._admission.traced(ticket, asked.since)
         return (yield from self._admission.begin(self._request))
 
