@@ -14,7 +14,7 @@ from ..errors import Busy, SettingError, TrajectoryError
 from ..producer.producer import Producer
 from ..store.reasons import Reason
 from ..store.waiting import Blocked, Wait
-from ..trajectory.interchange import read_trajectories
+from ..trajectory.interchange import poll, read_trajectories
 from ..trajectory.schema import Trajectory
 from . import add_metrics_option, add_redis_options, connect, settings_from
 from .files import DEFAULT_FORMAT, add_format_option, number_in, trajectories_of
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings, run_settings = settings_from(arguments), run_settings_from(arguments)
     path: Path = arguments.file
     source = (
-        read_trajectories(path, follow=True)
+        read_trajectories(path, wait=poll)
         if arguments.follow
         else _begun(trajectories_of(path, arguments.format))
     )

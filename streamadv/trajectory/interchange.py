@@ -24,21 +24,21 @@ POLL_S: Final = 0.2
 
 
 def poll() -> bool:
-    """The default `wait` of `read_trajectories`: sleeps POLL_S and returns False, so reading never stops."""
+    """A `wait` of `read_trajectories`: sleeps POLL_S and returns False, so reading never stops."""
     return threading.Event().wait(POLL_S)
 
 
 def read_trajectories(
-    path: Path, follow: bool = False, wait: Callable[[], bool] = poll, max_line_bytes: int = MAX_LINE_BYTES
+    path: Path, wait: Callable[[], bool] | None = None, max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[Trajectory]:
     """The trajectories of the interchange file `path`, in file order. Blank lines are skipped.
 
-    With `follow` a writer may still append: at the end of the file the reader calls `wait()`, and reads on until
-    `wait` returns True (`threading.Event.wait` fits). It then takes a last line without a newline for an unfinished
-    one; without `follow` such a line must be whole JSON. Raises TrajectoryError.
+    With `wait` a writer may still append: at the end of the file the reader calls `wait()`, and reads on until it
+    returns True (`threading.Event.wait` fits). It then takes a last line without a newline for an unfinished one;
+    without `wait` such a line must be whole JSON. Raises TrajectoryError.
     """
     with open_for_reading(path) as file:
-        for number, line in _lines(file, path, wait if follow else None, max_line_bytes):
+        for number, line in _lines(file, path, wait, max_line_bytes):
             where = f"{path}:{number}"
             yield parse_trajectory(parse_json(line, where), where)
 

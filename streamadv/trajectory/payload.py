@@ -7,10 +7,11 @@ member table nor in a column. Readers of single columns leave the header alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
+import numpy as np
 from pydantic import ValidationError
 from pydantic_core import from_json
 
@@ -116,9 +117,6 @@ class Payload:
     packet: StoredPacket
     position: int  # in the packet
     header_json: bytes  # of the packet
-    entries: Mapping[str, Sequence[int]] = field(
-        default_factory=dict
-    )  # of each row, of columns not per token
 
     @property
     def header(self) -> Header:
@@ -145,24 +143,13 @@ class Payload:
 def payloads_of(packet: StoredPacket, columns: Mapping[str, Array], header: bytes) -> list[Payload]:
     """The payloads of a packet's members. columns: of all members, see `packet.decode_column`."""
     members = packet.members
-    first_row = members.first_row
-    bounds_of = {
-        name: offsets(members.entries.get(name, members.rows["tokens"]))[first_row].tolist()
-        for name in columns
+    first_row = members.first_row[1:-1]  # of each member but the first
+    parts = {
+        name: np.split(column, offsets(members.entries.get(name, members.rows["tokens"]))[first_row])
+        for name, column in columns.items()
     }
-    rows = first_row.tolist()
-    counts = {name: members.entries[name].tolist() for name in columns if name in members.entries}
     return [
-        Payload(
-            {
-                name: column[bounds_of[name][position] : bounds_of[name][position + 1]]
-                for name, column in columns.items()
-            },
-            packet,
-            position,
-            header,
-            {name: count[rows[position] : rows[position + 1]] for name, count in counts.items()},
-        )
+        Payload({name: cut[position] for name, cut in parts.items()}, packet, position, header)
         for position in range(len(members))
     ]
 
@@ -175,7 +162,7 @@ def payload_trajectory(
     Raises WireError when header and columns contradict each other.
     """
     header = payload.header
-    columns = {**payload.columns, **(outputs or {})}
+    entries = payload.packet.members.select([payload.position]).entries  # of columns not per token
     rows = []
     data: dict[str, Any] = {
         "group_id": reference.group_id,
@@ -190,10 +177,15 @@ def payload_trajectory(
         "metadata": header.metadata,
     }
     try:
+        columns: dict[str, list[Any]] = {}  # by row
+        for name, array in {**payload.columns, **(outputs or {})}.items():
+            parts = np.split(array, np.cumsum(entries.get(name, reference.row_lengths))[:-1])
+            is_extra = name in payload.columns and name not in KNOWN_COLUMNS
+            columns[name] = (
+                [Column(data=part, per_token=name not in entries) for part in parts] if is_extra else parts
+            )
         for number in range(len(reference.row_lengths)):
-            values = {
-                name: _of_row(reference, payload, name, array, number) for name, array in columns.items()
-            }
+            values = {name: parts[number] for name, parts in columns.items()}
             agent = header.agents[number] if header.agents else None
             reward = header.row_rewards[number] if header.row_rewards else None
             rows.append(Row(agent=agent, reward=reward, **values))
@@ -201,12 +193,3 @@ def payload_trajectory(
         return Trajectory.model_validate({**data, "rows": rows, "steps": steps, **fields})
     except ValidationError as error:
         raise WireError(f"payload header: {first_problem(error)}") from error
-
-
-def _of_row(reference: Reference, payload: Payload, name: str, array: Array, row: int) -> Any:
-    lengths = payload.entries.get(name, reference.row_lengths)
-    start = sum(lengths[:row])
-    part = array[start : start + lengths[row]]
-    if name in KNOWN_COLUMNS or name not in payload.columns:
-        return part
-    return Column(data=part, per_token=name not in payload.entries)

@@ -156,7 +156,7 @@ def follow(path, writes, **options):
             file.write(pending.pop(0))
         return False
 
-    return read(path, follow=True, wait=wait, **options)
+    return read(path, wait=wait, **options)
 
 
 @settings(deadline=None)
@@ -191,7 +191,7 @@ def test_following_a_file_that_shrinks_is_an_error(path):
         return len(shrunk) > 2
 
     with pytest.raises(TrajectoryError, match="was cut while"):
-        read(path, follow=True, wait=wait)
+        read(path, wait=wait)
 
 
 def test_recover_of_a_new_file(path):
