@@ -7,7 +7,7 @@ be waiting for this rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..run import Run
 from ..store.reasons import Reason
 from .hold import Hold, NotHeldError, as_hold, ask_hold, fenced, founded, read_hold
 from .progress import Progress
-from .record import BatchRecord, Death, find_record
+from .record import BatchRecord, find_record
 from .session import Session
 from .settings import NamingSettings
 
@@ -122,7 +122,6 @@ class Follower(Session):
     """Made by `join`."""
 
     leads = False
-    waits_for_groups = False
 
     def __init__(
         self,
@@ -179,29 +178,3 @@ class Follower(Session):
         batch = self.batches.get(record.k)
         if batch is not None:
             batch.groups.clear()
-
-    # Rank 0 does the rest for all.
-
-    def look_again(self) -> None:
-        pass
-
-    def name_ahead(self, ended: bool, max_groups: int | None = None) -> bool:
-        return False
-
-    def could_name(self, max_groups: int | None = None) -> bool:
-        return False
-
-    def missing_fraction(self, max_groups: int | None = None) -> float:
-        return 0.0
-
-    def commit(self, version: int) -> None:
-        pass
-
-    def publish_end(self, ends: int) -> None:
-        pass
-
-    def publish_weights(self) -> None:
-        pass
-
-    def _write_dead_letters(self, record: BatchRecord, deaths: Mapping[str, Death]) -> None:
-        pass

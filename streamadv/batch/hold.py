@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..errors import EpochFencedError, StreamadvError
 from ..run import Run
@@ -18,26 +17,14 @@ from ..store.replies import as_count
 from .progress import Progress
 
 _SESSION: Final = re.compile(r"([0-9]+)-[0-9a-f]+")
-_FIELDS: Final = (
-    "job",
-    "session",
-    "epoch",
-    "settled",
-    "branch",
-    "loaded",
-    "began",
-    "committed",
-    "world_size",
-)
 
 
 class NotHeldError(StreamadvError):
     """Rank 0 has not taken the run (again): one line that says what this rank waits for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Who has the run, as the run says. Numbers are 0 where nothing is written."""
+class Hold(NamedTuple):
+    """Who has the run: these fields of the session hash. Numbers are 0 where nothing is written."""
 
     job: str
     session: str
@@ -69,7 +56,7 @@ def read_hold(run: Run) -> Hold:
 
 def ask_hold(pipe: Any, run: Run) -> None:
     """Add to a pipeline the read whose reply `as_hold` takes."""
-    pipe.hmget(run.keys.home.session, list(_FIELDS))
+    pipe.hmget(run.keys.home.session, list(Hold._fields))
 
 
 def as_hold(values: Sequence[bytes | None]) -> Hold:

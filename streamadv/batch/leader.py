@@ -7,7 +7,7 @@ Batch k is named from version k - prefetch on and kept until it is committed. Wh
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from .. import clock, metrics, tracing
@@ -19,10 +19,10 @@ from . import traces
 from .candidates import Candidates
 from .carryover import running_with
 from .commit import commit, commit_arguments
-from .exclusion import dead_letter_groups, drop
+from .exclusion import drop
 from .named import NamedBatch
 from .progress import Progress
-from .record import BatchRecord, Death, name_batch, read_records
+from .record import BatchRecord, name_batch, read_records
 from .selection import NamingRules, choose, explained, make_record
 from .session import Session
 from .settings import NamingSettings
@@ -179,9 +179,6 @@ class Leader(Session):
     def find(self, k: int) -> BatchRecord | None:
         batch = self.batches.get(k)
         return None if batch is None else batch.record
-
-    def _write_dead_letters(self, record: BatchRecord, deaths: Mapping[str, Death]) -> None:
-        dead_letter_groups(self.run, record, deaths, self.epoch)
 
     # Trained and committed
 

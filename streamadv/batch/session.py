@@ -6,7 +6,6 @@ rank begins its session again (`recovery.take_over`, `follower.join`) from what 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -18,14 +17,14 @@ from ..store.reasons import Reason
 from . import traces
 from .carryover import KLCoefficients
 from .dropped import DroppedGroups, UnloggedDrops
-from .exclusion import Exclusions, leave_out, read_exclusions
+from .exclusion import Exclusions, dead_letter_groups, leave_out, read_exclusions
 from .named import NamedBatch
 from .progress import Progress
 from .record import BatchRecord, Death
 from .settings import NamingSettings
 
 
-class Session(ABC):
+class Session:
     """What rank 0 (`leader.Leader`) and the other ranks (`follower.Follower`) have in common."""
 
     #: Whether this is rank 0.
@@ -75,46 +74,45 @@ class Session(ABC):
         self.progress.servers_confirmed(asked, self._has_caught_up())
         return True
 
-    @abstractmethod
     def _ask_who_has_it(self, pipe: Any) -> None:
         """Add to a pipeline the reads whose replies `_is_held` judges."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _is_held(self, replies: Sequence[Any]) -> bool:
         """Whether the servers that have answered know this session."""
+        raise NotImplementedError
 
     def _has_caught_up(self) -> bool:
         return True
 
-    # Naming
+    # Naming: rank 0 does it for all
 
-    @abstractmethod
     def look_again(self) -> None:
-        """Read on in the groups logs, though they had ended, when a batch is to be named. Rank 0 does."""
+        """Read on in the groups logs, though they had ended, when a batch is to be named."""
 
-    @abstractmethod
     def name_ahead(self, ended: bool, max_groups: int | None = None) -> bool:
         """Name every batch that may be named now, and make the shards know it. True if one is new to this session.
 
         ended: no more groups can come, so fewer make a batch. max_groups: of a batch (default batch_groups).
         """
+        return False
 
     @property
-    @abstractmethod
     def waits_for_groups(self) -> bool:
         """Whether another batch may be named as soon as there are groups for it."""
+        return False
 
-    @abstractmethod
     def could_name(self, max_groups: int | None = None) -> bool:
         """Look into the groups logs again: whether there are enough groups for another batch."""
+        return False
 
-    @abstractmethod
     def missing_fraction(self, max_groups: int | None = None) -> float:
         """Fraction of the next batch still missing after one more group arrives; negative if it could be named now."""
+        return 0.0
 
-    @abstractmethod
     def find(self, k: int) -> BatchRecord | None:
         """The record of batch k, if it has been named."""
+        raise NotImplementedError
 
     def waits_for_marks(self, k: int) -> Reason | None:
         """Why batch k cannot be named before the training loop marks earlier ones as trained; None if it can."""
@@ -138,17 +136,18 @@ class Session(ABC):
         return [groups[pointer.group_id] for pointer in living]
 
     def dead_letter(self, record: BatchRecord, deaths: Mapping[str, Death]) -> Exclusions:
-        """Groups of a batch that cannot be computed become dead letters. Returns all that is excluded from it."""
+        """Groups of a batch that cannot be computed become dead letters, which rank 0 writes.
+
+        Returns all that is excluded from the batch.
+        """
         dead, left_out = read_exclusions(self.run, record.id, record.groups)
-        self._write_dead_letters(record, {group_id: deaths[group_id] for group_id in deaths.keys() - dead})
+        if self.leads:
+            unwritten = {group_id: deaths[group_id] for group_id in deaths.keys() - dead}
+            dead_letter_groups(self.run, record, unwritten, self.epoch)
         deaths_so_far = self.progress.batch(record).dead
         written_by_others = dead - deaths_so_far.keys()
         deaths_so_far.update(dict.fromkeys(written_by_others, Death("undecodable", "")) | dict(deaths))
         return Exclusions(set(deaths_so_far), left_out)
-
-    @abstractmethod
-    def _write_dead_letters(self, record: BatchRecord, deaths: Mapping[str, Death]) -> None:
-        """Rank 0 does it for all."""
 
     def leave_out(self, record: BatchRecord, problems: Mapping[tuple[str, int], str]) -> bool:
         """Members of a batch that this rank cannot read. False when the server has lost or committed the batch."""
@@ -165,14 +164,13 @@ class Session(ABC):
             if self.leads:
                 traces.trained(self.run, self.progress.batch(record))
 
-    @abstractmethod
     def publish_version(self, record: BatchRecord, commits: bool = False) -> None:
         """Rank 0 writes into the run that the batch was trained.
 
         commits: that all up to it are in a saved checkpoint as well; `commit` does the rest.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def publish_weights(self) -> None:
         """Rank 0 tells producers where the weights of the present version lie, as the progress has it."""
 
@@ -180,14 +178,12 @@ class Session(ABC):
         """The trainer ends the run; rank 0 tells the producers."""
         self.progress.finished = True
 
-    @abstractmethod
     def commit(self, version: int) -> None:
         """Rank 0 commits every batch below `version`: they are in a saved checkpoint."""
 
-    @abstractmethod
     def has_ended(self, k: int) -> bool:
         """Whether no batch k can come."""
+        raise NotImplementedError
 
-    @abstractmethod
     def publish_end(self, ends: int) -> None:
         """Rank 0 lets the other ranks end before the next batch as well, so many times in all."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import Final
 
 from .. import clock
 from ..errors import BatchBudgetError, StarvedError, UncommittedBudgetError
@@ -42,38 +42,25 @@ class Limits:
     batch_groups: int
     min_kept_ratio: float  # warn below
     max_filtered_batches: int | None  # raise after so many batches' worth of lost groups without a batch
-    min_groups: int | None = None  # enough to name a batch, if fewer than batch_groups
-
-    @property
-    def needed(self) -> int:
-        """Groups that are enough for a batch."""
-        return self.min_groups or self.batch_groups
+    min_groups: int  # enough to name a batch
 
 
 class Watchdog:
-    """Looks at the run while rank 0 waits.
+    """Looks at the run while rank 0 waits. Groups that ended before the trainer took the run do not count as lost."""
 
-    ended_before: how groups had ended when the last batch came, or when the trainer took the run. None: not known,
-    since the server was away; the next look tells.
-    """
+    #: Of the ledger, as the last batch came, or when the trainer took the run; None = the server was away.
+    counters: Counter[str] | None
+    #: How groups had ended by then, or when a named batch was last seen to be computed; None = the next look tells.
+    _ended_before: Counter[str] | None
 
-    def __init__(self, run: Run, limits: Limits, ended_before: Counter[str] | None = None) -> None:
-        #: Of the ledger, as the last batch came, or when the trainer took the run; None = the server was away.
-        self.counters: Counter[str] | None = None
+    def __init__(self, run: Run, limits: Limits) -> None:
         self._run = run
         self._limits = limits
         self._look_due = clock.now()
         self._blocked = Blocked("trainer", "no batch")
         self._has_delivered = False
-        self._ended_before = ended_before
         self._warned = False
-
-    @classmethod
-    def begin(cls, run: Run, limits: Limits) -> Self:
-        """When the trainer takes the run: groups that ended earlier do not count as lost."""
-        watchdog = cls(run, limits)
-        watchdog._read_counters()
-        return watchdog
+        self._read_counters()
 
     def progress(self) -> None:
         """A batch was delivered: the wait for the next one begins."""
@@ -133,7 +120,9 @@ def read_for_trainer(run: Run, limits: Limits) -> Status:
     """The status, as seen by a trainer of these limits."""
     status = read_status(run)
     trainer = replace(status.trainer, state="waits")  # it asks
-    return replace(status, admission=replace(status.admission, batch_groups=limits.needed), trainer=trainer)
+    return replace(
+        status, admission=replace(status.admission, batch_groups=limits.min_groups), trainer=trainer
+    )
 
 
 def why_no_batch(run: Run, limits: Limits) -> str:

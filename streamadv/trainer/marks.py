@@ -38,10 +38,10 @@ class Marks:
 
     def finish_current(self) -> Session:
         """The loop asks for another batch: mark and commit the one before where that is the mode."""
-        batch, sessions = self.current, self._sessions
+        batch = self.current
         if batch is not None and batch.version >= self._progress.version:
-            self._note_trained(sessions.current(), batch)
-        session = sessions.checked()
+            self.note_trained(batch)
+        session = self._sessions.checked()
         if batch is not None and batch.version in session.batches:
             if session.published_version <= batch.version:
                 session.publish_version(session.batches[batch.version].record, self._commits)
@@ -66,8 +66,20 @@ class Marks:
         self.news.set()
 
     def note_trained(self, batch: Batch) -> BatchRecord:
-        """The first part of `TrainerQueue.trained`. Not to be repeated: a session that commits the batch forgets it."""
-        return self._note_trained(self._sessions.current(), batch)
+        """The first part of `TrainerQueue.trained`: notes in the progress, before any server is told.
+
+        Not to be repeated: a session that commits the batch forgets it.
+        """
+        session = self._sessions.current()
+        named = session.batches.get(batch.version)
+        if named is None or named.record.id != batch.id:
+            raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
+        if batch.version > session.version:
+            raise SettingError(
+                f"batch {batch.version} is marked as trained before batch {session.version}: mark in order"
+            )
+        session.note_trained(named.record, batch.kl)
+        return named.record
 
     def publish_trained(self, record: BatchRecord, weights: str | None) -> None:
         """The second part, once."""
@@ -88,18 +100,6 @@ class Marks:
                 f"state has version {state['version']}, this queue is at {session.version}: load it first"
             )
         session.commit(state["version"])
-
-    def _note_trained(self, session: Session, batch: Batch) -> BatchRecord:
-        """Note in the progress, before any server is told, that the batch is in the weights."""
-        named = session.batches.get(batch.version)
-        if named is None or named.record.id != batch.id:
-            raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
-        if batch.version > session.version:
-            raise SettingError(
-                f"batch {batch.version} is marked as trained before batch {session.version}: mark in order"
-            )
-        session.note_trained(named.record, batch.kl)
-        return named.record
 
     def _writing_session(self) -> Session:
         """The session to write with. Only rank 0 writes, to the servers as they are now."""

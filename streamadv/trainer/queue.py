@@ -163,7 +163,7 @@ class TrainerQueue(IterableDataset[Batch]):
         )
         self._marks = Marks(self._sessions, self._progress, rank == 0, mark, commit)
         self._lock = threading.RLock()  # held for each step, not while `next_batch` waits
-        limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches, min_groups)
+        limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches, naming.min_groups)
         self._supply = Supply(
             run, self._rank, self._marks, self._progress, late, limits, self._lock, self._stop, self._pause
         )

@@ -126,7 +126,7 @@ class Supply:
         if self._reader is None or self._reader.session is not session:
             self.stop_reading()
             if self._rank.number == 0:
-                self._watchdog = Watchdog.begin(session.run, self._limits)
+                self._watchdog = Watchdog(session.run, self._limits)
                 self._run_figures = self._run_figures or RunFigures(session.run, self._watchdog.counters)
             self._reader = BatchReader(session, self._rank, self._late)
         return self._reader

@@ -7,13 +7,13 @@
 --       ('' in others), for each of them: entry id, bytes of its output columns; then of each group one text: entry id,
 --       numbers of members that are trained on, baselines, and oversize, bytes, number of payloads
 -- Returns  number of groups committed
+-- include count
 -- include owners
 -- include announce
 -- include close_batch
 local UNLINKED = 1000  -- keys in one UNLINK
 local results = tonumber(ARGV[4]) or 0
-local sums, gone, at, groups = {}, {}, results, 0
-local function count(name, number) sums[name] = (sums[name] or 0) + number end
+local gone, at, groups = {}, results, 0
 local exclusions = cjson.decode(redis.call('HGET', keys.applied, ARGV[2]) or '{}')
 for i = 5 + 2 * results, #ARGV do
   local entry, trained, baseline, oversize, bytes, payloads =
@@ -40,9 +40,7 @@ if groups > 0 then
   redis.pcall('HINCRBY', keys.trainer, 'held', -groups)
   announce()
 end
-for name, number in pairs(sums) do
-  if number ~= 0 then redis.pcall('HINCRBY', keys.ledger, name, string.format('%d', number)) end
-end
+write_counts()
 if ARGV[4] ~= '' then close_batch(ARGV[2], 5, results) end
 if ARGV[3] ~= '' and string.find(redis.call('HGET', keys.batches, ARGV[3]) or '', '"id":"' .. ARGV[2] .. '"', 1, true) then
   redis.call('HDEL', keys.batches, ARGV[3])
