@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..extras import TO_COMPUTE
 from ..plugins import function_of
-from ..run.manifest import DEFAULTS, RunSettings, run_settings
+from ..run.manifest import DEFAULTS, RunSettings
 from ..trajectory.columns import KNOWN_COLUMNS
 from ..trajectory.names import check_names
 from ..units import size_text
@@ -114,7 +114,7 @@ _RUN_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
 def run_settings_from(arguments: argparse.Namespace) -> RunSettings:
     """The run's settings among the parsed arguments."""
     names = RunSettings.model_fields.keys() & vars(arguments).keys()
-    return run_settings(**{name: getattr(arguments, name) for name in names})
+    return RunSettings(**{name: getattr(arguments, name) for name in names})
 
 
 def run(arguments: argparse.Namespace) -> int:

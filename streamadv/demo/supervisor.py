@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from ..errors import ProcessEndedError
 from ..processes.children import Child, Message, stop_all
 from ..run import open_run
-from ..run.manifest import run_settings
+from ..run.manifest import RunSettings
 from ..status import Status, read_status
 from ..store.connection import Connection
 from ..store.credentials import environment_with
@@ -72,7 +72,7 @@ def demonstrate(
         run = open_run(
             connection,
             settings.run,
-            run_settings(zero_variance_filter=True, group_deadline_s=GROUP_DEADLINE_S),
+            RunSettings(zero_variance_filter=True, group_deadline_s=GROUP_DEADLINE_S),
         )
         return conduct(
             settings,

@@ -70,17 +70,6 @@ class Cursor:
         self.check_due = -math.inf
         self.expired: list[tuple[str, Delivery]] = []  # to be taken over
 
-    def check_leases(
-        self, pending: Mapping[str, Delivery], in_hand: set[tuple[int, str]], now: float
-    ) -> None:
-        """Find out whose lease is over. pending: everything there is, by entry id."""
-        self.leases.update(pending, now)
-        self.expired = [
-            (entry_id, delivery)
-            for entry_id, delivery in self.leases.expired(now)
-            if (self.shard.index, entry_id) not in in_hand
-        ]
-
 
 def consumer_name() -> str:
     """Unique for this process: a name used again would inherit, and hide, what is pending under it."""
@@ -269,7 +258,11 @@ class Consumer:
         pending = self._pending(cursor.stream)
         with self._lock:
             in_hand = set(self._in_hand)
-        cursor.check_leases(pending, in_hand, clock.now())
+        cursor.expired = [
+            (entry_id, delivery)
+            for entry_id, delivery in cursor.leases.expired(pending, clock.now())
+            if (cursor.shard.index, entry_id) not in in_hand
+        ]
         self.retire_others()
         self.run.keep_up(KEEP_UP_S)
 

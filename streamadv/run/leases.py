@@ -26,8 +26,8 @@ class Leases:
         self._lease_s = lease_s
         self._seen: dict[str, tuple[Delivery, float]] = {}
 
-    def update(self, pending: Mapping[str, Delivery], now: float) -> None:
-        """Take note of everything that is pending now, by entry id."""
+    def expired(self, pending: Mapping[str, Delivery], now: float) -> list[tuple[str, Delivery]]:
+        """Entries whose lease is over, oldest first. pending: everything that is now, by entry id."""
         seen = self._seen
         self._seen = {
             entry_id: seen[entry_id]
@@ -35,9 +35,6 @@ class Leases:
             else (delivery, now)
             for entry_id, delivery in pending.items()
         }
-
-    def expired(self, now: float) -> list[tuple[str, Delivery]]:
-        """Entries whose lease is over, oldest first."""
         return [
             (entry_id, delivery)
             for entry_id, (delivery, since) in self._seen.items()

@@ -349,21 +349,13 @@ def changed_fields(manifest: Manifest, settings: RunSettings) -> dict[str, str]:
         raise SettingError(f"{fixed[0]} cannot be changed: leave it out, or use another run name")
     if not given:
         raise SettingError("no setting is given: name those to change, `streamadv runs show` has them")
-    run_settings(**{name: getattr(manifest, name) for name in DEFAULTS} | given)  # do they go together?
+    RunSettings(**{name: getattr(manifest, name) for name in DEFAULTS} | given)  # do they go together?
     return {name: json.dumps(value) for name, value in settings.manifest_values.items()}
 
 
 def register_call(run: str) -> ScriptCall:
     """Put the run on the server's list of runs."""
     return script_call("register", EntryKeys(run), [run])
-
-
-def run_settings(**values: Any) -> RunSettings:
-    """RunSettings from flags or keywords. Raises SettingError on one line."""
-    try:
-        return RunSettings(**values)
-    except ValueError as error:  # a lone surrogate in a key
-        raise SettingError(f"{_OF_RUN}{first_problem(error)}") from None
 
 
 def given_settings(settings: RunSettings | None) -> RunSettings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -64,7 +64,7 @@ class MicroBatch(Columns):
         self,
         columns: Mapping[str, Tensor],
         row_lengths: Sequence[int],
-        references: Sequence[Reference],
+        references: Iterable[Reference],
         extras: Mapping[str, list[Array]],
         row_numbers: Sequence[int] | None = None,
     ) -> None:

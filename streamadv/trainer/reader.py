@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
@@ -27,7 +26,6 @@ from .microbatch import Batch
 from .plan import Rank
 from .report import batch_figures, named
 from .results_log import ResultsLog
-from .wait import wait_for_news
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +39,10 @@ class BatchReader:
         self.session = session
         self._rank = rank
         self._late = late
-        self._log = ResultsLog(session)
+        self.log = ResultsLog(session)
         self.ahead: ReadAhead | None = None  # of the batch to be delivered next
         self._layout = Layout.of([])  # made last
         self._memory = ColumnMemory(rank.device)
-
-    def wait(self, block_ms: int, max_groups: int | None, stop: threading.Event) -> None:
-        """Wait for new results, or for groups: see `wait_for_news`."""
-        wait_for_news(self.session, self._log, block_ms, max_groups, stop)
 
     def collect(self) -> Batch | None:
         """Deliver the next batch. None while it is not named, or some of its results have not been published.
@@ -75,7 +69,7 @@ class BatchReader:
         batch.metrics.clear()
         batch.metrics.update(named(figures))
         session.dropped.clear()
-        self._log.forget(record.id)
+        self.log.forget(record.id)
         self.stop()
         session.progress.deliver(record)
         of_batch = session.progress.batch(record)
@@ -119,10 +113,10 @@ class BatchReader:
     def _computed(self, record: BatchRecord) -> ComputedBatch | None:
         """The batch with its results, without dead groups. None while some results have not been published."""
         items = work_items(record)
-        if self._log.results_of(record.id, items) is None:
-            self._log.read()
-        self._log.remove_strays()
-        while (results := self._log.results_of(record.id, items)) is not None:
+        if self.log.results_of(record.id, items) is None:
+            self.log.read()
+        self.log.remove_strays()
+        while (results := self.log.results_of(record.id, items)) is not None:
             deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
             dead, left_out = self.session.dead_letter(record, deaths)
             layout = self._lay_out(record, dead)
@@ -132,7 +126,7 @@ class BatchReader:
             result, problem = foreign
             fields = self._log_fields("results_unusable", record)
             logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem, extra=fields)
-            self._log.remove(result)
+            self.log.remove(result)
         return None
 
     def _lay_out(self, record: BatchRecord, dead: Container[str]) -> Layout:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import cached_property
-from typing import overload
 
 from ..grouping.layout import Layout
 from ..trajectory.members import Positions
 from ..trajectory.reference import Reference, references_of
 
 
-class References(Sequence[Reference]):
+class References:
     """References of the members of a layout, or of those at `positions`, which may repeat. Made at the first look."""
 
     def __init__(self, layout: Layout, positions: Positions | None = None) -> None:
         self._layout = layout
         self._positions = positions
 
-    def __len__(self) -> int:
-        return len(self._layout if self._positions is None else self._positions)
-
-    @overload
-    def __getitem__(self, index: int) -> Reference: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Reference]: ...
-    def __getitem__(self, index: int | slice) -> Reference | list[Reference]:
-        return self._made[index]
+    def __iter__(self) -> Iterator[Reference]:
+        return iter(self._made)
 
     @cached_property
     def _made(self) -> list[Reference]:

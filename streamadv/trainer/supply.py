@@ -23,6 +23,7 @@ from .patience import Patience
 from .plan import Rank
 from .reader import STAGE, BatchReader
 from .report import RunFigures, named, observe, times
+from .wait import wait_for_news
 
 logger = logging.getLogger(__name__)
 
@@ -205,4 +206,4 @@ class Supply:
         if unmarked:
             self._marks.news.wait(block_ms / 1000)
             return
-        reader.wait(block_ms, max_groups, self._stop)
+        wait_for_news(session, reader.log, block_ms, max_groups, self._stop)

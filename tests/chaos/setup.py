@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from streamadv.run.manifest import RunSettings, run_settings
+from streamadv.run.manifest import RunSettings
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Setup:
 
     @property
     def run_settings(self) -> RunSettings:
-        return run_settings(**self.settings)
+        return RunSettings(**self.settings)
 
     @property
     def stop_file(self) -> Path:

@@ -9,7 +9,7 @@ import pytest
 from streamadv.algorithms import build_chain
 from streamadv.algorithms.chain.config import ChainConfig
 from streamadv.errors import SettingError
-from streamadv.run.manifest import RunSettings, run_settings
+from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings, load_settings
 from streamadv.store.connection import Connection
 
@@ -35,7 +35,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setenv(variable, text.replace(b"\x00", b"").decode(errors="surrogateescape"))
             one_line_error(lambda: load_settings(), SettingError, (variable, text))
         given = {chance.choice([*run_fields, "junk"]): hostile(chance) for _ in range(2)}
-        one_line_error(lambda given=given: run_settings(**given), SettingError, given)  # type: ignore[misc]
+        one_line_error(lambda given=given: RunSettings(**given), SettingError, given)  # type: ignore[misc]
         url = damaged_bytes(chance.choice(URLS).encode(), chance).decode(errors="replace")
         one_line_error(lambda url=url: Connection(url), SettingError, url)  # type: ignore[misc]
 

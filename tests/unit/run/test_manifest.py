@@ -10,7 +10,7 @@ import pytest
 
 from streamadv.errors import ManifestMismatchError, SettingError
 from streamadv.run import find_run, open_run
-from streamadv.run.manifest import DEFAULTS, RunSettings, run_settings
+from streamadv.run.manifest import DEFAULTS, RunSettings
 from streamadv.store.connection import Connection
 from streamadv.store.keys import manifest_key
 
@@ -46,12 +46,12 @@ def test_the_first_value_given_stands(fake: Connection, name: str) -> None:
     first, other = VALUES[name]
     early = open_run(fake, "r")
     assert getattr(early.manifest, name) == DEFAULTS[name]
-    assert getattr(open_run(fake, "r", run_settings(**{name: first})).manifest, name) == (
+    assert getattr(open_run(fake, "r", RunSettings(**{name: first})).manifest, name) == (
         tuple(first) if isinstance(first, list) else first
     )
-    open_run(fake, "r", run_settings(**{name: first}))
+    open_run(fake, "r", RunSettings(**{name: first}))
     with pytest.raises(ManifestMismatchError, match=name) as error:
-        open_run(fake, "r", run_settings(**{name: other}))
+        open_run(fake, "r", RunSettings(**{name: other}))
     for value in (first, other):
         assert str(value).split(".")[0] in str(error.value)
     early.refresh()
@@ -107,7 +107,5 @@ def test_only_existing_runs_are_found(fake: Connection) -> None:
 )
 def test_wrong_settings_are_one_line_naming_the_field(values: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=re.escape(message)) as error:
-        run_settings(**values)
-    with pytest.raises(SettingError, match=re.escape(message)):
         RunSettings(**values)
     assert "\n" not in str(error.value)
