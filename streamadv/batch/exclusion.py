@@ -66,17 +66,12 @@ def leave_out(run: Run, record: BatchRecord, problems: Mapping[tuple[str, int], 
     False when the batch, or a group, is not there (any more).
     """
     pointers = {pointer.group_id: pointer for pointer in record.groups}
-    return all(
-        _leave_out(run, pointers[group_id], index, Death("undecodable", text), record.id, epoch)
-        for (group_id, index), text in problems.items()
-    )
-
-
-def _leave_out(
-    run: Run, pointer: Pointer, rollout_index: int, death: Death, batch_id: str, epoch: int
-) -> bool:
-    args = [epoch, pointer.entry, pointer.group_id, rollout_index, batch_id, *death]
-    return bool(run.shard(pointer.shard).call("leave_out", args, dead_group=pointer.group_id))
+    for (group_id, index), text in problems.items():
+        shard = run.shard(pointers[group_id].shard)
+        args = [epoch, pointers[group_id].entry, group_id, index, record.id, "undecodable", text]
+        if not shard.call("leave_out", args, dead_group=group_id):
+            return False
+    return True
 
 
 class Exclusions(NamedTuple):

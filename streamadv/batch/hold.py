@@ -11,8 +11,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from ..errors import EpochFencedError, StreamadvError
+from ..errors import StreamadvError
 from ..run import Run
+from ..run.run import fenced
 from ..store.replies import as_count
 from .progress import Progress
 
@@ -85,7 +86,7 @@ def take(run: Run, progress: Progress) -> tuple[int, bool]:
     ]
     reply: Any = run.home.call("take_epoch", args)
     if reply == -1:
-        raise fenced(run)
+        raise fenced(run.name)
     epoch, version, committed, branch = int(reply[0]), int(reply[2]), int(reply[3]), int(reply[4])
     progress.epoch, progress.session = epoch, reply[1].decode()
     if branch == progress.branch > 0:
@@ -95,8 +96,3 @@ def take(run: Run, progress: Progress) -> tuple[int, bool]:
     if begins:
         progress.branch = epoch
     return committed, begins
-
-
-def fenced(run: Run) -> EpochFencedError:
-    """The error of a session that another one has replaced."""
-    return EpochFencedError(f"run {run.name}: a newer trainer has taken over, this one must stop")

@@ -17,7 +17,7 @@ from ..store.reasons import Reason
 from . import traces
 from .carryover import KLCoefficients
 from .dropped import DroppedGroups, UnloggedDrops
-from .exclusion import Exclusions, dead_letter_groups, leave_out, read_exclusions
+from .exclusion import Exclusions, dead_letter_groups, read_exclusions
 from .named import NamedBatch
 from .progress import Progress
 from .record import BatchRecord, Death
@@ -148,10 +148,6 @@ class Session:
         written_by_others = dead - deaths_so_far.keys()
         deaths_so_far.update(dict.fromkeys(written_by_others, Death("undecodable", "")) | dict(deaths))
         return Exclusions(set(deaths_so_far), left_out)
-
-    def leave_out(self, record: BatchRecord, problems: Mapping[tuple[str, int], str]) -> bool:
-        """Members of a batch that this rank cannot read. False when the server has lost or committed the batch."""
-        return leave_out(self.run, record, problems, self.epoch)
 
     # Its end
 

@@ -44,8 +44,13 @@ class Shard:
         call = script_call(script, self.keys, args, **caller_keys)
         reply = run_script(self.connection.scripts, call)
         if call.script.fence is not None and reply == FENCED:
-            raise EpochFencedError(f"run {self.run}: a newer trainer has taken over, this one must stop")
+            raise fenced(self.run)
         return reply
+
+
+def fenced(run: str) -> EpochFencedError:
+    """The error of a trainer whose run another one has."""
+    return EpochFencedError(f"run {run}: a newer trainer has taken over, this one must stop")
 
 
 class Run:

@@ -149,9 +149,6 @@ class RunFacts(Collector):
         self._status = Asked(lambda: _read(connection, run), READ_S)
         self._failing = False
 
-    def describe(self) -> Iterator[Metric]:
-        yield from families().values()
-
     def collect(self) -> Iterator[Metric]:
         found = families()
         try:

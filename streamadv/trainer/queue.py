@@ -237,7 +237,8 @@ class TrainerQueue(IterableDataset[Batch]):
         the same batch.
         """
         try:
-            return self._supply.next_batch(timeout, max_groups)
+            with metrics.wait(STAGE):
+                return self._supply.next_batch(timeout, max_groups)
         except KeyboardInterrupt:
             self._supply.stop_reading()
             raise KeyboardInterrupt from None  # without the frames of the client that it has interrupted

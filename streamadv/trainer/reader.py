@@ -10,6 +10,7 @@ from typing import Final
 from .. import tracing
 from ..advantage.results import BatchResults, Result, counts_of, misfit
 from ..batch import traces
+from ..batch.exclusion import leave_out
 from ..batch.record import BatchRecord, Death
 from ..batch.session import Session
 from ..batch.work import WorkItem, work_items
@@ -88,7 +89,7 @@ class BatchReader:
             return False
         logger.error("%s: %s", STAGE, error, extra=self._log_fields("group_unreadable", record))
         if self._rank.world_size > 1:
-            return session.leave_out(record, error.problems)
+            return leave_out(session.run, record, error.problems, session.epoch)
         deaths: dict[str, Death] = {}
         for (group_id, _), text in error.problems.items():
             deaths.setdefault(group_id, Death("undecodable", text))

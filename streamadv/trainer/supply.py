@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final
 
-from .. import clock, metrics
+from .. import clock
 from ..batch.hold import NotHeldError
 from ..batch.progress import Progress
 from ..batch.session import Session
@@ -71,10 +71,6 @@ class Supply:
 
     def next_batch(self, timeout: float | None, max_groups: int | None) -> Batch | None:
         """As `TrainerQueue.next_batch`."""
-        with metrics.wait(STAGE):
-            return self._next_batch(timeout, max_groups)
-
-    def _next_batch(self, timeout: float | None, max_groups: int | None) -> Batch | None:
         started = clock.now()
         patience = Patience(timeout, self._pause)
         if self._reader is not None:

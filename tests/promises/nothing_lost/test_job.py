@@ -30,9 +30,9 @@ from streamadv.run.consumer import ADVANTAGE
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.retry import RETRYABLE
+from streamadv.trainer import supply
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trainer.reader import BatchReader
 from tests.support import (
     Forward,
     compute_all,
@@ -792,19 +792,19 @@ def test_new_groups_are_progress(
     joined = filled(server_of_job.connection, run, 0, finish=False)
     ranks = ranks_of(joined, 2, batch_groups=7)
     pushed = iter(range(7))
-    wait, timeout = BatchReader.wait, 0.3
+    wait, timeout = supply.wait_for_news, 0.3
 
-    def push(self: Any, *arguments: Any) -> None:
+    def push(*arguments: Any) -> None:
         """Every wait brings a group, and lasts longer than anybody is patient."""
         for number in itertools.islice(pushed, 1):
             begun_and_pushed(joined, 1, f"group{number}-")
         compute_all(joined)
-        wait(self, *arguments)
+        wait(*arguments)
         forward(2 * timeout)
 
     for queue in ranks:
         assert queue.epoch
-    monkeypatch.setattr(BatchReader, "wait", push)
+    monkeypatch.setattr(supply, "wait_for_news", push)
     assert ranks[0].next_batch(timeout=timeout) is not None
 
 

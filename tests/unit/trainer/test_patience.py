@@ -8,7 +8,7 @@ import redis
 from streamadv.batch.session import Session
 from streamadv.errors import NoBatchError
 from streamadv.store.connection import Connection
-from streamadv.trainer import reader
+from streamadv.trainer import supply
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trainer.sessions import Sessions
 from tests.support import Forward, compute_all, group_all, pushed_run
@@ -31,5 +31,5 @@ def test_a_batch_that_is_found_named_is_progress(
         return checked(self)
 
     monkeypatch.setattr(Sessions, "checked", checked_after_an_outage)
-    monkeypatch.setattr(reader, "wait_for_news", lambda *_: compute_all(run))
+    monkeypatch.setattr(supply, "wait_for_news", lambda *_: compute_all(run))
     assert TrainerQueue(fake, "r", batch_groups=2, prefetch=0).next_batch(timeout=5) is not None

@@ -17,8 +17,8 @@ from streamadv.batch.work import work_items
 from streamadv.errors import NoBatchError
 from streamadv.run import Run, Shard
 from streamadv.store.connection import Connection
+from streamadv.trainer import supply
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trainer.reader import BatchReader
 from streamadv.trainer.results_log import ResultsLog
 
 from ...support import compute_all, delivered_batch, group_all, problems, pushed_run
@@ -160,13 +160,13 @@ def test_a_commit_removes_all_results_of_a_batch_that_a_session_before_delivered
     batch = delivered_batch(queue, run)
     queue.trained(batch)
     server = "second"
-    wait = BatchReader.wait
+    wait = supply.wait_for_news
 
-    def wait_once(self: Any, *arguments: Any) -> None:
-        wait(self, *arguments)
+    def wait_once(*arguments: Any) -> None:
+        wait(*arguments)
         raise NoBatchError("no more")
 
-    monkeypatch.setattr(BatchReader, "wait", wait_once)
+    monkeypatch.setattr(supply, "wait_for_news", wait_once)
     with pytest.raises(NoBatchError, match="no more"):
         queue.next_batch(timeout=5)
     queue.commit(queue.state_dict())

@@ -8,8 +8,8 @@ import pytest
 
 from streamadv.batch.record import read_records
 from streamadv.store.connection import Connection
+from streamadv.trainer import supply
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trainer.reader import BatchReader
 
 from ...support import compute_all, group_all, pushed_run
 
@@ -21,14 +21,14 @@ def test_groups_that_come_while_a_batch_is_computed_are_named_before_it_is_deliv
     run = pushed_run(fake, "r", 4)
     group_all(run)
     queue = TrainerQueue(fake, "r", batch_groups=4)
-    wait = BatchReader.wait
+    wait = supply.wait_for_news
 
-    def computed(self: Any, *arguments: Any) -> None:
+    def computed(*arguments: Any) -> None:
         compute_all(run)
         pushed_run(fake, "r", 4, prefix="next")
         group_all(run)
-        wait(self, *arguments)
+        wait(*arguments)
 
-    monkeypatch.setattr(BatchReader, "wait", computed)
+    monkeypatch.setattr(supply, "wait_for_news", computed)
     assert queue.next_batch(timeout=5) is not None
     assert set(read_records(run)) == {0, 1}
