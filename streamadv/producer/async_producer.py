@@ -57,9 +57,8 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         self._heart: asyncio.Task[None] | None = None
         self._under_way = 0
         self._idle = asyncio.Event()  # set once it is closed and no call is under way
-        self._over: asyncio.Future[None] = (
-            asyncio.get_running_loop().create_future()
-        )  # done once it is closed
+        # Done once it is closed.
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._background: set[asyncio.Task[None]] = set()
 
     async def open(self) -> Self:

@@ -35,9 +35,8 @@ class _Asked:
 
     def _hear(self, reply: Any) -> None:
         with self._lock:
-            if self._is_answered or isinstance(
-                reply, NoScriptError
-            ):  # not executed; asked by text, if at all
+            # A call without its script is not executed; it is asked by text, if at all.
+            if self._is_answered or isinstance(reply, NoScriptError):
                 return
             self._is_answered = True
             is_error = isinstance(reply, BaseException)  # it may be open, or not

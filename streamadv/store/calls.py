@@ -104,9 +104,7 @@ def _fill(pipe: Any, payloads: Payloads, call: ScriptCall) -> Any:
     for key, fields in payloads:
         pipe.hset(key, mapping={name: as_buffer(value) for name, value in fields.items()})
         pipe.pexpire(key, UNREGISTERED_MS)
-    pipe.execute_command(
-        "EVALSHA", *call.by_hash
-    )  # as a plain command: a cluster's pipeline has no `evalsha`
+    pipe.execute_command("EVALSHA", *call.by_hash)  # a cluster's pipeline has no `evalsha`
     return pipe
 
 

@@ -26,7 +26,7 @@ from . import tls
 from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_of
 from .pipelined import Pipelined
 from .reasons import Reason
-from .retry import RETRYABLE, NotNowError, closed_under_way, reason_of, server_reason
+from .retry import RETRYABLE, closed_under_way, reason_of, server_reason
 from .urls import Target, hide_password, parse_url
 from .waiting import Blocked, Wait
 
@@ -98,13 +98,8 @@ class _BaseConnection:
     def _wait_for_answer(self, timeout: float | None) -> Wait:
         return Wait(Blocked(self.safe_url, "waiting for the server", first_s=0.0), timeout=timeout)
 
-    def _after_failure(self, error: Exception, wait: Wait, reading: bool) -> bool:
-        """Report a failed attempt to reach the server. Returns whether a reader can go on; everybody else tries again.
-
-        Raises ServerUnreachableError when it is time to give up.
-        """
-        if reading and isinstance(error, NotNowError) and reason_of(error) == "misconf":
-            return True  # only writes, and PING, are refused
+    def _after_failure(self, error: Exception, wait: Wait) -> None:
+        """Report a failed attempt to reach the server. Raises ServerUnreachableError when it is time to give up."""
         reason = self._unknown_sentinels() or server_reason(error)
         if self._target is not None and self._target.tls and _MAY_SPEAK_NO_TLS.search(reason.text):
             reason = Reason(reason.name, f"{reason.text} (does it speak TLS, as rediss:// says?)")
@@ -117,7 +112,6 @@ class _BaseConnection:
                 f"no answer from {self.safe_url} within {wait.timeout:g} s ({reason.text}): {reason.remedy}"
             ) from None
         wait.because(reason)
-        return False
 
     def _unknown_sentinels(self) -> Reason | None:
         """The reason when no host of the Sentinels can be resolved, which redis-py does not report."""
@@ -178,9 +172,8 @@ class Connection(_BaseConnection):
 
     def blocking(self, block_ms: int) -> redis.Redis:
         """For reads that block up to `block_ms`: times out 5 s after the next power of two, never sends again."""
-        up_to_ms = max(
-            MIN_BLOCK_MS, 1 << (block_ms - 1).bit_length()
-        )  # so that few clients serve all lengths
+        # So that few clients serve all lengths.
+        up_to_ms = max(MIN_BLOCK_MS, 1 << (block_ms - 1).bit_length())
         return self._client(f"blocking {up_to_ms}", up_to_ms / 1000 + BLOCK_MARGIN, 0)
 
     def check(self) -> None:
@@ -215,8 +208,9 @@ class Connection(_BaseConnection):
                 self.check()
                 return
             except RETRYABLE as error:
-                if self._after_failure(error, wait, reading):
-                    return
+                if reading and reason_of(error) == "misconf":
+                    return  # only writes, and PING, are refused
+                self._after_failure(error, wait)
                 if on_wait is not None:
                     on_wait(error)
             wait.pause()
@@ -312,7 +306,6 @@ class AsyncConnection(_BaseConnection):
     async def wait_until_ready(
         self,
         timeout: float | None = None,  # noqa: ASYNC109  the same arguments as the sync one
-        on_wait: Callable[[Exception], object] | None = None,
     ) -> None:
         """As `Connection.wait_until_ready`."""
         wait = self._wait_for_answer(timeout)
@@ -321,9 +314,7 @@ class AsyncConnection(_BaseConnection):
                 await self.check()
                 return
             except RETRYABLE as error:
-                self._after_failure(error, wait, reading=False)
-                if on_wait is not None:
-                    on_wait(error)
+                self._after_failure(error, wait)
             await asyncio.sleep(wait.delay())
 
     async def memory(self) -> dict[str, Any]:

@@ -23,7 +23,6 @@ CLUSTER_SLOTS: Final = 16384
 
 #: Hash of all runs of this server: name -> time of creation in ms.
 RUNS: Final = "streamadv:runs"
-RUNS_VOID: Final = "{streamadv:runs}:void"  # never exists, see `ShardKeys.void`
 
 
 def check_run_name(run: str) -> str:
@@ -38,18 +37,14 @@ def manifest_key(run: str) -> str:
     return f"{{{run}}}:manifest"
 
 
-def void_key(run: str) -> str:
-    """Never exists, in the manifest's slot: see `ShardKeys.void`."""
-    return f"{{{run}}}:void"
-
-
 @dataclass(frozen=True, slots=True)
 class EntryKeys:
     """Keys by which processes find a run, before they know its shards and salts."""
 
     run: str
     runs: ClassVar[str] = RUNS
-    runs_void: ClassVar[str] = RUNS_VOID
+    # In the slots of the two others, and never there: see `ShardKeys.void`.
+    runs_void: ClassVar[str] = "{streamadv:runs}:void"
 
     @property
     def manifest(self) -> str:
@@ -57,7 +52,7 @@ class EntryKeys:
 
     @property
     def manifest_void(self) -> str:
-        return void_key(self.run)
+        return f"{{{self.run}}}:void"
 
 
 def find_salt(run: str, shard: int, shards: int) -> int:
@@ -143,14 +138,12 @@ MANY_KINDS: Final = ("group", "payload", "scoring", "output", "dead_group")
 
 def key_patterns(run: str) -> dict[str, str]:
     """Kind of key -> glob pattern of a server's access rules: of all shards of the run, however many it has."""
-    shard = ShardKeys(f"{check_run_name(run)}:*")  # a run name holds no character that is special in a glob
+    # A run name holds no character that is special in a glob.
+    shard, entry = ShardKeys(f"{check_run_name(run)}:*"), EntryKeys(run)
     return {
         **{kind: getattr(shard, kind) for kind in SINGLE_KINDS},
         **{kind: getattr(shard, kind)("*") for kind in MANY_KINDS},
-        "manifest": manifest_key(run),
-        "manifest_void": void_key(run),
-        "runs": RUNS,
-        "runs_void": RUNS_VOID,
+        **{kind: getattr(entry, kind) for kind in ("manifest", "manifest_void", "runs", "runs_void")},
     }
 
 

@@ -39,7 +39,7 @@ class Packet(NamedTuple):
     indices: tuple[int, ...]  # rollout indices, ascending
     members: str  # a line 'index kind reward role' for each, as scripts read them; reward '-' = none yet
     table: bytes  # b"" without a payload
-    size: int  # bytes of the payload; 0 without one
+    size: int  # bytes of the values of the payload; 0 without one
     fields: dict[Any, Any]  # of the payload: name -> array, tuple of arrays (end to end) or bytes
 
     def frozen(self) -> tuple[Any, ...]:
@@ -94,14 +94,6 @@ def field_of(arrays: Sequence[Array]) -> Array | tuple[Array, ...]:
 def parts_of(column: Array | tuple[Array, ...]) -> tuple[Array, ...]:
     """The arrays of a column as `field_of` gives it."""
     return column if isinstance(column, tuple) else (column,)
-
-
-def stored_bytes(fields: Mapping[Any, Any]) -> int:
-    """Bytes of all values of a payload. Names and what the server adds are not counted."""
-    size = 0
-    for value in fields.values():
-        size += len(value) if isinstance(value, bytes) else sum(map(NBYTES, parts_of(value)))
-    return size
 
 
 def filter_value(

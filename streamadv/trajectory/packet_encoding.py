@@ -24,7 +24,6 @@ from .packet import (
     member_line,
     parts_of,
     split_packets,
-    stored_bytes,
 )
 from .schema import Column, Role, Row, Step, Trajectory
 
@@ -117,16 +116,16 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
     if not packet.size:
         return Packet(positions, indices, text, b"", 0, {})
     members, names = decode_table(packet.table)
-    header = packet.fields[HEADER]
-    fields: dict[Any, Any] = {}
+    header = _select_header(packet.fields[HEADER], chosen)
+    columns: dict[Any, Array] = {}
     for name in names:
         column = np.concatenate(parts_of(packet.fields[name]))
         counts = members.entries.get(name, members.rows["tokens"])
         first = offsets(counts)[members.first_row]
-        fields[name] = column[spans(first, np.asarray(chosen, np.int64))]
-    fields[HEADER] = _select_header(header, chosen)
+        columns[name] = column[spans(first, np.asarray(chosen, np.int64))]
     table = with_trace(encode_table(members.select(chosen), names), trace_of(packet.table))
-    return Packet(positions, indices, text, table, stored_bytes(fields), fields)
+    size = sum(map(NBYTES, columns.values())) + len(header)
+    return Packet(positions, indices, text, table, size, {**columns, HEADER: header})
 
 
 def merge_packets(packets: Sequence[Packet]) -> list[Packet]:
@@ -206,12 +205,10 @@ def _part(position: int, trajectory: Trajectory, source: str | None, limit: int,
         header,
         trajectory,
         steps_size,
-        len(rows) == 1 and not steps and not fields["rewards"] and _are_per_token(extras),
+        len(rows) == 1
+        and not (steps or fields["rewards"])
+        and (not extras or all(extra.per_token for extra in extras.values())),
     )
-
-
-def _are_per_token(extras: Mapping[str, Column]) -> bool:
-    return not extras or all(column.per_token for column in extras.values())
 
 
 def _bytes_of_steps(steps: Sequence[Step]) -> int:
