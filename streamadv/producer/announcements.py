@@ -9,8 +9,8 @@ early, no more: who misses one asks again when the pause is over.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
-from collections import Counter
 from collections.abc import Awaitable
 from typing import Any, Final
 
@@ -46,31 +46,29 @@ def _newest_in(reply: Any) -> Id | None:
     return _parsed(entries[0][0]) if entries else None
 
 
-class _Heard:
-    """What the listeners of a process have heard: of each stream the newest entry that anybody here knows of."""
+class _Stream:
+    """A shard's announcements, as this process knows them."""
 
-    def __init__(self) -> None:
-        self._newest: dict[str, Id] = {}
-        self._since: dict[str, float] = {}  # when it was new
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.newest: Id = (0, 0)  # entry that anybody here knows of
+        self.waiting = 0
+        self._since = -math.inf  # when the newest one was new
 
-    def note(self, key: str, entry: Id) -> None:
-        if key not in self._newest or entry > self._newest[key]:
-            self._newest[key], self._since[key] = entry, clock.now()
+    def note(self, entry: Id) -> None:
+        if entry > self.newest:
+            self.newest, self._since = entry, clock.now()
 
-    def note_refusal(self, key: str, entry: Id) -> None:
+    def note_refusal(self, entry: Id) -> None:
         """Note the entry that a refusal names. If it is older than what is long known, the server has lost that."""
-        if entry < self._newest.get(key, entry) and clock.now() > self._since[key] + LATE_S:
-            self._newest[key] = entry
-        self.note(key, entry)
+        if entry < self.newest and clock.now() > self._since + LATE_S:
+            self.newest = entry
+        self.note(entry)
 
-    def is_newer(self, key: str, entry: Id) -> bool:
-        """Whether there is an entry after this one."""
-        return self._newest[key] > entry
-
-    def following(self, key: str) -> dict[Any, Any]:
+    @property
+    def following(self) -> dict[Any, Any]:
         """The argument of a read for what comes next."""
-        milliseconds, number = self._newest[key]
-        return {key: f"{milliseconds}-{number}"}
+        return {self.key: "{}-{}".format(*self.newest)}
 
 
 def _delay_after(error: Exception, outage: Outage) -> float:
@@ -94,8 +92,7 @@ class Announcements:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._changed = threading.Condition()  # guards what is below
-        self._heard = _Heard()
-        self._waiting: Counter[str] = Counter()
+        self._streams: dict[str, _Stream] = {}
         self._listened_to: set[str] = set()
         self._closing = threading.Event()
 
@@ -103,17 +100,16 @@ class Announcements:
         """Return after so many seconds, or once there is an entry after this one, or at the end."""
         seen = _parsed(after or NONE_YET)
         with self._changed:
-            self._heard.note_refusal(key, seen)
-            self._waiting[key] += 1
+            stream = self._streams.setdefault(key, _Stream(key))
+            stream.note_refusal(seen)
+            stream.waiting += 1
             if key not in self._listened_to:
                 self._listened_to.add(key)
                 threading.Thread(
-                    target=self._listen, args=(key,), name="streamadv-admission", daemon=True
+                    target=self._listen, args=(stream,), name="streamadv-admission", daemon=True
                 ).start()
-            self._changed.wait_for(
-                lambda: self._closing.is_set() or self._heard.is_newer(key, seen), timeout=seconds
-            )
-            self._waiting[key] -= 1
+            self._changed.wait_for(lambda: self._closing.is_set() or stream.newest > seen, timeout=seconds)
+            stream.waiting -= 1
 
     def close(self) -> None:
         """End all waits."""
@@ -121,14 +117,14 @@ class Announcements:
             self._closing.set()
             self._changed.notify_all()
 
-    def _listen(self, key: str) -> None:
+    def _listen(self, stream: _Stream) -> None:
         outage = Outage(STAGE)
-        while self._is_needed(key):
+        while self._is_needed(stream):
             started = clock.now()
             try:
                 with closed_under_way():
                     client = self._connection.blocking(BLOCK_MS)
-                    entry = _newest_in(client.xread(self._heard.following(key), count=1, block=BLOCK_MS))
+                    entry = _newest_in(client.xread(stream.following, count=1, block=BLOCK_MS))
             except Exception as error:
                 if not self._closing.is_set():  # else its connection was closed under it
                     self._closing.wait(_delay_after(error, outage))
@@ -138,14 +134,14 @@ class Announcements:
                 self._closing.wait(_rest_of_block(started))
                 continue
             with self._changed:
-                self._heard.note(key, entry)
+                stream.note(entry)
                 self._changed.notify_all()
 
-    def _is_needed(self, key: str) -> bool:
+    def _is_needed(self, stream: _Stream) -> bool:
         with self._changed:
-            if self._waiting[key] and not self._closing.is_set():
+            if stream.waiting and not self._closing.is_set():
                 return True
-            self._listened_to.discard(key)
+            self._listened_to.discard(stream.key)
             return False
 
 
@@ -154,27 +150,27 @@ class AsyncAnnouncements:
 
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
-        self._heard = _Heard()
-        self._waiting: Counter[str] = Counter()
+        self._streams: dict[str, _Stream] = {}
         self._listeners: dict[str, asyncio.Task[None]] = {}
         self._news: dict[str, asyncio.Future[None]] = {}  # done with the next entry
 
     async def wait(self, key: str, after: bytes, seconds: float, over: Awaitable[None]) -> None:
         """As `Announcements.wait`; `over` ends it too."""
         seen = _parsed(after or NONE_YET)
-        self._heard.note_refusal(key, seen)
-        if self._heard.is_newer(key, seen):
+        stream = self._streams.setdefault(key, _Stream(key))
+        stream.note_refusal(seen)
+        if stream.newest > seen:
             return
-        self._waiting[key] += 1
+        stream.waiting += 1
         try:
             news = self._news.setdefault(key, asyncio.get_running_loop().create_future())
             if key not in self._listeners:
-                self._listeners[key] = asyncio.create_task(self._listen(key))
+                self._listeners[key] = asyncio.create_task(self._listen(stream))
             await asyncio.wait(
                 {asyncio.ensure_future(over), news}, timeout=seconds, return_when="FIRST_COMPLETED"
             )
         finally:
-            self._waiting[key] -= 1
+            stream.waiting -= 1
 
     async def close(self) -> None:
         """End the listeners."""
@@ -183,15 +179,15 @@ class AsyncAnnouncements:
             listener.cancel()
         await asyncio.gather(*listeners, return_exceptions=True)
 
-    async def _listen(self, key: str) -> None:
+    async def _listen(self, stream: _Stream) -> None:
         outage = Outage(STAGE)
         try:
-            while self._waiting[key]:
+            while stream.waiting:
                 started = clock.now()
                 try:
                     with closed_under_way():
-                        client, following = self._connection.blocking, self._heard.following(key)
-                        entry = _newest_in(await client.xread(following, count=1, block=BLOCK_MS))
+                        client = self._connection.blocking
+                        entry = _newest_in(await client.xread(stream.following, count=1, block=BLOCK_MS))
                 except Exception as error:
                     await asyncio.sleep(_delay_after(error, outage))
                     continue
@@ -199,8 +195,8 @@ class AsyncAnnouncements:
                 if entry is None:
                     await asyncio.sleep(_rest_of_block(started))
                     continue
-                self._heard.note(key, entry)
-                self._news.pop(key).set_result(None)
-                self._news[key] = asyncio.get_running_loop().create_future()
+                stream.note(entry)
+                self._news.pop(stream.key).set_result(None)
+                self._news[stream.key] = asyncio.get_running_loop().create_future()
         finally:
-            self._listeners.pop(key, None)
+            self._listeners.pop(stream.key, None)

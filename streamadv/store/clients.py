@@ -25,14 +25,7 @@ from redis.backoff import FullJitterBackoff, NoBackoff
 from redis.retry import Retry
 
 from .exchange import Pool, exchange, fill, replies
-from .resp import (
-    Packer,
-    Payloads,
-    Piece,
-    pack_transaction,
-    replies_to_transaction,
-    transaction_result,
-)
+from .resp import Packer, Payloads, Piece, pack_transaction, transaction_result
 from .retry import classified, closed_under_way, not_now
 from .urls import Target
 
@@ -120,7 +113,7 @@ class Client(_Classified, redis.Redis):
 
         also: a command that is sent behind EXEC. hear: gets its reply or its error, unless the connection breaks.
         """
-        pieces, count = pack_transaction(payloads, call), replies_to_transaction(payloads)
+        pieces, count = pack_transaction(payloads, call)
         if not also:
             return self._exchange(pieces, count, transaction_result, call)
 

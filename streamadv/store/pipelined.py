@@ -21,7 +21,6 @@ from .resp import (
     gathered,
     make_reader,
     pack_transaction,
-    replies_to_transaction,
     transaction_result,
 )
 from .retry import classified, closed_under_way, not_now
@@ -79,7 +78,7 @@ class Pipelined:
 
     def transact(self, payloads: Payloads, call: Sequence[Any]) -> asyncio.Future[Any]:
         """MULTI: write the hashes, then make `call`, whose reply is the result; or the first error there was."""
-        return self._send(pack_transaction(payloads, call), replies_to_transaction(payloads))
+        return self._send(*pack_transaction(payloads, call))
 
     def evalsha(self, *arguments: Any) -> asyncio.Future[Any]:
         """As redis-py's client."""

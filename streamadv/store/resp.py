@@ -60,9 +60,10 @@ class Packer:
         return [*chunks, b"".join(pieces)]
 
 
-def pack_transaction(payloads: Payloads, call: Sequence[Any]) -> list[Piece]:
+def pack_transaction(payloads: Payloads, call: Sequence[Any]) -> tuple[list[Piece], int]:
     """A MULTI that writes hashes (for their values see `Payloads`), then makes `call`, as pieces to be sent in order.
 
+    Also how many replies it has: to MULTI, two writes of each hash, the call and EXEC.
     The hashes live for UNREGISTERED_MS, unless the call makes them last: a server that does not know the script of the
     call, because it has just taken over, executes the rest nevertheless.
     """
@@ -77,7 +78,7 @@ def pack_transaction(payloads: Payloads, call: Sequence[Any]) -> list[Piece]:
             size += length
         payload.append(_PEXPIRE % (len(key), key))
         pieces += payload if size >= LARGE else [b"".join(payload)]
-    return [*pieces, b"\r\n", *Packer().pack(*call), b"*1\r\n$4\r\nEXEC\r\n"]
+    return [*pieces, b"\r\n", *Packer().pack(*call), b"*1\r\n$4\r\nEXEC\r\n"], 3 + 2 * len(payloads)
 
 
 @lru_cache(256)
@@ -103,11 +104,6 @@ def gathered(pieces: Iterable[Piece]) -> Iterator[Piece]:
             size += len(piece)
     if small:
         yield b"".join(small)
-
-
-def replies_to_transaction(payloads: Payloads) -> int:
-    """How many replies a transaction with these payloads has: to MULTI, two writes of each, the call and EXEC."""
-    return 3 + 2 * len(payloads)
 
 
 def transaction_result(replies: Sequence[Any]) -> Any:

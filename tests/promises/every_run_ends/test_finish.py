@@ -374,7 +374,7 @@ def test_who_waits_for_admission_is_not_held_up_when_the_producer_closes(
         producer = Producer(redis_url, run).open()
         producer.begin_group(1, timeout=0)
         beginning = pool.submit(producer.begin_group, 1)
-        while not producer._announcements._waiting.total():
+        while not is_listened_to(redis_url):
             pass
         producer.close()
         with pytest.raises(ProducerClosedError):
