@@ -111,6 +111,8 @@ def _pack(
     batch = pack_members(share.own, columns, device, (rewards, step_rewards))
     per_token: dict[str, Tensor] = {}
     if len(share.trained):
+        if "response_mask" in outputs:  # the workers have narrowed it
+            batch = replace(batch, given_mask=known["response_mask"].to(device))
         per_token, suspect = _results_per_token(batch, results, share, memory)
         _check_finite(batch, share, suspect, outputs)
     indices = as_indices(batch.columns, memory)
@@ -172,7 +174,7 @@ def _run_late_part(
 ) -> tuple[PackedShare, Metrics | None]:
     """Make the late columns and run the steps of the chain after them; the batch gets advantages and returns."""
     record, metrics = computed.record, None
-    columns, results = dict(packed.columns), dict(packed.results)
+    columns, indices, results = dict(packed.columns), dict(packed.indices), dict(packed.results)
     extras = {name: column for name, column in packed.extras.items() if name not in late}
     if len(packed.share.trained):  # else all groups are dead: no rank has a micro-batch
         all_columns = {**columns, **packed.indices, **packed.extras}
@@ -191,13 +193,16 @@ def _run_late_part(
             if "rollout_is_weights" in result.columns:
                 importance_weights(sample_tokens(batch, result.columns["rollout_is_weights"]))
             columns |= {name: values[own] for name, values in result.columns.items()}
+            # A step may have narrowed it.
+            indices["response_mask"] = columns["response_mask"].view(torch.bool)
             batch = batch.with_columns(**result.columns)
             for name, values in (("advantages", result.advantages), ("returns", result.returns)):
                 if values is not None:
                     results[name] = expand(batch, result.level, values)[own]
     if "advantages" in results:
         results.setdefault("returns", results["advantages"])
-    return replace(packed, columns={**columns, **results}, extras=extras, results=results), metrics
+    columns |= results
+    return replace(packed, columns=columns, indices=indices, extras=extras, results=results), metrics
 
 
 def _with_untrained(batch: PackedBatch, share: Share, results: BatchResults) -> tuple[PackedBatch, Tensor]:
@@ -209,14 +214,17 @@ def _with_untrained(batch: PackedBatch, share: Share, results: BatchResults) -> 
     own = torch.from_numpy(spans(offsets(members.table["tokens"]), share.positions)).to(batch.device)
     index = own.new_full((share.batch.num_tokens,), batch.num_tokens)
     index[own] = torch.arange(batch.num_tokens, device=batch.device)
-    # Gathered from the tokens and a 0 after the last one: torch cannot write unsigned integers by index.
-    columns = {
-        name: torch.cat([values, values.new_zeros((1, *values.shape[1:]))])[index]
-        for name, values in batch.columns.items()
-    }
+
+    def among_all(values: Tensor) -> Tensor:
+        # Gathered from the tokens and a 0 after the last one: torch cannot write unsigned integers by index.
+        return torch.cat([values, values.new_zeros((1, *values.shape[1:]))])[index]
+
     everybody = range(len(members))
     rewards = results.numbers("rewards", everybody), results.numbers("step_rewards", everybody)
-    return pack_members(share.batch, None, batch.device, rewards).with_columns(**columns), own
+    whole = pack_members(share.batch, None, batch.device, rewards)
+    columns = {name: among_all(values) for name, values in batch.columns.items()}
+    given_mask = None if batch.given_mask is None else among_all(batch.given_mask)
+    return replace(whole, columns=columns, given_mask=given_mask), own
 
 
 def _check_scope(chain: Chain, record: BatchRecord, world_size: int) -> None:

@@ -44,7 +44,7 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
                 rows=_all_rows(batch) if config.batch_normalize_rows == "all" else None,
             )
             metrics |= weight_metrics
-            state = replace(state, changed={**state.changed, "rollout_is_weights": weights})
+            state = state.with_columns(rollout_is_weights=weights)
         state = state.with_metrics({PREFIX + name: metric for name, metric in metrics.items()})
         return _narrowed(state, passing) if narrows else state
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...extras import torch
@@ -74,7 +73,7 @@ def _weight_step(config: SampleWeightConfig, reward: RewardConfig) -> ChainStep:
         weights = weights * counted.sum() / weights.sum().clamp(min=1e-8)
         column = expand(batch, "row", weights[batch.row_trajectory])
         state = state.with_metrics(summary("actor/sample_weights", weights, counted))
-        return replace(state, changed={**state.changed, "sample_weights": column})
+        return state.with_columns(sample_weights=column)
 
     factors = [name for name, used in config.model_dump().items() if used]
     text = f"by {', '.join(factors)}, of mean 1 over the batch"

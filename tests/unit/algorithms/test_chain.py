@@ -272,6 +272,14 @@ def test_steps_that_change_advantages_stay_with_the_estimator() -> None:
     assert list(result.columns) == ["rollout_is_weights"]
 
 
+def test_an_estimator_reads_the_weights_of_the_correction_before_it() -> None:
+    batch = batch_of(random_pairs(0, 3, longest=9))
+    result = run({"estimator": "optimal_token_baseline", "correction": {"before_estimator": True}}, batch)
+    weighted = batch.with_columns(rollout_is_weights=result.columns["rollout_is_weights"])
+    want = run({"estimator": "optimal_token_baseline"}, weighted)
+    assert torch.equal(result.advantages, want.advantages)
+
+
 def test_a_narrowed_mask_packs_again() -> None:
     info, columns = member("a", 0, 1.0)
     narrowed = batch_of([(info, {**columns, "response_mask": np.array([0, 1, 0], np.uint8)})])

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from streamadv.algorithms.packed import PackedBatch
 from streamadv.algorithms.registry import Estimate, estimator
@@ -117,6 +118,41 @@ def test_a_late_column_replaces_an_extra_one_of_its_name(fake: Connection) -> No
     batch = delivered_batch(TrainerQueue(fake, "r", batch_groups=1, prefetch=0, late=late), join(fake, "r"))
     (mb,) = batch
     assert mb.weight.tolist() == [1, 2, 3, 4, 5] * 2
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_nobody_trains_on_tokens_that_the_correction_rejects(is_late: bool, fake: Connection) -> None:
+    old = np.float32([-0.5, -0.5, -0.5, -6, -0.5])
+    with producing(fake, "r") as producer:
+        pushed = {} if is_late else {"old_log_probs": old}
+        producer.push([trajectory("g", index, 2, **pushed) for index in range(2)])
+    late = {"old_log_probs": lambda mb: torch.tensor(old).repeat(mb.num_rows)}
+    options: dict[str, Any] = {"late": late} if is_late else {"pushed": ["old_log_probs"]}
+    chain = {"estimator": "grpo", "correction": {"rejections": [{"kind": "token_k1", "upper": 2.0}]}}
+    queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain=chain, **options)
+    (mb,) = delivered_batch(queue, join(fake, "r"))
+    assert mb.response_mask.tolist() == [False, False, True, False, True] * 2
+
+
+def test_a_chain_that_is_cut_between_correction_and_estimator_gives_the_same(fake: Connection) -> None:
+    """In each row the correction rejects the first token of the response, in the second one also the next."""
+    chain = {
+        "estimator": "optimal_token_baseline",
+        "compare": "columns",
+        "kl": {"coefficient": 0.5},
+        "correction": {"before_estimator": True, "rejections": [{"kind": "token_k1", "upper": 2.0}]},
+    }
+    advantages = []
+    for name, late in (("whole", {}), ("cut", {"ref_log_probs": lambda mb: -torch.ones(mb.num_tokens)})):
+        pushed = {"sum_pi_squared": [0.5] * 5, "rollout_log_probs": [-0.1, -0.2, -0.3, -0.4, -0.5]}
+        pushed |= {} if late else {"ref_log_probs": [-1.0] * 5}
+        with producing(fake, name) as producer:
+            for index, old in enumerate([[-0.1, -0.2, -9, -0.3, -0.4], [-0.1, -0.2, -9, -9, -0.3]]):
+                producer.push([trajectory("g", index, 2, old_log_probs=old, **pushed)])
+        queue = TrainerQueue(fake, name, batch_groups=1, chain=chain, late=late, pushed=["old_log_probs"])
+        (mb,) = delivered_batch(queue, join(fake, name))
+        advantages.append(mb.advantages[mb.response_mask].tolist())
+    assert advantages[0] == advantages[1]
 
 
 @pytest.mark.parametrize("by_source", [False, True])
