@@ -56,8 +56,6 @@ def _check_session(run: Run, progress: Progress, hold: Hold, job_key: JobKey) ->
     """Return if this is (still) the job's session."""
     session = progress.session  # the one this rank is in, '' = none yet
     if session and hold.session == session:
-        if hold.job != progress.job:  # taken over by an older release, which knows no sessions
-            raise fenced(run.name)
         if hold.epoch < progress.epoch:
             raise NotHeldError("the server has lost recent writes: waiting for rank 0 to repeat them")
     elif session and hold.founded < founded(session):
@@ -72,8 +70,7 @@ def _check_session(run: Run, progress: Progress, hold: Hold, job_key: JobKey) ->
         raise NotHeldError(f"the run is at epoch {hold.epoch}: waiting for rank 0 of {job_key}")
     elif job_key.job is not None and hold.job != job_key.job:
         raise NotHeldError(f"job {hold.job} has the run: waiting for rank 0 of {job_key}")
-    # Each rank takes its part of a plan for its world size; an older release does not write rank 0's.
-    if hold.world_size not in (0, progress.world_size):
+    if hold.world_size != progress.world_size:  # each rank takes its part of a plan for its world size
         raise SettingError(
             f"world_size is {progress.world_size}, rank 0 of job {hold.job} has {hold.world_size}: give every rank the "
             "same one, and each start of the job another id"
@@ -140,11 +137,8 @@ class Follower(Session):
         ask_hold(pipe, self.run)
 
     def _is_held(self, replies: Sequence[Any]) -> bool:
-        hold, joined = as_hold(replies[0]), self._hold
-        if (hold.job, hold.session, hold.epoch, hold.settled, hold.branch) != (
-            *(joined.job, joined.session, joined.epoch),
-            *(joined.settled, joined.branch),
-        ):
+        hold = as_hold(replies[0])
+        if hold != self._hold._replace(committed=hold.committed):
             return False
         self._hold = hold
         self.progress.follow(hold.committed)
@@ -171,9 +165,8 @@ class Follower(Session):
 
     def has_ended(self, k: int) -> bool:
         stored: Any = self.run.connection.scripts.hmget(self.run.keys.home.session, ["end", "ends"])
-        end, ends = (None if number is None else int(number) for number in stored)
-        # An older release does not count its ends.
-        return end == k and (ends is None or ends > self.progress.ends)
+        end, ends = stored
+        return end is not None and int(end) == k and int(ends) > self.progress.ends
 
     def publish_version(self, record: BatchRecord, commits: bool = False) -> None:
         batch = self.batches.get(record.k)

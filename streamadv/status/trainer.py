@@ -42,7 +42,7 @@ def _state(session: Mapping[str, Any], first: HeardRank | None) -> TrainerState:
     if "version" not in session:
         return "none"
     if first is None:
-        return "waits"  # it has just taken the run, or is of a release without heartbeats
+        return "waits"  # it has just taken the run
     if first.is_alive or first.report.doing == "left":
         return first.report.doing
     return "ended" if session.get("end") else "lost"

@@ -6,15 +6,13 @@
 --       ('' = it begins one), version at which that began ('' = that one to go on from), '1' if from a checkpoint,
 --       world size of the job
 -- Returns  {epoch, session, version, committed, branch before}, or -1: a session founded later has the run
-local found = redis.call('HMGET', keys.session, 'epoch', 'committed', 'job', 'session', 'branch')
+local found = redis.call('HMGET', keys.session, 'epoch', 'committed', 'session', 'branch')
 local current, committed = tonumber(found[1] or '') or 0, found[2] or '0'
 local epoch = string.format('%d', math.max(current, tonumber(ARGV[2])) + 1)
 local session = ARGV[4]
 if session == '' then
   session = epoch .. '-' .. ARGV[6]
-elseif session == found[4] then
-  if found[3] ~= ARGV[3] then return -1 end  -- taken over by a release that knows no sessions
-elseif (tonumber(string.match(found[4] or '', '^(%d+)-') or '') or 0) >= tonumber(ARGV[5]) then
+elseif session ~= found[3] and (tonumber(string.match(found[3] or '', '^(%d+)-') or '') or 0) >= tonumber(ARGV[5]) then
   return -1
 end
 local branch = ARGV[7] ~= '' and ARGV[7] or epoch
@@ -23,4 +21,4 @@ redis.call('HSET', keys.session, 'epoch', epoch, 'job', ARGV[3], 'session', sess
   'branch', branch, 'loaded', ARGV[9] == '1' and branch or '', 'began', ARGV[8] ~= '' and ARGV[8] or version,
   'world_size', ARGV[10])
 redis.call('HDEL', keys.session, 'end', 'ends')
-return {tonumber(epoch), session, tonumber(version), tonumber(committed), tonumber(found[5] or '') or 0}
+return {tonumber(epoch), session, tonumber(version), tonumber(committed), tonumber(found[4] or '') or 0}
