@@ -43,18 +43,17 @@ def compute_safely(
     prepared: PreparedItem,
     device: torch.device,
     stop: threading.Event | None = None,
-    timeout_s: float = TIMEOUT_S,
 ) -> ComputedItem:
     """`compute`; groups whose data break it are reported as dead.
 
-    timeout_s: for one computation; a group that alone takes longer is dead. Raises ChainError and SettingError if
-    the chain is wrong, and Stopped if a computation goes on after `stop` was set.
+    A group that alone takes longer than TIMEOUT_S is dead. Raises ChainError and SettingError if the chain is wrong,
+    and Stopped if a computation goes on after `stop` was set.
     """
     item = prepared.item
     what = f"{ADVANTAGE}: the chain ({item.chain.get('estimator')}) on batch {item.batch}"
 
     def bounded(part: PreparedItem) -> ComputedItem:
-        return call_within(lambda: compute(part, device), timeout_s, what, stop)
+        return call_within(lambda: compute(part, device), TIMEOUT_S, what, stop)
 
     if not prepared.entry.reclaimed:
         try:

@@ -104,7 +104,7 @@ class Crew:
         """Work at this pace for so many seconds after a warm-up, then let it run dry. `source`: None = the first."""
         source = source or self._sources[0]
         idle = set(self._sources) - {source}
-        self.set_pace(pace, source)
+        self._children[source].ask(pace)
         first = self._receive(time.monotonic() + STALL_S)
         end = time.monotonic() + warm_up
         while first["at"] < end:
@@ -118,7 +118,7 @@ class Crew:
             reports += 1
             waits += last.get("waits", ())
         after, traffic_after = self._cpu(), self._traffic()
-        self.run_dry(source)
+        self._run_dry(source)
         return Window(
             count / (last["at"] - first["at"]),
             {name: (spent - before[name]) / count for name, spent in after.items() if name not in idle},
@@ -126,12 +126,9 @@ class Crew:
             {way: (number - traffic[way]) / count for way, number in traffic_after.items()},
         )
 
-    def set_pace(self, pace: str, source: str | None = None) -> None:
-        self._children[source or self._sources[0]].ask(pace)
-
-    def run_dry(self, source: str | None = None) -> None:
+    def _run_dry(self, source: str) -> None:
         """Stop the source, and wait for what is under way."""
-        self.set_pace(WAIT, source)
+        self._children[source].ask(WAIT)
         while True:
             try:
                 self._hear(QUIET_S)

@@ -232,7 +232,8 @@ class Scorer:
             answers = self._ask(items, score, consumer.stop)
         except ScoreError as error:
             text = "scorer %s failed on %d trajectories: %s"
-            logger.warning(text, self._name, len(items), error, extra=self._log_fields("score_failed"))
+            fields = log_fields("score_failed", run=self._run.name, role=self._name)
+            logger.warning(text, self._name, len(items), error, extra=fields)
             return
         for item, answer in zip(items, answers, strict=True):
             with suppress(ScoreError):
@@ -286,6 +287,3 @@ class Scorer:
             tracing.record(tracing.SCORE, self._run.name, tracing.traces_of([packet]), packet.since)
             for item in packet.given_up:
                 self._tries.forget(shard, item)
-
-    def _log_fields(self, event: str) -> dict[str, object]:
-        return log_fields(event, run=self._run.name, role=self._name)

@@ -72,15 +72,16 @@ class RunFigures:
 
     def __init__(self, run: Run, counters: Counter[str] | None) -> None:
         """counters: the run's when the trainer took it; None = the server was away."""
+        self._run = run
         self._before = counters
-        self._evaluation = EvaluationFigures(run)
+        self._evals_ended = 0  # evaluation groups that had ended when all results were reported
+        self._reported: dict[str, Evaluation] = {}  # by data source
 
     def figures(self, counters: Counter[str] | None) -> dict[str, float]:
         """The figures of the batch that is delivered now. counters: the run's now; {} while the server is away."""
         before, self._before = self._before, counters if counters is not None else self._before
         if counters is None:
             return {}
-        evaluation = self._evaluation.figures(counters)
         ledger = Ledger.of(counters)
         figures: dict[str, float] = {
             "ledger/pushed": ledger.pushed,
@@ -89,42 +90,17 @@ class RunFigures:
             "ledger/dead": sum(ledger.dead.values()),
             "ledger/queued": ledger.queued,
             "ledger/in_flight": ledger.in_flight,
-            **evaluation,
+            **self._evaluation(counters),
         }
         return figures if before is None else figures | _flow(counters - before)
 
+    def _evaluation(self, counters: Counter[str]) -> dict[str, float]:
+        """What evaluation groups have shown, under verl's names: with one batch, and again if it changes.
 
-def _flow(news: Counter[str]) -> dict[str, float]:
-    """What the counters have gained between two batches: groups by how they ended, trajectories by what became."""
-    outcomes = by_reason(news, "outcome")
-    kept = sum(outcomes.get(name, 0) for name in KEPT)
-    lost = {kind: sum(outcomes.get(name, 0) for name in names) for kind, names in LOST.items()}
-    ended = kept + lost["filtered"] + lost["ended_short"]
-    flow: dict[str, float] = {
-        "groups/kept": kept,
-        **{f"groups/{kind}": count for kind, count in lost.items()},
-        **{f"groups/outcome/{name}": count for name, count in outcomes.items()},
-        "trajectories/pushed": news["pushed"],
-        **{f"trajectories/dropped/{name}": count for name, count in by_reason(news, "dropped").items()},
-        **{f"trajectories/dead/{name}": count for name, count in by_reason(news, "dead").items()},
-    }
-    return flow | ({"groups/kept_ratio": kept / ended} if ended else {})
-
-
-class EvaluationFigures:
-    """What evaluation groups have shown, under verl's names. A result goes with one batch, and again if it changes."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._ended = 0  # evaluation groups that had ended when all results were reported
-        self._reported: dict[str, Evaluation] = {}
-
-    def figures(self, counters: Counter[str]) -> dict[str, float]:
-        """Of each data source the newest version, or the one before it while evaluation groups are open.
-
-        counters: the run's. While the server is away there is nothing new.
+        Of each data source the newest version, or the one before it while evaluation groups are open. While the server
+        is away there is nothing new.
         """
-        if counters[f"outcome:{EVALUATED}"] == self._ended:
+        if counters[f"outcome:{EVALUATED}"] == self._evals_ended:
             return {}
         try:
             evaluations = read_evaluations(self._run)
@@ -142,8 +118,25 @@ class EvaluationFigures:
                 self._reported[source] = complete[-1]
                 figures |= _validation(complete[-1])
         if is_complete:
-            self._ended = counters[f"outcome:{EVALUATED}"]
+            self._evals_ended = counters[f"outcome:{EVALUATED}"]
         return figures
+
+
+def _flow(news: Counter[str]) -> dict[str, float]:
+    """What the counters have gained between two batches: groups by how they ended, trajectories by what became."""
+    outcomes = by_reason(news, "outcome")
+    kept = sum(outcomes.get(name, 0) for name in KEPT)
+    lost = {kind: sum(outcomes.get(name, 0) for name in names) for kind, names in LOST.items()}
+    ended = kept + lost["filtered"] + lost["ended_short"]
+    flow: dict[str, float] = {
+        "groups/kept": kept,
+        **{f"groups/{kind}": count for kind, count in lost.items()},
+        **{f"groups/outcome/{name}": count for name, count in outcomes.items()},
+        "trajectories/pushed": news["pushed"],
+        **{f"trajectories/dropped/{name}": count for name, count in by_reason(news, "dropped").items()},
+        **{f"trajectories/dead/{name}": count for name, count in by_reason(news, "dead").items()},
+    }
+    return flow | ({"groups/kept_ratio": kept / ended} if ended else {})
 
 
 def _validation(evaluation: Evaluation) -> dict[str, float]:
