@@ -241,9 +241,10 @@ def _check_scope(chain: Chain, record: BatchRecord, world_size: int) -> None:
 
 def _cut(computed: ComputedBatch, packed: PackedShare, late_metrics: Metrics | None) -> Batch:
     record, trained = computed.record, packed.share.trained
-    metrics: list[Metrics] = [
-        (result.header.metrics, result.header.weights) for result in computed.results.results
-    ]
+    parts = computed.results.results
+    if cut_chain(record.chain, record.late)[0].scope == "batch":
+        parts = parts[:1]  # each shard's worker has seen the whole batch
+    metrics: list[Metrics] = [(result.header.metrics, result.header.weights) for result in parts]
     merged, weights = merge_metrics([*metrics, *([late_metrics] if late_metrics else [])])
     pushed = packed.fetched.columns.keys()
     made = [name for name in packed.columns if name in OUTPUT_COLUMNS and name not in pushed]

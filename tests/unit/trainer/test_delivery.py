@@ -155,6 +155,19 @@ def test_a_chain_that_is_cut_between_correction_and_estimator_gives_the_same(fak
     assert advantages[0] == advantages[1]
 
 
+def test_metrics_count_a_batch_once_whatever_its_shards(fake: Connection) -> None:
+    chain = {"estimator": "grpo", "whiten_advantages": True, "correction": {}}
+    weights = []
+    for name, shards in (("one", 1), ("three", 3)):
+        settings = {"shards": shards, "max_trajectory_bytes": 1 << 16}
+        run = pushed_run(fake, name, 8, settings=settings, old_log_probs=[-0.5] * 5)
+        queue = TrainerQueue(fake, name, batch_groups=8, chain=chain, pushed=["old_log_probs"])
+        batch = delivered_batch(queue, run)
+        assert len({group.shard for group in batch.layout.groups}) == shards
+        weights.append((batch.metric_weights, batch.metrics["rollout_corr/rollout_is_seq_std"]))
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize("by_source", [False, True])
 def test_a_reward_beyond_running_moments_stops_no_trainer(fake: Connection, by_source: bool) -> None:
     chain = {
