@@ -10,6 +10,7 @@ from typing import Any, Final, Generic, TypeVar
 from ..errors import TrajectoryError
 from ..messages import brief
 from ..trajectory.schema import Row, Step
+from .checks import MAY_BE_NONE
 from .failures import Outcome
 from .requests import Steps
 from .slots import Slots
@@ -23,8 +24,6 @@ VersionArg = int | tuple[int, int] | None | EllipsisType
 MappingArg = Mapping[str, Any] | None
 StepsArg = Sequence[Step | Mapping[str, Any]] | None
 RowsArg = Sequence[Row | Mapping[str, Any]] | None
-#: Arguments that None says something of; any other that is None is as not given.
-_MAY_BE_NONE: Final = frozenset(("reward", "model_version"))
 
 
 class BaseRollout:
@@ -72,7 +71,7 @@ class BaseRollout:
         record = {
             name: value
             for name, value in fields.items()
-            if value is not ... and (value is not None or name in _MAY_BE_NONE)
+            if value is not ... and (value is not None or name in MAY_BE_NONE)
         }
         record.setdefault("model_version", self.model_version)
         result = yield from self._slots.push([record], self.ticket)

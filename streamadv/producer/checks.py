@@ -18,6 +18,8 @@ from .plain_records import is_plain_group
 from .tickets import ANY_SLOT, GROUP_ROLES, GroupSpec, Ticket, new_group_id
 
 MAX_METADATA_BYTES: Final = 1 << 16
+#: Fields of a record that None says something of; any other that is None is as not given.
+MAY_BE_NONE: Final = frozenset(("reward", "model_version"))
 
 
 class GroupRequest(NamedTuple):
@@ -156,7 +158,8 @@ def _with_ticket(record: Trajectory | Mapping[str, Any], ticket: Ticket, where: 
         if "role" not in given and ticket.role != Role.TRAIN:
             known["role"] = Role(ticket.role)
         return trajectory.model_copy(update=known) if known else trajectory
-    if ticket.rollout_index == ANY_SLOT and record.get("rollout_index") is None:
+    record = {name: value for name, value in record.items() if value is not None or name in MAY_BE_NONE}
+    if ticket.rollout_index == ANY_SLOT and "rollout_index" not in record:
         raise TrajectoryError(f"{where}: rollout_index is missing, needs one of 0 to {ticket.slots - 1}")
     defaults: dict[str, Any] = {
         "group_id": ticket.group_id,
@@ -168,8 +171,7 @@ def _with_ticket(record: Trajectory | Mapping[str, Any], ticket: Ticket, where: 
         defaults["model_version"] = ticket.model_version
     if ticket.data_source is not None:
         defaults["data_source"] = ticket.data_source
-    metadata = record.get("metadata")
-    metadata = {} if metadata is None else metadata
+    metadata = record.get("metadata", {})
     if isinstance(metadata, Mapping):
         metadata = {**ticket.metadata, **metadata}
     trajectory = parse_trajectory({**defaults, **record, "metadata": metadata}, where)

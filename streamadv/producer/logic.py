@@ -113,6 +113,6 @@ class ProducerLogic:
         """Leave the run on a clean exit."""
         self.failures.log(now=True)
         if self.membership.is_joined:
-            self.admission.leave_ahead()
-            yield from self.admission.withdraw()
             yield from self.membership.send_heartbeat("gone")
+            self.admission.leave_ahead()  # also what the server has answered meanwhile
+            yield from self.admission.withdraw()

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, TypeAdapter
 
 from ..errors import TrajectoryError
 from ..messages import brief, first_problem
+from ..trajectory.fields import GroupId, ShortText
 from ..trajectory.schema import MAX_GROUP_SIZE, Role
 
 #: A group's rollouts are for training, with baselines among them, or for evaluation.
@@ -39,7 +40,7 @@ class _Watched:
 class Ticket(_Watched):
     """The right to push one rollout of an admitted group, from any process: `to_json` and `from_json`."""
 
-    group_id: str
+    group_id: GroupId
     rollout_index: int
     """Number of its slot, 0 to `slots` - 1."""
     group_size: int
@@ -48,7 +49,7 @@ class Ticket(_Watched):
     epoch: int
     """Fencing epoch of the trainer session under which the group was opened; 0 before there is a trainer."""
     model_version: int | None
-    data_source: str | None = None
+    data_source: ShortText | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     role: str = "train"
     """Of the group: train, or eval."""

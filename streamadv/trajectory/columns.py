@@ -213,7 +213,8 @@ def cast_array(array: Array, dtype: np.dtype[Any]) -> Array:
         if array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
             raise ValueError("holds fractions, needs whole numbers")
         bounds = np.iinfo(dtype)
-        if array.size and (array.max() > bounds.max or array.min() < bounds.min):
+        # Python compares its own numbers exactly, numpy in the array's dtype.
+        if array.size and (array.max().item() > bounds.max or array.min().item() < bounds.min):
             raise ValueError(f"holds values outside {bounds.min}..{bounds.max}")
         return array.astype(dtype)
     with np.errstate(over="ignore"):  # overflow becomes inf and is reported as such

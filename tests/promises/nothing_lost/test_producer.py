@@ -400,6 +400,26 @@ async def test_a_cancelled_begin_leaves_the_tickets_of_others(redis_url: str, ru
             assert [await rollout.push(**COLUMNS) for rollout in group] == ["pushed"] * 2
 
 
+async def test_a_group_that_a_cancelled_push_has_asked_for_is_not_open_after_the_close(
+    redis_url: str, run: str
+) -> None:
+    """The server opens it while the producer leaves."""
+    with redis.Redis.from_url(redis_url) as client:
+        producer = await Producer(redis_url, run).__aenter__()
+        groups = producer.groups(1)
+        (rollout,) = await anext(groups)
+        with holding(client):
+            push = asyncio.create_task(rollout.push(**COLUMNS))
+            await asyncio.to_thread(until, lambda: has_been_asked(client), "it has asked")
+            push.cancel()
+            closing = asyncio.create_task(producer.close())
+            for _ in range(50):  # until it says goodbye
+                await asyncio.sleep(0)
+        await closing
+        assert open_groups(client, run) == 0
+    assert problems(join(redis_url, run)) == []
+
+
 def test_a_group_whose_begin_was_under_way_at_the_close_is_not_open(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

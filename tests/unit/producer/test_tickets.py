@@ -32,6 +32,14 @@ def test_a_ticket_that_no_group_has_is_refused(wrong: dict[str, int]) -> None:
         Ticket.from_json(json.dumps({**json.loads(text), **wrong}))
 
 
+@pytest.mark.parametrize("wrong", [{"group_id": "a b"}, {"group_id": ""}, {"data_source": "x" * 201}])
+def test_a_ticket_of_a_group_that_nobody_can_begin_is_refused(wrong: dict[str, str]) -> None:
+    """The grouper would remove what ends its rollout, which the ledger has counted by then."""
+    text = Ticket("g", 1, 2, 3, 0, 7).to_json()
+    with pytest.raises(TrajectoryError, match=f"ticket: {next(iter(wrong))}"):
+        Ticket.from_json(json.dumps({**json.loads(text), **wrong}))
+
+
 def test_a_ticket_can_be_pushed_from_anywhere(fake: Connection) -> None:
     with producing(fake, "r") as one, producing(fake, "r") as other:
         group = one.begin_group(1, group_id="g", data_source="math", metadata={"prompt": 7})
@@ -63,6 +71,16 @@ def test_records_are_checked_against_their_ticket() -> None:
         check_records([trajectory("g", 3)], ticket)
     with pytest.raises(TrajectoryError, match="records 0 and 1 of group g both have rollout_index 1"):
         check_records([{"input_ids": [1], "response_mask": [1]}] * 2, ticket)
+
+
+def test_what_is_none_in_a_record_is_as_its_ticket_says() -> None:
+    ticket = Ticket("g", 1, 2, 3, 0, 7, "math", {"a": 1}, "eval")
+    unsaid = ("group_id", "group_size", "rollout_index", "data_source", "role", "metadata", "values")
+    record = {"input_ids": [1], "response_mask": [1], "model_version": None, **dict.fromkeys(unsaid)}
+    (item,) = check_records([record], ticket)
+    assert (item.group_id, item.rollout_index, item.role, item.data_source) == ("g", 1, "eval", "math")
+    assert item.metadata == {"a": 1}
+    assert item.model_version is None
 
 
 def test_new_group_ids_are_ordered_and_unique() -> None:

@@ -71,6 +71,7 @@ def test_strided_arrays_become_contiguous():
         ("input_ids", [float("nan")], "fractions"),
         ("input_ids", [float("inf")], "outside"),
         ("input_ids", [2**31], "outside"),
+        ("versions", np.array([2**31], np.float32), "outside"),
         ("input_ids", [1, -100], "is -100 at token 1, needs an id from 0 on"),
         ("input_ids", np.array([3, -1], np.int32), "is -1 at token 1"),
         ("input_ids", [10**5000], "needs numbers"),
