@@ -20,7 +20,7 @@ from .. import clock
 from ..messages import one_line
 from ..store.connection import AsyncConnection, Connection
 from ..store.reasons import Reason
-from ..store.retry import RETRYABLE, Outage, closed_under_way
+from ..store.retry import RETRYABLE, Outage
 from .requests import STAGE
 
 #: Of one read. After it a listener that nobody waits for any more ends.
@@ -122,9 +122,8 @@ class Announcements:
         while self._is_needed(stream):
             started = clock.now()
             try:
-                with closed_under_way():
-                    client = self._connection.blocking(BLOCK_MS)
-                    entry = _newest_in(client.xread(stream.following, count=1, block=BLOCK_MS))
+                client = self._connection.blocking(BLOCK_MS)
+                entry = _newest_in(client.xread(stream.following, count=1, block=BLOCK_MS))
             except Exception as error:
                 if not self._closing.is_set():  # else its connection was closed under it
                     self._closing.wait(_delay_after(error, outage))
@@ -185,9 +184,8 @@ class AsyncAnnouncements:
             while stream.waiting:
                 started = clock.now()
                 try:
-                    with closed_under_way():
-                        client = self._connection.blocking
-                        entry = _newest_in(await client.xread(stream.following, count=1, block=BLOCK_MS))
+                    client = self._connection.blocking
+                    entry = _newest_in(await client.xread(stream.following, count=1, block=BLOCK_MS))
                 except Exception as error:
                     await asyncio.sleep(_delay_after(error, outage))
                     continue

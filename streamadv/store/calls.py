@@ -11,7 +11,7 @@ from .clients import Client
 from .connection import AsyncConnection, Connection
 from .keys import ShardKeys
 from .resp import UNREGISTERED_MS, Payloads, as_buffer
-from .retry import RETRYABLE, closed_under_way, not_now
+from .retry import RETRYABLE, not_now
 from .scripts import ScriptCall, script_call
 
 
@@ -63,7 +63,7 @@ def run_transaction(
 
 def _run_in_pipeline(connection: Connection, client: Any, payloads: Payloads, call: ScriptCall) -> Any:
     try:
-        with closed_under_way(), not_now():
+        with not_now():
             try:
                 return _fill(client.pipeline(transaction=True), payloads, call).execute()[-1]
             except NoScriptError:
@@ -89,7 +89,7 @@ async def run_transaction_async(connection: AsyncConnection, payloads: Payloads,
         except NoScriptError:
             return await pipelined.eval(*call.by_text)
     try:
-        with closed_under_way(), not_now():
+        with not_now():
             try:
                 async with connection.push.pipeline(transaction=True) as pipe:
                     return (await _fill(pipe, payloads, call).execute())[-1]

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any, Final, cast
 
 import redis
@@ -26,7 +27,7 @@ from redis.retry import Retry
 
 from .exchange import Pool, exchange, fill, replies
 from .resp import Packer, Payloads, Piece, pack_transaction, transaction_result
-from .retry import classified, closed_under_way, not_now
+from .retry import classified, not_now
 from .urls import Target
 
 SOCKET_TIMEOUT: Final = 10.0  # seconds without a byte
@@ -48,18 +49,22 @@ NOT_MASTER: Final = "{}:{} is no longer, or not yet, the master"
 CLUSTER_OPTIONS: Final = {"reinitialize_steps": 1, "require_full_coverage": False}
 
 
-def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Redis:
-    """A client that sends a command up to 1 + `retries` times; may be shared by threads."""
-    options = target.shared_options | {"socket_timeout": socket_timeout}
+def _options(target: Target, retry: type[Any], socket_timeout: float, retries: int) -> dict[str, Any]:
+    """Options of a client that sends a command up to 1 + `retries` times. retry: redis-py's class."""
+    backoff = FullJitterBackoff(cap=1.0, base=0.05) if retries else NoBackoff()
+    options = target.shared_options | {"socket_timeout": socket_timeout, "retry": retry(backoff, retries)}
     if "socket_connect_timeout" in options:
         options["socket_connect_timeout"] = min(options["socket_connect_timeout"], socket_timeout)
-    retry = Retry(FullJitterBackoff(cap=1.0, base=0.05) if retries else NoBackoff(), retries)
+    return options | (CLUSTER_OPTIONS if target.cluster else {"retry_on_error": list(SENT_AGAIN_ON)})
+
+
+def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Redis:
+    """A client that sends a command up to 1 + `retries` times; may be shared by threads."""
+    options = _options(target, Retry, socket_timeout, retries)
     if target.cluster:
         # This asks the cluster for its nodes at once, so clients are made at first use. The class has the
         # commands of Redis without being a subclass.
-        options |= CLUSTER_OPTIONS
-        return cast(redis.Redis, _ClusterClient.from_url(target.url, retry=retry, **options))
-    options |= {"retry": retry, "retry_on_error": list(SENT_AGAIN_ON)}
+        return cast(redis.Redis, _ClusterClient.from_url(target.url, **options))
     options["command_packer"] = Packer()  # a cluster's client takes none: it copies
     if not target.sentinels:
         pool = Pool.from_url(target.url, max_connections=MAX_CONNECTIONS, timeout=None, **options)
@@ -72,32 +77,28 @@ def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Re
     return cast(redis.Redis, client)
 
 
-class _Classified:
-    """A client that raises errors as `retry.classified` has them, also out of a pipeline."""
+class _ClusterClient(redis.cluster.RedisCluster):
+    """A cluster's client that raises errors as `retry.classified` has them, also out of a pipeline."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        with closed_under_way(), not_now(args):
-            return super().execute_command(*args, **options)  # type: ignore[misc]
+        with not_now(args):
+            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
 
     def pipeline(self, *args: Any, **options: Any) -> Any:
-        pipe: Any = super().pipeline(*args, **options)  # type: ignore[misc]
-        execute = pipe.execute
-
-        def execute_classified(*args: Any, **options: Any) -> list[Any]:
-            with closed_under_way(), not_now():
-                replies = execute(*args, **options)
-            refusal = redis.exceptions.ResponseError
-            return [classified(reply) if isinstance(reply, refusal) else reply for reply in replies]
-
-        pipe.execute = execute_classified
+        pipe: Any = super().pipeline(*args, **options)  # type: ignore[no-untyped-call]
+        pipe.execute = partial(_executed, pipe.execute)
         return pipe
 
 
-class _ClusterClient(_Classified, redis.cluster.RedisCluster):
-    pass
+def _executed(execute: Callable[..., list[Any]], *args: Any, **options: Any) -> list[Any]:
+    """What `execute` of a pipeline of redis-py returns or raises, with errors as `classified`."""
+    with not_now():
+        replies = execute(*args, **options)
+    refusal = redis.exceptions.ResponseError
+    return [classified(reply) if isinstance(reply, refusal) else reply for reply in replies]
 
 
-class Client(_Classified, redis.Redis):
+class Client(redis.Redis):
     """A client of one server. What it sends goes past redis-py, which records and looks up much for each command."""
 
     attempts = 1  # at sending what goes past redis-py
@@ -130,7 +131,7 @@ class Client(_Classified, redis.Redis):
 
     def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
         """As redis-py's client."""
-        return super().pipeline(transaction, shard_hint) if transaction else _Pipeline(self)
+        return _Pipeline(self, transaction)
 
     def execute_together(
         self, commands: Sequence[tuple[Sequence[Any], Mapping[str, Any]]], raise_on_error: bool = True
@@ -227,17 +228,16 @@ class Client(_Classified, redis.Redis):
 
 
 class _Pipeline(redis.client.Pipeline):
-    """Commands without MULTI, sent as a `Client` sends."""
+    """Commands, which without MULTI are sent as a `Client` sends."""
 
-    def __init__(self, client: Client) -> None:
-        super().__init__(client.connection_pool, client.response_callbacks, False, None)
-        self._client = client
+    def __init__(self, client: Client, transaction: bool) -> None:
+        super().__init__(client.connection_pool, client.response_callbacks, transaction, None)
+        self._client, self._has_multi = client, transaction
 
     def execute(self, raise_on_error: bool = True) -> list[Any]:
         """As redis-py's, with errors as `classified`."""
-        if self.watching or self.explicit_transaction or self.scripts:
-            with not_now():
-                return super().execute(raise_on_error)
+        if self._has_multi or self.watching or self.explicit_transaction or self.scripts:
+            return _executed(super().execute, raise_on_error)
         commands, self.command_stack = self.command_stack, []
         return self._client.execute_together(commands, raise_on_error) if commands else []
 
@@ -300,10 +300,10 @@ class _Master:
 
 
 class _AsyncClassified:
-    """As `_Classified`, without pipelines: callers put `closed_under_way` and `not_now` around `execute`."""
+    """As `_ClusterClient`, without pipelines: callers put `not_now` around `execute`."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        with closed_under_way(), not_now(args):
+        with not_now(args):
             return await super().execute_command(*args, **options)  # type: ignore[misc]
 
 
@@ -317,15 +317,9 @@ class _AsyncClient(_AsyncClassified, redis.asyncio.Redis):  # type: ignore[misc]
 
 def make_async_client(target: Target, retries: int) -> redis.asyncio.Redis:
     """`make_client` for asyncio."""
-    options = target.shared_options | {"socket_timeout": SOCKET_TIMEOUT}
-    retry = redis.asyncio.retry.Retry(
-        FullJitterBackoff(cap=1.0, base=0.05) if retries else NoBackoff(), retries
-    )
+    options = _options(target, redis.asyncio.retry.Retry, SOCKET_TIMEOUT, retries)
     if target.cluster:
-        options |= CLUSTER_OPTIONS
-        cluster = _AsyncClusterClient.from_url(target.url, retry=retry, **options)
-        return cast(redis.asyncio.Redis, cluster)
-    options |= {"retry": retry, "retry_on_error": list(SENT_AGAIN_ON)}
+        return cast(redis.asyncio.Redis, _AsyncClusterClient.from_url(target.url, **options))
     if not target.sentinels:
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             target.url, max_connections=MAX_CONNECTIONS, timeout=None, **options

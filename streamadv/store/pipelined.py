@@ -23,7 +23,7 @@ from .resp import (
     pack_transaction,
     transaction_result,
 )
-from .retry import classified, closed_under_way, not_now
+from .retry import classified, not_now
 
 CLOSED: Final = "connection closed"
 
@@ -43,13 +43,10 @@ class _Call:
         """Hand on the result, once all replies are there, and return it."""
         result = self.replies[0] if self.expected == 1 else transaction_result(self.replies)
         if isinstance(result, Exception):
-            self.fail(classified(result) if isinstance(result, ResponseError) else result)
+            fail(self.future, classified(result) if isinstance(result, ResponseError) else result)
         elif not self.future.done():
             self.future.set_result(result)
         return result
-
-    def fail(self, error: Exception) -> None:
-        fail(self.future, error)
 
 
 def fail(future: asyncio.Future[Any], error: Exception) -> None:
@@ -118,7 +115,7 @@ class Pipelined:
     async def _open(self) -> None:
         """Have redis-py connect, which knows about passwords, certificates and Sentinels; then take over."""
         connection: Any = self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-        with closed_under_way(), not_now():
+        with not_now():
             await connection.connect()
             self._wire = _Wire(connection._writer, connection._parser.parse_error, self._timeout)
             connection._writer = connection._reader = None  # not its own any more
@@ -135,7 +132,7 @@ class Pipelined:
     def _fail_unsent(self, problem: Exception) -> None:
         unsent, self._unsent = self._unsent, []
         for call in unsent:
-            call.fail(problem)
+            fail(call.future, problem)
 
 
 class _Wire(asyncio.Protocol):
@@ -200,7 +197,7 @@ class _Wire(asyncio.Protocol):
         if self._watching is not None:
             self._watching.cancel()
         while self._waiting:
-            self._waiting.popleft().fail(problem)
+            fail(self._waiting.popleft().future, problem)
 
     def _watch(self) -> None:
         """Abort when nothing has moved for too long. Looks again in a while as long as replies are due."""

@@ -167,15 +167,6 @@ def _not_permitted(text: str, sent: Sequence[Any]) -> str:
 
 
 @contextmanager
-def not_now(sent: Sequence[Any] = ()) -> Iterator[None]:
-    """Raises a server's errors as `classified`."""
-    try:
-        yield
-    except redis.exceptions.ResponseError as error:
-        raise classified(error, sent) from None
-
-
-@contextmanager
 def closed_under_way() -> Iterator[None]:
     """Raises ConnectionError when a client of redis-py fails because its connection was closed meanwhile.
 
@@ -189,6 +180,16 @@ def closed_under_way() -> Iterator[None]:
         if innermost.f_globals["__name__"].partition(".")[0] not in ("redis", "asyncio"):
             raise
         raise redis.exceptions.ConnectionError(f"connection closed meanwhile: {error}") from error
+
+
+@contextmanager
+def not_now(sent: Sequence[Any] = ()) -> Iterator[None]:
+    """Raises a server's errors as `classified`, and those of a client as `closed_under_way`."""
+    try:
+        with closed_under_way():
+            yield
+    except redis.exceptions.ResponseError as error:
+        raise classified(error, sent) from None
 
 
 def patiently(call: Callable[[], T], who: str, *, sleep: Callable[[float], object] = time.sleep) -> T:
