@@ -25,24 +25,36 @@ logger = logging.getLogger(__name__)
 
 
 class DroppedGroups:
-    """Counts of dropped groups by reason and source, since the last delivered batch.
+    """Dropped groups: by reason and source since the last delivered batch, by reason since the last lines of the log.
 
-    The groups themselves are not kept: a trainer may wait long while everything is dropped.
+    Of the groups themselves only the first ones are kept: a trainer may wait long while everything is dropped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run: str) -> None:
+        self._run = run
         self._groups: Counter[str] = Counter()
         self._trajectories: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
+        self._unlogged: Counter[str] = Counter()
+        self._first: dict[str, LoggedGroup] = {}  # of those that are yet to be logged, by reason
+        self._batch = 0
+        self._logged_at = -LOG_INTERVAL_S
 
-    def add(self, group: LoggedGroup, reason: str) -> None:
-        """Count a group."""
-        name = _figure(reason, group.data_source or "unknown")
+    def add(self, k: int, group: LoggedGroup, reason: str) -> None:
+        """The group was dropped while batch k was named."""
+        name = f"dropped/{reason}/{group.data_source or 'unknown'}"  # what its figures begin with
         if name not in self._groups and len(self._groups) >= MAX_NAMES:
-            name = _figure(reason, "other")
+            name = f"dropped/{reason}/other"
         self._groups[name] += 1
         self._trajectories[name] += len(group.members)
         self._tokens[name] += int(group.members.table["trainable"].sum())
+        self._batch = k
+        self._unlogged[reason] += 1
+        self._first.setdefault(reason, group)
+        fields = log_fields(
+            "group_dropped", run=self._run, role="trainer", batch=k, group=group.group_id, reason=reason
+        )
+        logger.debug("group %s is not trained on: %s", group.group_id, reason, extra=fields)
 
     def __len__(self) -> int:
         """Groups."""
@@ -59,38 +71,12 @@ class DroppedGroups:
         means = {name: self._tokens[name] / count for name, count in self._trajectories.items() if count}
         return groups | {f"{name}/response_length/mean": mean for name, mean in means.items()}
 
-
-def _figure(reason: str, source: str) -> str:
-    """What the figures of groups dropped for this reason begin with."""
-    return f"dropped/{reason}/{source}"
-
-
-class UnloggedDrops:
-    """Groups dropped since the last lines of the log: their number and the first one, by reason."""
-
-    def __init__(self, run: str) -> None:
-        self._run = run
-        self._counts: Counter[str] = Counter()
-        self._first: dict[str, LoggedGroup] = {}
-        self._batch = 0
-        self._logged_at = -LOG_INTERVAL_S
-
-    def note(self, k: int, group: LoggedGroup, reason: str) -> None:
-        """The group was dropped while batch k was named."""
-        self._batch = k
-        self._counts[reason] += 1
-        self._first.setdefault(reason, group)
-        fields = log_fields(
-            "group_dropped", run=self._run, role="trainer", batch=k, group=group.group_id, reason=reason
-        )
-        logger.debug("group %s is not trained on: %s", group.group_id, reason, extra=fields)
-
     def log(self, now: bool = False) -> None:
         """One line for each reason, if the last lines are LOG_INTERVAL_S ago or `now`."""
-        if not self._counts or not (now or clock.now() - self._logged_at >= LOG_INTERVAL_S):
+        if not self._unlogged or not (now or clock.now() - self._logged_at >= LOG_INTERVAL_S):
             return
         self._logged_at = clock.now()
-        for reason, count in self._counts.items():
+        for reason, count in self._unlogged.items():
             first = self._first[reason]
             fields = log_fields(
                 "groups_dropped",
@@ -104,5 +90,5 @@ class UnloggedDrops:
             which = summed_up(first.group_id, count)
             why = f"{reason} ({first.problem})" if first.problem else reason + MEANING.get(reason, "")
             logger.warning("batch %d: %s not trained on: %s", self._batch, which, why, extra=fields)
-        self._counts.clear()
+        self._unlogged.clear()
         self._first.clear()

@@ -92,7 +92,7 @@ class Leader(Session):
             if len(groups) >= needed or not has_dropped:
                 break
         self.has_scanned_logs = not has_dropped
-        self.unlogged.log(now=len(groups) >= needed)
+        self.dropped.log(now=len(groups) >= needed)
         if len(groups) < needed:
             return False
         record = self._make_record(k, groups, traces.begin(self.run, k, groups, since))
@@ -126,8 +126,7 @@ class Leader(Session):
         drop(self.run, unfit, self.epoch)
         for group, reason in unfit:
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
-            self.dropped.add(group, reason)
-            self.unlogged.note(k, group, reason)
+            self.dropped.add(k, group, reason)
         if unfit:
             traces.dropped(self.run, k, unfit, since)
             self._candidates.remove([group for group, _ in unfit])

@@ -16,7 +16,7 @@ from ..run import Run
 from ..store.reasons import Reason
 from . import traces
 from .carryover import KLCoefficients
-from .dropped import DroppedGroups, UnloggedDrops
+from .dropped import DroppedGroups
 from .exclusion import Exclusions, dead_letter_groups, read_exclusions
 from .named import NamedBatch
 from .progress import Progress
@@ -40,8 +40,7 @@ class Session:
         self.progress = progress
         self.published_version = 0  # version that rank 0 has written into the run; 0 on other ranks
         #: Groups dropped while batches were named, until somebody reports and clears them.
-        self.dropped = DroppedGroups()
-        self.unlogged = UnloggedDrops(run.name)
+        self.dropped = DroppedGroups(run.name)
         #: Last entry of each shard's groups log that rank 0 has read.
         self.cursors: dict[int, str] = {}
         self._settings = settings

@@ -101,7 +101,7 @@ class Sessions:
 
     def _log_drops(self) -> None:
         if self._session is not None:
-            self._session.unlogged.log(now=True)
+            self._session.dropped.log(now=True)
 
     def _begin(self) -> Session:
         run = self._opened_run()
