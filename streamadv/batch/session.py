@@ -84,7 +84,7 @@ class Session:
     def _has_caught_up(self) -> bool:
         return True
 
-    # Naming: rank 0 does it for all
+    # Naming, which rank 0 does for all: nothing on the other ranks
 
     def look_again(self) -> None:
         """Read on in the groups logs, though they had ended, when a batch is to be named."""
