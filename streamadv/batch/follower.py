@@ -58,13 +58,13 @@ def _check_session(run: Run, progress: Progress, hold: Hold, job_key: JobKey) ->
     if session and hold.session == session:
         if hold.epoch < progress.epoch:
             raise NotHeldError("the server has lost recent writes: waiting for rank 0 to repeat them")
-    elif session and hold.founded < founded(session):
+    elif session and founded(hold.session) < founded(session):
         raise NotHeldError(f"the server has lost what job {progress.job} has written: waiting for its rank 0")
     elif session and (hold.job != progress.job or progress.has_delivered):
         raise fenced(run.name)
     elif not hold.session:
         raise NotHeldError(f"no trainer has the run: waiting for rank 0 of {job_key}")
-    elif job_key.epoch is not None and hold.founded > job_key.epoch:
+    elif job_key.epoch is not None and founded(hold.session) > job_key.epoch:
         raise fenced(run.name)
     elif job_key.epoch is not None and hold.epoch < job_key.epoch:
         raise NotHeldError(f"the run is at epoch {hold.epoch}: waiting for rank 0 of {job_key}")

@@ -37,10 +37,6 @@ class Hold(NamedTuple):
     committed: int
     world_size: int  # of rank 0's job
 
-    @property
-    def founded(self) -> int:
-        return founded(self.session)
-
 
 def founded(session: str) -> int:
     """The epoch in which a session began."""
