@@ -39,11 +39,10 @@ def _parsed(entry: bytes) -> Id:
 
 def _newest_in(reply: Any) -> Id | None:
     """The id of the entry that a read has brought, or None."""
-    streams = list(reply.values()) if isinstance(reply, dict) else [stream[1] for stream in reply or ()]
-    entries = streams[0] if streams else []
-    while entries and isinstance(entries[0], list):  # redis-py nests them in another way for RESP3
-        entries = entries[0]
-    return _parsed(entries[0][0]) if entries else None
+    if not reply:
+        return None
+    ((_, entries),) = reply  # of one stream
+    return _parsed(entries[0][0])
 
 
 class _Stream:

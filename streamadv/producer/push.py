@@ -90,17 +90,17 @@ class Pushes:
         wait = self._admission.admission_wait(timeout)
         outcomes: dict[int, PushResult | StreamadvError] = {}
         missing: Sequence[int] = range(len(groups))
-        refusals: dict[int, Busy] = {}
-        while missing:
-            if refusals:
-                yield from self._admission.wait_for_room(wait, Reason(*refusals[missing[-1]].reason))
+        has_waited = False
+        while True:
             found = yield from together([self.push(groups[number]) for number in missing])
             outcomes |= zip(missing, found, strict=True)
-            has_waited = bool(refusals)
             refusals = {number: item for number, item in outcomes.items() if isinstance(item, Busy)}
-            missing = [] if wait.expired else list(refusals)
-            if has_waited and not refusals:
-                wait.over()
+            if not refusals or wait.expired:
+                break
+            missing, has_waited = list(refusals), True
+            yield from self._admission.wait_for_room(wait, Reason(*refusals[missing[-1]].reason))
+        if has_waited and not refusals:
+            wait.over()
         results = []
         for outcome in outcomes.values():
             if isinstance(outcome, StreamadvError):

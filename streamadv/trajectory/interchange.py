@@ -51,7 +51,7 @@ def write_trajectory(file: IO[bytes], trajectory: Trajectory) -> None:
     file.write(to_json(trajectory.to_json(), inf_nan_mode="constants") + b"\n")
 
 
-def recover(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> dict[str, set[int]]:
+def recover(path: Path) -> dict[str, set[int]]:
     """Prepare the output file `path` for appending, and return its contents: group_id -> rollout indices.
 
     Removes a last line without a newline, because a crash has cut it off. The writer may have died between two
@@ -64,14 +64,15 @@ def recover(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> dict[str, set[i
     written: dict[str, set[int]] = {}
     whole = 0  # bytes up to the last newline
     with open_for_reading(path, "r+b") as file:
-        for number, line in enumerate(iter(lambda: file.readline(max_line_bytes + 1), b""), start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+            where = f"{path}:{number}"
             if not line.endswith(b"\n"):
-                if len(line) > max_line_bytes or not (written or _may_begin_record(line)):
-                    raise TrajectoryError(f"{path}:{number}: is no trajectory: choose another output file")
+                if len(line) > MAX_LINE_BYTES or not (written or _may_begin_record(line)):
+                    raise TrajectoryError(f"{where}: is no trajectory: choose another output file")
                 break
             whole += len(line)
             if not line.isspace():
-                group_id, rollout_index = _identity(parse_json(line, f"{path}:{number}"), f"{path}:{number}")
+                group_id, rollout_index = _identity(parse_json(line, where), where)
                 written.setdefault(group_id, set()).add(rollout_index)
         file.truncate(whole)
         file.flush()
