@@ -119,7 +119,7 @@ class Child:
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        with self._log.open("a") as log:
+        with self._log.open("a", buffering=1) as log:  # a line is there before the message after it is
             for line in process.stdout:
                 message = messages.parse(line)
                 if message is None:
