@@ -210,11 +210,8 @@ class Admission:
 
         Those were admitted before. After new groups they might have to wait until this producer ends, and be lost.
         """
-        return (
-            NO_ROOM
-            if self._membership.shard_of(group_id) in self._resend.behind
-            else self._membership.max_bytes
-        )
+        is_behind = self._membership.shard_of(group_id) in self._resend.behind
+        return NO_ROOM if is_behind else self._membership.max_bytes
 
     def _arguments(self, spec: GroupSpec, budget: int | None, groups_elsewhere: int | None) -> list[Any]:
         """The first arguments of the scripts that may open a group, see `lua/lib/enter.lua` and `admit.lua`.

@@ -88,11 +88,8 @@ def _fitting(column: Column, kind: Sequence[Any]) -> Column:
         except ValueError:
             return column
         with np.errstate(invalid="ignore"):
-            data = (
-                cast
-                if np.array_equal(cast.astype(data.dtype), data, equal_nan=data.dtype.kind == "f")
-                else data
-            )
+            is_same = np.array_equal(cast.astype(data.dtype), data, equal_nan=data.dtype.kind == "f")
+        data = cast if is_same else data
     if data is column.data and per_token == column.per_token:
         return column
     return Column.model_construct(data=data, per_token=per_token)

@@ -172,11 +172,8 @@ class Client(redis.Redis):
             packed = b"".join([pack_command(tuple(command)) for command in commands])
             with closing(replies(connection, [packed], len(commands))) as incoming:
                 for command, reply in zip(commands, incoming, strict=True):
-                    yield (
-                        classified(reply, command)
-                        if isinstance(reply, redis.exceptions.ResponseError)
-                        else reply
-                    )
+                    is_refused = isinstance(reply, redis.exceptions.ResponseError)
+                    yield classified(reply, command) if is_refused else reply
         finally:
             pool.release(connection)
 
