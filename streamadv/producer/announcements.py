@@ -107,8 +107,12 @@ class Announcements:
                 threading.Thread(
                     target=self._listen, args=(stream,), name="streamadv-admission", daemon=True
                 ).start()
-            self._changed.wait_for(lambda: self._closing.is_set() or stream.newest > seen, timeout=seconds)
-            stream.waiting -= 1
+            try:
+                self._changed.wait_for(
+                    lambda: self._closing.is_set() or stream.newest > seen, timeout=seconds
+                )
+            finally:  # else an interrupt would leave the listener for ever
+                stream.waiting -= 1
 
     def close(self) -> None:
         """End all waits."""

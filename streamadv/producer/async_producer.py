@@ -64,8 +64,12 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
     async def open(self) -> Self:
         """As `Producer.open`."""
         self._logic.membership.check_open()
-        await self._connection.wait_until_ready()
-        await self._drive(self._logic.open())
+        try:
+            await self._connection.wait_until_ready()
+            await self._drive(self._logic.open())
+        except BaseException:
+            await self._disconnect()
+            raise
         self._heart = asyncio.create_task(self._beat(), name="streamadv-heartbeat")
         return self
 

@@ -85,8 +85,12 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         setting that differs from the run's.
         """
         self._logic.membership.check_open()
-        self._connection.wait_until_ready()
-        self._drive(self._logic.open())
+        try:
+            self._connection.wait_until_ready()
+            self._drive(self._logic.open())
+        except BaseException:
+            self._disconnect()
+            raise
         self._heart = threading.Thread(target=self._beat, name="streamadv-heartbeat", daemon=True)
         self._heart.start()
         return self

@@ -330,6 +330,24 @@ def test_an_announcement_that_the_server_has_lost_ends_no_more_waits(
 
 
 @pytest.mark.server
+def test_an_interrupted_wait_leaves_no_listener(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with Connection(redis_url) as connection:
+        before = set(threading.enumerate())
+        announcements = Announcements(connection)
+        monkeypatch.setattr(announcements._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            announcements.wait("admission", b"", 30)
+        (listener,) = [
+            each for each in set(threading.enumerate()) - before if each.name == "streamadv-admission"
+        ]
+        listener.join(30)
+        assert not listener.is_alive()
+
+
+@pytest.mark.server
 async def test_an_announcement_that_the_server_has_lost_ends_no_more_waits_of_tasks(
     redis_url: str, forward: Callable[[float], None]
 ) -> None:

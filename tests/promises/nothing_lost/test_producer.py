@@ -17,7 +17,7 @@ import pytest
 import redis
 
 import streamadv
-from streamadv.errors import Busy, ProducerClosedError
+from streamadv.errors import Busy, ManifestMismatchError, ProducerClosedError
 from streamadv.producer import Producer, logic
 from streamadv.producer import producer as producer_module
 from streamadv.run.manifest import RunSettings
@@ -269,6 +269,20 @@ def open_groups(client: redis.Redis, run: str) -> int:
     joined = join(Connection.from_client(client), run)
     group_all(joined)
     return int(client.zcard(joined.keys.home.open))
+
+
+async def test_a_producer_that_cannot_be_opened_is_disconnected(
+    redis_url: str, run: str, producer: Producer
+) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        before = connections_of(client)
+        other = Producer(redis_url, run, settings=RunSettings(shards=2))
+        with pytest.raises(ManifestMismatchError) as blocking:
+            other.open()
+        with pytest.raises(ManifestMismatchError) as waiting:
+            await other.__aenter__()
+        await asyncio.to_thread(until, lambda: connections_of(client) == before, "disconnected")
+        assert blocking.value.args == waiting.value.args  # which keep what has raised them
 
 
 @pytest.mark.server
