@@ -183,6 +183,8 @@ class Admission:
                 continue
             check_group_reply(reply, spec)
             if reply[0] != b"busy":
+                if wait is not None:
+                    wait.over()
                 return reply
             if groups_elsewhere is None and self._membership.shards > 1 and is_over_share(reply):
                 counts = yield from self._groups_ahead()

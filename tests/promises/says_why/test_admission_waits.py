@@ -145,14 +145,15 @@ def test_a_server_above_its_maxmemory(
         client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
         assert "[maxmemory]" in begin_in_vain(producer, caplog)
         pushing = threading.Thread(target=push, args=(group,))
-        with caplog.at_level(logging.WARNING):
+        with caplog.at_level(logging.INFO):
             pushing.start()
             while not said(caplog, "a push waits for "):
                 pushing.join(0.01)
-        client.config_set("maxmemory", 40 << 20)
-        pushing.join(30)
+            client.config_set("maxmemory", 40 << 20)
+            pushing.join(30)
         assert not pushing.is_alive()
     assert "the server is above its maxmemory" in said(caplog, "a push waits for ")[0]
+    assert said(caplog, "a push waits: goes on after ")
 
 
 def test_replay(fake: Connection, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
