@@ -70,7 +70,12 @@ def compute_safely(
         detail = next(iter(dead.values())).detail
         raise ChainError(f"batch {item.batch}: every group fails, as with {detail}")
     _log_deaths(run, dead)
-    return bounded(replace(prepared, dead=prepared.dead | dead))
+    try:
+        return bounded(replace(prepared, dead=prepared.dead | dead))
+    except SettingError:
+        raise
+    except Exception as error:
+        raise ChainError(f"batch {item.batch}: groups that compute alone fail together: {error}") from error
 
 
 def _log_deaths(run: Run, deaths: Mapping[str, Death]) -> None:

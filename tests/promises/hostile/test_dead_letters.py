@@ -14,7 +14,7 @@ from streamadv.advantage.poison import MAX_ATTEMPTS, compute_safely
 from streamadv.advantage.prepare import PreparedItem, prepare
 from streamadv.algorithms.registry import estimator
 from streamadv.cli import main
-from streamadv.errors import ChainError, StreamadvError
+from streamadv.errors import ChainError, EstimatorError, StreamadvError
 from streamadv.grouping.grouper import Housekeeping
 from streamadv.run import Run, dead_letters
 from streamadv.run.consumer import ADVANTAGE
@@ -291,6 +291,23 @@ def test_a_chain_that_breaks_on_every_group_stops_the_worker(
     monkeypatch.setattr(brittle, "broken", True)
     ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
     with pytest.raises(ChainError, match="every group fails"):
+        compute_safely(named, prepare(named, entry), CPU)
+
+
+def test_a_batch_that_fails_only_as_a_whole_is_the_fault_of_the_chain(
+    named: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker does not survive other errors, no worker would."""
+
+    def compute_alone(prepared: PreparedItem, device: torch.device) -> object:
+        if len(prepared.living) > 1:
+            raise EstimatorError("advantages/mean is nan")
+        return compute(prepared, device)
+
+    compute = poison.compute
+    monkeypatch.setattr(poison, "compute", compute_alone)
+    ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
+    with pytest.raises(ChainError, match=r"groups that compute alone fail together: advantages/mean is nan"):
         compute_safely(named, prepare(named, entry), CPU)
 
 
