@@ -64,6 +64,8 @@ def publish(
     for name, number, least in (("version", version, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < least):
             raise SettingError(f"{name} is {brief(number)}, needs a whole number from {least} on")
+    if not isinstance(tensors, Mapping):
+        raise SettingError(f"tensors is {brief(tensors)}, needs tensors by name, such as model.state_dict()")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(folder, version)

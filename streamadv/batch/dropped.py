@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from .. import clock
 from ..grouping.groups_log import LoggedGroup
 from ..messages import log_fields, summed_up
+from .commit import is_oversize
 
 #: Reasons and sources told apart; further sources are "other".
 MAX_NAMES: Final = 256
@@ -92,3 +94,20 @@ class DroppedGroups:
             logger.warning("batch %d: %s not trained on: %s", self._batch, which, why, extra=fields)
         self._unlogged.clear()
         self._first.clear()
+
+
+def warn_of_oversize(run: str, k: int, groups: Sequence[LoggedGroup], budget: int | None) -> None:
+    """One line for the trajectories of batch k that have a row above the token budget of a micro-batch."""
+    longest = max(group.sums.longest_row for group in groups)
+    if budget is None or longest <= budget:
+        return
+    count = sum(int(is_oversize(group.members, budget).sum()) for group in groups)
+    fields = log_fields(
+        "trajectories_oversize", run=run, role="trainer", batch=k, reason="oversize", count=count
+    )
+    logger.warning(
+        "batch %d: trajectories not trained on: %d of %d, oversize: they have rows of up to %d tokens, "
+        "tokens_per_micro_batch is %d: raise it, or play shorter rollouts",
+        *(k, count, sum(len(group.members) for group in groups), longest, budget),
+        extra=fields,
+    )

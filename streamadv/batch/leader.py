@@ -19,6 +19,7 @@ from . import traces
 from .candidates import Candidates
 from .carryover import running_with
 from .commit import commit, commit_arguments
+from .dropped import warn_of_oversize
 from .exclusion import drop
 from .named import NamedBatch
 from .progress import Progress
@@ -102,6 +103,7 @@ class Leader(Session):
         self.batches[k] = NamedBatch(record, groups={group.group_id: group for group in groups})
         self._candidates.remove(record.groups)
         traces.named(self.run, record, groups, since)
+        warn_of_oversize(self.run.name, k, groups, settings.tokens_per_micro_batch)
         return True
 
     def _choose(self, k: int, limit: int) -> tuple[list[LoggedGroup], bool]:

@@ -18,7 +18,8 @@ goes from padded to packed and back, and `entrance` is the door at which every f
   of carry gradients: `agg_loss`, `approx_kl`, `full_kl`, `masked_mean`, `masked_sum`, `masked_var`. All others do not.
 - An argument that does not fit raises ArgumentError (a tensor, an array, labels) or OptionError (anything else), in one
   line that names it. Both are ValueErrors; the first is a TrajectoryError, the second a SettingError.
-- A number that counts must be finite; a number outside the mask has no effect. `approx_kl`, `full_kl` and
+- A number that counts must be finite; a number outside the mask has no effect, but for a finite token reward: it counts
+  in the sum of its row, and in time at the last trainable token before it. `approx_kl`, `full_kl` and
   `proximal_log_probs` work element by element, so NaN stays where it is; in `compute_normalize_then_sum_advantage`
   NaN is a missing reward.
 - No rows, no columns, or a mask without ones give empty results and zeros.

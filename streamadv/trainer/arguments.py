@@ -44,6 +44,8 @@ def check_weights(uri: str | None) -> None:
 
 def check_state(state: Mapping[str, Any], run: str) -> None:
     """Raise SettingError unless `state` is what `state_dict` of a queue of this run returned."""
+    if not isinstance(state, Mapping):
+        raise SettingError(f"state is {brief(state)}: give what state_dict() returned")
     missing = {"run", "version", "groups"} - state.keys()
     if missing:
         raise SettingError(f"state has no {sorted(missing)[0]!r}: give what state_dict() returned")

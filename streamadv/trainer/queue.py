@@ -52,8 +52,8 @@ class TrainerQueue(IterableDataset[Batch]):
     rank, world_size: of this process, 0 <= rank < world_size. Rank 0 leads: it names batches.
     batch_groups: groups of a batch.
     min_groups: name a batch as soon as so many groups are complete (default batch_groups).
-    tokens_per_micro_batch: tokens of a micro-batch at most, prompts included; rows above it are not trained on. None
-        makes one micro-batch of all that a rank has.
+    tokens_per_micro_batch: tokens of a micro-batch at most, prompts included. A trajectory with a longer row is not
+        trained on, and logged (`oversize`). None makes one micro-batch of all that a rank has.
     keep_groups: rows of a group come in one micro-batch, side by side, where they fit into its tokens, so that a
         shared prefix is computed once. Groups then stay on one rank, and ranks are less even.
     max_staleness: producers are admitted so many versions ahead of the trainer; None does not pace them.
@@ -293,8 +293,9 @@ class TrainerQueue(IterableDataset[Batch]):
         """Say that the checkpoint holding `state` is saved: its batches count as trained and are deleted.
 
         Rank 0 calls it, after every rank has saved its part. Repeating it changes nothing. Raises SettingError for a
-        state of a later version.
+        state of a later version or of another run, and for what is no state.
         """
+        check_state(state, self._run_name)
         self._patiently(lambda: self._marks.commit(state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -73,14 +73,15 @@ class Sessions:
         if self._run is not None:
             self._run.keep_up(KEEP_UP_S)
         if self._session is not None and not self._is_stale and not self._session.has_same_servers():
-            if self._rank.number == 0:
-                logger.warning(
-                    "trainer: the server is not the one it was: repeating what it may have lost",
-                    extra=log_fields("session_stale", run=self._run_name, role="trainer"),
-                )
             self.progress.servers_replaced()
             self._is_stale = True
-        session = self._begin() if self._is_stale else self.current()
+        was_stale = self._is_stale
+        session = self._begin() if was_stale else self.current()
+        if was_stale and self._rank.number == 0:  # a newer trainer has not taken over: that has raised
+            logger.warning(
+                "trainer: the server is not the one it was: what it may have lost was repeated",
+                extra=log_fields("session_stale", run=self._run_name, role="trainer"),
+            )
         if self._rank.number == 0 and undo_other_chains(session.run, self.naming, self.progress):
             self._session = None
             session = self._begin()

@@ -284,7 +284,7 @@ class Trajectory(_Model):
             tokens = len(self.rows[step.row])
             if not step.start < step.end <= tokens:
                 span = f"{brief(step.start)}..{brief(step.end)}"
-                raise ValueError(f"steps.{position} spans {span}, its row has {tokens} tokens")
+                raise ValueError(f"steps.{position} spans {span}, needs start < end <= {tokens}, its tokens")
         return self
 
     @property

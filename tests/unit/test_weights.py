@@ -143,6 +143,11 @@ def test_wrong_arguments(tmp_path: Path, version: Any, options: dict[str, Any], 
         weights.publish(tmp_path, version, {"w": np.zeros(1)}, **options)
 
 
+def test_a_module_is_no_tensors_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"tensors is a Linear, needs .* model\.state_dict\(\)"):
+        weights.publish(tmp_path, 1, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
 def test_without_safetensors_the_error_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

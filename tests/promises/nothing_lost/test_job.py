@@ -597,7 +597,8 @@ def test_a_queue_that_is_closed_waits_for_nobody(server_of_job: Server, run: str
         assert ranks[0].epoch
         server_of_job.kill()
     ranks[rank].close()
-    for call in (ranks[rank].next_batch, lambda: ranks[rank].commit({"version": 0})):
+    state = {"run": run, "version": 0, "groups": []}
+    for call in (ranks[rank].next_batch, lambda: ranks[rank].commit(state)):
         with pytest.raises(ServerUnreachableError, match="the queue was closed while it waited"):
             call()
 

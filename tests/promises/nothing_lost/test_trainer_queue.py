@@ -143,8 +143,8 @@ def test_the_numbers_of_a_batch(producer: Producer, joined: Run) -> None:
     assert problems(joined) == []
 
 
-def test_a_trajectory_with_a_row_above_the_budget_is_counted_and_not_delivered(
-    producer: Producer, joined: Run
+def test_a_trajectory_with_a_row_above_the_budget_is_counted_told_and_not_delivered(
+    producer: Producer, joined: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     rewards = (0.0, 0.25, 1.0)
     for group_id, tokens in (("g", (5, 30, 8)), ("h", (30, 30, 30))):
@@ -162,6 +162,11 @@ def test_a_trajectory_with_a_row_above_the_budget_is_counted_and_not_delivered(
     with pytest.raises(NoBatchError):
         next_batch(queue, joined)
     assert (ledger(joined)["trained"], ledger(joined)["dropped"]) == (2, {"oversize": 4})
+    told = [text.split(": they ")[0] for text in caplog.messages if "oversize" in text]
+    assert told == [
+        "batch 0: trajectories not trained on: 1 of 3, oversize",
+        "batch 1: trajectories not trained on: 3 of 3, oversize",
+    ]
     assert problems(joined) == []
 
 
@@ -375,7 +380,9 @@ def test_groups_of_a_future_that_was_rolled_back_are_dropped(
     assert line.startswith("batch 1: 2 groups are not trained on: rolled_back, played with versions ")
 
 
-def test_an_older_trainer_is_fenced(producer: Producer, joined: Run) -> None:
+def test_an_older_trainer_is_fenced(
+    producer: Producer, joined: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     push_groups(producer, 4)
     old = queue_of(joined, commit="manual")
     batch = delivered_batch(old, joined)
@@ -385,6 +392,7 @@ def test_an_older_trainer_is_fenced(producer: Producer, joined: Run) -> None:
     for attempt in (lambda: old.trained(batch), old.next_batch):
         with pytest.raises(EpochFencedError):
             attempt()
+    assert "the server is not the one it was" not in caplog.text
     assert old.state_dict()["version"] == batch.version + 1  # still says what it has trained
     new.trained(again)
     new.commit(new.state_dict())

@@ -40,7 +40,10 @@ def test_a_wrong_argument_is_named(fake: Connection, arguments: dict[str, Any], 
 
 def test_a_state_of_something_else_is_refused(fake: Connection) -> None:
     queue = TrainerQueue(fake, "r")
-    with pytest.raises(SettingError, match="state has no 'groups'"):
-        queue.load_state_dict({})
-    with pytest.raises(SettingError, match="state is of run 'other'"):
-        queue.load_state_dict({"run": "other", "version": 0, "groups": []})
+    for call in (queue.load_state_dict, queue.commit):
+        with pytest.raises(SettingError, match="state has no 'groups'"):
+            call({"model": {}, "queue": {}})
+        with pytest.raises(SettingError, match="state is None: give what state_dict"):
+            call(None)  # type: ignore[arg-type]
+        with pytest.raises(SettingError, match="state is of run 'other'"):
+            call({"run": "other", "version": 0, "groups": []})
