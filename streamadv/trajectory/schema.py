@@ -284,7 +284,7 @@ class Trajectory(_Model):
             tokens = len(self.rows[step.row])
             if not step.start < step.end <= tokens:
                 span = f"{brief(step.start)}..{brief(step.end)}"
-                raise ValueError(f"steps.{position} spans {span}, needs start < end <= {tokens}, its tokens")
+                raise ValueError(f"steps.{position} spans {span}, needs start < end <= {tokens} of its row")
         return self
 
     @property
