@@ -127,6 +127,8 @@ def _trainer(status: Status) -> Iterator[Reason]:
     if trainer.is_alive or not (status.groups_waiting or trainer.batches):
         return
     waiting = f"{counted(status.groups_waiting, 'group waits', 'groups wait')} for a batch"
+    if trainer.batches:
+        waiting += f", {counted(trainer.batches, 'batch is', 'batches are')} named and not committed"
     silent = seconds_text(trainer.silent_s or 0.0)
     what = {"lost": f"the trainer is silent for {silent}, ", "left": f"the trainer has left {silent} ago, "}
     yield Reason("no_trainer", what.get(trainer.state, "") + waiting)

@@ -88,7 +88,8 @@ REASONS: Final[dict[str, Kind]] = {
     ),
     # Admission.
     "pacing": Kind(
-        "producers are as far ahead as max_staleness allows", "wait for the trainer, or raise max_staleness"
+        "producers are as far ahead as max_staleness allows",
+        "wait for the trainer (start it if it has ended), or raise max_staleness",
     ),
     "max_bytes": Kind(
         "live and reserved bytes fill max_bytes",

@@ -76,6 +76,8 @@ def test_a_trainer_is_alive_waits_trains_and_leaves(fake: Connection, run: Run) 
     queue.close()
     assert read_status(run).trainer.state == "left"
     assert said(run, "trainer").startswith("trainer: has left, heard of 0.")
+    (reason,) = [reason for reason in reasons_of(read_status(run)) if reason.name == "no_trainer"]
+    assert reason.text.endswith(" ago, 2 groups wait for a batch, 1 batch is named and not committed")
 
 
 def test_a_silent_trainer_is_dead_and_a_reason(
