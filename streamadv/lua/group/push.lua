@@ -10,7 +10,8 @@
 --   {'ok'}                           all are pushed
 --   {'ok', code of each member of all its packets ...}
 --       'pushed', 'duplicate', 'surplus' or 'late' (the group had ended), 'range' (no such slot),
---       'again' (its packet is refused whole because another member is a duplicate or out of range; this one is new),
+--       'again' (its packet is refused whole because another member is a duplicate or out of range, or to be sent again;
+--       this one is new, or follows a new one of its slot),
 --       'lost' (the payload had outlived its time: the packet is refused whole)
 --   {'busy', reason, used, limit ...}   the group was unknown and is not admitted now
 --   {'over'}                         the group was unknown and the trainer has ended the run
@@ -37,14 +38,17 @@ end
 
 -- Refuse a packet of which some members are duplicates or out of range: it stays whole, or a part of its payload would
 -- belong to nobody.
-local function refuse_in_part(packet, slots, codes)
+local function refuse_in_part(group, packet, codes)
 -- include members
   refuse(packet)
   for _, member in ipairs(members_of(packet.text)) do
-    local code = 'again'
-    if member.index >= #slots then
+    local at, code = member.index + 1, 'again'
+    local letter = string.sub(group.slots, at, at)
+    if letter == '' then
       code = 'range'
-    elseif string.sub(slots, member.index + 1, member.index + 1) ~= '.' then
+    elseif letter == '.' then  -- no later packet of this call may take its slot
+      group.slots = string.sub(group.slots, 1, at - 1) .. '?' .. string.sub(group.slots, at + 1)
+    elseif letter ~= '?' then
       code = 'duplicate'
       count('duplicates', 1)
     end
@@ -79,7 +83,7 @@ end
 local function register(group, packet, codes)
   local slots = fill(group.slots, packet)
   if not slots then
-    refuse_in_part(packet, group.slots, codes)
+    refuse_in_part(group, packet, codes)
   elseif packet.key ~= '' and redis.call('PERSIST', packet.key) == 0 then
     refuse(packet, 'lost', codes)
   elseif has_ended or not append_packet(group, packet) then
@@ -103,7 +107,7 @@ local function push_open(group, packets)
   end
   if has_pushed then
     play(group, producer)
-    change(group, 'slots', group.slots)
+    change(group, 'slots', all_pushed and group.slots or (string.gsub(group.slots, '%?', '.')))
   end
   save_group(group)
   return all_pushed and {'ok'} or codes

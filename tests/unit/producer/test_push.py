@@ -437,6 +437,22 @@ def test_of_two_records_for_one_slot_the_first_counts(fake: Connection) -> None:
     assert problems(run) == []
 
 
+def test_of_two_records_for_one_slot_the_first_counts_also_beside_a_duplicate(fake: Connection) -> None:
+    """Its packet is refused, and it comes again alone."""
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("g", 0, 4)])
+        first = [trajectory("g", index, 4) for index in (0, 1, 2)]
+        second = [trajectory("g", index, 4, reward=9.0) for index in (1, 2, 3)]
+        result = producer.push([*first, *second])
+        assert result.codes == ["duplicate", "pushed", "pushed", "duplicate", "duplicate", "pushed"]
+        assert group_all(run) == ["complete"]
+    rewards = logged(run)["g"].members.table["reward"].tolist()
+    assert [reward == 9.0 for reward in rewards] == [False, False, False, True]
+    assert read_status(run).duplicates == 3
+    assert problems(run) == []
+
+
 def test_a_payload_that_ended_before_its_script_is_sent_again(
     fake: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
