@@ -17,7 +17,7 @@ end
 left_out[#left_out + 1] = rollout_index
 exclusions[entry] = left_out
 redis.call('HSET', keys.applied, batch, cjson.encode(exclusions))
-if #left_out > 1 then
+if #left_out > 1 and redis.call('EXISTS', keys.dead_group) == 1 then  -- else somebody has purged it
   redis.call('HINCRBY', keys.dead_group, 'count', 1)
 else
   write_dead_letter(ARGV[3], logged[1][2], ARGV[6], ARGV[7], 1, 0)

@@ -243,6 +243,17 @@ def test_saying_it_again_changes_nothing(logged: Run) -> None:
     assert [dead.trajectories for dead in list_dead(logged)] == [1]
 
 
+def test_what_is_left_out_after_a_purge_has_a_letter_of_its_own(logged: Run) -> None:
+    ranks = start_job(logged.connection, logged.name, 2, batch_groups=4)
+    all_next(ranks, logged)
+    record = read_records(logged)[0]
+    for index in range(2):
+        assert leave_out(logged, record, {("g2", index): "gone"}, 1)
+        assert [(dead.group_id, dead.trajectories) for dead in list_dead(logged)] == [("g2", 1)]
+        purge(logged, "g2")
+    assert problems(logged) == []
+
+
 def test_nothing_is_counted_for_a_rank_that_comes_after_the_commit(logged: Run) -> None:
     ranks = start_job(logged.connection, logged.name, 2, batch_groups=4)
     (part,) = all_next(ranks[:1], logged)
