@@ -186,7 +186,7 @@ class Batch:
     micro_batches: list[MicroBatch]
     """This rank's, in the order of the plan."""
     num_tokens: int
-    """Trainable tokens of the whole batch: those that `response_mask` marks."""
+    """Trainable tokens of the whole batch as pushed: also those that masks or a correction of the chain take out."""
     num_rows: int
     """Rows of the whole batch."""
     num_trajectories: int
