@@ -82,14 +82,16 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
             return
         self._over.set_result(None)
         self._heart.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._heart
-        if self._under_way:
-            await asyncio.wait({asyncio.create_task(self._idle.wait())}, timeout=CLOSE_S)
-        self._heart = None
-        with suppress(*RETRYABLE):  # if the goodbye is lost, the producer expires after its missed heartbeats
-            await self._carry_through(self._logic.goodbye(), patient=False, closed=True)
-        await self._disconnect()
+        try:
+            with suppress(asyncio.CancelledError):
+                await self._heart
+            if self._under_way:
+                await asyncio.wait({asyncio.create_task(self._idle.wait())}, timeout=CLOSE_S)
+            self._heart = None
+            with suppress(*RETRYABLE):  # if it is lost, the producer expires by its missed heartbeats
+                await self._carry_through(self._logic.goodbye(), patient=False, closed=True)
+        finally:
+            await self._disconnect()
 
     def _begin(self, request: GroupRequest) -> BeginGroup:
         return BeginGroup(self._admit(request))

@@ -113,9 +113,11 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         self._heart = None
         if self._under_way:
             self._idle.wait(CLOSE_S)
-        with suppress(*RETRYABLE):  # if the goodbye is lost, the producer expires after its missed heartbeats
-            self._carry_through(self._logic.goodbye(), patient=False, closed=True)
-        self._disconnect()
+        try:
+            with suppress(*RETRYABLE):  # if it is lost, the producer expires by its missed heartbeats
+                self._carry_through(self._logic.goodbye(), patient=False, closed=True)
+        finally:
+            self._disconnect()
 
     def _disconnect(self) -> None:
         if self._owned:

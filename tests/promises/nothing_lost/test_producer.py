@@ -377,6 +377,19 @@ def has_been_asked(client: redis.Redis) -> bool:
     return any("b" in each["flags"] for each in client.client_list())
 
 
+async def test_a_close_that_is_cancelled_disconnects(redis_url: str, run: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        before = connections_of(client)
+        producer = await Producer(redis_url, run).__aenter__()
+        with holding(client):
+            closing = asyncio.create_task(producer.close())
+            await asyncio.to_thread(until, lambda: has_been_asked(client), "it says goodbye")
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+        await asyncio.to_thread(until, lambda: connections_of(client) == before, "disconnected")
+
+
 @pytest.mark.parametrize("group_id", [None, "mine"])
 async def test_a_group_whose_begin_was_cancelled_is_not_open(
     redis_url: str, run: str, group_id: str | None
