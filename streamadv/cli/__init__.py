@@ -25,7 +25,7 @@ from ..plugins import import_module
 from ..run import Run, find_run
 from ..settings import Settings, likely_typos, load_settings
 from ..store.connection import Connection
-from ..store.retry import SERVER_ERRORS
+from ..store.retry import RETRYABLE, SERVER_ERRORS, server_reason
 from .parser import CommandParser, seconds, split_commands
 
 COMMANDS: Final = (
@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `streamadv ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes once more
         return PIPE_CLOSED
+    except RETRYABLE as error:
+        return _fail(str(server_reason(error)))
     except (StreamadvError, *SERVER_ERRORS) as error:
         return _fail(str(error))
     except OSError as error:

@@ -128,7 +128,7 @@ def lines_of(status: Status, manifest: Manifest, audited: Audit | None = None) -
     version = "none yet" if trainer.version is None else trainer.version
     return [
         f"run {status.run}: {counted(status.shards, 'shard')}, version {version}, committed {trainer.committed}, "
-        f"batches named {trainer.batches}{', ended by its trainer' if trainer.finished else ''}",
+        f"batches named and not committed {trainer.batches}{', ended by its trainer' if trainer.finished else ''}",
         *(f"  {line}" for line in lines),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Set
 from typing import Any, Final, NamedTuple
@@ -11,6 +12,8 @@ from .malformed import reject
 from .run import Run
 
 HEARTBEAT_S: Final = 10.0
+#: So often a reader writes: a server that refuses its writes refuses heartbeats, too.
+WRITE_S: Final = 5.0
 #: A producer silent for longer counts as lost (three missed heartbeats).
 PRODUCER_TIMEOUT_S: Final = 30.0
 #: A producer silent for longer is taken off the list, unless it has finished.
@@ -43,18 +46,25 @@ class Attendance:
     """The producers one reader has heard of. A producer is alive while its heartbeat changes, by the reader's clock.
 
     Times of the server are not compared, because its clock may be set and a failover brings another one. So a producer
-    that died before the first look counts as alive for PRODUCER_TIMEOUT_S more. One that vanishes from the list
-    without having said that it has finished or gone counts as alive until then, too.
+    that died before the first look counts as alive for PRODUCER_TIMEOUT_S more, and so does everybody after a time
+    without a write of this reader, in which heartbeats may have been refused. One that vanishes from the list without
+    having said that it has finished or gone counts as alive until then, too.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._heartbeats: dict[bytes, LastHeartbeat] = {}
         self._some_finished = False  # of those no longer on the list
+        self._written = -math.inf  # when this reader's last write was taken
 
     def look(self) -> None:
         """Read the list. Take producers off it that have gone or are long past, and remove foreign fields."""
         home, now = self._run.home, clock.now()
+        if now - self._written > WRITE_S:
+            home.call("forget_producers", [])
+            if now - self._written > HEARTBEAT_S:
+                self._heartbeats = {name: last._replace(when=now) for name, last in self._heartbeats.items()}
+            self._written = now
         stored: Any = self._run.connection.scripts.hgetall(home.keys.producers)
         for name, value in stored.items():
             if not PRODUCER_STATE.fullmatch(value.decode(errors="replace")):

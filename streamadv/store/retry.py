@@ -162,7 +162,8 @@ def _not_permitted(text: str, sent: Sequence[Any]) -> str:
     return one_line(
         f"{command}{place} is not permitted: {text.rstrip('.')}: use the user of the role that does this, "
         f"`streamadv config acl --run {run}` prints roles and users (producer: rollouts, replay; pipeline: workers, "
-        "trainer, consume, dead, runs create; observer: status, exporter, evals; the owner: runs change and delete)"
+        "trainer, consume, dead, runs create; observer: status, exporter, evals; the owner: runs change, runs delete, "
+        "status --check --deep)"
     )
 
 

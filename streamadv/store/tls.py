@@ -49,10 +49,10 @@ def check_files(options: Mapping[str, Any]) -> None:
             context.load_cert_chain(options[name], options.get("ssl_keyfile"), password)
     except OSError as error:
         files = f"{name} ({FILES[name]}) {options[name]!r}"
-        if name == "ssl_certfile" and options.get("ssl_keyfile"):
-            files += f" with ssl_keyfile ({FILES['ssl_keyfile']}) {options['ssl_keyfile']!r}"
-        said = error.strerror if not isinstance(error, ssl.SSLError) else error.reason or "no PEM file"
-        raise SettingError(f"{files}: {said}, give a readable PEM file") from None
+        if name == "ssl_certfile":
+            files += f" with ssl_keyfile ({FILES['ssl_keyfile']}) {options.get('ssl_keyfile')!r}"
+        said = error.strerror if not isinstance(error, ssl.SSLError) else error.reason or "part is missing"
+        raise SettingError(f"{files}: {said}, give readable PEM files, a certificate with its key") from None
     if options.get("ssl_keyfile") and not options.get("ssl_certfile"):
         raise SettingError(
             f"ssl_keyfile ({FILES['ssl_keyfile']}) is given without its certificate: give ssl_certfile "

@@ -39,6 +39,11 @@ def test_wrong_usage_is_exit_status_2(words: list[str], capsys: pytest.CaptureFi
     [
         (SettingError("port=0: give\nanother"), 1, "streamadv: error: port=0: give another\n"),
         (redis.exceptions.OutOfMemoryError("OOM"), 1, "streamadv: error: OOM\n"),
+        (
+            redis.exceptions.ConnectionError("refused"),
+            1,
+            "streamadv: error: refused: start the server or correct the URL [server_away]\n",
+        ),
         (FileNotFoundError(2, "No such file", "a.jsonl"), 1, "streamadv: error: a.jsonl: No such file\n"),
         (KeyboardInterrupt(), 130, ""),
     ],

@@ -173,6 +173,7 @@ def test_files_are_checked_before_anything_is_sent(place: Place, tmp_path: Path)
         (f"rediss://h?ssl_ca_certs={junk}", "STREAMADV_TLS_CA_FILE"),
         (f"rediss://h?ssl_ca_certs={tmp_path / 'none'}", "STREAMADV_TLS_CA_FILE.*No such file"),
         (f"rediss://h?ssl_keyfile={place.client.key}", "STREAMADV_TLS_KEY_FILE"),
+        (f"rediss://h?ssl_certfile={place.client.cert}", "STREAMADV_TLS_KEY_FILE"),
     ):
         with pytest.raises(SettingError, match=setting) as caught:
             Connection(url)

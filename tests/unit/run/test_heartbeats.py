@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from streamadv.grouping.grouper import Housekeeping
-from streamadv.run import heartbeats
+from streamadv.run import Shard, heartbeats
+from streamadv.run.heartbeats import Attendance
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
+from streamadv.store.retry import NotNowError
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import ends, join, producing
 
@@ -32,6 +35,42 @@ def test_a_producer_is_alive_as_long_as_its_heartbeat_changes(
     assert not ends(queue)
     monkeypatch.setattr(heartbeats, "PRODUCER_TIMEOUT_S", -1.0)  # it has been silent for too long
     assert ends(queue)
+
+
+def test_nobody_is_silent_while_a_server_refuses_writes(
+    fake: Connection, standing: None, forward: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attendance = Attendance(join(fake, "r"))
+    fake.scripts.hset(producers_of(fake), mapping={"one": "1 finished", "other": "1 open"})
+    attendance.look()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotNowError("MISCONF unable to persist to disk")
+
+    with monkeypatch.context() as refused:
+        refused.setattr(Shard, "call", refuse)
+        for _ in range(8):
+            forward(6)
+            with pytest.raises(NotNowError):
+                attendance.look()
+    for _ in range(5):
+        attendance.look()
+        assert not attendance.ended, "its next heartbeat may still come"
+        forward(6)
+    attendance.look()
+    assert attendance.ended
+
+
+def test_nobody_is_silent_while_a_reader_does_not_look(
+    fake: Connection, standing: None, forward: Callable[[float], None]
+) -> None:
+    """As when its server was away."""
+    attendance = Attendance(join(fake, "r"))
+    fake.scripts.hset(producers_of(fake), mapping={"one": "1 finished", "other": "1 open"})
+    attendance.look()
+    forward(60)
+    attendance.look()
+    assert not attendance.ended
 
 
 def test_who_is_taken_off_the_list_has_not_finished(
