@@ -98,16 +98,19 @@ class DroppedGroups:
 
 def warn_of_oversize(run: str, k: int, groups: Sequence[LoggedGroup], budget: int | None) -> None:
     """One line for the trajectories of batch k that have a row above the token budget of a micro-batch."""
-    longest = max(group.sums.longest_row for group in groups)
-    if budget is None or longest <= budget:
+    if budget is None:
         return
-    count = sum(int(is_oversize(group.members, budget).sum()) for group in groups)
+    long = [group.members for group in groups if group.sums.longest_row > budget]
+    lengths = [length for members in long for length in members.longest_row[is_oversize(members, budget)]]
+    if not lengths:  # of baselines only
+        return
+    count = len(lengths)
     fields = log_fields(
         "trajectories_oversize", run=run, role="trainer", batch=k, reason="oversize", count=count
     )
     logger.warning(
         "batch %d: trajectories not trained on: %d of %d, oversize: they have rows of up to %d tokens, "
         "tokens_per_micro_batch is %d: raise it, or play shorter rollouts",
-        *(k, count, sum(len(group.members) for group in groups), longest, budget),
+        *(k, count, sum(len(group.members) for group in groups), max(lengths), budget),
         extra=fields,
     )

@@ -143,6 +143,15 @@ def test_the_numbers_of_a_batch(producer: Producer, joined: Run) -> None:
     assert problems(joined) == []
 
 
+def test_of_a_baseline_above_the_budget_nothing_is_told(
+    producer: Producer, joined: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer.push([trajectory(), trajectory(index=1, tokens=30, role="baseline")])
+    queue = queue_of(joined, batch_groups=1, tokens_per_micro_batch=16)
+    assert members(delivered_batch(queue, joined)) == [("g", 0)]
+    assert "oversize" not in caplog.text
+
+
 def test_a_trajectory_with_a_row_above_the_budget_is_counted_told_and_not_delivered(
     producer: Producer, joined: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
