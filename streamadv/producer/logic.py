@@ -105,6 +105,7 @@ class ProducerLogic:
         while not (yield from self._resend.check(self.membership.manifest.keys.shards)):
             wait.because(LOST_GROUPS_FIRST)
             yield Pause(wait.delay())
+        wait.over()
         self.membership.finished = True
         self.admission.leave_ahead()
         yield from self.heartbeat()

@@ -49,7 +49,8 @@ class Blocked:
         now = clock.now()
         with _lock:
             if now >= self._last + ATTEMPT_S:  # a new wait, or the one before was given up
-                self._since, self._report_due = now, now + self._first_s
+                # One who waits again and again says so as seldom as one who waits for long.
+                self._since, self._report_due = now, max(now + self._first_s, self._reported + REPORT_S)
             _live.add(self)
             self._last, self._names = now, frozenset(reason.name for reason in reasons)
             if now < self._report_due:

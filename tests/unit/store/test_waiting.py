@@ -120,6 +120,20 @@ def test_an_outage_is_told_at_once_with_its_reason(
     assert blocked() == set()
 
 
+def test_outages_one_after_another_are_told_as_seldom_as_a_long_one(
+    forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    outage = Outage("advantage")  # of one of several servers: the others answer in between
+    caplog.set_level(logging.INFO)
+    for _ in range(int(REPORT_S)):
+        outage.delay_after(redis.exceptions.ConnectionError("refused"))
+        outage.over()
+        forward(1.0)
+    assert caplog.messages[1:] == ["advantage: waiting for the server: goes on after 0 s"]
+    outage.delay_after(redis.exceptions.ConnectionError("refused"))
+    assert len(caplog.messages) == 3
+
+
 def test_the_list_of_reasons_is_the_one_documented() -> None:
     text = (Path(__file__).parents[3] / "docs" / "how-to" / "troubleshooting.md").read_text()
     rows = re.findall(
