@@ -5,9 +5,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Self
 
 import torch
@@ -92,11 +91,11 @@ class Alone:
             [{**records[index % GROUP_SIZE], "rollout_index": index} for index in range(size)]
             for records in self._pool
         ]
-        with self._cost(groups) as cost:
-            for number in range(groups):
-                group = self._producer.begin_group(size)
-                group.push(pool[number % len(pool)])
-        return cost()
+        before = self._clocks()
+        for number in range(groups):
+            group = self._producer.begin_group(size)
+            group.push(pool[number % len(pool)])
+        return self._cost_since(before, groups)
 
     def group(self) -> Cost:
         """All that is in the rollouts stream."""
@@ -105,11 +104,11 @@ class Alone:
     def name_batches(self) -> Cost:
         """Batch records and their work, for all groups of the round."""
         queue = self._trainer()
-        with self._cost(self.groups) as cost:
-            try:
-                queue.next_batch(timeout=0)
-            except NoBatchError:
-                return cost()
+        before = self._clocks()
+        try:
+            queue.next_batch(timeout=0)
+        except NoBatchError:
+            return self._cost_since(before, self.groups)
         raise ProcessEndedError(f"batch of run {self.name} was there before it was computed")
 
     def compute(self) -> Cost:
@@ -119,13 +118,13 @@ class Alone:
     def train(self) -> Cost:
         """Take, mark and commit all batches."""
         queue = self._trainer()
-        with self._cost(self.groups) as cost:
-            for _ in range(self._batches):
-                batch = queue.next_batch(timeout=STALL_S)
-                assert batch is not None  # the producer has not finished
-                queue.trained(batch)
-                queue.commit(queue.state_dict())
-        return cost()
+        before = self._clocks()
+        for _ in range(self._batches):
+            batch = queue.next_batch(timeout=STALL_S)
+            assert batch is not None  # the producer has not finished
+            queue.trained(batch)
+            queue.commit(queue.state_dict())
+        return self._cost_since(before, self.groups)
 
     def _trainer(self) -> TrainerQueue:
         if self._queue is None:
@@ -145,24 +144,18 @@ class Alone:
         """Run `target` until the stream is empty."""
         stop = threading.Event()
         with ThreadPoolExecutor(1) as thread:
+            before = self._clocks()
             try:
-                with self._cost(self.groups) as cost:
-                    work = thread.submit(target, stop)
-                    while self.connection.scripts.xlen(stream) and not work.done():
-                        stop.wait(POLL_S)
+                work = thread.submit(target, stop)
+                while self.connection.scripts.xlen(stream) and not work.done():
+                    stop.wait(POLL_S)
+                cost = self._cost_since(before, self.groups)
             finally:
                 stop.set()
             work.result()
-        return cost()
+        return cost
 
-    @contextmanager
-    def _cost(self, groups: int) -> Iterator[Callable[[], Cost]]:
-        costs: list[Cost] = []
-        before = self._clocks()
-        yield lambda: costs[0] if costs else self._difference(before, groups)
-        costs.append(self._difference(before, groups))
-
-    def _difference(self, before: tuple[float, ...], groups: int) -> Cost:
+    def _cost_since(self, before: tuple[float, ...], groups: int) -> Cost:
         count = groups * GROUP_SIZE
         return Cost(*(1e6 * (b - a) / count for a, b in zip(before, self._clocks(), strict=True)))
 

@@ -7,7 +7,7 @@ over observations, or starts anew after them, so it gives the same numbers on ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -60,12 +60,8 @@ class Case:
 
     def peers(self) -> list[tuple[Peer, Way]]:
         """The other ways to the same result."""
-        ways: list[tuple[Peer, Way | None]] = [
-            ("padded", self.padded),
-            ("verl", self.verl),
-            ("roll", self.roll),
-        ]
-        return [(name, way) for name, way in ways if way is not None and name not in ABSENT]
+        ways: Mapping[Peer, Way | None] = {"padded": self.padded, "verl": self.verl, "roll": self.roll}
+        return [(name, way) for name, way in ways.items() if way is not None and name not in ABSENT]
 
 
 def cases() -> list[Case]:
@@ -101,7 +97,9 @@ def _gae_cases() -> list[Case]:
             "gae, whitened",
             (mask, rewards, value),
             _gae_whitened,
-            padded=_padded_gae,
+            padded=lambda w: padded.compute_gae_advantage_return(
+                w.padded[rewards], w.padded[value], w.padded[mask], GAMMA, LAM
+            ),
             verl=_verl_gae_whitened,
         ),
     ]
@@ -129,7 +127,9 @@ def _reinforce_cases() -> list[Case]:
             "reinforce++",
             (mask, rewards),
             _estimator("reinforce_plus_plus", gamma=GAMMA),
-            padded=_padded_reinforce_plus_plus,
+            padded=lambda w: padded.compute_reinforce_plus_plus_outcome_advantage(
+                w.padded[rewards], w.padded[mask], GAMMA
+            ),
             verl=lambda w: verl.reinforce_plus_plus(*_padded(w, rewards, mask), gamma=GAMMA),
             one_turn=frozenset({"verl"}),
         ),
@@ -148,7 +148,7 @@ def _column_cases() -> list[Case]:
         Case(
             "whitening",
             (mask, value),
-            _whiten,
+            lambda w: (whiten(w.batch.column(value), w.batch.trainable_tokens),),
             verl=lambda w: (verl.masked_whiten(*_padded(w, value, mask)),),
             roll=lambda w: (roll.masked_whiten(*_padded(w, value, mask)),),
         ),
@@ -254,24 +254,9 @@ def _classic(estimator: AdvEstimator, peer_quirks: PeerQuirks | None = None) -> 
     return run
 
 
-def _padded_gae(workload: Workload) -> Results:
-    rewards, values, mask = _padded(workload, "token_level_rewards", "values", "response_mask")
-    return padded.compute_gae_advantage_return(rewards, values, mask, GAMMA, LAM)
-
-
-def _padded_reinforce_plus_plus(workload: Workload) -> Results:
-    rewards, mask = _padded(workload, "token_level_rewards", "response_mask")
-    return padded.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, GAMMA)
-
-
 def _roll_gae(workload: Workload) -> Results:
     result: Results = roll.gae(*_padded(workload, "token_level_rewards", "values"), gamma=GAMMA, lam=LAM)
     return result
-
-
-def _whiten(workload: Workload) -> Results:
-    batch = workload.batch
-    return (whiten(batch.column("values"), batch.trainable_tokens),)
 
 
 TOKEN_CHAIN: Final = {
@@ -336,15 +321,6 @@ def _padded_gigpo(workload: Workload) -> Results:
 
 
 def _roll_gigpo(workload: Workload) -> Results:
-    steps = workload.steps
-    return (
-        roll.gigpo(
-            steps.scores,
-            steps.episode_scores,
-            steps.trajectory,
-            steps.number,
-            steps.group,
-            steps.state,
-            STEP_GAMMA,
-        ),
-    )
+    own = workload.steps
+    labels = own.trajectory, own.number, own.group, own.state
+    return (roll.gigpo(own.scores, own.episode_scores, *labels, STEP_GAMMA),)
