@@ -30,10 +30,10 @@ from ..algorithms.registry import get_estimator
 from ..algorithms.token_rewards import row_rewards
 from ..algorithms.trainable import spread_rows
 from .entrance import check_numbers, checked_while_read, unchecked
+from .estimators import Pair
 from .layout import as_batch, ungrouped
 from .rewards import group_mean_std, group_scores
 
-Pair = tuple[Tensor, Tensor]
 #: Estimators that read how many trainable tokens a row has.
 COUNTING: Final = frozenset({"opo", "reinforce_plus_plus_baseline"})
 

@@ -18,9 +18,8 @@ from ..algorithms.trainable import spread_rows
 from ..errors import ArgumentError, OptionError
 from ..messages import brief
 from .entrance import check_numbers, checked
+from .estimators import Pair
 from .layout import as_batch, ungrouped
-
-Pair = tuple[Tensor, Tensor]
 
 
 @checked

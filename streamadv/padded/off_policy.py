@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..algorithms.arguments import BoundOrText, Mask, NotNegative, Tokens
-from ..algorithms.chain_metrics import Metric, fetch
+from ..algorithms.chain_metrics import fetch
 from ..algorithms.off_policy import (
     BoundMode,
     RatioLevel,
@@ -20,8 +20,8 @@ from ..errors import OptionError
 from ..messages import brief
 from .entrance import checked, unchecked
 from .layout import padded_tokens
+from .rewards import Metrics
 
-Metrics = dict[str, float]
 PREFIX = "rollout_corr/"
 
 
@@ -115,7 +115,14 @@ def compute_offpolicy_metrics(
 
     Without rollout log-probs: the training policy's perplexity alone; without old log-probs: the rollout policy's.
     """
-    return fetch(_diagnostics(old_log_prob, rollout_log_prob, response_mask, peer_quirks))[0]
+    tokens, all_rows = padded_tokens(response_mask), peer_quirks is not None
+    old = None if old_log_prob is None else old_log_prob.reshape(-1)
+    if rollout_log_prob is not None:
+        return fetch(off_policy_metrics(old, rollout_log_prob.reshape(-1), tokens, all_rows))[0]
+    if old is None:
+        return {}
+    metrics = fetch(off_policy_metrics(None, old, tokens, all_rows))[0]
+    return {name.replace("rollout", "training"): value for name, value in metrics.items()}
 
 
 @checked
@@ -215,16 +222,3 @@ def _rejection(kind: str, spec: str) -> Rejection:
         raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper")
     name: RejectionKind = kind  # type: ignore[assignment]  # Rejection checks it
     return Rejection(name, bounds[-1], bounds[0] if len(bounds) == 2 else None)
-
-
-def _diagnostics(
-    old: Tensor | None, rollout: Tensor | None, mask: Tensor, peer_quirks: PeerQuirks | None
-) -> dict[str, Metric]:
-    tokens, all_rows = padded_tokens(mask), peer_quirks is not None
-    flat_old = None if old is None else old.reshape(-1)
-    if rollout is not None:
-        return off_policy_metrics(flat_old, rollout.reshape(-1), tokens, all_rows)
-    if flat_old is None:
-        return {}
-    metrics = off_policy_metrics(None, flat_old, tokens, all_rows)
-    return {name.replace("rollout", "training"): metric for name, metric in metrics.items()}

@@ -17,8 +17,7 @@ from ..algorithms.trainable import Trainable
 from ..errors import OptionError
 from .entrance import checked
 from .layout import padded_tokens
-
-Metrics = dict[str, float]
+from .rewards import Metrics
 
 
 @dataclass(frozen=True, slots=True)
