@@ -22,7 +22,7 @@ from ..store.replies import as_texts, as_whole
 from ..units import counted, seconds_text, size_text
 from . import add_one_shot_options, connect_once, joined, settings_from
 from .parser import count, count_or_none
-from .status import STAGES
+from .status import stage_of
 from .worker import add_run_options, run_settings_from
 
 
@@ -213,7 +213,6 @@ def _alive(status: Status) -> Iterator[str]:
     """Who would go on with the run."""
     yield from (f"producer {producer.name}" for producer in status.producers if producer.state == "open")
     for name, stream in status.streams.items():
-        stage = STAGES.get(name, name.replace("scoring:", "scorer "))
-        yield from (f"{stage} {worker.name}" for worker in stream.workers if worker.alive)
+        yield from (f"{stage_of(name)} {worker.name}" for worker in stream.workers if worker.alive)
     if status.trainer.is_alive and status.trainer.silent_s is not None:
         yield "its trainer"

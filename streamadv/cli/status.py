@@ -177,15 +177,17 @@ def _stream_lines(status: Status) -> Iterator[str]:
         )
 
 
-#: What takes the entries of a stream.
-STAGES: Final = {"rollouts": "grouper", "work": "advantage worker"}
+def stage_of(stream: str) -> str:
+    """What takes the entries of a stream."""
+    stages = {"rollouts": "grouper", "work": "advantage worker"}
+    return stages.get(stream, stream.replace("scoring:", "scorer "))
 
 
 def _people_lines(status: Status) -> Iterator[str]:
     """Who is there: the trainer, workers, producers."""
     yield _trainer_line(status)
     for name, stream in status.streams.items():
-        stage = STAGES.get(name, name.replace("scoring:", "scorer "))
+        stage = stage_of(name)
         if not stream.workers:
             yield f"{stage}: none"
         for worker in stream.workers:

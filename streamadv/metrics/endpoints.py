@@ -130,10 +130,13 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        url = self._url()
-        match url.path if url else "":
+        try:
+            url = urlsplit(self.path)
+        except ValueError:
+            url = urlsplit("")
+        match url.path:
             case "/metrics":
-                self._metrics(url.query if url else "")
+                self._metrics(url.query)
             case "/livez":
                 self._reply(200, "alive\n")
             case "/readyz":
@@ -145,12 +148,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not logged."""
-
-    def _url(self) -> Any:
-        try:
-            return urlsplit(self.path)
-        except ValueError:
-            return None
 
     def _metrics(self, query: str) -> None:
         names = parse_qs(query).get("name[]")

@@ -99,11 +99,7 @@ class Watchdog:
         if limit is not None and sum(lost.values()) >= limit * batch:
             what = "; ".join(_loss(reason, count, status) for reason, count in lost.items())
             raise StarvedError(f"{what}; max_filtered_batches is {limit}")
-        kept = (
-            losses.produced
-            - sum(lost.values())
-            - sum(ended.get(outcome, 0) for outcome in LOST["ended_short"])
-        )
+        kept = losses.produced - losses.total
         is_judged = losses.produced >= KEPT_WINDOW * batch and not self._warned
         if is_judged and kept < self._limits.min_kept_ratio * losses.produced:
             self._warned = True
