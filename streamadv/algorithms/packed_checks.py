@@ -14,7 +14,6 @@ from ..trajectory.columns import KNOWN_COLUMNS, Array
 if TYPE_CHECKING:
     from torch import Tensor
 
-if TYPE_CHECKING:
     from .packed import PackedBatch, Steps
 
 #: The layout of a batch that its builder vouches for.

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...errors import SettingError
 from ...extras import torch
 from ..chain_metrics import fraction, mean, summary
 from ..kl import column_kl
@@ -85,17 +84,12 @@ def _estimator_step(config: ChainConfig, definition: Estimator) -> ChainStep:
 def _distill_step(config: DistillConfig, keep_raw: bool) -> ChainStep:
     def run(state: State) -> State:
         batch, before = state.batch, state.advantages
-        if before is None:
-            raise SettingError("chain: distillation comes before the estimator")
+        assert before is not None  # a chain is not cut between the estimator and this step
         tokens = state.tokens
         log_probs, teacher = batch.column(config.log_probs), batch.column("teacher_log_probs")
         kl, _ = column_kl(log_probs, teacher, config.penalty, tokens)
-        advantages = -config.coefficient * kl
-        returns = state.returns
-        if config.only:
-            returns = advantages
-        else:
-            advantages = advantages + before
+        term = -config.coefficient * kl
+        advantages, returns = (term, term) if config.only else (term + before, state.returns)
         known = summarise(advantages, tokens.mask)
         metrics = {
             "critic/distill_kl": mean(kl, tokens.mask),
@@ -115,8 +109,7 @@ def _finish_step(config: ChainConfig, level: Level) -> ChainStep:
 
     def run(state: State) -> State:
         batch, advantages = state.batch, state.advantages
-        if advantages is None:
-            raise SettingError("chain: whitening comes before the estimator")
+        assert advantages is not None  # as above
         weight, raw, known = level_weight(state), advantages, state.summary
         if config.whiten_advantages and level == "token":
             advantages = whiten(advantages, state.tokens, summary=known)

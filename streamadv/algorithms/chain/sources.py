@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ...extras import torch
 from ..chain_metrics import merge_metrics
@@ -30,23 +30,23 @@ def run_by_source(run: Callable[[str, PackedBatch], ChainResult], batch: PackedB
         metrics |= {f"{source}/{name}": value for name, value in result.metrics.items()}
         weights |= {f"{source}/{name}": weight for name, weight in result.weights.items()}
     level = results[0].level
+
+    def joined(level: Level, values: Sequence[Tensor | None]) -> Any:
+        """The values of all parts; None if one has none."""
+        if any(value is None for value in values):
+            return None
+        return _scattered(batch.count(level), [part.indices[level] for part in parts], values)
+
     return ChainResult(
         level=level,
-        advantages=_joined(batch.count(level), parts, level, [result.advantages for result in results]),
-        returns=_joined(batch.count(level), parts, level, [result.returns for result in results]),
+        advantages=joined(level, [result.advantages for result in results]),
+        returns=joined(level, [result.returns for result in results]),
         rewards=_scattered(
-            batch.num_trajectories, [p.trajectories for p in parts], [r.rewards for r in results]
+            batch.num_trajectories, [part.trajectories for part in parts], [r.rewards for r in results]
         ),
-        step_rewards=_scattered(
-            len(batch.steps), [part.indices["step"] for part in parts], [r.step_rewards for r in results]
-        ),
+        step_rewards=joined("step", [result.step_rewards for result in results]),
         columns={
-            name: _scattered(
-                batch.num_tokens,
-                [part.indices["token"] for part in parts],
-                [r.columns[name] for r in results],
-            )
-            for name in results[0].columns
+            name: joined("token", [result.columns[name] for result in results]) for name in results[0].columns
         },
         metrics=metrics,
         weights=weights,
@@ -62,17 +62,8 @@ def split_by_source(batch: PackedBatch) -> Iterator[tuple[str, Part]]:
         yield source, part_of(batch, (number == k)[batch.trajectory_group].nonzero().flatten())
 
 
-def _joined(
-    count: int, parts: Sequence[Part], level: Level, values: Sequence[Tensor | None]
-) -> Tensor | None:
-    given = [value for value in values if value is not None]
-    if len(given) < len(values):
-        return None
-    return _scattered(count, [part.indices[level] for part in parts], given)
-
-
-def _scattered(count: int, indices: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    whole = values[0].new_zeros((count, *values[0].shape[1:]))
+def _scattered(count: int, indices: Sequence[Tensor], values: Sequence[Any]) -> Tensor:
+    whole: Tensor = values[0].new_zeros((count, *values[0].shape[1:]))
     for index, part in zip(indices, values, strict=True):
         whole[index] = part
     return whole
