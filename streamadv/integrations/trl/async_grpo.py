@@ -210,15 +210,15 @@ def _rows_of(mb: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         raise SettingError(
             "AsyncGRPOTrainer needs rollout_log_probs: push them, or give old_log_probs as late"
         )
-    weights = ["rollout_is_weights"] if "rollout_is_weights" in mb else []
+    weights = mb.columns.get("rollout_is_weights")
     bounds = mb.cu_seqlens.tolist()
     for reference, start, stop in zip(mb.references, bounds[:-1], bounds[1:], strict=True):
         mask = mb.response_mask[start:stop].cpu().numpy()
         if not mask.any():
             continue
         advantages = mb.advantages[start:stop].cpu().numpy()
-        for weight in weights:
-            advantages = advantages * mb.columns[weight][start:stop].cpu().numpy()
+        if weights is not None:
+            advantages = advantages * weights[start:stop].cpu().numpy()
         advantages = advantages[mask]
         if np.ptp(advantages) > 1e-6:
             raise SettingError(

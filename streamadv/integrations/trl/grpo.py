@@ -145,9 +145,8 @@ class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
             inputs["ref_per_token_logps"] = self._ref_log_probs(inputs)
         steps = self.current_gradient_accumulation_steps
         divisor = 1.0
-        if (
-            self.loss_type in BY_ROWS
-        ):  # TRL's mean over the rows of the micro-batch becomes its share of the batch's
+        if self.loss_type in BY_ROWS:
+            # TRL's mean over the rows of the micro-batch becomes its share of the batch's.
             rows = len(inputs["completion_ids"]) * self.accelerator.num_processes
             divisor = inputs["num_rows_in_batch"] / rows
         self.current_gradient_accumulation_steps = divisor
