@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..errors import StreamadvError
 from .cases import Case, Peer, Results, Way, cases, token_cases
+from .lines import GROUP_SIZE
 from .machine import describe_processor
-from .workload import GROUP_SIZE, Workload, make_workload
+from .workload import Workload, make_workload
 
 #: What is quicker is run several times in a row, so that a reading lasts this long.
 SHORTEST_MS: Final = 5.0

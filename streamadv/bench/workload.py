@@ -20,9 +20,8 @@ from ..algorithms.packing import pack_trajectories
 from ..errors import SettingError
 from ..trajectory.columns import Array
 from ..trajectory.schema import Row, Step, Trajectory
+from .lines import GROUP_SIZE, TURNS
 
-GROUP_SIZE: Final = 8
-TURNS: Final = 8
 STATES: Final = 5  # distinct observations a prompt group meets in a turn
 
 FLOAT_COLUMNS: Final = ("values", "old_log_probs", "rollout_log_probs", "ref_log_probs")

@@ -81,10 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_summary(done: Counter[str], output: Path | None) -> None:
-    parts = [counted(done["trajectories"], "trajectory", "trajectories")]
-    parts += [counted(done["groups"], "group"), counted(done["batches"], "batch", "batches")]
+    trajectories = counted(done["trajectories"], "trajectory", "trajectories")
+    groups, batches = counted(done["groups"], "group"), counted(done["batches"], "batch", "batches")
     where = "stdout" if output is None else output
-    announce(f"consumed {parts[0]} of {parts[1]} in {parts[2]}: {where}", "consumed")
+    announce(f"consumed {trajectories} of {groups} in {batches}: {where}", "consumed")
 
 
 def consume(

@@ -64,15 +64,12 @@ class PlainView:
         self._next = 0.0
 
     def say(self, text: str) -> None:
-        self._print(text)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, progress: Progress, crew: dict[str, Child]) -> None:
         if progress.seconds >= self._next:
             self._next = progress.seconds + PLAIN_EVERY_S
-            self._print(line(progress))
-
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.say(line(progress))
 
 
 def line(progress: Progress) -> str:

@@ -66,9 +66,7 @@ def _stray_keys(run: Run, keys: ShardKeys, stored: StoredData) -> Iterator[str]:
     prefixes = (keys.payload(""), keys.output(""), keys.group(""), keys.dead_group(""))
     shard_keys = {
         key.decode(errors="backslashreplace")
-        for key in run.connection.scripts.scan_iter(
-            match=f"{_escape(keys.void.removesuffix('void'))}*", count=PAGE
-        )
+        for key in run.connection.scripts.scan_iter(match=f"{keys.void.removesuffix('void')}*", count=PAGE)
     }
     strays = [key for key in sorted(shard_keys - expected) if key.startswith(prefixes)]
     for key, lives_ms in zip(strays, _times_to_live(run, strays), strict=True):
@@ -127,8 +125,3 @@ def _fixed_keys(run: Run, keys: ShardKeys) -> list[str]:
 
 def _group_keys(keys: ShardKeys, stored: StoredData) -> list[str]:
     return [*map(keys.group, stored.open_groups), *map(keys.dead_group, stored.dead_groups)]
-
-
-def _escape(text: str) -> str:
-    """The text as a pattern that matches only itself."""
-    return "".join(f"\\{character}" if character in "*?[]\\" else character for character in text)
