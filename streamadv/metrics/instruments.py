@@ -151,16 +151,20 @@ STAGE_DURATION: Final = Histogram(
     buckets=STEP_SECONDS,
     registry=WORKERS,
 )
-EVENTS: Final[Mapping[str, Counter]] = {
-    event: _counter(WORKERS, f"streamadv_{event}", text, stage=THE_STAGE)
-    for event, text in {
-        "delivered": "Stream entries read.",
-        "acked": "Stream entries finished.",
-        "reclaimed": "Stream entries taken over from a consumer that fell silent.",
-        "duplicate": "Stream entries that another consumer had finished first; the result is thrown away, which is "
-        "harmless.",
-    }.items()
-}
+DELIVERED: Final = _counter(WORKERS, "streamadv_delivered", "Stream entries read.", stage=THE_STAGE)
+ACKED: Final = _counter(WORKERS, "streamadv_acked", "Stream entries finished.", stage=THE_STAGE)
+RECLAIMED: Final = _counter(
+    WORKERS,
+    "streamadv_reclaimed",
+    "Stream entries taken over from a consumer that fell silent.",
+    stage=THE_STAGE,
+)
+DUPLICATE: Final = _counter(
+    WORKERS,
+    "streamadv_duplicate",
+    "Stream entries that another consumer had finished first; the result is thrown away, which is harmless.",
+    stage=THE_STAGE,
+)
 NOGROUP: Final = _counter(
     WORKERS,
     "streamadv_nogroup_recreations",
@@ -347,6 +351,13 @@ KL_COEFFICIENT: Final = Gauge(
     "Coefficient of the KL penalty of the last batch: `critic/kl_coef`; absent without a penalty.",
     registry=None,
 )
+
+EVENTS: Final[Mapping[str, Counter]] = {
+    "delivered": DELIVERED,
+    "acked": ACKED,
+    "reclaimed": RECLAIMED,
+    "duplicate": DUPLICATE,
+}
 
 _SETS: Final[Mapping[Kind, Sequence[CollectorRegistry]]] = {
     "producer": (PRODUCERS,),
