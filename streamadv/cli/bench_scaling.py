@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from . import add_log_options, settings_from
-from .bench_server import check_least
+from .bench_server import add_windows, check_least
 
 #: Heading and key of each column of the plans.
 PLANS: Final = {
@@ -32,10 +32,7 @@ def add_parser(kinds: Any) -> None:
         "primaries of its own, with workers that join and die; a model of it, checked against what was measured; "
         "and the processes it predicts for a million tokens per second and more.",
     )
-    parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help="of a window (default: 3)")
-    parser.add_argument(
-        "--repeat", type=int, default=3, metavar="N", help="windows; figures are medians (default: 3)"
-    )
+    add_windows(parser, 3.0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     add_log_options(parser)
     parser.set_defaults(run=run_scaling)

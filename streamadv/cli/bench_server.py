@@ -25,7 +25,7 @@ def add_parsers(kinds: Any) -> None:
         "second, in turns with the same columns moved as often by plain redis-py. One line a chain, size and way of "
         "pushing; with --chain, --tokens or --way all their combinations, without: the usual ones.",
     )
-    _add_windows(pipeline)
+    add_windows(pipeline, 1.5)
     _add_sizes(pipeline, "512 4096 32768")
     _add_chains(pipeline)
     pipeline.add_argument(
@@ -66,7 +66,7 @@ def add_parsers(kinds: Any) -> None:
         "Time from the end of a group's rollouts to the trainer, which takes what is there, at shares of the highest "
         "rate.",
     )
-    _add_windows(latency)
+    add_windows(latency, 1.5)
     _add_sizes(latency, "4096")
     memory = _add(
         kinds,
@@ -158,8 +158,11 @@ def _add(
     return parser
 
 
-def _add_windows(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=1.5, metavar="S", help="of a window (default: 1.5)")
+def add_windows(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """Options of a benchmark that measures within windows of time."""
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, metavar="S", help=f"of a window (default: {seconds:g})"
+    )
     _add_repeat(parser, "windows")
 
 
