@@ -46,9 +46,9 @@ class Attendance:
     """The producers one reader has heard of. A producer is alive while its heartbeat changes, by the reader's clock.
 
     Times of the server are not compared, because its clock may be set and a failover brings another one. So a producer
-    that died before the first look counts as alive for PRODUCER_TIMEOUT_S more, and so does everybody after a time
-    without a write of this reader, in which heartbeats may have been refused. One that vanishes from the list without
-    having said that it has finished or gone counts as alive until then, too.
+    that died before the first look counts as alive for PRODUCER_TIMEOUT_S more. One that vanishes from the list without
+    having said that it has finished or gone counts as alive until then, too. A long time without a write of this reader
+    counts as WRITE_S: heartbeats may have been refused in it.
     """
 
     def __init__(self, run: Run) -> None:
@@ -60,11 +60,13 @@ class Attendance:
     def look(self) -> None:
         """Read the list. Take producers off it that have gone or are long past, and remove foreign fields."""
         home, now = self._run.home, clock.now()
-        if now - self._written > WRITE_S:
+        gap = now - self._written
+        if gap > WRITE_S:
             home.call("forget_producers", [])
-            if now - self._written > HEARTBEAT_S:
-                self._heartbeats = {name: last._replace(when=now) for name, last in self._heartbeats.items()}
             self._written = now
+        if gap > HEARTBEAT_S:
+            for name, last in self._heartbeats.items():
+                self._heartbeats[name] = last._replace(when=last.when + gap - WRITE_S)
         stored: Any = self._run.connection.scripts.hgetall(home.keys.producers)
         for name, value in stored.items():
             if not PRODUCER_STATE.fullmatch(value.decode(errors="replace")):

@@ -73,6 +73,21 @@ def test_nobody_is_silent_while_a_reader_does_not_look(
     assert not attendance.ended
 
 
+def test_the_end_comes_to_a_reader_that_looks_seldom(
+    fake: Connection, standing: None, forward: Callable[[float], None]
+) -> None:
+    """As a trainer that asks for a batch between two long steps, with a short timeout."""
+    attendance = Attendance(join(fake, "r"))
+    fake.scripts.hset(producers_of(fake), mapping={"one": "1 finished", "other": "1 open"})
+    ended = []
+    for _ in range(8):
+        attendance.look()
+        ended.append(attendance.ended)
+        forward(60)
+    assert not any(ended[:6]), "a server may have been away in each of these times"
+    assert ended[7]
+
+
 def test_who_is_taken_off_the_list_has_not_finished(
     fake: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
