@@ -193,8 +193,9 @@ def _run_late_part(
             if "rollout_is_weights" in result.columns:
                 importance_weights(sample_tokens(batch, result.columns["rollout_is_weights"]))
             columns |= {name: values[own] for name, values in result.columns.items()}
-            # A step may have narrowed it.
-            indices["response_mask"] = columns["response_mask"].view(torch.bool)
+            # A step may have narrowed it after the workers have made results.
+            indices["response_mask"] = mask = columns["response_mask"].view(torch.bool)
+            results = {name: torch.where(mask, values, 0.0) for name, values in results.items()}
             batch = batch.with_columns(**result.columns)
             for name, values in (("advantages", result.advantages), ("returns", result.returns)):
                 if values is not None:

@@ -132,6 +132,7 @@ def test_nobody_trains_on_tokens_that_the_correction_rejects(is_late: bool, fake
     queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain=chain, **options)
     (mb,) = delivered_batch(queue, join(fake, "r"))
     assert mb.response_mask.tolist() == [False, False, True, False, True] * 2
+    assert mb.advantages.bool().tolist() == mb.response_mask.tolist()
 
 
 def test_a_chain_that_is_cut_between_correction_and_estimator_gives_the_same(fake: Connection) -> None:
