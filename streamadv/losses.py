@@ -47,7 +47,7 @@ def ppo_clip(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, respo
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(plain, clipped)
     if dual_clip is not None:
-        bound = torch.where(advantages < 0, -advantages * dual_clip, torch.inf)
+        bound = torch.where(advantages < 0, -advantages * torch.full_like(d, dual_clip), torch.inf)
         is_bounded = loss > bound
         loss = torch.minimum(loss, bound)
     metrics = {"pg_clipfrac": clipped > plain, "pg_clipfrac_lower": is_bounded, "ppo_kl": -d}

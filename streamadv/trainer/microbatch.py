@@ -192,7 +192,10 @@ class Batch:
     num_trajectories: int
     """Trajectories of the whole batch."""
     kl: float | None
-    """Mean KL to the reference policy, by which the KL coefficient adapts; None if the chain has no KL step."""
+    """Mean KL to the reference policy, of a late column over this rank's share; None if the chain has no KL step.
+
+    By rank 0's the KL coefficient adapts.
+    """
     metrics: dict[str, float]
     """Figures to log, by verl's names where it has one: finite floats, flat. docs/how-to/logging.md lists them.
 

@@ -164,6 +164,9 @@ def test_half_precision_is_computed_in_float32() -> None:
     loss, metrics = losses.ppo_clip(log_probs, old, advantages, torch.ones(1))
     assert loss.dtype == metrics["actor/ppo_kl"].dtype == torch.float32
     assert loss.item() == pytest.approx(-math.exp(0.001))
+    negative = torch.tensor([-1.1015625], dtype=torch.bfloat16)  # three times that is no bfloat16
+    loss, _ = losses.ppo_clip(log_probs, torch.tensor([-3.0]), negative, torch.ones(1))
+    assert loss.item() == 3 * 1.1015625
 
 
 def test_what_does_not_fit_is_named() -> None:
