@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 import sys
 from collections import Counter
 from pathlib import Path
@@ -115,7 +116,7 @@ def consume(
                 write_trajectory(file, trajectory)
                 present.add(trajectory.rollout_index)
         file.flush()
-        if file.fileno() != sys.stdout.fileno():
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             os.fsync(file.fileno())
         queue.trained(batch)
         queue.commit(queue.state_dict())

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from ..errors import SettingError
+from ..logs import announce
 from ..messages import printable
 from ..run import Run
 from ..run.dead_letters import MALFORMED, list_dead, purge, requeue, show_dead
@@ -94,6 +95,9 @@ def purge_some(arguments: argparse.Namespace) -> int:
 def _named(run: Run, arguments: argparse.Namespace, requeueable: bool = False) -> list[str]:
     if arguments.all:
         dead = [group for group in list_dead(run) if not (requeueable and group.reason == MALFORMED)]
+        if requeueable and (lost := sum(group.emptied for group in dead)):
+            announce(f"not requeued, payloads deleted (dead_bytes): {counted(lost, 'group')}", "not_requeued")
+            dead = [group for group in dead if not group.emptied]
         return list(dict.fromkeys(group.group_id for group in dead))
     if not arguments.groups:
         raise SettingError("no group is named: give their ids, or --all")

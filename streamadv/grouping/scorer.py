@@ -143,7 +143,7 @@ class Scorer:
             if suspect.due <= now and self._is_open(consumer, suspect.item.packet):
                 later += self._score_alone(consumer, suspect.item, score)
         if len(later) >= self._batch_size:  # a function that fails on everything is given it slowly
-            consumer.stop.wait(min(suspect.due for suspect in later) - now)
+            consumer.stop.wait(min(suspect.due for suspect in later) - clock.now())
         elif entries := consumer.read(self._read_count):
             later += self.work(consumer, entries, score, alone=entries[0].reclaimed)
         return later

@@ -66,7 +66,7 @@ def ask(
         answer = call_within(call, timeout_s, who, stop)
     except HungError as error:
         raise ScoreError("hang", str(error)) from error
-    except (Exception, SystemExit) as error:  # whatever the user's function raises
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # whatever the user's function raises
         raise ScoreError("exception", f"{type(error).__name__}: {error}{place_of(error)}") from error
     return scores_of(answer, len(trajectories))
 

@@ -56,10 +56,10 @@ def recover(path: Path) -> dict[str, set[int]]:
 
     Removes a last line without a newline, because a crash has cut it off. The writer may have died between two
     trajectories of a group, and a complete group may have fewer members than its size, so only the indices tell what
-    the writer has to add when the group is delivered again. A missing file counts as empty. Raises TrajectoryError,
-    and leaves the file unchanged, if `path` is no interchange file.
+    the writer has to add when the group is delivered again. What is no regular file counts as empty. Raises
+    TrajectoryError, and leaves the file unchanged, if `path` is no interchange file.
     """
-    if not path.exists():
+    if not path.is_file():
         return {}
     written: dict[str, set[int]] = {}
     whole = 0  # bytes up to the last newline

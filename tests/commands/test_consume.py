@@ -90,6 +90,14 @@ def test_consume_continues_a_file(stages: Run, redis_url: str, tmp_path: Path) -
     assert problems(stages) == []
 
 
+def test_consume_writes_to_what_is_no_file(stages: Run, redis_url: str) -> None:
+    with producing(redis_url, stages.name) as producer:
+        push_groups(producer, 1)
+        producer.finish()
+    assert call(stages, "consume", "-o", "/dev/null") == 0
+    assert ledger(stages)["trained"] == 2
+
+
 def test_consume_fails_when_it_cannot_do_what_it_was_told(
     stages: Run, redis_url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import signal
@@ -19,6 +20,7 @@ import redis
 from streamadv import UnscoredTrajectory, clock
 from streamadv.errors import SettingError
 from streamadv.grouping import housekeeping
+from streamadv.grouping import scorer as scorer_module
 from streamadv.grouping.groups_log import read_log
 from streamadv.grouping.scorer import TIMEOUT_S, Scorer
 from streamadv.producer import Producer
@@ -149,6 +151,7 @@ ANSWERS: dict[str, Callable[[], Any]] = {
     "a-name": lambda: {3: 0.5},
     "an-exception": raising(ValueError("no parse")),
     "an-outage": raising(redis.exceptions.ConnectionError("of the judge")),
+    "a-cancellation": raising(asyncio.CancelledError()),
     "an-exit": raising(SystemExit("bye")),
 }
 
@@ -282,9 +285,10 @@ def asleep() -> None:
 
 @pytest.mark.parametrize("hang", [busy, asleep])
 def test_a_function_that_does_not_return_keeps_nobody(
-    redis_url: str, run: str, forward: Forward, hang: Callable[[], None]
+    redis_url: str, run: str, forward: Forward, hang: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither its neighbours nor the end of the process; a thread of a test's stands for the main one."""
+    monkeypatch.setattr(scorer_module, "FIRST_DELAY_S", 0.0)
 
     def judge(trajectories: Trajectories) -> list[float]:
         if any(reference.group_id == "g1" for reference in trajectories):
@@ -295,7 +299,7 @@ def test_a_function_that_does_not_return_keeps_nobody(
     with producing(redis_url, run, {"scorers": ("s",)}) as producer:
         joined = join(redis_url, run)
         push_alone(producer, EIGHT[:3])
-        scorer = Scorer(redis_url, run, "s", tries=1)
+        scorer = Scorer(redis_url, run, "s", tries=3, batch_size=1)
         with threads(lambda stop: scorer.run(judge, stop)):
             wait_for_rollouts(joined, 3)
         assert sorted(group_all(joined)) == ["complete"] * 2 + ["incomplete"]

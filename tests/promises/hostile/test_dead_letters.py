@@ -134,6 +134,22 @@ def test_dead_bytes_bound_what_is_kept(redis_url: str, run: str) -> None:
     assert problems(joined) == []
 
 
+def test_all_groups_that_have_their_payloads_are_requeued(
+    redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    connection = Connection(redis_url)
+    joined = pushed_run(connection, run, 3, finish=True)
+    next_batch(TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"]), joined)
+    (size,) = {dead.bytes for dead in list_dead(joined)}
+    dead_letters.trim_dead(joined.home, 2 * size)
+    assert main(["dead", "requeue", "--all", "--redis", redis_url, "--run", run]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "not requeued, payloads deleted (dead_bytes): 1 group\n"
+    assert printed.out.splitlines()[-1] == "requeued 2 groups, 4 trajectories"
+    assert [dead.emptied for dead in list_dead(joined)] == [True]
+    assert problems(joined) == []
+
+
 def test_emptied_letters_are_bounded_in_number_and_bytes(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
