@@ -34,10 +34,9 @@ def masked_mean(values: AnyShape, mask: AnyMask, dim: int | None = None) -> Tens
 @differentiable
 def masked_var(values: AnyShape, mask: AnyMask, unbiased: bool = True) -> Tensor:
     """Variance of the masked values, ddof 1 if `unbiased`; 0 below two values (ROLL and verl raise)."""
-    centred = values.to(torch.float64) - _mean(values, mask, None)
+    centred = torch.where(mask != 0, values.to(torch.float64) - _mean(values, mask, None), 0.0)
     count = (mask != 0).sum()
-    squares = _sum(centred.square(), mask, None)
-    return (squares / (count - int(unbiased)).clamp(min=1)).to(torch.float32)
+    return (centred.square().sum() / (count - int(unbiased)).clamp(min=1)).to(torch.float32)
 
 
 @checked

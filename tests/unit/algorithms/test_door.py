@@ -167,3 +167,12 @@ def test_what_a_loss_is_made_of_keeps_its_gradient() -> None:
     loss.backward()  # type: ignore[no-untyped-call]
     assert log_probs.grad is not None
     assert bool((log_probs.grad != 0).all())
+
+
+@pytest.mark.parametrize("function", [padded.masked_mean, padded.masked_sum, padded.masked_var])
+def test_nan_outside_the_mask_is_in_no_gradient(function: Any) -> None:
+    values = torch.tensor([[1.0, 4.0, torch.nan]], requires_grad=True)
+    function(values, torch.tensor([[1, 1, 0]])).backward()
+    assert values.grad is not None
+    assert values.grad[0, :2].isfinite().all()
+    assert values.grad[0, 2] == 0
