@@ -162,6 +162,7 @@ def _finished(
     from ..algorithms import expand
 
     assert result.advantages is not None  # the chain is not cut
+    batch = batch.with_columns(**result.columns)  # a step may have narrowed response_mask
     columns = {**result.columns, "advantages": expand(batch, result.level, result.advantages)}
     returns = result.advantages if result.returns is None else result.returns
     columns["returns"] = expand(batch, result.level, returns)
