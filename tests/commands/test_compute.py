@@ -64,14 +64,20 @@ def test_rows_of_a_trajectory_get_their_own_values(tmp_path: Path) -> None:
 
 def test_advantages_are_0_on_tokens_that_a_correction_rejects(tmp_path: Path) -> None:
     columns = {"rollout_log_probs": [-0.5] * 3, "old_log_probs": [-0.5, -6, -0.5]}
-    source = write(tmp_path / "in.jsonl", *(record("a", index, float(index), **columns) for index in range(2)))
+    source = write(
+        tmp_path / "in.jsonl", *(record("a", index, float(index), **columns) for index in range(2))
+    )
     config = tmp_path / "chain.json"
     correction = {"rejections": [{"kind": "token_k1", "upper": 2.0}]}
     config.write_text(json.dumps({"norm_by_std": False, "correction": correction}))
     compute.run(source, tmp_path / "out.jsonl", config=config)
     out = read(tmp_path / "out.jsonl")
     assert [line["response_mask"] for line in out] == [[0, 0, 1]] * 2
-    assert [line["advantages"] for line in out] == [line["returns"] for line in out] == [[0, 0, -0.5], [0, 0, 0.5]]
+    assert (
+        [line["advantages"] for line in out]
+        == [line["returns"] for line in out]
+        == [[0, 0, -0.5], [0, 0, 0.5]]
+    )
 
 
 @pytest.mark.parametrize(
