@@ -110,6 +110,7 @@ def test_requeued_groups_are_trained_on_when_they_can_be(redis_url: str, run: st
     assert {dead.reason for dead in list_dead(joined)} == {"missing_column"}
     assert requeue(joined, "g0000") == 2
     assert ledger(joined)["queued"] == 2
+    assert read_status(joined).groups.outcomes["dead"] == 2  # a counter: it never falls
     assert problems(joined) == []
     batch = delivered_batch(TrainerQueue(connection, run), joined)
     assert {r.group_id for r in batch.references} == {"g0000"}
