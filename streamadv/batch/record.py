@@ -48,10 +48,6 @@ class BatchRecord(BaseModel):
     running_before: Running | None = None  # those it was named with
     trace: str | None = None  # `traceparent` of the batch, where traces are recorded
 
-    @property
-    def trajectories(self) -> int:
-        return sum(pointer.trajectories for pointer in self.groups)
-
     def to_json(self) -> str:
         return self.model_dump_json(exclude={"trace"} if self.trace is None else None)
 

@@ -150,10 +150,10 @@ class Session:
 
     # Its end
 
-    def note_trained(self, record: BatchRecord, kl: float | None = None) -> None:
-        """The batch is in the weights, with this mean KL, whatever the server knows."""
+    def note_trained(self, record: BatchRecord, kl: float | None = None, trajectories: int = 0) -> None:
+        """The batch is in the weights, so many trajectories with this mean KL, whatever the server knows."""
         if record.k >= self.version:
-            self._kl.trained(record.k, kl, record.trajectories)
+            self._kl.trained(record.k, kl, trajectories)
             self.progress.kl = self._kl.to_json()
             self.progress.train(record)
             if self.leads:

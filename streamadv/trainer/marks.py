@@ -78,7 +78,7 @@ class Marks:
             raise SettingError(
                 f"batch {batch.version} is marked as trained before batch {session.version}: mark in order"
             )
-        session.note_trained(named.record, batch.kl)
+        session.note_trained(named.record, batch.kl, batch.num_trajectories)
         return named.record
 
     def publish_trained(self, record: BatchRecord, weights: str | None) -> None:

@@ -169,6 +169,19 @@ def test_metrics_count_a_batch_once_whatever_its_shards(fake: Connection) -> Non
     assert weights[0] == weights[1]
 
 
+def test_the_kl_coefficient_adapts_by_what_was_trained_on(fake: Connection) -> None:
+    """One trajectory of each group is a baseline, one is above the token budget."""
+    with producing(fake, "r") as producer:
+        for group_id in ("a", "b"):
+            for index, role, tokens in ((0, "baseline", 5), (1, "train", 9), (2, "train", 5)):
+                ref = [-9.0] * tokens
+                producer.push([trajectory(group_id, index, 3, tokens, role=role, ref_log_probs=ref)])
+    run, chain = join(fake, "r"), {"estimator": "reinforce", "kl": {"coefficient": 0.5, "target": 0.1}}
+    queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, tokens_per_micro_batch=8, chain=chain)
+    seen = [delivered_batch(queue, run).metrics["critic/kl_coef"] for _ in range(2)]
+    assert seen == pytest.approx([0.5, 0.5 * (1 + 0.2 / 10000)], rel=1e-9)
+
+
 @pytest.mark.parametrize("by_source", [False, True])
 def test_a_reward_beyond_running_moments_stops_no_trainer(fake: Connection, by_source: bool) -> None:
     chain = {
