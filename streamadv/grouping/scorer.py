@@ -257,6 +257,9 @@ class Scorer:
             self._given_up.note(item.trajectory.name, packet.group_id, error.kind, str(error))
             packet.verdicts[item.position] = None
             packet.given_up.append(item)  # its tries still count if another member ends this process
+        except Stopped:
+            self._tries.forget(shard, item)
+            raise
         else:
             self._tries.forget(shard, item)
         if packet.is_scored:

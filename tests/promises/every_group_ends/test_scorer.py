@@ -25,6 +25,7 @@ from streamadv.grouping.groups_log import read_log
 from streamadv.grouping.scorer import TIMEOUT_S, Scorer
 from streamadv.producer import Producer
 from streamadv.run import Run
+from streamadv.run.hangs import Stopped
 from streamadv.run.manifest import RunSettings
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.schema import Trajectory
@@ -230,6 +231,19 @@ def test_a_function_that_fails_for_a_while_scores_in_the_end(redis_url: str, run
         assert group_all(joined) == ["complete"]
     assert calls == [2, 1, 1, 1, 1]
     assert ledger(joined)["dropped"] == {}
+    assert not joined.connection.scripts.exists(joined.keys.home.attempts)
+
+
+def test_a_scorer_that_is_told_to_end_counts_no_try(redis_url: str, run: str) -> None:
+    def judge(trajectories: Trajectories) -> list[float]:
+        raise errors.pop()
+
+    errors = [Stopped("this process is to end"), OSError("with all")]
+    with producing(redis_url, run, {"scorers": ("s",)}) as producer:
+        joined = join(redis_url, run)
+        push_alone(producer, ["g"])
+        Scorer(redis_url, run, "s").run(judge, threading.Event())
+    assert errors == []
     assert not joined.connection.scripts.exists(joined.keys.home.attempts)
 
 
