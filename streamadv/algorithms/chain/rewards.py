@@ -99,7 +99,9 @@ def _summed(batch: PackedBatch, weights: Mapping[str, float]) -> Tensor:
     for name, weight in weights.items():
         if name not in batch.components:
             present = ", ".join(batch.components) or "none"
-            raise TrajectoryError(f"reward.components names {name!r}, the trajectories have {present}")
+            raise TrajectoryError(
+                f"reward.components names {name!r}, the trajectories have {present}: give it to each, 0 if need be"
+            )
         total = total + weight * batch.components[name]
     return total
 

@@ -39,7 +39,7 @@ def test_named_rewards_are_summed_by_weight() -> None:
     batch = scored([{"right": 1.0, "short": 0.5}, {"short": 1.0}])
     config = {"reward": {"components": {"right": 2.0, "short": -1.0}}}
     assert run_chain(build_chain(config), batch).rewards.tolist() == [1.5, -1.0]
-    with pytest.raises(TrajectoryError, match="wrong"):
+    with pytest.raises(TrajectoryError, match="'wrong', the trajectories have right, short: give it to each"):
         run_chain(build_chain({"reward": {"components": {"wrong": 1.0}}}), batch)
 
 
