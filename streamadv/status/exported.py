@@ -95,7 +95,7 @@ FACTS: Final[dict[str, tuple[str, ...]]] = {
     # Streams, and who takes part.
     "stream_entries": ("Entries in a stream.", "stream"),
     "stream_pending_entries": ("Entries read and not acknowledged.", "stream"),
-    "stream_lag_entries": ("Entries not read yet; absent where the server cannot tell.", "stream"),
+    "stream_lag_entries": ("Entries not read yet.", "stream"),
     "stream_oldest_seconds": ("Age of the oldest entry in a stream, 0 for an empty one.", "stream"),
     "workers": ("Processes that take entries of a stream; dead: silent for 30 s.", "stream", "state"),
     "producers": ("Producers by state; lost: not finished and no longer heard of.", "state"),
@@ -257,8 +257,7 @@ def _groups(status: Status) -> Iterator[Sample]:
 def _stream(name: str, stream: Stream) -> Iterator[Sample]:
     yield "stream_entries", [name], stream.length
     yield "stream_pending_entries", [name], stream.pending
-    if stream.lag_known:
-        yield "stream_lag_entries", [name], stream.lag
+    yield "stream_lag_entries", [name], stream.lag
     yield "stream_oldest_seconds", [name], stream.oldest_age_s or 0.0
     yield "workers", [name, "alive"], stream.alive
     yield "workers", [name, "dead"], len(stream.workers) - stream.alive

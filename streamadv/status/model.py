@@ -114,7 +114,7 @@ class Stream:
     length: int
     pending: int
     lag: int  # entries not delivered yet
-    lag_known: bool  # whether the server can tell the lag of every shard; else `lag` is of the others
+    lag_known: bool  # always true: the lag does not depend on what the server can tell
     consumers: int
     oldest_age_s: float | None
     alive: int  # consumers that asked for work lately

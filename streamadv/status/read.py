@@ -91,8 +91,8 @@ def _stream(name: str, shards: Sequence[ShardState], activity: Activity) -> Stre
     return Stream(
         length=sum(stream.length for stream in streams),
         pending=sum(stream.pending for stream in streams),
-        lag=sum(max(0, stream.lag) for stream in streams),
-        lag_known=all(stream.lag >= 0 for stream in streams),
+        lag=sum(stream.lag for stream in streams),
+        lag_known=True,
         consumers=sum(stream.consumers for stream in streams),
         oldest_age_s=max(ages_s, default=None),
         alive=sum(worker.alive for worker in activity.workers[name]),

@@ -53,13 +53,17 @@ def streams_of(run: Run, keys: ShardKeys) -> dict[str, StreamName]:
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """One stream and its consumer group."""
+    """One stream and its consumer group. Entries are deleted as they are handed off."""
 
     length: int
     pending: int
-    lag: int  # entries not delivered yet; -1 = the server cannot tell
     consumers: int
     oldest_age_s: float | None
+
+    @property
+    def lag(self) -> int:
+        """Entries not delivered yet. Servers' own figure goes wrong where such entries are deleted."""
+        return max(0, self.length - self.pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +167,9 @@ def _stream_state(group: str, reply: Iterator[Any], now_ms: int) -> StreamState:
     fields: dict[str, Any] = next(
         (fields for fields in map(as_mapping, consumer_groups) if fields["name"] == group.encode()), {}
     )
-    lag = fields.get("lag") if fields else 0
     return StreamState(
         length=length,
         pending=fields.get("pending", 0),
-        lag=-1 if lag is None else lag,
         consumers=fields.get("consumers", 0),
         oldest_age_s=_age_s(oldest[0][0], now_ms) if oldest else None,
     )

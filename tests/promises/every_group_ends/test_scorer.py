@@ -27,6 +27,7 @@ from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.hangs import Stopped
 from streamadv.run.manifest import RunSettings
+from streamadv.status import read_status
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.schema import Trajectory
 from tests.clusters import until
@@ -400,6 +401,7 @@ def test_a_run_ends_although_nobody_scores(redis_url: str, run: str, scorers: An
     assert queue.next_batch(timeout=10) is None
     queue.close()
     assert (ledger(joined)["queued"], ledger(joined)["dropped"]) == (0, {"late": 150})
+    assert {stream.lag for stream in read_status(joined).streams.values()} == {0}
     assert problems(joined) == []
 
 

@@ -79,7 +79,7 @@ def test_every_fact_is_declared_and_has_a_sample_where_it_can(facts: RunFacts) -
         "server_total_memory_bytes",
     }
     eval_facts = {name for name in exported.FACTS if name.startswith("eval_")}
-    assert exported.FACTS.keys() - names <= absent | eval_facts | {"dead_trajectories", "stream_lag_entries"}
+    assert exported.FACTS.keys() - names <= absent | eval_facts | {"dead_trajectories"}
 
 
 def test_open_groups_show_by_age_and_by_what_they_lack(fake: Connection) -> None:
