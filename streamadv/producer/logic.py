@@ -114,6 +114,7 @@ class ProducerLogic:
         """Leave the run on a clean exit."""
         self.failures.log(now=True)
         if self.membership.is_joined:
-            yield from self.membership.send_heartbeat("gone")
-            self.admission.leave_ahead()  # also what the server has answered meanwhile
+            yield from self.membership.send_heartbeat()  # the server has then answered all before it
+            self.admission.leave_ahead()
             yield from self.admission.withdraw()
+            yield from self.membership.send_heartbeat("gone")  # last: until then it may be lost

@@ -7,6 +7,7 @@ import threading
 from typing import Any, cast
 
 import pytest
+import redis
 
 import streamadv.producer.logic
 import streamadv.run.heartbeats
@@ -16,11 +17,13 @@ from streamadv.grouping import grouper, housekeeping
 from streamadv.grouping.lost_producers import LostProducers
 from streamadv.grouping.short_groups import Loss
 from streamadv.producer import Producer
+from streamadv.run import RunSettings
 from streamadv.run.consumer import Consumer
 from streamadv.run.heartbeats import PRODUCER_TIMEOUT_S
 from streamadv.status import read_status
 from streamadv.status.model import Bytes
 from streamadv.store.connection import Connection
+from streamadv.store.scripts import ScriptCall
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.support import (
@@ -175,6 +178,36 @@ def test_groups_of_a_lost_producer_do_not_count_in_pacing(
     assert problems(joined) == []
     killed.close()
     queue.close()
+
+
+def test_a_group_of_a_producer_that_was_cut_off_as_it_left_does_not_count_in_pacing(
+    redis_url: str, run: str, forward: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was opened ahead, and is withdrawn at the close."""
+    monkeypatch.setattr(streamadv.producer.logic, "HEARTBEAT_S", 3600.0)
+    leaving = Producer(redis_url, run, settings=RunSettings(batch_groups=1, max_staleness=1)).open()
+    groups = leaving.groups(1)
+    (rollout,) = next(groups)
+    rollout.push(input_ids=[1], response_mask=[1], reward=1.0)
+    carry_out = leaving._carry_out
+
+    def cut_off(request: Any) -> Any:
+        if isinstance(request, ScriptCall) and request.script.name == "withdraw":
+            raise redis.exceptions.ConnectionError("cut off")
+        return carry_out(request)
+
+    monkeypatch.setattr(leaving, "_carry_out", cut_off)
+    leaving.close()
+    rounds = housekeeping.Housekeeping(join(redis_url, run))
+    with producing(redis_url, run) as other:
+        rounds.round()
+        with pytest.raises(Busy, match="2 groups begun"):
+            other.begin_group(2, timeout=0)
+        for _ in range(5):
+            forward(PRODUCER_TIMEOUT_S / 5)
+            heartbeat(other)
+            rounds.round()
+        other.begin_group(2, timeout=0)
 
 
 def test_a_foreign_producer_without_a_name_has_no_groups(
