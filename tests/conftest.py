@@ -118,9 +118,9 @@ def _nothing_goes_on_after_a_test() -> Iterator[None]:
         thread.join(30)
 
 
-@pytest.fixture
-def keep_logging() -> Iterator[None]:
-    """For commands that run in this process: they set logging up."""
+@pytest.fixture(autouse=True)
+def _logging_stays_as_it_was() -> Iterator[None]:
+    """Commands that run in this process set logging up, and would write later tests' warnings to stderr."""
     root, hook = logging.getLogger(), sys.excepthook
     handlers, level = root.handlers[:], root.level
     yield

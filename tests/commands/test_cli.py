@@ -23,8 +23,6 @@ from streamadv.run.manifest import RunSettings
 from streamadv.settings import load_settings
 from tests.support import group_all, trajectory
 
-pytestmark = pytest.mark.usefixtures("keep_logging")
-
 
 @pytest.mark.parametrize("words", [["no-such-command"], [], ["schema", "--no-such-flag"]])
 def test_wrong_usage_is_exit_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

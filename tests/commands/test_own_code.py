@@ -31,7 +31,7 @@ from tests.support import (
     unscored,
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("keep_logging")]
+pytestmark = pytest.mark.processes
 
 ESTIMATOR = """
 import time

@@ -14,8 +14,6 @@ from streamadv import cli
 from streamadv.logs import JsonFormatter, announce, set_up_logging
 from streamadv.messages import log_fields
 
-pytestmark = pytest.mark.usefixtures("keep_logging")
-
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().err.splitlines()]

@@ -143,6 +143,7 @@ def test_all_groups_that_have_their_payloads_are_requeued(
     next_batch(TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"]), joined)
     (size,) = {dead.bytes for dead in list_dead(joined)}
     dead_letters.trim_dead(joined.home, 2 * size)
+    capsys.readouterr()
     assert main(["dead", "requeue", "--all", "--redis", redis_url, "--run", run]) == 0
     printed = capsys.readouterr()
     assert printed.err == "not requeued, payloads deleted (dead_bytes): 1 group\n"

@@ -20,8 +20,6 @@ from streamadv import cli
 from streamadv.store.embedded import EmbeddedServer
 from tests.support import producing, push_groups
 
-pytestmark = pytest.mark.usefixtures("keep_logging")
-
 ONCE = (
     ["status"],
     ["dead", "list"],
